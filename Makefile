@@ -1,0 +1,34 @@
+# make test      a virtual environment in .venv (first time), then the tests
+# make demo      the same, then the demonstration run
+# make PYTHON=python3.12 ...   with another interpreter; 3.11 or newer
+
+PYTHON ?= python3
+BIN := .venv/bin
+STAMP := .venv/.installed
+
+.PHONY: venv demo test test-slow lint clean
+
+venv: $(STAMP)
+
+# The stamp is as new as the files that say what to install, so a second run installs nothing.
+$(STAMP): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "qfsdp needs Python 3.11 or newer: make PYTHON=python3.12 ...")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	@touch $@
+
+demo: venv
+	$(BIN)/python -m qfsdp.demo.run
+
+test: venv
+	$(BIN)/python -m pytest
+
+test-slow: venv
+	$(BIN)/python -m pytest -m slow
+
+lint: venv
+	$(BIN)/python -m ruff check
+	$(BIN)/python -m mypy
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

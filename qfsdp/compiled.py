@@ -1,0 +1,53 @@
+"""`torch.compile` for the kernels of this package, on machines that may lack a compiler."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from collections.abc import Callable
+from typing import ParamSpec, TypeVar
+
+import torch
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Whether inductor can build code here: it needs a C++ compiler, on GPUs as well
+    (Triton compiles its launcher). `QFSDP_EAGER_KERNELS=1` turns kernels' compilation off."""
+    if os.environ.get("QFSDP_EAGER_KERNELS") == "1":
+        return False
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InductorError, InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except (InvalidCxxCompiler, InductorError, RuntimeError):
+        logging.getLogger("qfsdp").warning(
+            "no C++ compiler found: 4-bit kernels run uncompiled and slower (install g++)"
+        )
+        return False
+    return True
+
+
+def compiled(fn: Callable[P, R]) -> Callable[P, R]:
+    """Decorates a pure function of plain tensors; it is compiled at its first call.
+
+    Shapes are dynamic: one build then serves every weight of a model (a cold build takes
+    about 10 s on a CPU, and a Llama has 4 to 5 linear shapes). On meta and fake tensors,
+    and inside another trace, the plain function runs.
+    """
+    build = functools.cache(lambda: torch.compile(fn, dynamic=True, fullgraph=True))
+
+    @functools.wraps(fn)
+    def call(*args: P.args, **kwargs: P.kwargs) -> R:
+        first = next(a for a in args if isinstance(a, torch.Tensor))
+        plain = type(first) is torch.Tensor and first.device.type != "meta"
+        if plain and not torch.compiler.is_compiling() and can_compile():
+            return build()(*args, **kwargs)
+        return fn(*args, **kwargs)
+
+    return call

@@ -1,0 +1,144 @@
+"""How a recipe file becomes running processes, and how its errors become exit statuses.
+
+Every recipe ends with `launch(__file__, Config, check, main)`. Started plainly, it checks the
+config once, then starts itself on every accelerator of the machine; started by torchrun (or
+`tune run --nproc_per_node N`), it is one of the ranks and just runs. `check_recipe` and
+`validate_config` do the checking for the `tune` command, before any rank exists.
+
+Exit statuses: 0, 2 after a `UserError`, else what the first failed rank ended with.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import ModuleType
+from typing import TypeVar
+
+from qfsdp.config import check_components, load_config
+from qfsdp.errors import UserError
+
+T = TypeVar("T")
+
+USER_ERROR_STATUS = 2
+# All ranks usually meet the same mistake. Rank 0 tells it at once and torchrun then ends the
+# others; one that is still alive after this many seconds met a mistake of its own.
+_RANK_0_GOES_FIRST_S = 2.0
+
+
+def launch(
+    recipe_file: str, schema: type[T], check: Callable[[T], None], main: Callable[[T], None]
+) -> None:
+    """Runs a recipe with the command line's config; the last line of every recipe file.
+
+    Args:
+        recipe_file: the recipe's `__file__`.
+        schema: its config dataclass.
+        check: its own preflight, which raises UserError; not run again on torchrun's ranks.
+        main: the recipe.
+
+    Ends the process with status 2 and one line on stderr after a UserError.
+    """
+    argv = sys.argv[1:]
+    with user_errors():
+        config = load_config(schema, argv)
+        if "LOCAL_RANK" not in os.environ:
+            check(config)
+            if (count := local_world_size()) > 1:
+                return _run_ranks(count, recipe_file, argv)
+        main(config)
+
+
+def local_world_size() -> int:
+    """How many processes a plain start makes: one per visible accelerator, at least one."""
+    import torch
+
+    return max(1, torch.accelerator.device_count())
+
+
+def _run_ranks(count: int, recipe_file: str, argv: Sequence[str]) -> None:
+    from torch.distributed.run import parse_args, run
+
+    # torchrun would set one thread each and warn; the host's part (offload) wants its cores.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    with rank_failures():
+        recipe = os.path.abspath(recipe_file)
+        run(parse_args(["--standalone", "--nproc_per_node", str(count), recipe, *argv]))
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns a UserError into `error: <message>` on stderr and exit status 2."""
+    try:
+        yield
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            time.sleep(_RANK_0_GOES_FIRST_S)
+        told_by = "" if rank == "0" else f"rank {rank}: "
+        sys.stdout.flush()
+        print(f"error: {told_by}{error}", file=sys.stderr, flush=True)
+        raise SystemExit(USER_ERROR_STATUS) from None
+
+
+@contextmanager
+def rank_failures() -> Iterator[None]:
+    """Exits as the first failed rank did, where torchrun would raise; 128 + signal if killed."""
+    from torch.distributed.elastic.multiprocessing.api import SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+
+    try:
+        yield
+    except ChildFailedError as error:
+        status = error.get_first_failure()[1].exitcode
+        if status != USER_ERROR_STATUS:  # torchrun's table of who failed; ranks told their own
+            print(error, file=sys.stderr, flush=True)
+        raise SystemExit(status if status > 0 else 128 - status) from None
+    except SignalException as error:
+        raise SystemExit(128 + error.sigval) from None
+
+
+def is_recipe(path: str | Path) -> bool:
+    """Whether a file is a qfsdp recipe: whether it ends in the call that all of them end in."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return False
+    return re.search(r"\blaunch\(\s*__file__", text) is not None
+
+
+def load_recipe(recipe_file: str | Path) -> ModuleType:
+    """Imports a recipe file without running it."""
+    name = f"qfsdp_recipe_{Path(recipe_file).stem}"
+    spec = importlib.util.spec_from_file_location(name, recipe_file)
+    assert spec is not None and spec.loader is not None, recipe_file
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses look their annotations up there
+    spec.loader.exec_module(module)
+    return module
+
+
+def check_recipe(recipe_file: str | Path, argv: Sequence[str]) -> None:
+    """A recipe's preflight: its `Config` from `argv`, then its `check`; raises UserError.
+
+    Does nothing for a recipe that lacks one of the two names.
+    """
+    recipe = load_recipe(recipe_file)
+    schema, check = getattr(recipe, "Config", None), getattr(recipe, "check", None)
+    if schema is not None and check is not None:
+        check(load_config(schema, argv))
+
+
+def validate_config(config_file: str | Path, recipe_file: str | Path) -> None:
+    """Checks a config against a recipe's schema and its components against their signatures.
+
+    Files that the config names need not exist. Raises UserError.
+    """
+    schema = load_recipe(recipe_file).Config
+    check_components(load_config(schema, ["--config", str(config_file)]))

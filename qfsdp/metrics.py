@@ -1,0 +1,74 @@
+"""Where the numbers of a run go: `metrics.jsonl`, a metric logger, and the terminal."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from tqdm import tqdm
+
+
+class MetricLogger(Protocol):
+    """What torchtune's metric loggers (TensorBoard, disk, stdout, W&B, ...) have."""
+
+    def log_dict(self, payload: dict[str, Any], step: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held: allocated on its accelerator, or resident
+    where it computes on the CPU."""
+    if device.type == "cpu":
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return torch.accelerator.max_memory_allocated(device)
+
+
+class RunLog:
+    """The numbers of one run; rank 0 makes one.
+
+    Each logged step is a line of `<output_dir>/metrics.jsonl`, a call of the metric logger,
+    and a position of the progress bar; where standard error is no terminal, a plain line.
+
+    Args:
+        output_dir: exists already.
+        logger: a torchtune metric logger, or None.
+        first_step, total_steps: of this run.
+    """
+
+    def __init__(
+        self, output_dir: Path, logger: MetricLogger | None, first_step: int, total_steps: int
+    ) -> None:
+        self._file = open(output_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
+        self._logger = logger
+        self._total = total_steps
+        self._bar = None
+        if sys.stderr.isatty():
+            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", leave=True)
+
+    def advance(self) -> None:
+        """One more step is done."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def log(self, step: int, metrics: dict[str, float]) -> None:
+        """Records `metrics` of step `step` (counted from 1)."""
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._logger is not None:
+            self._logger.log_dict(metrics, step=step)
+        text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        if self._bar is not None:
+            self._bar.set_postfix_str(text)
+        else:
+            print(f"step {step}/{self._total}  {text}", file=sys.stderr, flush=True)
+
+    def close(self) -> None:
+        """Flushes everything."""
+        if self._bar is not None:
+            self._bar.close()
+        if self._logger is not None:
+            self._logger.close()
+        self._file.close()

@@ -1,0 +1,177 @@
+"""LoRA and DoRA adapters on the linears of a decoder.
+
+LoRA (https://arxiv.org/abs/2106.09685) adds a low-rank product to a frozen weight W:
+
+    y = W x + (alpha / rank) * B A x        A [rank, in]   B [out, rank], B = 0 at the start
+
+DoRA (https://arxiv.org/abs/2402.09353) splits the adapted weight into a direction and a
+trained length per row, `magnitude`:
+
+    y = magnitude / norm * (W x + (alpha / rank) * B A x)
+    norm[i] = || row i of (W + (alpha / rank) * B A) ||
+
+The paper (section 4.3) treats `norm` as a constant in backward. It then depends on W, A and
+B only, which change once per optimizer step; so it is computed once per optimizer step, by
+`refresh_dora_norms`, and not in every forward, micro-batch and recomputation. It needs the
+rows of W and B that a rank holds anyway, and all of A; the result is a frozen parameter,
+sharded and gathered with the layer's others. At the start magnitude equals norm, so the
+adapted model is the base model.
+
+Adapters are fp32 and are cast to the activations' dtype where they multiply them. The ratio
+magnitude / norm is applied in fp32 and the product rounded once: rounded to bf16 first, any
+change of a magnitude below 0.4 % would have no effect.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from qfsdp.errors import InvalidField
+from qfsdp.modules.packed_linear import PackedLinear
+from qfsdp.modules.shards import local_part, local_rows
+from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
+from qfsdp.tensor_subclasses.packed import PackedTensor, linear
+
+NORM_CHUNK_WEIGHTS = 1 << 22  # fp32 weights at a time in `refresh_dora_norms`: 16 MB
+
+
+@dataclass
+class AdapterConfig:
+    """Section `adapter`: what is trained.
+
+    Fields:
+        method: "dora" or "lora".
+        rank: inner dimension of the low-rank product.
+        alpha: the product is scaled by alpha / rank.
+        dropout: probability, on the input of the low-rank product.
+        targets: "all-linear" (every linear of every layer), or a list of names; `lm_head`
+            can be named too.
+    """
+
+    method: Literal["lora", "dora"] = "dora"
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str | list[str] = ALL_LINEAR
+
+    def check(self) -> None:
+        if self.rank < 1:
+            raise InvalidField("rank", self.rank, "an integer of at least 1")
+        if not self.alpha > 0:
+            raise InvalidField("alpha", self.alpha, "a number above 0")
+        if not 0.0 <= self.dropout < 1.0:
+            raise InvalidField("dropout", self.dropout, "a probability of at least 0, below 1")
+        check_targets("adapter.targets", self.targets)
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear, packed or plain, with a LoRA or DoRA adapter.
+
+    Fields:
+        weight: `[out, in]`, frozen, packed or plain.
+        bias: `[out]` or None, frozen.
+        lora_A: fp32 `[rank, in]`; lora_B: fp32 `[out, rank]`.
+        magnitude: fp32 `[out]`, DoRA's trained row length, or None.
+        weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A, or None.
+    """
+
+    def __init__(self, base: nn.Linear | PackedLinear, config: AdapterConfig) -> None:
+        super().__init__()
+        out_features, in_features = base.weight.shape
+        self.scaling = config.alpha / config.rank
+        self.dropout = config.dropout
+        self.weight = base.weight.requires_grad_(False)
+        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+
+        def fp32(*shape: int) -> nn.Parameter:
+            return nn.Parameter(
+                torch.empty(*shape, dtype=torch.float32, device=base.weight.device)
+            )
+
+        self.lora_A = fp32(config.rank, in_features)
+        self.lora_B = fp32(out_features, config.rank)
+        dora = config.method == "dora"
+        self.magnitude = fp32(out_features) if dora else None
+        self.weight_norm = fp32(out_features).requires_grad_(False) if dora else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = linear(x, self.weight)
+        z = F.dropout(x, self.dropout, self.training) if self.dropout else x
+        z = F.linear(z, self.lora_A.to(x.dtype))
+        y = y + self.scaling * F.linear(z, self.lora_B.to(x.dtype))
+        if self.magnitude is not None:
+            assert self.weight_norm is not None
+            y = (y * (self.magnitude / self.weight_norm)).to(x.dtype)
+        return y if self.bias is None else y + self.bias
+
+
+def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
+    """Freezes `model` and puts an `AdaptedLinear` in place of every targeted linear.
+
+    The new parameters are unset: call `init_adapters` once the base weights are loaded.
+    """
+    model.requires_grad_(False)
+    for name, module in target_modules(model, config.targets, (nn.Linear, PackedLinear)):
+        assert isinstance(module, nn.Linear | PackedLinear)
+        replace_module(model, name, AdaptedLinear(module, config))
+
+
+def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
+    """(name, module) of every adapted linear, in model order."""
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            yield name, module
+
+
+@torch.no_grad()
+def init_adapters(model: nn.Module, seed: int) -> None:
+    """Sets every adapter to its start: A uniform within 1 / sqrt(in) (what LoRA's authors
+    and PEFT use), B zero, magnitudes the row norms of the loaded base.
+
+    A's numbers depend on `seed` and the module's name alone, not on ranks or order.
+    """
+    for name, module in adapted_linears(model):
+        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        bound = module.lora_A.shape[1] ** -0.5
+        whole = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator)
+        local_part(module.lora_A).copy_(whole[local_rows(module.lora_A)])
+        local_part(module.lora_B).zero_()
+    refresh_dora_norms(model)
+    for _, module in adapted_linears(model):
+        if module.magnitude is not None and module.weight_norm is not None:
+            local_part(module.magnitude).copy_(local_part(module.weight_norm))
+
+
+@torch.no_grad()
+def refresh_dora_norms(model: nn.Module) -> None:
+    """Recomputes `weight_norm` of every DoRA linear; call it after each optimizer step.
+
+    On a sharded model each rank does its own rows; every rank must call it (A is gathered).
+    """
+    for _, module in adapted_linears(model):
+        if module.weight_norm is not None:
+            a = module.lora_A
+            a = a.full_tensor() if isinstance(a, DTensor) else a
+            norms = _row_norms(local_part(module.weight), a, local_part(module.lora_B), module.scaling)
+            local_part(module.weight_norm).copy_(norms)
+
+
+def _row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
+    """fp32 norms `[rows]` of the rows of W + scaling * B A, without ever holding B A whole."""
+    norms = b.new_empty(weight.size(0))
+    step = max(1, NORM_CHUNK_WEIGHTS // weight.size(1))
+    for start in range(0, weight.size(0), step):
+        rows = weight[start : start + step]
+        plain = rows.dequantize(torch.float32) if isinstance(rows, PackedTensor) else rows.float()
+        adapted = torch.addmm(plain, b[start : start + step], a, alpha=scaling)
+        torch.linalg.vector_norm(adapted, dim=1, out=norms[start : start + step])
+    return norms

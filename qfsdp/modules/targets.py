@@ -1,0 +1,60 @@
+"""Which linears of a decoder a config means by `targets`."""
+
+from __future__ import annotations
+
+import difflib
+
+from torch import nn
+
+from qfsdp.errors import UserError
+
+ALL_LINEAR = "all-linear"
+LINEAR_NAMES = (
+    "q_proj",
+    "k_proj",
+    "v_proj",
+    "o_proj",
+    "gate_proj",
+    "up_proj",
+    "down_proj",
+    "lm_head",
+)
+
+
+def check_targets(key: str, targets: str | list[str]) -> None:
+    """Raises `UserError` unless `targets` is "all-linear" or a non-empty list of names of
+    `LINEAR_NAMES` (a list may hold "all-linear" too: `[all-linear, lm_head]`)."""
+    names = [targets] if isinstance(targets, str) else targets
+    known = [ALL_LINEAR, *LINEAR_NAMES]
+    if not names:
+        raise UserError(f"{key}: [] names no linear; expected {ALL_LINEAR!r} or some of {known}")
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
+            raise UserError(
+                f"{key}: {name!r} is not a linear of the decoder; did you mean {near!r}? "
+                f"Expected some of {', '.join(known)}"
+            )
+
+
+def target_modules(
+    model: nn.Module, targets: str | list[str], kind: type[nn.Module] | tuple[type[nn.Module], ...]
+) -> list[tuple[str, nn.Module]]:
+    """(name, module) of every module of type `kind` that `targets` means, in model order.
+
+    "all-linear" means every linear of every decoder layer; `lm_head` only where it is named.
+    """
+    names = {targets} if isinstance(targets, str) else set(targets)
+    if ALL_LINEAR in names:
+        names |= set(LINEAR_NAMES) - {"lm_head"}
+    return [
+        (name, module)
+        for name, module in model.named_modules()
+        if isinstance(module, kind) and name.rpartition(".")[2] in names
+    ]
+
+
+def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
+    """Puts `module` in the place that the dotted `name` has in `model`."""
+    parent, _, child = name.rpartition(".")
+    setattr(model.get_submodule(parent), child, module)

@@ -1,0 +1,415 @@
+"""The decoder that every recipe trains: Llama, Mistral and Qwen from a Hugging Face `config.json`.
+
+Modules are named as Hugging Face names them and rotary embeddings use its rotate-half layout, so
+checkpoint keys are parameter names and no weight is ever renamed or permuted. The architectures
+differ in a few switches only (biases, q/k norm, sliding window, rope scaling); one class has them.
+
+Papers: Llama 2 (arXiv:2307.09288), RoPE (2104.09864), RMSNorm (1910.07467), GQA (2305.13245),
+Mistral's sliding window (2310.06825).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from qfsdp.errors import UserError
+
+# Per architecture: what Hugging Face assumes for a key that config.json leaves out, and what its
+# model code fixes, whatever config.json says.
+_ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "LlamaForCausalLM": (
+        {"max_position_embeddings": 2048},
+        {"use_sliding_window": False, "max_window_layers": 0},
+    ),
+    "MistralForCausalLM": (
+        {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096},
+        {
+            "use_sliding_window": True,
+            "max_window_layers": 0,
+            "qkv_bias": False,
+            "o_bias": False,
+            "mlp_bias": False,
+        },
+    ),
+    "Qwen2ForCausalLM": (
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        {"qkv_bias": True, "o_bias": False, "mlp_bias": False},
+    ),
+    "Qwen3ForCausalLM": (
+        {
+            "max_position_embeddings": 32768,
+            "num_key_value_heads": 32,
+            "head_dim": 128,
+            "use_sliding_window": False,
+            "sliding_window": 4096,
+            "max_window_layers": 28,
+        },
+        {"mlp_bias": False, "qk_norm": True},
+    ),
+}
+_SIZES = (
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
+_ROPE_KEYS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+
+
+@dataclass(frozen=True)
+class RopeConfig:
+    """Rotary position embedding: its base and how it is stretched for long contexts.
+
+    `rope_type` is "default", "linear" (every frequency divided by `factor`) or "llama3" (only the
+    low frequencies are, with a ramp between; the last three fields are used by it alone).
+    """
+
+    theta: float = 10000.0
+    rope_type: str = "default"
+    factor: float = 1.0
+    low_freq_factor: float = 1.0
+    high_freq_factor: float = 4.0
+    original_max_position_embeddings: int = 8192
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], source: str) -> RopeConfig:
+        """Read the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
+
+        Raises `UserError` naming `source` for an unknown rope type or a missing number.
+        """
+        rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+        rope_type = rope.get("rope_type", rope.get("type", "default"))
+        if rope_type not in _ROPE_KEYS:
+            known = ", ".join(_ROPE_KEYS)
+            raise UserError(f"{source}: rope type {rope_type!r} is unknown; known: {known}")
+        rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
+        if rotated != 1.0:
+            raise UserError(f"{source}: partial_rotary_factor is {rotated!r}; only 1.0 is known")
+        # Hugging Face lets the context length stand in for a missing original length.
+        rope = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
+        missing = [key for key in _ROPE_KEYS[rope_type] if key not in rope]
+        if missing:
+            raise UserError(f"{source}: rope type {rope_type!r} needs {', '.join(missing)}")
+        theta = rope.get("rope_theta") or config.get("rope_theta") or cls.theta
+        return cls(theta, rope_type, **{key: rope[key] for key in _ROPE_KEYS[rope_type]})
+
+    def inverse_frequencies(self, head_dim: int, device: torch.device) -> Tensor:
+        """Radians per position of every rotated pair: fp32 `[head_dim // 2]`."""
+        exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device=device) / head_dim
+        inverse = 1.0 / self.theta**exponents
+        if self.rope_type == "linear":
+            return inverse / self.factor
+        if self.rope_type == "llama3":
+            # The turns a pair makes within the original context decide: few (a low frequency) ->
+            # stretched, many -> kept, between the two limits -> a linear ramp.
+            turns = self.original_max_position_embeddings * inverse / (2 * math.pi)
+            keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
+            return torch.lerp(inverse / self.factor, inverse, keep.clamp(0, 1))
+        return inverse
+
+
+@dataclass(frozen=True)
+class DecoderConfig:
+    """Shape of a dense decoder; fields are named as in `config.json` where it has them.
+
+    `sliding_window` is how many positions a token sees, itself included (None: all before it);
+    the first `max_window_layers` layers ignore it (Qwen's key; 0 for Mistral).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rms_norm_eps: float = 1e-6
+    tie_word_embeddings: bool = False
+    qkv_bias: bool = False
+    o_bias: bool = False
+    mlp_bias: bool = False
+    qk_norm: bool = False
+    sliding_window: int | None = None
+    max_window_layers: int = 0
+    rope: RopeConfig = RopeConfig()
+
+    @classmethod
+    def from_dir(cls, path: str | Path) -> DecoderConfig:
+        """Read `<path>/config.json`; a `UserError` names the file and what is wrong with it."""
+        file = Path(path) / "config.json"
+        try:
+            config = json.loads(file.read_text(encoding="utf-8"))
+        except OSError as error:
+            why = error.strerror
+            raise UserError(f"{file}: {why}; expected a Hugging Face model folder") from None
+        except ValueError as error:
+            raise UserError(f"{file}: not valid JSON: {error}") from None
+        if not isinstance(config, dict):
+            raise UserError(f"{file}: holds a {type(config).__name__}; expected a JSON object")
+        return cls.from_dict(config, source=str(file))
+
+    @classmethod
+    def from_dict(cls, config: dict[str, Any], source: str = "config.json") -> DecoderConfig:
+        """Read a parsed Hugging Face `config.json`; `source` names it in errors.
+
+        Raises `UserError` for an architecture, activation or rope type that `Decoder` does not
+        have, and for sizes that are missing, not positive integers, or do not divide.
+        """
+        architecture = (config.get("architectures") or [None])[0]
+        if architecture not in _ARCHITECTURES:
+            known = ", ".join(_ARCHITECTURES)
+            raise UserError(f"{source}: architecture {architecture!r} is unknown; known: {known}")
+        defaults, fixed = _ARCHITECTURES[architecture]
+        bias = config.get("attention_bias", False)
+        config = {"qkv_bias": bias, "o_bias": bias, **defaults, **config, **fixed}
+        if config.get("hidden_act", "silu") != "silu":
+            raise UserError(f"{source}: hidden_act is {config['hidden_act']!r}; only silu is known")
+        if not config["use_sliding_window"]:
+            config["sliding_window"] = None
+        elif config["max_window_layers"] and config.get("layer_types"):
+            config["max_window_layers"] = _leading_full_attention(config["layer_types"], source)
+        if config.get("num_key_value_heads") is None:
+            config["num_key_value_heads"] = config.get("num_attention_heads")
+        if config.get("head_dim") is None:
+            _check_sizes(config, ("hidden_size", "num_attention_heads"), source)
+            config["head_dim"] = config["hidden_size"] // config["num_attention_heads"]
+        _check_sizes(config, _SIZES, source)
+        if config["num_attention_heads"] % config["num_key_value_heads"]:
+            raise UserError(
+                f"{source}: num_key_value_heads is {config['num_key_value_heads']}; expected a "
+                f"divisor of num_attention_heads ({config['num_attention_heads']})"
+            )
+        config["rope"] = RopeConfig.from_dict(config, source)
+        known_keys = {field.name for field in fields(cls)}
+        return cls(**{key: value for key, value in config.items() if key in known_keys})
+
+
+def _leading_full_attention(layer_types: list[str], source: str) -> int:
+    """How many of the first layers attend without the window; the others must all have it."""
+    full = layer_types.count("full_attention")
+    if "sliding_attention" in layer_types[:full]:
+        raise UserError(f"{source}: layer_types mixes kinds; expected full_attention layers first")
+    return full
+
+
+def _check_sizes(config: dict[str, Any], names: tuple[str, ...], source: str) -> None:
+    for name in names:
+        value = config.get(name)
+        if type(value) is not int or value < 1:
+            raise UserError(f"{source}: {name} is {value!r}; expected a positive integer")
+
+
+@dataclass
+class ActivationConfig:
+    """Section `activation`: what is kept of the forward pass for the backward pass.
+
+    `checkpointing` is "none" (everything) or "full" (the input of every layer; the rest is
+    computed again, for about a third more time).
+    """
+
+    checkpointing: Literal["none", "full"] = "none"
+
+
+class RMSNorm(nn.Module):
+    """Root mean square norm over the last dimension, in fp32 whatever the input's dtype.
+
+    The normalised value is rounded to the input's dtype *before* the weight multiplies it, as
+    Hugging Face does; `F.rms_norm(x, ..., weight)` rounds once, after, and bf16 logits differ.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, eps=self.eps) * self.weight
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate the pairs (x[i], x[i + head_dim / 2]) of `[batch, heads, seq, head_dim]`."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """Grouped-query attention, causal where `mask` is None.
+
+    `q` is `[batch, heads, seq, head_dim]`, `k` and `v` have `kv_heads` of them (a divisor),
+    `mask` is bool and broadcasts to `[batch, heads, seq, seq]` (True: attend). Returns q's shape.
+    """
+    # Sharing k/v inside the kernel took 77.1 ms against 78.9 repeated and 77.7 expanded in bf16
+    # (93.4, 105.8, 97.1 in fp32; 9/3 heads of 64, batch 4, seq 512, forward + backward on one CPU
+    # core), always with flash attention. On CUDA, flash shares but takes neither masks nor fp32,
+    # and the memory-efficient kernel, which takes both, cannot share: asked to, PyTorch falls back
+    # to the math path with its seq x seq matrix. So k/v are expanded in those two cases.
+    share = mask is None and q.dtype != torch.float32
+    if not share and q.shape[1] != k.shape[1]:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (k, v))
+    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=share)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions and grouped key/value heads."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        c = config
+        self.head_dim = c.head_dim
+        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, q_size, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(q_size, c.hidden_size, bias=c.o_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
+        k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
+        v = self.v_proj(x).view(heads).transpose(1, 2)
+        y = attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v, mask)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+
+class MLP(nn.Module):
+    """SwiGLU feed-forward (arXiv:2002.05202)."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class DecoderLayer(nn.Module):
+    """Attention and feed-forward, each behind a norm and added to the residual.
+
+    `block` is the computation; to compile a layer, replace it: `layer.block = torch.compile(
+    layer.block)`. `windowed` says whether the model's sliding window holds in this layer.
+    """
+
+    def __init__(self, config: DecoderConfig, windowed: bool) -> None:
+        super().__init__()
+        self.self_attn = Attention(config)
+        self.mlp = MLP(config)
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.windowed = windowed
+        self.checkpoint_activations = False
+
+    def block(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+        if self.checkpoint_activations and torch.is_grad_enabled():
+            return checkpoint(self.block, x, cos, sin, mask, use_reentrant=False)
+        return self.block(x, cos, sin, mask)
+
+
+class Backbone(nn.Module):
+    """What Hugging Face calls `model`: only a level of names, `Decoder.forward` runs its parts."""
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        window = config.sliding_window
+        windowed = [
+            window is not None and index >= config.max_window_layers
+            for index in range(config.num_hidden_layers)
+        ]
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(DecoderLayer(config, in_window) for in_window in windowed)
+        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+
+
+class Decoder(nn.Module):
+    """A causal language model whose parameters carry their Hugging Face names.
+
+    Has no buffers: rotary tables are computed in every forward. With `tie_word_embeddings`,
+    `lm_head.weight` *is* `model.embed_tokens.weight`; whatever replaces parameters (`to_empty`,
+    `load_state_dict(assign=True)`) breaks that, and `tie_weights` restores it.
+    """
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.model = Backbone(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.tie_weights()
+
+    def tie_weights(self) -> None:
+        """Make the output layer share the embedding's weight, if the config says so."""
+        if self.config.tie_word_embeddings:
+            self.lm_head.weight = self.model.embed_tokens.weight
+
+    def set_activation_checkpointing(self, mode: Literal["none", "full"]) -> None:
+        """Recompute every layer in the backward pass ("full"), or keep its activations ("none")."""
+        for layer in self.model.layers:
+            cast(DecoderLayer, layer).checkpoint_activations = mode == "full"
+
+    def forward(
+        self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+    ) -> Tensor:
+        """Logits of the next token, `[batch, seq, vocab]` in the dtype of the weights.
+
+        `tokens` is int64 `[batch, seq]`; `positions` likewise (None: 0, 1, 2, ...). `mask` is bool
+        `[batch, 1, seq, seq]`, True where a query (row) attends to a key, and must be causal
+        itself. None is plain causal attention, which serves right-padded batches as well: padding
+        comes after every real token, so none sees it; only the loss must ignore its logits.
+        """
+        x = self.model.embed_tokens(tokens)
+        if positions is None:
+            positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
+        cos, sin = self._rotary_tables(positions, x.dtype)
+        windowed_mask = self._within_window(mask, tokens)
+        for layer in self.model.layers:
+            x = layer(x, cos, sin, windowed_mask if layer.windowed else mask)
+        return self.lm_head(self.model.norm(x))
+
+    def _rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosine and sine `[batch or 1, 1, seq, head_dim]`, in fp32 until the final cast."""
+        inverse = self.config.rope.inverse_frequencies(self.config.head_dim, positions.device)
+        angles = positions[:, None, :, None].float() * inverse
+        angles = torch.cat((angles, angles), dim=-1)
+        return angles.cos().to(dtype), angles.sin().to(dtype)
+
+    def _within_window(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
+        """`mask` narrowed to the sliding window; unchanged where the window hides nothing."""
+        window, seq = self.config.sliding_window, tokens.shape[1]
+        if window is None or seq <= window:
+            return mask
+        distance = torch.arange(seq, device=tokens.device)
+        distance = distance[:, None] - distance
+        near = ((distance >= 0) & (distance < window))[None, None]
+        return near if mask is None else mask & near

@@ -1,0 +1,417 @@
+"""A quantized weight as rows of bytes: the base of every packed format.
+
+Why one uint8 matrix. FSDP2 shards parameters by rows (dim 0) and moves them with
+all-gather. If a row of the weight is a row of bytes that needs no other row to be read,
+then sharding, padding, offloading, saving and slicing a quantized weight are the same
+operations on a plain `uint8 [rows, row_bytes]` tensor, for any number of ranks:
+
+    row of weights   w[0] w[1] ...                          cols numbers
+    row of bytes     [ codes ............ | scales ... ]    row_bytes, format-specific
+
+Other designs keep codes, scales and zeros as separate inner tensors and flatten them over
+the whole weight. Their blocks then straddle ranks, so `numel` must divide by
+`block * world_size`, and at a shard world size of 1 FSDP2 hands back only the first of the
+inner tensors. Here neither can happen.
+
+What does not fit in a row (NF4's second-level scales, 4 bytes per 16,384 weights) are
+`extras`: small tensors for the whole weight, replicated on every rank and shared by all
+shards and slices of it.
+
+A shard must still know which rows of the whole it holds (`row_offset`, to find its
+extras) and how many there are (`global_rows`, to undo padding). FSDP2 makes a shard so,
+and does the last three steps once more on the local shard at its first forward:
+
+    chunk = whole.split(rows)[rank]             knows its offset
+    shard = whole.new_zeros(padded_rows, cols)  does not know yet
+    shard.narrow(0, 0, n).copy_(chunk)          only the alias meets the chunk
+    shard.narrow(0, 0, n)                       what is kept
+
+So an offset lives in a `_Place` that a tensor shares with its slices from row 0 on, and
+`copy_` into rows made by `new_zeros` settles it for all of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+aten = torch.ops.aten
+
+FORMATS: dict[str, type[PackedTensor]] = {}
+"""Packed formats by their name in configs ("nf4"); filled as the classes are defined."""
+
+GatherRows = Callable[[Tensor], Tensor]
+"""Turns this rank's rows of a matrix into the rows of all ranks, in order."""
+
+_OPS: dict[Any, Callable[..., Any]] = {}
+
+
+def _implements(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """Registers a handler `(self, args, kwargs) -> result`; args exclude the tensor itself."""
+
+    def register(handler: Callable[..., Any]) -> Callable[..., Any]:
+        _OPS.update(dict.fromkeys(ops, handler))
+        return handler
+
+    return register
+
+
+@dataclass
+class _Place:
+    """Where a tensor's first row is in the whole weight; `settled` once its rows have come."""
+
+    row_offset: int
+    settled: bool = True
+
+
+class PackedTensor(torch.Tensor):
+    """A frozen `[rows, cols]` weight stored as bytes; subclasses define the format.
+
+    Fields:
+        packed: uint8 `[rows, row_bytes]`, the rows that this tensor holds.
+        extras: small tensors of the whole weight, named in `extra_names`.
+        place: which rows those are.
+        global_rows: number of rows of the whole weight.
+
+    `dtype` is the compute dtype that the weight stands for, not that of its storage.
+    """
+
+    format: ClassVar[str]
+    extra_names: ClassVar[tuple[str, ...]] = ()
+
+    packed: Tensor
+    extras: tuple[Tensor, ...]
+    place: _Place
+    global_rows: int
+
+    def __init_subclass__(cls, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        FORMATS[cls.format] = cls
+
+    @staticmethod
+    def __new__(
+        cls: type[PackedTensor],
+        packed: Tensor,
+        extras: Sequence[Tensor],
+        cols: int,
+        dtype: torch.dtype,
+        place: _Place | None = None,
+        global_rows: int | None = None,
+        shape: Sequence[int] | None = None,
+    ) -> PackedTensor:
+        size = (packed.size(0), cols) if shape is None else tuple(shape)
+        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=packed.device)
+        self.packed = packed
+        self.extras = tuple(extras)
+        self.place = place or _Place(0)
+        self.global_rows = packed.size(0) if global_rows is None else global_rows
+        return self
+
+    # ---- what a format defines -------------------------------------------------------
+
+    @staticmethod
+    def row_bytes(cols: int) -> int:
+        """Bytes that one row of `cols` weights takes."""
+        raise NotImplementedError
+
+    @staticmethod
+    def extra_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
+        """Shapes (fp32) of the extras of a whole `[rows, cols]` weight."""
+        raise NotImplementedError
+
+    @staticmethod
+    def dequantize_rows(
+        packed: Tensor, extras: Sequence[Tensor], cols: int, row_offset: int, dtype: torch.dtype
+    ) -> Tensor:
+        """Bytes `[n, row_bytes]` of the rows from `row_offset` on -> weights `[n, cols]`."""
+        raise NotImplementedError
+
+    def quantize_(
+        self, weight: Tensor, name: str = "weight", gather_rows: GatherRows | None = None
+    ) -> None:
+        """Quantizes the rows that this tensor holds; writes its bytes and extras in place.
+
+        Args:
+            weight: those rows, `[self.size(0), cols]`, floating point, on this device.
+            name: named in errors.
+            gather_rows: needed on a shard. Every rank calls `quantize_` with its own rows.
+
+        Raises:
+            ValueError: the weight holds NaN or infinity.
+        """
+        raise NotImplementedError
+
+    # ---- what every format shares ----------------------------------------------------
+
+    @classmethod
+    def empty(
+        cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str
+    ) -> PackedTensor:
+        """A whole weight with unset bytes, to be sharded and filled later."""
+        packed = torch.empty(rows, cls.row_bytes(cols), dtype=torch.uint8, device=device)
+        extras = [torch.empty(s, device=device) for s in cls.extra_shapes(rows, cols)]
+        return cls(packed, extras, cols, dtype)
+
+    @property
+    def row_offset(self) -> int:
+        """Index of the first held row in the whole weight."""
+        return self.place.row_offset
+
+    @property
+    def cols(self) -> int:
+        """Weights per row."""
+        return self.size(-1)
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The held rows as a plain `[rows, cols]` tensor of `dtype` (default: `self.dtype`)."""
+        return self.dequantize_rows(
+            self.packed, self.extras, self.cols, self.row_offset, dtype or self.dtype
+        )
+
+    def _like(self, packed: Tensor, **changes: Any) -> PackedTensor:
+        """Other bytes with this tensor's extras and place in the whole weight."""
+        fields: dict[str, Any] = {
+            "extras": self.extras,
+            "cols": self.cols,
+            "dtype": self.dtype,
+            "place": self.place,
+            "global_rows": self.global_rows,
+        }
+        return type(self)(packed, **(fields | changes))
+
+    def __repr__(self, **_: Any) -> str:  # type: ignore[override]
+        last = self.row_offset + self.packed.size(0)
+        return (
+            f"{type(self).__name__}(rows {self.row_offset}:{last} of {self.global_rows}, "
+            f"cols={self.cols}, dtype={self.dtype}, device={self.device})"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
+        names = ["packed", *self.extra_names]
+        return names, (self.cols, self.dtype, self.row_offset, self.global_rows)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: tuple[Any, ...], size: Any, stride: Any
+    ) -> PackedTensor:
+        cols, dtype, row_offset, global_rows = context
+        extras = [inner[name] for name in cls.extra_names]
+        return cls(inner["packed"], extras, cols, dtype, _Place(row_offset), global_rows)
+
+    def __getattr__(self, name: str) -> Tensor:
+        # __tensor_flatten__ names inner tensors as attributes: make `self.scales` find extras.
+        if name in type(self).extra_names:
+            return self.extras[type(self).extra_names.index(name)]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        handler = _OPS.get(func)
+        if handler is None or not isinstance(args[0], PackedTensor):
+            raise NotImplementedError(
+                f"{cls.__name__} does not implement {func}; a packed weight is frozen bytes: "
+                "call .dequantize() for numbers, or qfsdp's `linear` to multiply by it"
+            )
+        return handler(args[0], args[1:], kwargs or {})
+
+    # ---- FSDP2 -----------------------------------------------------------------------
+    # The one-argument form of fsdp_pre_all_gather. With the five-argument form FSDP2 checks
+    # that a padded rank's input has exactly the padded *logical* size, which bytes cannot.
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """This rank's bytes, padded to the rows that every rank contributes."""
+        rows_per_rank = -(-self.global_rows // mesh.size())
+        missing = rows_per_rank - self.packed.size(0)
+        packed = F.pad(self.packed, (0, 0, 0, missing)) if missing else self.packed
+        return (packed.contiguous(),), self.extras
+
+    def fsdp_post_all_gather(
+        self,
+        all_gather_outputs: tuple[Tensor, ...],
+        extras: tuple[Tensor, ...],
+        param_dtype: torch.dtype,
+        *,
+        out: PackedTensor | None = None,
+    ) -> tuple[PackedTensor, tuple[Tensor, ...]] | None:
+        """The gathered bytes, without the padding, as the whole weight.
+
+        No inner tensor is reported for FSDP2 to free: the weight is a view of the all-gather
+        output, whose storage FSDP2 frees and refills itself. A view reported here would have
+        that storage shrunk to the size of the view.
+        """
+        if out is not None:
+            return None  # `out` views the same storage, which has just been refilled
+        packed = all_gather_outputs[0][: self.global_rows]
+        return self._like(packed, extras=extras, place=_Place(0)), ()
+
+
+# ---- the operations that FSDP2, nn.Module and DTensor need, and no others ----------------
+
+
+@_implements(aten.detach.default, aten.alias.default)
+def _alias(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    return self._like(self.packed)
+
+
+@_implements(aten.clone.default)
+def _clone(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    return self._like(self.packed.clone(), extras=[e.clone() for e in self.extras])
+
+
+@_implements(aten._to_copy.default)
+def _to(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    """Moves the bytes; a new dtype changes only what the weight stands for."""
+    dtype = kwargs.get("dtype") or self.dtype
+    where = {k: kwargs[k] for k in ("device", "non_blocking") if kwargs.get(k) is not None}
+    packed = self.packed.to(copy=True, **where)
+    return self._like(packed, extras=[e.to(copy=True, **where) for e in self.extras], dtype=dtype)
+
+
+@_implements(aten.empty_like.default)
+def _empty_like(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    device = kwargs.get("device") or self.device
+    packed = torch.empty_like(self.packed, device=device)
+    return self._like(packed, extras=[torch.empty_like(e, device=device) for e in self.extras])
+
+
+@_implements(aten.new_zeros.default, aten.new_empty.default)
+def _new_rows(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    """Rows for a (padded) shard of this very weight; which ones, `copy_` will say."""
+    packed = self.packed.new_zeros(args[0][0], self.packed.size(1), device=kwargs.get("device"))
+    return self._like(packed, place=_Place(self.row_offset, settled=False))
+
+
+@_implements(aten.split.Tensor)
+def _split(self: PackedTensor, args: Any, kwargs: Any) -> list[PackedTensor]:
+    rows, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
+    if dim != 0:
+        raise NotImplementedError(f"{type(self).__name__}: aten.split on dim {dim}; rows only")
+    starts = range(0, self.packed.size(0), rows)
+    return [
+        self._like(p, place=_Place(self.row_offset + start))
+        for start, p in zip(starts, self.packed.split(rows), strict=True)
+    ]
+
+
+@_implements(aten.slice.Tensor)
+def _slice(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    dim, start, end, step = (*args, *(0, None, None, 1)[len(args) :])
+    if dim != 0 or step != 1:
+        raise NotImplementedError(
+            f"{type(self).__name__}: aten.slice on dim {dim}, step {step}; contiguous rows only"
+        )
+    rows = range(self.packed.size(0))[start:end]
+    packed = self.packed[rows.start : max(rows.start, rows.stop)]
+    place = _Place(self.row_offset + rows.start) if rows.start else self.place
+    return self._like(packed, place=place)
+
+
+@_implements(aten.view.default, aten.as_strided.default)
+def _view(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    """The same rows; flattened too, as FSDP2 keeps a flat alias of every shard."""
+    size = list(args[0])
+    if size == [-1] or size == [self.numel()]:
+        return self._like(self.packed, shape=[self.numel()])
+    if size != list(self.shape):
+        raise NotImplementedError(f"{type(self).__name__}: view of {list(self.shape)} as {size}")
+    return self._like(self.packed)
+
+
+@_implements(aten.copy_.default)
+def _copy_(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    source = args[0]
+    same = type(source) is type(self) and source.packed.shape == self.packed.shape
+    if not same or (self.place.settled and source.row_offset != self.row_offset):
+        raise NotImplementedError(
+            f"aten.copy_ from {type(source).__name__}{list(source.shape)} into {self!r}: "
+            "only the same rows in the same format can be copied; quantize first"
+        )
+    self.packed.copy_(source.packed)
+    for mine, theirs in zip(self.extras, source.extras, strict=True):
+        if mine is not theirs:
+            mine.copy_(theirs)
+    if not self.place.settled:
+        self.place.row_offset, self.place.settled = source.row_offset, True
+    return self
+
+
+@_implements(aten.is_pinned.default)
+def _is_pinned(self: PackedTensor, args: Any, kwargs: Any) -> bool:
+    return self.packed.is_pinned()
+
+
+@_implements(aten._pin_memory.default)
+def _pin_memory(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    return self._like(self.packed.pin_memory(), extras=[e.pin_memory() for e in self.extras])
+
+
+# ---- the quantized linear ------------------------------------------------------------------
+# Two opaque custom ops. If the dequantize code were traced into a compiled decoder layer, the
+# partitioner could keep what it likes of it for backward: it kept one byte per weight when we
+# tried. An opaque op saves what its setup_context says: the packed bytes, which are a view of
+# what FSDP2 gathers again for backward, and the extras.
+
+
+@torch.library.custom_op("qfsdp::packed_linear", mutates_args=())
+def _packed_linear(
+    x: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int
+) -> Tensor:
+    return F.linear(x, FORMATS[format].dequantize_rows(packed, extras, cols, 0, x.dtype))
+
+
+@torch.library.custom_op("qfsdp::packed_linear_backward", mutates_args=())
+def _packed_linear_backward(
+    grad: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int
+) -> Tensor:
+    return grad @ FORMATS[format].dequantize_rows(packed, extras, cols, 0, grad.dtype)
+
+
+@_packed_linear.register_fake
+def _(x: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int) -> Tensor:
+    return x.new_empty(*x.shape[:-1], packed.size(0))
+
+
+@_packed_linear_backward.register_fake
+def _(grad: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int) -> Tensor:
+    return grad.new_empty(*grad.shape[:-1], cols)
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    _, packed, extras, ctx.format, ctx.cols = inputs
+    ctx.save_for_backward(packed, *extras)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    packed, *extras = ctx.saved_tensors
+    grad_x = None
+    if ctx.needs_input_grad[0]:
+        grad_x = _packed_linear_backward(grad, packed, extras, ctx.format, ctx.cols)
+    return grad_x, None, [None] * len(extras), None, None
+
+
+_packed_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """`x @ weight.T + bias` for a plain or a packed frozen weight.
+
+    Args:
+        x: `[..., cols]`, floating point; the product is computed in its dtype.
+        weight: `[rows, cols]`. A `PackedTensor` gets no gradient; autograd keeps its bytes
+            and nothing else of the weight's size.
+        bias: `[rows]` or None.
+
+    Returns:
+        `[..., rows]`, of x's dtype.
+    """
+    if not isinstance(weight, PackedTensor):
+        return F.linear(x, weight, bias)
+    y = _packed_linear(x, weight.packed, list(weight.extras), weight.format, weight.cols)
+    return y if bias is None else y + bias

@@ -1,0 +1,209 @@
+"""Finetune LoRA or DoRA adapters over a frozen, packed, sharded base (QLoRA, QDoRA).
+
+    tune run recipes/qdora_distributed --config configs/llama3_70b_qdora.yaml [key=value ...]
+
+Starts one process per visible accelerator, or as many as torchrun's flags say:
+
+    tune run --nproc_per_node 2 recipes/qdora_distributed --config ...
+
+Copy this file and edit it; `tune cp recipes/qdora_distributed my_recipe.py`. What is frozen,
+what is adapted, what is sharded and what one update does all stand below.
+"""
+
+from __future__ import annotations
+
+import shutil
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from qfsdp.checkpoint.export import save_adapter
+from qfsdp.checkpoint.load import DTYPES, ModelConfig, SafetensorsFolder, load_base
+from qfsdp.config import Component, to_yaml
+from qfsdp.data import Batch, StepLoader, check_source
+from qfsdp.distributed import (
+    ShardingConfig,
+    World,
+    clip_grad_norm,
+    init_world,
+    shard_model,
+    trainable_parameters,
+)
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.launch import launch
+from qfsdp.loss import summed_cross_entropy
+from qfsdp.metrics import RunLog, peak_memory_bytes
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
+from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
+from qfsdp.modules.transformer import ActivationConfig, Decoder, DecoderConfig
+from qfsdp.optim import build_optimizer, build_scheduler, check_optimizer
+
+
+@dataclass
+class Config:
+    """What the YAML file and the command line can say; sections explain themselves."""
+
+    output_dir: str
+    model: ModelConfig
+    tokenizer: Component
+    dataset: Component
+    optimizer: Component
+    lr_scheduler: Component | None = None
+    metric_logger: Component | None = None
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    adapter: AdapterConfig = field(default_factory=AdapterConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    batch_size: int = 1  # samples per rank and micro-batch
+    gradient_accumulation_steps: int = 1  # micro-batches per update
+    max_seq_len: int = 2048  # tokens; longer samples are cut
+    epochs: int = 1
+    max_steps: int | None = None  # updates, over all epochs; null: all of them
+    clip_grad_norm: float | None = 1.0
+    compile: bool = False  # every decoder layer
+    seed: int = 0
+    log_every_n_steps: int = 1
+
+    def check(self) -> None:
+        for name in ("batch_size", "gradient_accumulation_steps", "epochs", "log_every_n_steps"):
+            if getattr(self, name) < 1:
+                raise InvalidField(name, getattr(self, name), "an integer of at least 1")
+        if self.max_steps is not None and self.max_steps < 1:
+            raise InvalidField("max_steps", self.max_steps, "an integer of at least 1, or null")
+        if self.max_seq_len < 2:
+            raise InvalidField("max_seq_len", self.max_seq_len, "an integer of at least 2")
+        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
+            raise InvalidField("clip_grad_norm", self.clip_grad_norm, "a number above 0, or null")
+
+
+def check(cfg: Config) -> None:
+    """What can be wrong outside the config file, found before any weight or row is loaded."""
+    cfg.tokenizer.check("tokenizer")
+    cfg.dataset.check("dataset", provided=["tokenizer"])
+    if cfg.metric_logger is not None:
+        cfg.metric_logger.check("metric_logger")
+    check_optimizer(cfg.optimizer, cfg.lr_scheduler)
+    SafetensorsFolder(cfg.model.path).check(build_model(cfg))
+    tokenizer_path = cfg.tokenizer.kwargs.get("path")
+    if tokenizer_path and not Path(tokenizer_path).expanduser().exists():
+        raise UserError(f"tokenizer.path: '{tokenizer_path}' does not exist")
+    if "source" in cfg.dataset.kwargs:
+        check_source("dataset.source", cfg.dataset.kwargs["source"])
+
+
+def build_model(cfg: Config) -> Decoder:
+    """The decoder on the meta device: no storage yet, linears packed, adapters in place."""
+    config = DecoderConfig.from_dir(cfg.model.folder)
+    with torch.device("meta"):
+        model = Decoder(config).to(DTYPES[cfg.model.dtype])
+    pack_linears(model, cfg.quantization)
+    add_adapters(model, cfg.adapter)
+    model.set_activation_checkpointing(cfg.activation.checkpointing)
+    if cfg.compile:
+        for layer in model.model.layers:
+            layer.block = torch.compile(layer.block)
+    return model
+
+
+def load_model(cfg: Config, world: World) -> Decoder:
+    """The model, sharded and loaded; every rank reads and quantizes its own rows."""
+    model = build_model(cfg)
+    shard_model(model, cfg.sharding, world)
+    load_base(model, SafetensorsFolder(cfg.model.path), world.device)
+    init_adapters(model, cfg.seed)
+    return model.train()
+
+
+def build_loader(cfg: Config, world: World) -> StepLoader:
+    """This rank's share of every global step."""
+    tokenizer = cfg.tokenizer.build()
+    return StepLoader(
+        cfg.dataset.build(tokenizer=tokenizer),
+        batch_size=cfg.batch_size,
+        gradient_accumulation_steps=cfg.gradient_accumulation_steps,
+        rank=world.rank,
+        world_size=world.size,
+        seed=cfg.seed,
+        pad_id=tokenizer.pad_id,
+        max_seq_len=cfg.max_seq_len,
+    )
+
+
+def train_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    scheduler: LRScheduler | None,
+    batches: list[Batch],
+    clip: float | None,
+    world: World,
+) -> dict[str, float]:
+    """One update from this rank's micro-batches: the mean loss over the target tokens of all
+    ranks and micro-batches, and its gradient, however the samples are split over them."""
+    targets = world.sum(sum(batch.num_targets for batch in batches))
+    loss = 0.0
+    for batch in batches:
+        batch = batch.to(world.device)
+        part = summed_cross_entropy(model(batch.tokens), batch.labels) / max(targets, 1)
+        part.backward()
+        loss += part.item()
+    grad_norm = clip_grad_norm(trainable_parameters(model), clip)
+    lr = optimizer.param_groups[0]["lr"]
+    optimizer.step()
+    optimizer.zero_grad()
+    if scheduler is not None:
+        scheduler.step()
+    refresh_dora_norms(model)  # A and B changed: the only place where they do
+    return {"loss": world.sum(loss), "grad_norm": grad_norm, "lr": lr}
+
+
+def prepare_output(cfg: Config) -> Path:
+    """The run's directory, with what made it: the whole config and this file."""
+    output_dir = Path(cfg.output_dir).expanduser()
+    output_dir.mkdir(parents=True, exist_ok=True)
+    (output_dir / "config.yaml").write_text(to_yaml(cfg))
+    shutil.copyfile(__file__, output_dir / "recipe.py")
+    return output_dir
+
+
+def main(cfg: Config) -> None:
+    world = init_world()
+    torch.manual_seed(cfg.seed + world.rank)  # dropout; nothing else draws from it
+    loader = build_loader(cfg, world)
+    model = load_model(cfg, world)
+    optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model))
+    total_steps = min(cfg.epochs * loader.steps_per_epoch, cfg.max_steps or 2**62)
+    scheduler = build_scheduler(cfg.lr_scheduler, optimizer, total_steps)
+
+    log = None
+    if world.rank == 0:
+        output_dir = prepare_output(cfg)
+        logger = cfg.metric_logger.build() if cfg.metric_logger else None
+        log = RunLog(output_dir, logger, 0, total_steps)
+    tokens, since = 0, time.perf_counter()
+    for step in range(1, total_steps + 1):
+        batches = loader.step(step - 1)
+        metrics = train_step(model, optimizer, scheduler, batches, cfg.clip_grad_norm, world)
+        tokens += sum(batch.num_tokens for batch in batches)
+        if step % cfg.log_every_n_steps == 0 or step == total_steps:
+            elapsed = time.perf_counter() - since
+            metrics["tokens_per_second_per_rank"] = world.sum(tokens) / elapsed / world.size
+            metrics["peak_memory_gib"] = world.max(peak_memory_bytes(world.device)) / 2**30
+            if log is not None:
+                log.log(step, metrics)
+            tokens, since = 0, time.perf_counter()
+        if log is not None:
+            log.advance()
+    adapter_dir = Path(cfg.output_dir).expanduser() / "adapter"
+    save_adapter(model, cfg.adapter, cfg.model.path, adapter_dir, world)
+    if log is not None:
+        log.close()
+        print(f"adapter (PEFT format): {adapter_dir}")
+
+
+if __name__ == "__main__":
+    launch(__file__, Config, check, main)

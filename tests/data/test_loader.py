@@ -1,0 +1,189 @@
+"""`StepLoader`: the same samples in every step, however they are split; `collate`: the shift."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qfsdp.data.datasets import instruct_dataset
+from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
+from qfsdp.data.tokenizer import hf_tokenizer
+from qfsdp.demo.arithmetic import write_splits
+
+PAD = 0
+
+
+def numbered(size: int) -> list[dict[str, list[int]]]:
+    """Samples that are told apart by their first token; sample i has i % 5 + 1 targets."""
+    return [
+        {"tokens": [i + 1, *[7] * (i % 5 + 2)], "labels": [IGNORE_INDEX] * 2 + [7] * (i % 5 + 1)}
+        for i in range(size)
+    ]
+
+
+def loader(dataset: Any, rank: int = 0, **changes: Any) -> StepLoader:
+    options = {
+        "batch_size": 2,
+        "gradient_accumulation_steps": 3,
+        "world_size": 2,
+        "seed": 11,
+        "pad_id": PAD,
+        "max_seq_len": 32,
+    }
+    return StepLoader(dataset, rank=rank, **{**options, **changes})
+
+
+def samples_of(batches: list[Batch]) -> list[int]:
+    """Indices of the samples in these batches; rows of padding have none."""
+    firsts = [int(row[0]) for batch in batches for row in batch.tokens]
+    return [first - 1 for first in firsts if first != PAD]
+
+
+def splits(product: int) -> list[dict[str, int]]:
+    """All ways to make a global batch."""
+    return [
+        {"world_size": w, "batch_size": b, "gradient_accumulation_steps": product // w // b}
+        for w in range(1, product + 1)
+        for b in range(1, product + 1)
+        if product % (w * b) == 0
+    ]
+
+
+@pytest.mark.parametrize("global_batch", [8, 12])
+def test_a_step_does_not_depend_on_the_split(global_batch: int) -> None:
+    dataset = numbered(3 * global_batch + 5)
+    targets = sum(i % 5 + 1 for i in range(len(dataset)))
+    reference: list[list[int]] | None = None
+    for split in splits(global_batch):
+        ranks = [loader(dataset, rank, **split) for rank in range(split["world_size"])]
+        assert all(rank.steps_per_epoch == 4 for rank in ranks)
+        steps = []
+        for step in range(12):
+            parts = [rank.step(step) for rank in ranks]
+            counts = {len(part) for part in parts}
+            assert len(counts) == 1 and 1 <= counts.pop() <= split["gradient_accumulation_steps"]
+            batches = [batch for part in parts for batch in part]
+            assert all(1 <= len(batch.tokens) <= split["batch_size"] for batch in batches)
+            steps.append((sorted(samples_of(batches)), sum(b.num_targets for b in batches)))
+        for epoch in range(3):
+            mine = steps[4 * epoch : 4 * epoch + 4]
+            assert sorted(i for chosen, _ in mine for i in chosen) == list(range(len(dataset)))
+            assert sum(count for _, count in mine) == targets
+        orders = [chosen for chosen, _ in steps]
+        reference = reference or orders
+        assert orders == reference
+    assert reference is not None
+    assert len({str(reference[4 * epoch : 4 * epoch + 4]) for epoch in range(3)}) == 3
+
+
+def test_short_last_step_gives_every_rank_a_batch() -> None:
+    dataset = numbered(13)
+    last = [loader(dataset, rank).step(1) for rank in range(2)]
+    assert [len(part) for part in last] == [1, 1]
+    empty = next(part[0] for part in last if not samples_of(part))
+    assert empty.num_targets == 0
+    assert empty.tokens.shape == (1, 8)
+    assert bool((empty.tokens == PAD).all()) and bool((empty.labels == IGNORE_INDEX).all())
+
+
+def test_any_step_without_the_ones_before() -> None:
+    dataset = numbered(29)
+    running = loader(dataset)
+    sequence = [running.step(step) for step in range(9)]
+    for step in (8, 0, 5):
+        for ours, theirs in zip(loader(dataset).step(step), sequence[step], strict=True):
+            assert torch.equal(ours.tokens, theirs.tokens)
+            assert torch.equal(ours.labels, theirs.labels)
+
+
+def test_seeds_and_shuffle() -> None:
+    dataset = numbered(24)
+
+    def epoch(number: int, **options: Any) -> list[int]:
+        one = loader(dataset, world_size=1, **options)
+        steps = range(number * one.steps_per_epoch, (number + 1) * one.steps_per_epoch)
+        return [i for step in steps for i in samples_of(one.step(step))]
+
+    assert epoch(0, shuffle=False) == epoch(1, shuffle=False) == list(range(24))
+    orders = [epoch(e, seed=s) for s in (0, 1, 2**32, 2**32 + 1) for e in (0, 1)]
+    assert len({str(order) for order in orders}) == len(orders)
+
+
+def test_faulty_counts() -> None:
+    for changes in ({"world_size": 0}, {"batch_size": 0}, {"gradient_accumulation_steps": 0}):
+        with pytest.raises(ValueError, match="must be at least 1"):
+            loader(numbered(3), **changes)
+    with pytest.raises(ValueError, match="must be at least 1"):
+        loader([])
+    with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
+        loader(numbered(3), rank=2)
+
+
+def test_collate_shifts_pads_and_cuts() -> None:
+    samples = [
+        {"tokens": [1, 2, 3, 4], "labels": [-100, -100, 3, 4]},
+        {"tokens": torch.tensor([5, 6]).numpy(), "mask": [True, False]},
+        {"tokens": [7] * 9, "labels": [7] * 9},
+    ]
+    batch = collate(samples, pad_id=PAD, max_seq_len=6)
+    assert batch.tokens.dtype == batch.labels.dtype == torch.int64
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 0, 0], [5, 6, 0, 0, 0, 0], [7] * 6]
+    no = IGNORE_INDEX
+    assert batch.labels.tolist() == [[no, 3, 4, no, no, no], [6] + [no] * 5, [7] * 5 + [no]]
+    assert batch.num_targets == 8
+    assert collate(samples, pad_id=PAD).tokens.shape == (3, 16)
+    assert collate(samples[:2], pad_id=PAD, pad_to_multiple_of=1).tokens.shape == (2, 4)
+    moved = batch.to("meta")
+    assert moved.tokens.device.type == moved.labels.device.type == "meta"
+    with pytest.raises(ValueError, match="3 tokens but 2 labels"):
+        collate([{"tokens": [1, 2, 3], "labels": [1, 2]}], pad_id=PAD)
+
+
+def test_torchtune_builders(smollm2_dir: Path, tmp_path: Path) -> None:
+    from torchtune.datasets import chat_dataset
+    from torchtune.datasets import instruct_dataset as torchtunes_instruct_dataset
+
+    tokenizer = hf_tokenizer(str(smollm2_dir))
+    file, _ = write_splits(tmp_path, train=7, heldout=1)
+    rows = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+    chats = tmp_path / "chats.jsonl"
+    chats.write_text(
+        "".join(
+            json.dumps(
+                {
+                    "conversations": [
+                        {"from": "human", "value": row["question"]},
+                        {"from": "gpt", "value": row["answer"]},
+                    ]
+                }
+            )
+            + "\n"
+            for row in rows
+        ),
+        encoding="utf-8",
+    )
+    ours = instruct_dataset(tokenizer, source=str(file), prompt_column="question")
+    instruct = torchtunes_instruct_dataset(
+        tokenizer,
+        source="json",
+        data_files=str(file),
+        split="train",
+        column_map={"input": "question", "output": "answer"},
+    )
+    chat = chat_dataset(
+        tokenizer,
+        source="json",
+        data_files=str(chats),
+        split="train",
+        conversation_column="conversations",
+        conversation_style="sharegpt",
+    )
+    expected = loader(ours, max_seq_len=None)
+    for theirs in (loader(instruct, max_seq_len=None), loader(chat, max_seq_len=None)):
+        for want, got in zip(expected.step(0), theirs.step(0), strict=True):
+            assert torch.equal(got.tokens, want.tokens)
+            assert torch.equal(got.labels, want.labels)

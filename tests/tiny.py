@@ -1,0 +1,66 @@
+"""A small random model on disk, with sizes that divide by nothing convenient."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from safetensors.torch import save_file
+
+ROOT = Path(__file__).parent.parent
+TINY_CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 577,
+    "hidden_size": 192,
+    "intermediate_size": 577,  # rows that 2, 3, 4 ranks do not divide, columns that 64 does not
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "tie_word_embeddings": False,
+}
+
+
+def write_tiny_model(folder: Path, shards: int = 1, seed: int = 0, **changes: object) -> Path:
+    """A random model folder: `shards` safetensors files, with an index if there are several."""
+    from qfsdp.modules.transformer import Decoder, DecoderConfig
+
+    folder.mkdir(parents=True, exist_ok=True)
+    config = TINY_CONFIG | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    torch.manual_seed(seed)
+    model = Decoder(DecoderConfig.from_dict(config))
+    tensors = {}
+    for name, param in model.named_parameters():
+        scale = 0.3 if "norm" in name else param.shape[-1] ** -0.5
+        tensors[name] = torch.randn_like(param) * scale + (1.0 if "norm" in name else 0.0)
+    if shards == 1:
+        save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+        return folder
+    weight_map = {}
+    for shard in range(shards):
+        file = f"model-{shard + 1:05}-of-{shards:05}.safetensors"
+        part = dict(list(tensors.items())[shard::shards])
+        save_file(part, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    index = {"metadata": {}, "weight_map": weight_map}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    return folder
+
+
+def load_recipe(name: str = "qdora_distributed") -> ModuleType:
+    """A recipe file as a module (`recipes/` is no package)."""
+    import importlib.util
+    import sys
+
+    spec = importlib.util.spec_from_file_location(f"_recipe_{name}", ROOT / f"recipes/{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
