@@ -74,6 +74,14 @@ def _files(folder: str, suffix: str) -> dict[str, str]:
     return dict(sorted(found.items(), key=lambda item: (item[0] != DEFAULT_RECIPE, item[0])))
 
 
+def find_file(name: str, suffix: str) -> str:
+    """The file that `tune` takes for `recipes/NAME` (".py") or `configs/NAME` (".yaml").
+
+    Raises KeyError where there is none.
+    """
+    return _files(name.partition("/")[0], suffix)[name.removesuffix(suffix)]
+
+
 def _recipe_named_by(config: str) -> str | None:
     """The `recipes/NAME` in a YAML file's leading comment, as in `# tune run recipes/NAME`."""
     import re
@@ -160,10 +168,11 @@ def _is_our_config(path: str) -> bool:
     from omegaconf import OmegaConf
 
     try:
-        model = OmegaConf.to_container(OmegaConf.load(path), resolve=False)["model"]  # type: ignore
+        tree: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        model = tree.get("model")
     except Exception:
         return True  # missing or broken: our reader tells it in one line
-    return OmegaConf.is_dict(model) and "_component_" not in model
+    return isinstance(model, dict) and "_component_" not in model
 
 
 # ---- the finder ----------------------------------------------------------------------------
@@ -180,6 +189,12 @@ class _Finder:
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
+        if name == "torchao" and os.path.basename(sys.argv[0]) in ("tune", "tune.py"):
+            # Its warning about C++ extensions, which we do not use, would stand above every
+            # one-line error of ours.
+            import logging
+
+            logging.getLogger("torchao").setLevel(logging.ERROR)
         callback = _CALLBACKS.get(name)
         if callback is None:
             return None

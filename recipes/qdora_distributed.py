@@ -105,8 +105,7 @@ def build_model(cfg: Config) -> Decoder:
     add_adapters(model, cfg.adapter)
     model.set_activation_checkpointing(cfg.activation.checkpointing)
     if cfg.compile:
-        for layer in model.model.layers:
-            layer.block = torch.compile(layer.block)
+        model.compile_layers()
     return model
 
 

@@ -8,6 +8,7 @@ the recipes of the wheel; everything else in it is this environment's.
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import sysconfig
@@ -60,6 +61,7 @@ def main(config: Config) -> None:
     if config.fail == f"crash on {rank}":
         raise ValueError("a bug")
     if " on " in config.fail:
+        print("PLACE waits", flush=True)
         time.sleep(60)
     os.write(1, f"PLACE rank {rank} of {size}: {config.model.path}\\n".encode())
 
@@ -160,6 +162,21 @@ def test_failing_ranks(checkout: Path, word: str, status: int, errors: list[str]
     assert ("ValueError: a bug" in result.err) == (status == 1)
 
 
+def test_ctrl_c_ends_all_ranks(checkout: Path) -> None:
+    words = [sys.executable, "recipes/stand_in.py", *STEP, "devices=2", "fail=crash on 7"]
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    with subprocess.Popen(
+        words, cwd=checkout, env=env, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+    ) as process:
+        assert process.stdout is not None
+        for line in process.stdout:
+            if "waits" in line:
+                break
+        process.send_signal(signal.SIGINT)
+        process.stdout.read()  # ends when no rank holds the pipe any longer
+        assert process.wait(timeout=30) == 128 + signal.SIGINT
+
+
 # ---- building and the hook without torchtune -----------------------------------------------
 
 
@@ -182,11 +199,11 @@ def test_hook_imports_nothing_and_survives_its_own_absence() -> None:
     pth = (ROOT / "qfsdp_tune.pth").read_text()
     assert pth.count("\n") == 1 and pth.startswith("import ")
     code = (
-        "import sys; before = set(sys.modules); sys.path.insert(0, sys.argv[1])\n"
+        "import os, sys; before = set(sys.modules); sys.path.insert(0, sys.argv[1])\n"
         f"{pth}"
         "print(sorted(set(sys.modules) - before), len(sys.meta_path))"
     )
-    there = run(sys.executable, "-I", "-c", code, str(ROOT), cwd=ROOT)
+    there = run(sys.executable, "-I", "-S", "-c", code, str(ROOT), cwd=ROOT)
     gone = run(sys.executable, "-I", "-S", "-c", code, "/nowhere", cwd=ROOT)
     assert there.out[0].startswith("['__future__', 'qfsdp', 'qfsdp.tune_hook']")
     assert gone.out == ["[] 3"] and gone.err == ""

@@ -159,9 +159,13 @@ def refresh_dora_norms(model: nn.Module) -> None:
     """
     for _, module in adapted_linears(model):
         if module.weight_norm is not None:
-            a = module.lora_A
-            a = a.full_tensor() if isinstance(a, DTensor) else a
-            norms = _row_norms(local_part(module.weight), a, local_part(module.lora_B), module.scaling)
+            a = module.lora_A.detach()
+            norms = _row_norms(
+                local_part(module.weight),
+                a.full_tensor() if isinstance(a, DTensor) else a,
+                local_part(module.lora_B),
+                module.scaling,
+            )
             local_part(module.weight_norm).copy_(norms)
 
 

@@ -67,7 +67,8 @@ def pack_linears(model: nn.Module, config: QuantizationConfig) -> None:
                 f"quantization.targets: {name!r} is tied to the token embeddings in this model "
                 "and cannot be packed; leave it out"
             )
-        packed = FORMATS[config.format].empty(*weight.shape, weight.dtype, weight.device)
+        rows, cols = weight.shape
+        packed = FORMATS[config.format].empty(rows, cols, weight.dtype, weight.device)
         bias = module.bias
         assert bias is None or isinstance(bias, Tensor)
         replace_module(model, name, PackedLinear(packed, bias))

@@ -378,6 +378,11 @@ class Decoder(nn.Module):
         for layer in self.model.layers:
             cast(DecoderLayer, layer).checkpoint_activations = mode == "full"
 
+    def compile_layers(self) -> None:
+        """`torch.compile` the computation of every layer; FSDP2's hooks stay outside of it."""
+        for layer in self.model.layers:
+            layer.block = torch.compile(layer.block)  # type: ignore
+
     def forward(
         self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
     ) -> Tensor:

@@ -186,14 +186,15 @@ def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return codes.view_as(absmax), scales, offset
 
 
-def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> NF4Tensor:
+def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> PackedTensor:
     """A whole plain weight `[rows, cols]` as NF4 on the same device.
 
     Args:
         weight: floating point.
         dtype: what the result stands for; default: the dtype of `weight`.
     """
-    target = NF4Tensor.empty(*weight.shape, dtype or weight.dtype, weight.device)
+    rows, cols = weight.shape
+    target = NF4Tensor.empty(rows, cols, dtype or weight.dtype, weight.device)
     target.quantize_(weight)
     return target
 

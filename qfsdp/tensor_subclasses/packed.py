@@ -210,8 +210,8 @@ class PackedTensor(torch.Tensor):
         raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @classmethod
-    def __torch_dispatch__(
-        cls, func: Any, types: Any, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[Any, Any] | None = None
     ) -> Any:
         handler = _OPS.get(func)
         if handler is None or not isinstance(args[0], PackedTensor):
@@ -302,7 +302,8 @@ def _split(self: PackedTensor, args: Any, kwargs: Any) -> list[PackedTensor]:
 
 @_implements(aten.slice.Tensor)
 def _slice(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
-    dim, start, end, step = (*args, *(0, None, None, 1)[len(args) :])
+    given = tuple(args)
+    dim, start, end, step = given + (0, None, None, 1)[len(given) :]
     if dim != 0 or step != 1:
         raise NotImplementedError(
             f"{type(self).__name__}: aten.slice on dim {dim}, step {step}; contiguous rows only"
@@ -388,7 +389,7 @@ def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     ctx.save_for_backward(packed, *extras)
 
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     packed, *extras = ctx.saved_tensors
     grad_x = None
     if ctx.needs_input_grad[0]:
