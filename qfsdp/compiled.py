@@ -13,6 +13,8 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
+SMALLEST_COMPILED = 4096  # elements of the first tensor
+
 
 @functools.cache
 def can_compile() -> bool:
@@ -36,18 +38,24 @@ def can_compile() -> bool:
 def compiled(fn: Callable[P, R]) -> Callable[P, R]:
     """Decorates a pure function of plain tensors; it is compiled at its first call.
 
-    Shapes are dynamic: one build then serves every weight of a model (a cold build takes
-    about 10 s on a CPU, and a Llama has 4 to 5 linear shapes). On meta and fake tensors,
-    and inside another trace, the plain function runs.
+    Shapes are dynamic: one build for each dtype then serves every weight of a model (a cold
+    build takes about 10 s on a CPU, and a Llama has 4 to 5 linear shapes). What would ask for
+    builds of its own runs uncompiled: tensors so small that a size may be 0 or 1, meta and
+    fake tensors, and calls inside another trace.
     """
-    build = functools.cache(lambda: torch.compile(fn, dynamic=True, fullgraph=True))
+
+    @functools.cache
+    def build() -> Callable[P, R]:
+        return torch.compile(fn, dynamic=True)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first = next(a for a in args if isinstance(a, torch.Tensor))
         plain = type(first) is torch.Tensor and first.device.type != "meta"
-        if plain and not torch.compiler.is_compiling() and can_compile():
-            return build()(*args, **kwargs)
+        large = first.numel() >= SMALLEST_COMPILED
+        if plain and large and not torch.compiler.is_compiling() and can_compile():
+            with torch.no_grad():  # one build for both grad modes
+                return build()(*args, **kwargs)
         return fn(*args, **kwargs)
 
     return call

@@ -68,11 +68,18 @@ def local_world_size() -> int:
 def _run_ranks(count: int, recipe_file: str, argv: Sequence[str]) -> None:
     from torch.distributed.run import parse_args, run
 
-    # torchrun would set one thread each and warn; the host's part (offload) wants its cores.
-    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
+    share_cores(count)
     with rank_failures():
         recipe = os.path.abspath(recipe_file)
         run(parse_args(["--standalone", "--nproc_per_node", str(count), recipe, *argv]))
+
+
+def share_cores(count: int) -> None:
+    """Gives each of `count` ranks its part of this machine's cores, unless the user has.
+
+    torchrun would give each one thread and warn; the host's part of a step wants its cores.
+    """
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // count)))
 
 
 @contextmanager

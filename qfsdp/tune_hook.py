@@ -135,6 +135,8 @@ def _extend_run(cli: ModuleType) -> None:
             return run_distributed(self, args, is_builtin)
         with launch.user_errors():
             launch.check_recipe(args.recipe, args.recipe_args)
+        if str(args.nproc_per_node).isdecimal():
+            launch.share_cores(int(args.nproc_per_node))
         with launch.rank_failures():
             run_distributed(self, args, is_builtin)
 

@@ -15,6 +15,9 @@ import torch.multiprocessing as mp
 
 def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], folder: str, size: int):
     torch.set_num_threads(1)  # two busy ranks with two threads each on two cores crawl
+    # Each process would spend 10 s and more on building or loading its kernels; that compiled
+    # and eager kernels give the same bits has a test of its own (test_nf4.py).
+    os.environ.setdefault("QFSDP_EAGER_KERNELS", "1")
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     if size > 1:
         store = dist.FileStore(f"{folder}/store", size)
@@ -33,7 +36,5 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     on any rank is raised here.
     """
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(
-            _rank_main, (fn, args, folder, size), nprocs=size, start_method="spawn"
-        )
+        mp.start_processes(_rank_main, (fn, args, folder, size), nprocs=size, start_method="spawn")
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(size)]

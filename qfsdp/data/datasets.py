@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import logging
+import sys
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
@@ -221,7 +222,7 @@ def _data_files(path: Path) -> Iterator[Path]:
 
 def _load_rows(source: str, split: str, data_files: str | None, max_rows: int | None) -> Dataset:
     """The rows of `source`; raises UserError for everything that a user can get wrong."""
-    from datasets import load_dataset
+    from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetsError
 
     if max_rows is not None and max_rows < 1:
@@ -229,6 +230,8 @@ def _load_rows(source: str, split: str, data_files: str | None, max_rows: int | 
     if source in SUFFIXES.values() and data_files:  # torchtune's way to name a local file
         source, data_files = data_files, None
     check_source("dataset.source", source)
+    if not sys.stderr.isatty():
+        disable_progress_bars()  # in a log file every update of a bar is a line
     path = Path(source).expanduser()
     try:
         if path.is_file():

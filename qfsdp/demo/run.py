@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import subprocess
 import sys
 import time
@@ -36,9 +37,10 @@ ANSWER_TOKENS = 48  # at most
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output-dir", default="runs/demo")
-    parser.add_argument("--max-steps", type=int, default=40)
+    parser.add_argument("--max-steps", type=int, default=25)
     parser.add_argument("--heldout", type=int, default=100, help="held-out problems to score")
     args = parser.parse_args()
+    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns about what is not used here
     started = time.perf_counter()
     model, _, heldout = prepare()
     print(f"demo: model {model}\ndemo: held-out problems {heldout}", flush=True)
@@ -48,7 +50,8 @@ def main() -> None:
     command = ["run", "--nproc_per_node", "2", RECIPE, "--config", CONFIG, *overrides]
     print("demo: tune " + " ".join(command), flush=True)
     # Not the `tune` on PATH, which may belong to another environment.
-    status = subprocess.run([sys.executable, "-m", "torchtune._cli.tune", *command]).returncode
+    tune = Path(sys.executable).with_name("tune")
+    status = subprocess.run([tune, *command]).returncode
     if status != 0:
         raise SystemExit(status)
     adapter = Path(args.output_dir) / "adapter"

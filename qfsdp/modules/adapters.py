@@ -92,9 +92,7 @@ class AdaptedLinear(nn.Module):
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
 
         def fp32(*shape: int) -> nn.Parameter:
-            return nn.Parameter(
-                torch.empty(*shape, dtype=torch.float32, device=base.weight.device)
-            )
+            return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=base.weight.device))
 
         self.lora_A = fp32(config.rank, in_features)
         self.lora_B = fp32(out_features, config.rank)

@@ -65,9 +65,7 @@ def _dynamic_levels() -> list[float]:
     return sorted(levels)
 
 
-_MIDPOINTS = tuple(
-    (torch.tensor(NF4_LEVELS)[1:] + torch.tensor(NF4_LEVELS)[:-1]).div(2).tolist()
-)
+_MIDPOINTS = tuple((torch.tensor(NF4_LEVELS)[1:] + torch.tensor(NF4_LEVELS)[:-1]).div(2).tolist())
 _DYNAMIC_LEVELS = tuple(_dynamic_levels())
 
 

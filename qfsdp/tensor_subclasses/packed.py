@@ -32,6 +32,7 @@ So an offset lives in a `_Place` that a tensor shares with its slices from row 0
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -202,6 +203,12 @@ class PackedTensor(torch.Tensor):
         cols, dtype, row_offset, global_rows = context
         extras = [inner[name] for name in cls.extra_names]
         return cls(inner["packed"], extras, cols, dtype, _Place(row_offset), global_rows)
+
+    def _stable_hash_for_caching(self) -> str:
+        """What a compiled graph may depend on, for the caches of `torch.compile`."""
+        inner = [(tuple(t.shape), t.dtype) for t in (self.packed, *self.extras)]
+        facts = (self.format, self.device, self.requires_grad, self.__tensor_flatten__()[1], inner)
+        return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
 
     def __getattr__(self, name: str) -> Tensor:
         # __tensor_flatten__ names inner tensors as attributes: make `self.scales` find extras.

@@ -17,6 +17,9 @@ from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model
 
 STEPS = 5
+# Absolute, on losses and on every number of every adapter. The learning rate (QLoRA's) is part
+# of it: Adam divides by the size of the gradient, so where a gradient is nothing but rounding
+# it moves the number by up to lr in either direction; 1.2e-5 was seen at lr 1e-3.
 TOLERANCE = 1e-5
 
 
@@ -67,7 +70,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             compile=case.get("compile", False),
         )
         model = recipe.load_model(cfg, world)
-        optimizer = torch.optim.AdamW(recipe.trainable_parameters(model), lr=5e-3, fused=True)
+        optimizer = torch.optim.AdamW(recipe.trainable_parameters(model), lr=2e-4, fused=True)
         batch_size, accumulation = case["split"]
         loader = StepLoader(
             Samples(),
@@ -101,6 +104,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def assert_same(result: dict[str, Any], reference: dict[str, Any], what: str) -> None:
     losses = torch.tensor([result["losses"], reference["losses"]])
     assert (losses[0] - losses[1]).abs().max() < TOLERANCE, f"{what}: {losses}"
+    assert result["grad_norms"] == pytest.approx(reference["grad_norms"], rel=1e-5), what
     assert result["adapters"].keys() == reference["adapters"].keys()
     for name, value in result["adapters"].items():
         difference = (value - reference["adapters"][name]).abs().max()
@@ -133,10 +137,12 @@ def reference(model_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_training_does_something(reference: dict[str, dict[str, Any]]) -> None:
-    for method, result in reference.items():
-        assert result["losses"][-1] < result["losses"][0] - 0.05, (method, result["losses"])
-    assert reference["lora"]["losses"][0] == pytest.approx(reference["dora"]["losses"][0], 1e-6)
-    assert reference["lora"]["losses"][-1] != reference["dora"]["losses"][-1]
+    """Every B, zero at the start, has moved, and both methods start from the same model."""
+    for result in reference.values():
+        moved = [v.abs().max() for name, v in result["adapters"].items() if "lora_B" in name]
+        assert len(moved) == 15 and min(moved) > 50 * TOLERANCE
+    lora, dora = (reference[method]["losses"] for method in METHODS)
+    assert lora[0] == pytest.approx(dora[0], rel=1e-6) and abs(lora[-1] - dora[-1]) > 1e-4
 
 
 @pytest.mark.parametrize("size", [1, 2, 3, 4])
@@ -155,3 +161,32 @@ def test_same_for_every_world_size_wrap_and_split(
     assert sum(held) == whole
     # Uneven rows: the first ranks hold ceil(rows / size) of each weight, at most one row more.
     assert max(held) <= whole / size + 15 * 400
+
+
+VARIANTS = [
+    {"checkpointing": "full"},
+    {"checkpointing": "full", "wrap": "linear"},
+    {"reshard": False},
+    {"packed": "all-linear"},  # lm_head adapted, but in plain weights
+    {"format": "none"},
+    {"dtype": "bf16"},
+]
+
+
+def test_variants_on_three_ranks(model_dir: Path) -> None:
+    """Checkpointing, resharding, plain and bf16 bases: three ranks do what one does."""
+    base = {"method": "dora", "wrap": "decoder_layer"}
+    one = run_ranks(1, train, model_dir, [base | {"split": (12, 1)} | v for v in VARIANTS])[0]
+    three = run_ranks(3, train, model_dir, [base | {"split": (2, 2)} | v for v in VARIANTS])[0]
+    for variant, alone, sharded in zip(VARIANTS, one, three, strict=True):
+        if variant.get("dtype") != "bf16":
+            assert_same(sharded, alone, str(variant))
+            continue
+        # Padding and batch size change the rounding of bf16 products; 0.003 was seen.
+        assert sharded["losses"] == pytest.approx(alone["losses"], abs=0.02)
+
+
+def test_compiled_on_two_ranks(model_dir: Path, reference: dict[str, dict[str, Any]]) -> None:
+    case = {"method": "dora", "wrap": "decoder_layer", "split": (6, 1), "compile": True}
+    for rank, result in enumerate(run_ranks(2, train, model_dir, [case])):
+        assert_same(result[0], reference["dora"], f"compiled, rank {rank}")

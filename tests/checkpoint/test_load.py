@@ -1,0 +1,353 @@
+"""Every rank loads the checkpoint's own numbers, reads its rows only, and names what is wrong."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+
+from qfsdp.checkpoint.load import (
+    DTYPES,
+    INDEX,
+    SINGLE,
+    SafetensorsFolder,
+    base_parameters,
+    load_base,
+)
+from qfsdp.distributed import ShardingConfig, World, shard_model
+from qfsdp.errors import UserError
+from qfsdp.modules.adapters import AdapterConfig, add_adapters
+from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
+from qfsdp.modules.shards import gather_rows, local_part
+from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses.packed import PackedTensor
+from tests.ranks import run_ranks
+from tests.tiny import write_tiny_model
+
+Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+# Fewer rows than ranks: k_proj and v_proj have two, gate_proj and up_proj one.
+FEW_ROWS = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "qwen2": {"architectures": ["Qwen2ForCausalLM"]},
+    "tied": {"tie_word_embeddings": True},
+    "few rows": {**FEW_ROWS, "intermediate_size": 1},
+}
+
+
+@pytest.fixture(autouse=True)
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run uncompiled, here and on the ranks: every process would build its own."""
+    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
+    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")
+
+
+def cpu_world() -> World:
+    """The world of this test process: of its process group, if it has one."""
+    cpu = torch.device("cpu")
+    if not dist.is_initialized():
+        return World(cpu)
+    size = dist.get_world_size()
+    return World(cpu, dist.get_rank(), size, init_device_mesh("cpu", (size,)))
+
+
+def build_meta_model(
+    folder: Path, format: str = "nf4", adapter: AdapterConfig | None = None, dtype: str = "fp32"
+) -> Decoder:
+    """As recipes build it, before any weight is read; `lm_head` is packed where it can be."""
+    config = DecoderConfig.from_dir(folder)
+    with torch.device("meta"):
+        model = Decoder(config).to(DTYPES[dtype])
+    head = [] if config.tie_word_embeddings else ["lm_head"]
+    pack_linears(model, QuantizationConfig(format, ["all-linear", *head]))
+    if adapter is not None:
+        add_adapters(model, adapter)
+    return model
+
+
+def load_model(folder: Path, wrap: str = "decoder_layer", **build: Any) -> Decoder:
+    """A loaded model, sharded over the ranks of this process's world."""
+    model = build_meta_model(folder, **build)
+    shard_model(model, ShardingConfig(wrap=wrap), cpu_world())
+    load_base(model, SafetensorsFolder(folder), torch.device("cpu"))
+    return model
+
+
+def loaded_tensors(folder: Path, build: dict[str, Any]) -> dict[str, Any]:
+    """What this rank's loaded model holds, gathered to whole tensors: a plain parameter's
+    numbers, a packed one's bytes and extras."""
+    found: dict[str, Any] = {}
+    for name, param in base_parameters(load_model(folder, **build)):
+        local = local_part(param)
+        if isinstance(local, PackedTensor):
+            found[name] = [gather_rows(param, local.packed), *local.extras]
+        else:
+            found[name] = param.full_tensor() if isinstance(param, DTensor) else param.detach()
+    return found
+
+
+def checkpoint(folder: Path) -> dict[str, Tensor]:
+    tensors: dict[str, Tensor] = {}
+    for file in folder.glob("*.safetensors"):
+        tensors |= load_file(file)
+    return tensors
+
+
+def assert_loaded(found: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
+    """Plain parameters are the file's, bit for bit; packed ones are the whole tensor's NF4."""
+    tensors = checkpoint(folder)
+    assert found.keys() == tensors.keys()
+    packed = 0
+    for name, value in found.items():
+        if isinstance(value, Tensor):
+            assert value.dtype == dtype
+            assert torch.equal(value, tensors[name].to(dtype)), name
+            continue
+        whole = nf4.quantize(tensors[name])
+        for mine, theirs in zip(value, (whole.packed, *whole.extras), strict=True):
+            assert torch.equal(mine, theirs), name
+        packed += 1
+    assert packed == sum(name.endswith(("_proj.weight", "lm_head.weight")) for name in tensors)
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {
+        name: write_tiny_model(tmp_path_factory.mktemp("model") / "m", shards=3, **changes)
+        for name, changes in MODELS.items()
+    }
+
+
+# ---- what is loaded ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_one_process_loads_the_checkpoint(model: str, folders: dict[str, Path]) -> None:
+    assert_loaded(loaded_tensors(folders[model], {}), folders[model], torch.float32)
+
+
+def load_all(
+    folders: dict[str, Path], builds: list[dict[str, Any]]
+) -> list[tuple[str, dict[str, Any]]]:
+    return [(name, loaded_tensors(folders[name], b)) for name in folders for b in builds]
+
+
+def test_three_ranks_load_the_checkpoint(folders: dict[str, Path]) -> None:
+    """With adapters or without them, whatever is the unit of sharding."""
+    dora = AdapterConfig("dora", 2, targets=["all-linear", "lm_head"])
+    builds = [{"wrap": "linear"}, {"wrap": "decoder_layer", "adapter": dora}]
+    for rank in run_ranks(3, load_all, folders, builds):
+        assert [name for name, _ in rank] == [name for name in MODELS for _ in builds]
+        for name, found in rank:
+            assert_loaded(found, folders[name], torch.float32)
+
+
+def test_one_file_is_as_good_as_an_index(folders: dict[str, Path], tmp_path: Path) -> None:
+    single = write_tiny_model(tmp_path / "single")
+    assert (single / SINGLE).is_file()
+    assert not (single / INDEX).exists()
+    assert len(list(folders["llama"].glob("model-0000?-of-00003.safetensors"))) == 3
+    assert checkpoint(single).keys() == checkpoint(folders["llama"]).keys()
+    assert_loaded(loaded_tensors(single, {}), folders["llama"], torch.float32)
+
+
+@pytest.mark.parametrize("held", ["bf16", "fp16", "fp32"])
+@pytest.mark.parametrize("stored", ["bf16", "fp16", "fp32"])
+def test_any_stored_dtype_serves_any_compute_dtype(
+    stored: str, held: str, folders: dict[str, Path], tmp_path: Path
+) -> None:
+    tensors = {k: v.to(DTYPES[stored]) for k, v in checkpoint(folders["qwen2"]).items()}
+    save_file(tensors, tmp_path / SINGLE)
+    (tmp_path / "config.json").write_text((folders["qwen2"] / "config.json").read_text())
+    assert_loaded(loaded_tensors(tmp_path, {"dtype": held}), tmp_path, DTYPES[held])
+
+
+@pytest.mark.parametrize("adapted", [False, True])
+def test_tied_embeddings_stay_one_parameter(adapted: bool, folders: dict[str, Path]) -> None:
+    """In a checkpoint that leaves the output layer out, and in one that carries it."""
+    adapter = AdapterConfig("lora", 2, targets=["lm_head"]) if adapted else None
+    model = load_model(folders["tied"], adapter=adapter)
+    embeddings = model.model.embed_tokens.weight
+    assert model.lm_head.weight is embeddings
+    assert "lm_head.weight" not in checkpoint(folders["tied"])
+    assert torch.equal(embeddings, checkpoint(folders["tied"])["model.embed_tokens.weight"])
+
+
+def test_tensors_that_some_checkpoints_carry_are_passed_over(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    tensors = checkpoint(folders["tied"])
+    tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    save_file(tensors, tmp_path / SINGLE)
+    SafetensorsFolder(tmp_path).check(build_meta_model(folders["tied"]))
+
+
+def test_a_tied_output_layer_cannot_be_packed(folders: dict[str, Path]) -> None:
+    model = Decoder(DecoderConfig.from_dir(folders["tied"]))
+    with pytest.raises(UserError, match=r"^quantization.targets: 'lm_head' is tied "):
+        pack_linears(model, QuantizationConfig("nf4", ["lm_head"]))
+
+
+# ---- what a rank reads -------------------------------------------------------------------------
+
+
+class RecordedFolder(SafetensorsFolder):
+    """Remembers which rows of which tensor were read."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.reads: list[tuple[str, list[int]]] = []
+
+    def read_rows(self, name: str, rows: slice) -> Tensor:
+        values = super().read_rows(name, rows)
+        read = list(range(self.shapes[name][0]))[rows]
+        assert len(values) == len(read)
+        self.reads.append((name, read))
+        return values
+
+
+def rows_read(folder: Path) -> list[tuple[str, list[int]]]:
+    model = build_meta_model(folder)
+    shard_model(model, ShardingConfig(), cpu_world())
+    source = RecordedFolder(folder)
+    load_base(model, source, torch.device("cpu"))
+    return source.reads
+
+
+@pytest.mark.parametrize("model", ["llama", "few rows"])
+def test_ranks_read_every_row_once(model: str, folders: dict[str, Path]) -> None:
+    by_rank = run_ranks(3, rows_read, folders[model])
+    shapes = SafetensorsFolder(folders[model]).shapes
+    for reads in by_rank:
+        assert sorted(name for name, _ in reads) == sorted(shapes), "one read per tensor"
+    for name, shape in shapes.items():
+        parts = [dict(reads)[name] for reads in by_rank]
+        assert sum(parts, []) == list(range(shape[0])), f"{name}: {parts}"
+        assert max(map(len, parts)) == -(-shape[0] // 3)
+
+
+# ---- what is wrong with a checkpoint -----------------------------------------------------------
+
+
+def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / SINGLE)
+    edit(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def edit_index(folder: Path, text: str) -> None:
+    (folder / INDEX).write_text(text)
+
+
+def truncate(folder: Path, size: int) -> None:
+    (folder / SINGLE).write_bytes((folder / SINGLE).read_bytes()[:size])
+
+
+def set_value(tensors: dict[str, Tensor], value: float) -> None:
+    tensors[Q_PROJ][100, 3] = value
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "no such folder": (
+        lambda f: f.rename(f.with_name("other")),
+        "model.path: '{folder}' does not exist; expected a Hugging Face model folder",
+    ),
+    "no weights": (
+        lambda f: (f / SINGLE).unlink(),
+        "{folder}/model.safetensors does not exist; the model's weights are read from it",
+    ),
+    "a file that the index names is missing": (
+        lambda f: edit_index(f, json.dumps({"weight_map": {Q_PROJ: "model-00002.safetensors"}})),
+        "{folder}/model-00002.safetensors does not exist; the model's weights are read from it",
+    ),
+    "a tensor that the index names is missing": (
+        lambda f: edit_index(f, json.dumps({"weight_map": {"model.w": SINGLE}})),
+        "{folder}/model.safetensors.index.json: tensor 'model.w' is not in model.safetensors",
+    ),
+    "the index is no JSON": (
+        lambda f: edit_index(f, '{"weight_map": {'),
+        "{folder}/model.safetensors.index.json: not a safetensors index (",
+    ),
+    "the index has no weight_map": (
+        lambda f: edit_index(f, "{}"),
+        "{folder}/model.safetensors.index.json: not a safetensors index (",
+    ),
+    "the index is a list": (
+        lambda f: edit_index(f, "[]"),
+        "{folder}/model.safetensors.index.json: not a safetensors index (",
+    ),
+    "the index maps to no file names": (
+        lambda f: edit_index(f, json.dumps({"weight_map": {Q_PROJ: 1}})),
+        "{folder}/model.safetensors.index.json: not a safetensors index (",
+    ),
+    "the index maps nothing": (
+        lambda f: edit_index(f, json.dumps({"weight_map": [Q_PROJ]})),
+        "{folder}/model.safetensors.index.json: not a safetensors index (",
+    ),
+    "the data is truncated": (
+        lambda f: truncate(f, (f / SINGLE).stat().st_size - 1),
+        "{folder}/model.safetensors: truncated or not a safetensors file (",
+    ),
+    "the header is truncated": (
+        lambda f: truncate(f, 100),
+        "{folder}/model.safetensors: truncated or not a safetensors file (",
+    ),
+    "the file is empty": (
+        lambda f: truncate(f, 0),
+        "{folder}/model.safetensors: truncated or not a safetensors file (",
+    ),
+    "a tensor is missing": (
+        lambda f: edit_tensors(f, lambda t: t.pop(Q_PROJ)),
+        "{folder}: tensor 'model.layers.0.self_attn.q_proj.weight' is missing; "
+        "the nearest name there is 'model.layers.1.self_attn.q_proj.weight'",
+    ),
+    "a tensor has another shape": (
+        lambda f: edit_tensors(f, lambda t: t.update({Q_PROJ: torch.zeros(192, 193)})),
+        "{folder}/model.safetensors: tensor 'model.layers.0.self_attn.q_proj.weight' has shape "
+        "[192, 193]; config.json means [192, 192]",
+    ),
+    "a tensor is one too many": (
+        lambda f: edit_tensors(f, lambda t: t.update({"model.layers.2.w": torch.zeros(1)})),
+        "{folder}/model.safetensors: tensor 'model.layers.2.w' has no place in this architecture",
+    ),
+    "a packed weight holds NaN": (
+        lambda f: edit_tensors(f, lambda t: set_value(t, float("nan"))),
+        "{folder}: model.layers.0.self_attn.q_proj.weight: row 100 holds NaN or infinity; "
+        "it cannot be quantized",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    model = build_meta_model(folder)
+    break_it, expected = MISTAKES[mistake]
+    break_it(folder)
+    with pytest.raises(UserError) as error:
+        source = SafetensorsFolder(folder)
+        source.check(model)
+        load_base(model, source, torch.device("cpu"))
+    message = str(error.value)
+    assert message.startswith(expected.format(folder=folder)), message
+    assert len(message.splitlines()) == 1
+
+
+def test_nan_on_one_rank_is_told_with_the_row_of_the_whole(tmp_path: Path) -> None:
+    """Row 100 of 192 is on the second rank of three; the others do not wait for it forever."""
+    folder = write_tiny_model(tmp_path / "model")
+    edit_tensors(folder, lambda tensors: set_value(tensors, float("nan")))
+    with pytest.raises(Exception, match=re.escape(f"{Q_PROJ}: row 100 holds NaN")):
+        run_ranks(3, load_model, folder)

@@ -1,0 +1,167 @@
+"""The recipe through `tune`, on the real model, and what it says when something is wrong."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from safetensors import safe_open
+
+from qfsdp.config import load_config
+from qfsdp.demo.arithmetic import write_splits
+from qfsdp.errors import UserError
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+TUNE = Path(sys.executable).with_name("tune")
+RECIPE = "recipes/qdora_distributed"
+
+
+def tune(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [TUNE, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+    )
+
+
+@pytest.fixture(scope="module")
+def recipe() -> ModuleType:
+    return load_recipe()
+
+
+@pytest.fixture(scope="module")
+def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_splits(tmp_path_factory.mktemp("arithmetic"), train=64, heldout=8)[0]
+
+
+def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
+    """Three updates by the command as typed; everything that a run leaves behind."""
+    words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=2"]
+    words += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
+    done = tune("run", "--nproc_per_node", "2", RECIPE, *words, f"output_dir={tmp_path}/run")
+    assert done.returncode == 0, done.stderr
+    run = tmp_path / "run"
+
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3]
+    names = {"loss", "grad_norm", "lr", "tokens_per_second_per_rank", "peak_memory_gib"}
+    assert all(line.keys() == names | {"step"} for line in lines)
+    assert all(1.0 < line["loss"] < 2.5 for line in lines)
+    assert [line["lr"] for line in lines] == pytest.approx([0, 1e-4, 2e-4])
+    assert "step 3/3" in done.stderr and "\r" not in done.stderr
+
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(run / "tensorboard"))
+    events.Reload()
+    assert set(events.Tags()["tensors"]) == names
+    logged = [event.tensor_proto.float_val[0] for event in events.Tensors("loss")]
+    assert logged == pytest.approx([line["loss"] for line in lines], rel=1e-6)
+
+    assert (run / "recipe.py").read_text() == (ROOT / f"{RECIPE}.py").read_text()
+    again = load_config(load_recipe().Config, ["--config", str(run / "config.yaml")])
+    assert again.max_steps == 3 and again.adapter.method == "dora"
+
+    config = json.loads((run / "adapter" / "adapter_config.json").read_text())
+    assert config["use_dora"] is True and config["r"] == 16 and config["lora_alpha"] == 32
+    with safe_open(run / "adapter" / "adapter_model.safetensors", "pt") as tensors:
+        keys = list(tensors.keys())
+        b = tensors.get_tensor("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight")
+    assert len(keys) == 30 * 7 * 3
+    assert b.abs().max() > 0, "B is still as it was initialised"
+
+
+def test_tune_cp_and_an_edited_recipe(tmp_path: Path, train_file: Path) -> None:
+    """The copy runs, in its directory, and is the file that ran."""
+    model = write_tiny_model(tmp_path / "model", vocab_size=49152)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (model / name).symlink_to(_tokenizer_dir() / name)
+    assert tune("cp", RECIPE, "my_recipe.py", cwd=tmp_path).returncode == 0
+    copy = tmp_path / "my_recipe.py"
+    edit = 'print("edited!")\n    world = init_world()'
+    copy.write_text(copy.read_text().replace("world = init_world()", edit))
+    words = ["--config", "configs/smollm2_135m_qlora.yaml", "max_steps=2", f"model.path={model}"]
+    done = tune("run", "my_recipe", *words, f"dataset.source={train_file}", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "edited!" in done.stdout
+    run = tmp_path / "runs" / "smollm2_135m_qlora"
+    assert "edited!" in (run / "recipe.py").read_text()
+    assert json.loads((run / "adapter" / "adapter_config.json").read_text())["use_dora"] is False
+
+
+def _tokenizer_dir() -> Path:
+    from qfsdp.demo import cache_dir
+    from qfsdp.demo.smollm2 import prepare_model
+
+    return prepare_model(cache_dir())
+
+
+LITERAL = "configs/llama3_70b_qdora.yaml"
+
+
+@pytest.mark.parametrize("torchrun_flags", [[], ["--nproc_per_node", "2"]])
+def test_the_literal_command_without_the_weights(torchrun_flags: list[str]) -> None:
+    done = tune("run", *torchrun_flags, RECIPE, "--config", LITERAL)
+    assert done.returncode == 2
+    assert done.stderr == (
+        "error: model.path: 'models/Meta-Llama-3-70B-Instruct' does not exist; "
+        "expected a Hugging Face model folder\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adapter.rnak=8"], "unknown key 'adapter.rnak'; did you mean 'adapter.rank'?"),
+        (["adapter.rank=-1"], "adapter.rank: -1 is not valid; expected an integer of at least 1"),
+        (["adapter.dropout=1.5"], "adapter.dropout: 1.5 is not valid; expected a probability"),
+        (["adapter.targets=[q_prj]"], "adapter.targets: 'q_prj' is not a linear of the decoder"),
+        (["quantization.targets=all"], "did you mean 'all-linear'?"),
+        (["quantization.format=nf5"], "did you mean 'nf4'?"),
+        (["sharding.wrap=layer"], "expected one of 'decoder_layer', 'linear'"),
+        (["batch_size=0"], "batch_size: 0 is not valid; expected an integer of at least 1"),
+        (["max_steps=many"], "max_steps: 'many' is not valid; expected an integer or null"),
+        (["model.lora_rank=8"], "unknown key 'model.lora_rank'; qfsdp calls it 'adapter.rank'"),
+        (
+            ["enable_activation_checkpointing=true"],
+            "qfsdp calls it 'activation.checkpointing=full'",
+        ),
+        (["optimizer.learning_rate=1"], "'torch.optim.AdamW' takes no argument 'learning_rate'"),
+        (["optimizer.lr=-1"], "optimizer: torch.optim.AdamW refuses its arguments: Invalid"),
+        (["optimizer=torch.optim.AdmaW"], "did you mean 'torch.optim.AdamW'?"),
+        (["lr_scheduler.warmup=3"], "takes no argument 'warmup'"),
+        (["dataset.source=missing.jsonl"], "dataset.source: "),
+        (["tokenizer.path=nowhere"], "tokenizer.path: 'nowhere' does not exist"),
+        (["tokenizer._component_=qfsdp.data.hf_tokeniser"], "did you mean 'qfsdp.data.hf_tokeni"),
+    ],
+)
+def test_mistakes_are_told_in_one_line_before_anything_loads(
+    words: list[str],
+    message: str,
+    recipe: ModuleType,
+    smollm2_dir: Path,
+    train_file: Path,
+) -> None:
+    argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml")]
+    argv += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
+    recipe.check(load_config(recipe.Config, argv))  # nothing else is wrong
+    with pytest.raises(UserError) as error:
+        recipe.check(load_config(recipe.Config, [*argv, *words]))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_a_recipe_stays_readable() -> None:
+    """What a user edits fits on a few screens, and every function of ours on one."""
+    for file in (ROOT / "recipes").glob("*.py"):
+        assert len(file.read_text().splitlines()) <= 250, file
+    for file in [*ROOT.glob("recipes/*.py"), *ROOT.glob("qfsdp/**/*.py")]:
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:
+                lines = node.end_lineno - node.lineno + 1
+                assert lines <= 60, f"{file}: {node.name} has {lines} lines"

@@ -1,0 +1,250 @@
+"""NF4 has bitsandbytes' bits; and what bitsandbytes has not: row shards and odd columns."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from bitsandbytes import functional as bnb
+from torch import Tensor
+
+from qfsdp.checkpoint.load import SafetensorsFolder
+from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
+
+DTYPES = (torch.float32, torch.bfloat16)
+EXACT = {"codes": 0, "absmax codes": 0, "scales": 0, "offset": 0, "dequantized": 0}
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run uncompiled: many shapes would mean many builds."""
+    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
+
+
+def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
+
+
+def differing_bytes(a: Tensor, b: Tensor) -> int:
+    a, b = a.flatten(), b.flatten()
+    assert (a.dtype, a.shape) == (b.dtype, b.shape)
+    return int((a.view(torch.uint8) != b.view(torch.uint8)).sum())
+
+
+def mismatches(weight: Tensor) -> dict[str, int]:
+    """Differing bytes between our NF4 of `weight` and bitsandbytes', part by part."""
+    ours = nf4.quantize(weight)
+    theirs, state = bnb.quantize_4bit(
+        weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
+    )
+    code_bytes = weight.size(1) // 2
+    return {
+        "codes": differing_bytes(ours.packed[:, :code_bytes], theirs),
+        "absmax codes": differing_bytes(ours.packed[:, code_bytes:], state.absmax),
+        "scales": differing_bytes(ours.scales, state.state2.absmax),
+        "offset": differing_bytes(ours.offset, state.offset),
+        "dequantized": differing_bytes(ours.dequantize(), bnb.dequantize_4bit(theirs, state)),
+    }
+
+
+SHAPES = [
+    (1, 64),
+    (3, 64),
+    (7, 128),
+    (5, 192),
+    (255, 64),  # 255, 256, 257 blocks: around one second-level block
+    (256, 64),
+    (257, 64),
+    (192, 576),
+    (577, 576),
+    (1536, 576),
+    (65, 4096),
+    (512, 28672),
+]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_bits_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    assert mismatches(random_weight(*shape, dtype=dtype)) == EXACT
+
+
+def with_zero_rows_and_blocks() -> Tensor:
+    weight = random_weight(300, 256)
+    weight[5] = 0
+    weight[10:20, 64:128] = 0
+    return weight
+
+
+def on_the_edges_between_codes() -> Tensor:
+    """Every level, every midpoint of two levels and its two neighbours, scaled by row."""
+    levels = torch.tensor(nf4.NF4_LEVELS)
+    midpoints = (levels[1:] + levels[:-1]) / 2
+    up, down = (torch.nextafter(midpoints, torch.tensor(end)) for end in (2.0, -2.0))
+    row = torch.cat([levels, midpoints, up, down, torch.zeros(3)])
+    return row * random_weight(100, 1).abs()
+
+
+UNUSUAL = {
+    "zero rows and blocks": with_zero_rows_and_blocks(),
+    "all zero": torch.zeros(10, 128),
+    "one constant": torch.full((100, 128), 0.37),
+    "a constant per block": random_weight(64, 4).repeat_interleave(BLOCK, 1),
+    "one number per block": F.pad(random_weight(64, 1), (0, BLOCK - 1)),
+    "rows from 1e-36 to 1e30": random_weight(300, 256) * torch.logspace(-34, 32, 300)[:, None],
+    "all near 1e-37": random_weight(64, 128) * 1e-35,
+    "all near 1e34": random_weight(64, 128) * 1e36,
+    "edges between codes": on_the_edges_between_codes(),
+}
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", UNUSUAL)
+def test_bits_of_unusual_numbers(name: str, dtype: torch.dtype) -> None:
+    assert mismatches(UNUSUAL[name].to(dtype)) == EXACT
+
+
+def test_bits_of_every_linear_of_a_real_model(smollm2_dir: Path) -> None:
+    source = SafetensorsFolder(smollm2_dir)
+    names = [name for name in source.shapes if name.endswith("_proj.weight")]
+    assert len(names) == 7 * 30
+    weights = 0
+    for name in names:
+        weight = source.read_rows(name, slice(None))
+        assert mismatches(weight) == EXACT, name
+        weights += weight.numel()
+    assert weights == 106_168_320
+    print(f"SmolLM2-135M: {len(names)} linears, {weights:,} weights, 0 mismatches")
+
+
+def test_levels_of_the_scales_are_those_of_bitsandbytes() -> None:
+    assert torch.equal(torch.tensor(nf4._DYNAMIC_LEVELS), bnb.create_dynamic_map())
+
+
+@pytest.mark.usefixtures("eager")
+def test_bits_per_weight() -> None:
+    weight = nf4.quantize(random_weight(4096, 4096, dtype=torch.bfloat16))
+    held = weight.packed.nbytes + weight.scales.nbytes + weight.offset.nbytes
+    assert round(8 * held / weight.numel(), 3) == 4.127
+
+
+# ---- compiled kernels --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(577, 576), (65, 577)], ids=str)
+def test_compiled_kernels_give_the_bits_of_the_plain_functions(
+    shape: tuple[int, int], dtype: torch.dtype
+) -> None:
+    weight = random_weight(*shape, dtype=dtype)
+    blocks = F.pad(weight, (0, -shape[1] % BLOCK))
+    for compiled, plain in zip(
+        nf4._quantize_blocks(blocks), nf4._quantize_blocks.__wrapped__(blocks), strict=True
+    ):
+        assert differing_bytes(compiled, plain) == 0
+    whole = nf4.quantize(weight)
+    for offset in (0, 7):
+        args = (whole.packed[offset:], *whole.extras, shape[1], offset, dtype)
+        assert differing_bytes(nf4._dequantize(*args), nf4._dequantize.__wrapped__(*args)) == 0
+
+
+def test_kernels_outlive_dynamos_limit_on_builds() -> None:
+    """Dtypes, odd columns, single rows, slices, grad mode: each may be a build of its own.
+
+    A process that meets more of them than dynamo's limit must go on, not raise.
+    """
+    torch._dynamo.reset()
+    with torch._dynamo.config.patch(recompile_limit=1):
+        for dtype in DTYPES:
+            weight = nf4.quantize(random_weight(65, 192, dtype=dtype))
+            torch.testing.assert_close(
+                weight.dequantize(), random_weight(65, 192, dtype=dtype), rtol=0, atol=0.02
+            )
+
+
+# ---- columns that 64 does not divide -----------------------------------------------------------
+
+# Half the widest gap between two levels; absmax is off by half the widest gap of the dynamic
+# levels (0.9 / 64), in units of the second-level scale. (bitsandbytes' table lookup and fp32
+# rounding add a little to the second.)
+CODE_ERROR = (1.0 - 0.6961928009986877) / 2
+ABSMAX_ERROR = 0.9 / 64 / 2 * 1.02
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("cols", [1, 2, 63, 65, 127, 577])
+def test_odd_columns_are_those_of_the_zero_padded_row(cols: int, dtype: torch.dtype) -> None:
+    weight = random_weight(33, cols, dtype=dtype)
+    padded = nf4.quantize(F.pad(weight, (0, -cols % BLOCK)))
+    odd = nf4.quantize(weight)
+    codes, padded_codes = -(-cols // 2), padded.cols // 2
+    assert odd.packed.shape == (33, codes + -(-cols // BLOCK))
+    assert torch.equal(odd.packed[:, :codes], padded.packed[:, :codes])
+    assert torch.equal(odd.packed[:, codes:], padded.packed[:, padded_codes:])
+    assert torch.equal(odd.scales, padded.scales)
+    assert torch.equal(odd.offset, padded.offset)
+    assert differing_bytes(odd.dequantize(), padded.dequantize()[:, :cols].contiguous()) == 0
+
+    blocks = F.pad(weight.float(), (0, -cols % BLOCK)).unflatten(1, (-1, BLOCK))
+    absmax = blocks.abs().amax(-1, keepdim=True)
+    bound = CODE_ERROR * absmax + ABSMAX_ERROR * odd.scales.max()
+    error = (odd.dequantize(torch.float32) - weight.float()).abs()
+    assert (error <= bound.expand_as(blocks).flatten(1)[:, :cols]).all()
+
+
+# ---- what cannot be quantized ------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_non_finite_weights_are_named(value: float) -> None:
+    weight = random_weight(9, 65)
+    weight[5, 64] = weight[7, 0] = value
+    whole = NF4Tensor.empty(9, 65, torch.float32, "cpu")
+    message = r"^q_proj: row 5 holds NaN or infinity; it cannot be quantized$"
+    with pytest.raises(ValueError, match=message):
+        whole.quantize_(weight, "q_proj")
+    # On a shard as well, the row is one of the whole weight: a user can look it up.
+    with pytest.raises(ValueError, match=message):
+        whole[4:].quantize_(weight[4:], "q_proj", gather_rows=lambda rows: rows)
+
+
+@pytest.mark.usefixtures("eager")
+def test_finite_weights_whose_mean_overflows_are_refused_too() -> None:
+    """The mean absmax of weights near the end of fp32 is infinite: all of it would be NaN."""
+    with pytest.raises(ValueError, match="^weight: "):
+        nf4.quantize(torch.full((64, 128), 3e38))
+
+
+# ---- row shards --------------------------------------------------------------------------------
+
+SPLITS = [[577], [1] * 577, [193, 193, 191], [145, 145, 145, 142], [1, 7, 13, 0, 300, 256]]
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("cols", [576, 130])
+@pytest.mark.parametrize("split", SPLITS, ids=lambda split: f"{len(split)} parts")
+def test_row_shards_are_rows_of_the_whole(split: list[int], cols: int) -> None:
+    weight = random_weight(577, cols)
+    whole = nf4.quantize(weight)
+    values = whole.dequantize()
+    _, absmax = nf4.quantize_rows(weight)
+    target = NF4Tensor.empty(577, cols, torch.float32, "cpu")
+    target.packed.fill_(255)
+    start = 0
+    for rows in split:
+        part = slice(start, start + rows)
+        shard = target[part]  # a view: what it quantizes are rows of `target`
+        assert shard.row_offset == start
+        shard.quantize_(weight[part], gather_rows=lambda mine: absmax)
+        assert torch.equal(shard.dequantize(), values[part])
+        start += rows
+    assert torch.equal(target.packed, whole.packed)
+    assert torch.equal(target.scales, whole.scales)
+    assert torch.equal(target.offset, whole.offset)
