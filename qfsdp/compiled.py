@@ -13,7 +13,7 @@ import torch
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SMALLEST_COMPILED = 4096  # elements of the first tensor
+SMALLEST_COMPILED = 1 << 14  # elements of the first tensor
 
 
 @functools.cache

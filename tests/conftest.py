@@ -20,3 +20,11 @@ if "OMP_NUM_THREADS" not in os.environ:
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, converted once per machine."""
     return prepare_model(cache_dir())
+
+
+@pytest.fixture
+def eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Kernels run uncompiled, here and on ranks: many shapes or processes mean many builds.
+    That compiled kernels give the same bits is tested in test_nf4.py."""
+    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
+    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")

@@ -15,6 +15,7 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
@@ -97,11 +98,17 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
     Raises:
         UserError: the folder's tensors are not those of this model's adapters.
     """
-    tensors = load_file(folder / WEIGHTS_FILE)
+    tensors, scaling = _read_adapter(folder)
     params = adapter_parameters(model)
     for key in sorted(params.keys() ^ tensors.keys()):
         where = "is missing" if key in params else "has no place in this model's adapters"
         raise UserError(f"{folder / WEIGHTS_FILE}: tensor {key!r} {where}")
+    for name, module in adapted_linears(model):
+        if module.scaling != scaling:
+            raise UserError(
+                f"{folder / CONFIG_FILE}: lora_alpha / r is {scaling}; this model's is "
+                f"{module.scaling} ({name})"
+            )
     for key, param in params.items():
         if tensors[key].shape != param.shape:
             raise UserError(
@@ -109,3 +116,19 @@ def load_adapter(model: nn.Module, folder: Path) -> None:
                 f"this model's is {list(param.shape)}"
             )
         local_part(param).copy_(tensors[key][local_rows(param)])
+
+
+def _read_adapter(folder: Path) -> tuple[dict[str, Tensor], float]:
+    """The tensors of an adapter folder, and lora_alpha / r."""
+    weights, config = folder / WEIGHTS_FILE, folder / CONFIG_FILE
+    for file in (weights, config):
+        if not file.is_file():
+            raise UserError(f"{file} does not exist; expected an adapter in PEFT's format")
+    try:
+        tensors = load_file(weights)
+        written = json.loads(config.read_text())
+        return tensors, written["lora_alpha"] / written["r"]
+    except SafetensorError as error:
+        raise UserError(f"{weights}: truncated or not a safetensors file ({error})") from None
+    except (ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{config}: not an adapter's config ({error!r})") from None

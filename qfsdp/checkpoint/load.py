@@ -75,9 +75,9 @@ class SafetensorsFolder:
             return {}
         try:
             weight_map = json.loads(index.read_text())["weight_map"]
-        except (ValueError, KeyError) as error:
+            return {name: self.folder / file for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
             raise UserError(f"{index}: not a safetensors index ({error})") from None
-        return {name: self.folder / file for name, file in weight_map.items()}
 
     def _read_header(self, file: Path) -> None:
         if not file.is_file():

@@ -101,13 +101,14 @@ class AdaptedLinear(nn.Module):
         self.weight_norm = fp32(out_features).requires_grad_(False) if dora else None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = linear(x, self.weight)
+        # LoRA adds the bias where the base does, before rounding; DoRA must not scale it.
+        y = linear(x, self.weight, self.bias if self.magnitude is None else None)
         z = F.dropout(x, self.dropout, self.training) if self.dropout else x
         z = F.linear(z, self.lora_A.to(x.dtype))
         y = y + self.scaling * F.linear(z, self.lora_B.to(x.dtype))
-        if self.magnitude is not None:
-            assert self.weight_norm is not None
-            y = (y * (self.magnitude / self.weight_norm)).to(x.dtype)
+        if self.magnitude is None or self.weight_norm is None:
+            return y
+        y = (y * (self.magnitude / self.weight_norm)).to(x.dtype)
         return y if self.bias is None else y + self.bias
 
 
@@ -176,4 +177,5 @@ def _row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
         plain = rows.dequantize(torch.float32) if isinstance(rows, PackedTensor) else rows.float()
         adapted = torch.addmm(plain, b[start : start + step], a, alpha=scaling)
         torch.linalg.vector_norm(adapted, dim=1, out=norms[start : start + step])
-    return norms
+    # A row of zeros (an unused vocabulary entry): magnitude and norm are alike, their ratio 1.
+    return norms.clamp_(min=torch.finfo(norms.dtype).tiny)

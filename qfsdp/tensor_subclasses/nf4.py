@@ -98,9 +98,15 @@ class NF4Tensor(PackedTensor):
     ) -> None:
         # The second level needs the absmax of every block of the whole weight, 1/64 of its
         # numbers; each rank computes all of it and keeps the codes of its own rows.
-        codes, absmax = quantize_rows(weight, name)
+        codes, absmax = quantize_rows(weight)
         whole = absmax if gather_rows is None else gather_rows(absmax)
+        # Looked at whole, so that every rank finds what is wrong and none waits for another.
+        if not (finite := torch.isfinite(whole).all(1)).all():
+            row = int((~finite).nonzero()[0])
+            raise ValueError(f"{name}: row {row} holds NaN or infinity; it cannot be quantized")
         absmax_codes, scales, offset = quantize_absmax(whole)
+        if not torch.isfinite(offset):
+            raise ValueError(f"{name}: its numbers are so large that their mean overflows fp32")
         self.packed[:, : codes.size(1)] = codes
         mine = slice(self.row_offset, self.row_offset + codes.size(0))
         self.packed[:, codes.size(1) :] = absmax_codes[mine]
@@ -127,18 +133,15 @@ def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return (high * 16 + low).to(torch.uint8), absmax
 
 
-def quantize_rows(weight: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]:
+def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """First level of NF4, for any rows of a weight.
 
     Args:
         weight: `[rows, cols]`, floating point, any device.
-        name: named in the error.
 
     Returns:
-        codes uint8 `[rows, ceil(cols/2)]` and absmax fp32 `[rows, ceil(cols/64)]`.
-
-    Raises:
-        ValueError: the weight holds NaN or infinity.
+        codes uint8 `[rows, ceil(cols/2)]` and absmax fp32 `[rows, ceil(cols/64)]`. Where a
+        weight is NaN or infinite, so is its absmax, and the codes mean nothing.
     """
     rows, cols = weight.shape
     codes = weight.new_empty(rows, -(-cols // 2), dtype=torch.uint8)
@@ -151,9 +154,6 @@ def quantize_rows(weight: Tensor, name: str = "weight") -> tuple[Tensor, Tensor]
         part_codes, part_absmax = _quantize_blocks(part.contiguous())
         codes[start : start + step] = part_codes[:, : codes.size(1)]
         absmax[start : start + step] = part_absmax
-    if not torch.isfinite(absmax).all():
-        row = int((~torch.isfinite(absmax)).any(1).nonzero()[0])
-        raise ValueError(f"{name}: row {row} holds NaN or infinity; it cannot be quantized")
     return codes, absmax
 
 

@@ -75,7 +75,7 @@ class PackedTensor(torch.Tensor):
 
     Fields:
         packed: uint8 `[rows, row_bytes]`, the rows that this tensor holds.
-        extras: small tensors of the whole weight, named in `extra_names`.
+        extras: small tensors of the whole weight; attributes by their `extra_names`.
         place: which rows those are.
         global_rows: number of rows of the whole weight.
 
@@ -86,7 +86,6 @@ class PackedTensor(torch.Tensor):
     extra_names: ClassVar[tuple[str, ...]] = ()
 
     packed: Tensor
-    extras: tuple[Tensor, ...]
     place: _Place
     global_rows: int
 
@@ -108,7 +107,9 @@ class PackedTensor(torch.Tensor):
         size = (packed.size(0), cols) if shape is None else tuple(shape)
         self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=packed.device)
         self.packed = packed
-        self.extras = tuple(extras)
+        # Attributes of their own, as dynamo follows inner tensors by name only.
+        for name, extra in zip(cls.extra_names, extras, strict=True):
+            setattr(self, name, extra)
         self.place = place or _Place(0)
         self.global_rows = packed.size(0) if global_rows is None else global_rows
         return self
@@ -157,6 +158,11 @@ class PackedTensor(torch.Tensor):
         packed = torch.empty(rows, cls.row_bytes(cols), dtype=torch.uint8, device=device)
         extras = [torch.empty(s, device=device) for s in cls.extra_shapes(rows, cols)]
         return cls(packed, extras, cols, dtype)
+
+    @property
+    def extras(self) -> tuple[Tensor, ...]:
+        """The extras in the order of `extra_names`."""
+        return tuple(getattr(self, name) for name in self.extra_names)
 
     @property
     def row_offset(self) -> int:
@@ -209,12 +215,6 @@ class PackedTensor(torch.Tensor):
         inner = [(tuple(t.shape), t.dtype) for t in (self.packed, *self.extras)]
         facts = (self.format, self.device, self.requires_grad, self.__tensor_flatten__()[1], inner)
         return hashlib.blake2b(repr(facts).encode(), digest_size=16).hexdigest()
-
-    def __getattr__(self, name: str) -> Tensor:
-        # __tensor_flatten__ names inner tensors as attributes: make `self.scales` find extras.
-        if name in type(self).extra_names:
-            return self.extras[type(self).extra_names.index(name)]
-        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -321,7 +321,18 @@ def _slice(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
     return self._like(packed, place=place)
 
 
-@_implements(aten.view.default, aten.as_strided.default)
+@_implements(aten.as_strided.default)
+def _as_strided(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
+    """What `view` gives, and no other strides: contiguous rows from the first on."""
+    size, stride, offset = args[0], args[1], (args[2] if len(args) > 2 else 0) or 0
+    if offset or list(stride) != list(torch.empty(size, device="meta").stride()):
+        raise NotImplementedError(
+            f"{type(self).__name__}: aten.as_strided to {list(size)}, {list(stride)}, {offset}"
+        )
+    return _view(self, (size,), {})
+
+
+@_implements(aten.view.default)
 def _view(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
     """The same rows; flattened too, as FSDP2 keeps a flat alias of every shard."""
     size = list(args[0])
@@ -369,30 +380,30 @@ def _pin_memory(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
 
 @torch.library.custom_op("qfsdp::packed_linear", mutates_args=())
 def _packed_linear(
-    x: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int
+    x: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int, row_offset: int
 ) -> Tensor:
-    return F.linear(x, FORMATS[format].dequantize_rows(packed, extras, cols, 0, x.dtype))
+    return F.linear(x, FORMATS[format].dequantize_rows(packed, extras, cols, row_offset, x.dtype))
 
 
 @torch.library.custom_op("qfsdp::packed_linear_backward", mutates_args=())
 def _packed_linear_backward(
-    grad: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int
+    grad: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int, row_offset: int
 ) -> Tensor:
-    return grad @ FORMATS[format].dequantize_rows(packed, extras, cols, 0, grad.dtype)
+    return grad @ FORMATS[format].dequantize_rows(packed, extras, cols, row_offset, grad.dtype)
 
 
 @_packed_linear.register_fake
-def _(x: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int) -> Tensor:
+def _(x: Tensor, packed: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.size(0))
 
 
 @_packed_linear_backward.register_fake
-def _(grad: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int) -> Tensor:
+def _(grad: Tensor, packed: Tensor, extras: Any, format: str, cols: int, *_: Any) -> Tensor:
     return grad.new_empty(*grad.shape[:-1], cols)
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, packed, extras, ctx.format, ctx.cols = inputs
+    _, packed, extras, *ctx.which = inputs
     ctx.save_for_backward(packed, *extras)
 
 
@@ -400,8 +411,8 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
     packed, *extras = ctx.saved_tensors
     grad_x = None
     if ctx.needs_input_grad[0]:
-        grad_x = _packed_linear_backward(grad, packed, extras, ctx.format, ctx.cols)
-    return grad_x, None, [None] * len(extras), None, None
+        grad_x = _packed_linear_backward(grad, packed, extras, *ctx.which)
+    return grad_x, None, [None] * len(extras), None, None, None
 
 
 _packed_linear.register_autograd(_backward, setup_context=_setup_context)
@@ -421,5 +432,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not isinstance(weight, PackedTensor):
         return F.linear(x, weight, bias)
-    y = _packed_linear(x, weight.packed, list(weight.extras), weight.format, weight.cols)
+    extras = [getattr(weight, name) for name in weight.extra_names]
+    which = (weight.format, weight.cols, weight.row_offset)
+    y = _packed_linear(x, weight.packed, extras, *which)
     return y if bias is None else y + bias

@@ -25,19 +25,14 @@ from qfsdp.checkpoint.load import base_parameters
 from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig, refresh_dora_norms
 from qfsdp.tensor_subclasses.packed import PackedTensor
-from tests.checkpoint.test_load import cpu_world, load_model
-from tests.modules.test_adapters import adapted_model, randomize_adapters
+from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 
 METHODS = ("lora", "dora")
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run uncompiled, here and on the ranks: every process would build its own."""
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
-    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 @pytest.fixture(scope="module")

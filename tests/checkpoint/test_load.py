@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from qfsdp.checkpoint.load import (
@@ -24,14 +21,15 @@ from qfsdp.checkpoint.load import (
     base_parameters,
     load_base,
 )
-from qfsdp.distributed import ShardingConfig, World, shard_model
+from qfsdp.distributed import ShardingConfig, shard_model
 from qfsdp.errors import UserError
-from qfsdp.modules.adapters import AdapterConfig, add_adapters
+from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
 from qfsdp.modules.shards import gather_rows, local_part
 from qfsdp.modules.transformer import Decoder, DecoderConfig
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.packed import PackedTensor
+from tests.models import build_meta_model, cpu_world, load_model
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 
@@ -46,42 +44,7 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run uncompiled, here and on the ranks: every process would build its own."""
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
-    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")
-
-
-def cpu_world() -> World:
-    """The world of this test process: of its process group, if it has one."""
-    cpu = torch.device("cpu")
-    if not dist.is_initialized():
-        return World(cpu)
-    size = dist.get_world_size()
-    return World(cpu, dist.get_rank(), size, init_device_mesh("cpu", (size,)))
-
-
-def build_meta_model(
-    folder: Path, format: str = "nf4", adapter: AdapterConfig | None = None, dtype: str = "fp32"
-) -> Decoder:
-    """As recipes build it, before any weight is read; `lm_head` is packed where it can be."""
-    config = DecoderConfig.from_dir(folder)
-    with torch.device("meta"):
-        model = Decoder(config).to(DTYPES[dtype])
-    head = [] if config.tie_word_embeddings else ["lm_head"]
-    pack_linears(model, QuantizationConfig(format, ["all-linear", *head]))
-    if adapter is not None:
-        add_adapters(model, adapter)
-    return model
-
-
-def load_model(folder: Path, wrap: str = "decoder_layer", **build: Any) -> Decoder:
-    """A loaded model, sharded over the ranks of this process's world."""
-    model = build_meta_model(folder, **build)
-    shard_model(model, ShardingConfig(wrap=wrap), cpu_world())
-    load_base(model, SafetensorsFolder(folder), torch.device("cpu"))
-    return model
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 def loaded_tensors(folder: Path, build: dict[str, Any]) -> dict[str, Any]:
@@ -346,8 +309,14 @@ def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
 
 
 def test_nan_on_one_rank_is_told_with_the_row_of_the_whole(tmp_path: Path) -> None:
-    """Row 100 of 192 is on the second rank of three; the others do not wait for it forever."""
+    """Row 100 of 192 is on the second rank of three; all of them say so, none waits forever."""
     folder = write_tiny_model(tmp_path / "model")
     edit_tensors(folder, lambda tensors: set_value(tensors, float("nan")))
-    with pytest.raises(Exception, match=re.escape(f"{Q_PROJ}: row 100 holds NaN")):
-        run_ranks(3, load_model, folder)
+    expected = f"{folder}: {Q_PROJ}: row 100 holds NaN or infinity; it cannot be quantized"
+    assert run_ranks(3, loading_error, folder) == [expected] * 3
+
+
+def loading_error(folder: Path) -> str:
+    with pytest.raises(UserError) as error:
+        load_model(folder)
+    return str(error.value)

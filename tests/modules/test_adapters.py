@@ -21,15 +21,13 @@ from qfsdp.modules.adapters import (
     AdapterConfig,
     adapted_linears,
     init_adapters,
-    refresh_dora_norms,
 )
 from qfsdp.modules.packed_linear import PackedLinear
-from qfsdp.modules.shards import local_part, local_rows
 from qfsdp.modules.targets import LINEAR_NAMES, check_targets, target_modules
 from qfsdp.modules.transformer import Decoder, DecoderConfig
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.packed import PackedTensor
-from tests.checkpoint.test_load import load_model
+from tests.models import adapted_model, load_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import TINY_CONFIG, write_tiny_model
 
@@ -39,11 +37,7 @@ METHODS = ("lora", "dora")
 FORMATS = ("nf4", "none")
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run uncompiled, here and on the ranks: every process would build its own."""
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
-    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 @pytest.fixture(scope="module")
@@ -57,27 +51,6 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 def adapter(method: str, targets: Any = EVERYWHERE, dropout: float = 0.0) -> AdapterConfig:
     return AdapterConfig(method, rank=5, alpha=7.0, dropout=dropout, targets=targets)
-
-
-def adapted_model(folder: Path, config: AdapterConfig, **build: Any) -> Decoder:
-    model = load_model(folder, adapter=config, **build)
-    init_adapters(model, seed=0)
-    return model
-
-
-@torch.no_grad()
-def randomize_adapters(model: nn.Module) -> None:
-    """Values as after some training, the same for any number of ranks: no tensor is zero, and
-    no magnitude is its norm."""
-    generator = torch.Generator().manual_seed(7)
-    for key, param in adapter_parameters(model).items():
-        noise = torch.randn(param.shape, generator=generator)[local_rows(param)]
-        local = local_part(param)
-        if "magnitude" in key:
-            local.mul_(1 + 0.02 * noise)
-        else:
-            local.add_(0.03 * noise)
-    refresh_dora_norms(model)
 
 
 # ---- gradients ---------------------------------------------------------------------------------
@@ -276,7 +249,7 @@ def test_a_decoder_layer_compiles_as_one_graph(method: str, folders: dict[str, P
     x = torch.randn(2, 32, 192, generator=torch.Generator().manual_seed(0))
     rotary = model._rotary_tables(torch.arange(32)[None], x.dtype)
     torch._dynamo.reset()
-    compiled = torch.compile(layer.block, fullgraph=True)
+    compiled = torch.compile(layer.block, fullgraph=True, backend="aot_eager")
     gradients = []
     for block in (layer.block, compiled):
         layer.zero_grad()

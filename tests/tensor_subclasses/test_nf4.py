@@ -18,12 +18,6 @@ DTYPES = (torch.float32, torch.bfloat16)
 EXACT = {"codes": 0, "absmax codes": 0, "scales": 0, "offset": 0, "dequantized": 0}
 
 
-@pytest.fixture
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run uncompiled: many shapes would mean many builds."""
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
-
-
 def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
 
@@ -210,9 +204,11 @@ def test_non_finite_weights_are_named(value: float) -> None:
     message = r"^q_proj: row 5 holds NaN or infinity; it cannot be quantized$"
     with pytest.raises(ValueError, match=message):
         whole.quantize_(weight, "q_proj")
-    # On a shard as well, the row is one of the whole weight: a user can look it up.
-    with pytest.raises(ValueError, match=message):
-        whole[4:].quantize_(weight[4:], "q_proj", gather_rows=lambda rows: rows)
+    # On a shard as well, the row is one of the whole weight, and a shard without it tells too.
+    absmax = nf4.quantize_rows(weight)[1]
+    for rows in (slice(4, 9), slice(0, 2)):
+        with pytest.raises(ValueError, match=message):
+            whole[rows].quantize_(weight[rows], "q_proj", gather_rows=lambda _: absmax)
 
 
 @pytest.mark.usefixtures("eager")

@@ -23,10 +23,7 @@ from qfsdp.tensor_subclasses.packed import PackedTensor, linear
 ROWS, COLS = 577, 130  # rows that no rank count divides, columns that 64 does not
 
 
-@pytest.fixture(autouse=True)
-def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run uncompiled; that compiled ones have the same bits is test_nf4's."""
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
+pytestmark = pytest.mark.usefixtures("eager")
 
 
 @pytest.fixture

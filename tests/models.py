@@ -1,0 +1,71 @@
+"""Models as recipes build them, and adapters as after some training."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+
+from qfsdp.checkpoint.export import adapter_parameters
+from qfsdp.checkpoint.load import DTYPES, SafetensorsFolder, load_base
+from qfsdp.distributed import ShardingConfig, World, shard_model
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
+from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
+from qfsdp.modules.shards import local_part, local_rows
+from qfsdp.modules.transformer import Decoder, DecoderConfig
+
+
+def cpu_world() -> World:
+    """The world of this test process: of its process group, if it has one."""
+    cpu = torch.device("cpu")
+    if not dist.is_initialized():
+        return World(cpu)
+    size = dist.get_world_size()
+    return World(cpu, dist.get_rank(), size, init_device_mesh("cpu", (size,)))
+
+
+def build_meta_model(
+    folder: Path, format: str = "nf4", adapter: AdapterConfig | None = None, dtype: str = "fp32"
+) -> Decoder:
+    """As recipes build it, before any weight is read; `lm_head` is packed where it can be."""
+    config = DecoderConfig.from_dir(folder)
+    with torch.device("meta"):
+        model = Decoder(config).to(DTYPES[dtype])
+    head = [] if config.tie_word_embeddings else ["lm_head"]
+    pack_linears(model, QuantizationConfig(format, ["all-linear", *head]))
+    if adapter is not None:
+        add_adapters(model, adapter)
+    return model
+
+
+def load_model(folder: Path, wrap: str = "decoder_layer", **build: Any) -> Decoder:
+    """A loaded model, sharded over the ranks of this process's world."""
+    model = build_meta_model(folder, **build)
+    shard_model(model, ShardingConfig(wrap=wrap), cpu_world())
+    load_base(model, SafetensorsFolder(folder), torch.device("cpu"))
+    return model
+
+
+def adapted_model(folder: Path, config: AdapterConfig, **build: Any) -> Decoder:
+    model = load_model(folder, adapter=config, **build)
+    init_adapters(model, seed=0)
+    return model
+
+
+@torch.no_grad()
+def randomize_adapters(model: nn.Module) -> None:
+    """Values as after some training, the same for any number of ranks: no tensor is zero, and
+    no magnitude is its norm."""
+    generator = torch.Generator().manual_seed(7)
+    for key, param in adapter_parameters(model).items():
+        noise = torch.randn(param.shape, generator=generator)[local_rows(param)]
+        local = local_part(param)
+        if "magnitude" in key:
+            local.mul_(1 + 0.02 * noise)
+        else:
+            local.add_(0.03 * noise)
+    refresh_dora_norms(model)
