@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo test test-slow lint clean
+.PHONY: venv demo test test-slow test-gpu lint clean
 
 venv: $(STAMP)
 
@@ -25,6 +25,10 @@ test: venv
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow
+
+# With the interpreter at hand, not .venv: machines with accelerators bring their own torch.
+test-gpu:
+	$(PYTHON) -m pytest -m gpu tests/test_gpu.py
 
 lint: venv
 	$(BIN)/python -m ruff check

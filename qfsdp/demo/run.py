@@ -37,7 +37,7 @@ ANSWER_TOKENS = 48  # at most
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output-dir", default="runs/demo")
-    parser.add_argument("--max-steps", type=int, default=25)
+    parser.add_argument("--max-steps", type=int, default=32)
     parser.add_argument("--heldout", type=int, default=100, help="held-out problems to score")
     args = parser.parse_args()
     logging.getLogger("torchao").setLevel(logging.ERROR)  # warns about what is not used here

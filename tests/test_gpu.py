@@ -1,0 +1,107 @@
+"""What only an accelerator can show. `make test-gpu`; needs torch, safetensors and pytest alone,
+and compares with bitsandbytes where it is installed."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from qfsdp.checkpoint.load import SafetensorsFolder, load_base
+from qfsdp.loss import summed_cross_entropy
+from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
+from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses.packed import linear
+from tests.models import build_meta_model
+from tests.tiny import write_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
+]
+GPU = torch.device("cuda")
+SHAPES = [(577, 576), (1023, 4096), (300, 577), (1024, 28672), (4096, 4096)]
+
+
+def random_weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_dequantize_has_the_bits_of_the_cpu(shape: tuple[int, int]) -> None:
+    on_cpu = nf4.quantize(random_weight(*shape))
+    on_gpu = on_cpu.to(GPU)
+    for dtype in (torch.float32, torch.bfloat16):
+        assert torch.equal(on_gpu.dequantize(dtype).cpu(), on_cpu.dequantize(dtype))
+        part = on_gpu[100:250]
+        assert torch.equal(part.dequantize(dtype).cpu(), on_cpu.dequantize(dtype)[100:250])
+
+
+@pytest.mark.parametrize("shape", [s for s in SHAPES if s[1] % 64 == 0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_bits_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+    functional = pytest.importorskip("bitsandbytes.functional")
+    weight = random_weight(*shape, dtype=dtype).to(GPU)
+    ours = nf4.quantize(weight)
+    packed, state = functional.quantize_4bit(
+        weight, blocksize=64, compress_statistics=True, quant_type="nf4"
+    )
+    code_bytes = shape[1] // 2
+    assert torch.equal(ours.packed[:, :code_bytes].flatten(), packed.flatten())
+    assert torch.equal(ours.packed[:, code_bytes:].flatten(), state.absmax.flatten())
+    assert torch.equal(ours.scales, state.state2.absmax)
+    assert torch.equal(ours.offset, state.offset)
+    assert torch.equal(ours.dequantize(dtype), functional.dequantize_4bit(packed, state))
+
+
+@pytest.mark.parametrize("compile", [False, True])
+def test_linear_and_its_gradient(compile: bool) -> None:
+    weight = nf4.quantize(random_weight(1024, 4096).to(GPU))
+    x = torch.randn(64, 4096, device=GPU, dtype=torch.bfloat16, requires_grad=True)
+    plain = x.detach().clone().requires_grad_()
+    multiply = torch.compile(linear, fullgraph=True) if compile else linear
+    y, expected = multiply(x, weight), plain @ weight.dequantize().T
+    torch.testing.assert_close(y, expected)
+    y.square().sum().backward()
+    expected.square().sum().backward()
+    torch.testing.assert_close(x.grad, plain.grad)
+
+
+def load(folder: Path, device: torch.device, method: str) -> Decoder:
+    config = AdapterConfig(method, rank=4, targets=["all-linear", "lm_head"])
+    model = build_meta_model(folder, adapter=config)
+    load_base(model, SafetensorsFolder(folder), device)
+    init_adapters(model, seed=0)
+    return model
+
+
+def losses(model: Decoder, tokens: Tensor, steps: int) -> list[float]:
+    trained = [p for p in model.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, fused=True)
+    history = []
+    for _ in range(steps):
+        loss = summed_cross_entropy(model(tokens)[:, :-1], tokens[:, 1:]) / tokens.numel()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        refresh_dora_norms(model)
+        history.append(loss.item())
+    return history
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("compile", [False, True])
+def test_training_equals_the_cpu(method: str, compile: bool, tmp_path: Path) -> None:
+    """Eight fp32 updates of a tiny model. Its second-level codes may differ between devices
+    (one absmax in 700, as with bitsandbytes), hence 1e-3."""
+    folder = write_tiny_model(tmp_path / "model")
+    tokens = torch.randint(0, 577, (2, 48), generator=torch.Generator().manual_seed(0))
+    on_gpu = load(folder, GPU, method)
+    if compile:
+        on_gpu.compile_layers()
+    expected = losses(load(folder, torch.device("cpu"), method), tokens, steps=8)
+    assert losses(on_gpu, tokens.to(GPU), steps=8) == pytest.approx(expected, abs=1e-3)
+    assert expected[-1] < expected[0] - 0.05
