@@ -32,7 +32,7 @@ from qfsdp.errors import InvalidField, UserError
 T = TypeVar("T")
 
 # torchtune's names for what a qfsdp schema may call otherwise. A value with a space in it is a
-# sentence; any other is one of our keys, and is only suggested where the schema has that key.
+# sentence; any other is one of our keys, which a recipe may or may not have.
 TORCHTUNE_KEYS = {
     "apply_lora_to_mlp": "adapter.targets",
     "apply_lora_to_output": "adapter.targets",
@@ -43,7 +43,7 @@ TORCHTUNE_KEYS = {
     "enable_activation_checkpointing": "activation.checkpointing=full",
     "enable_activation_offloading": "activation.offload",
     "fsdp_cpu_offload": "sharding.cpu_offload",
-    "fsdp_reshard_after_forward": "sharding.strategy",
+    "fsdp_reshard_after_forward": "sharding.reshard_after_forward",
     "fsdp_sharding_strategy": "sharding.strategy",
     "log_peak_memory_stats": "peak memory is always logged",
     "lora_attn_modules": "adapter.targets",
@@ -453,8 +453,9 @@ def _explain_unknown(root: type, unknown: _UnknownKey) -> str:
     hint = TORCHTUNE_KEYS.get(key, "")
     if " " in hint:
         return f"{message}; {hint}"
-    if hint.partition("=")[0] in known:
-        return f"{message}; qfsdp calls it '{hint}'"
+    if hint:
+        missing = "" if hint.partition("=")[0] in known else ", which this recipe does not have"
+        return f"{message}; qfsdp calls it '{hint}'{missing}"
     elsewhere = [name for name in known if name.rpartition(".")[2] == unknown.name]
     sibling = _nearest(unknown.name, unknown.siblings)
     near = elsewhere[0] if elsewhere else sibling and _join(unknown.prefix, sibling)

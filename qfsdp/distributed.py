@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.tensor import DTensor
 
+from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdaptedLinear
 from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.modules.shards import local_part
@@ -76,12 +77,17 @@ def init_world() -> World:
 
     Uses the accelerator `LOCAL_RANK` of this machine where there is one, else the CPU. A
     single process joins nothing and gets no mesh.
+
+    Raises:
+        UserError: this machine has fewer accelerators than processes.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
     device = torch.device("cpu")
     if torch.accelerator.is_available():
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= (count := torch.accelerator.device_count()):
+            raise UserError(f"--nproc_per_node: rank {rank} needs one of {count} accelerators here")
         torch.accelerator.set_device_index(local_rank)
         kind = torch.accelerator.current_accelerator()
         assert kind is not None

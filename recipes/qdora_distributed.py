@@ -12,7 +12,6 @@ what is adapted, what is sharded and what one update does all stand below.
 
 from __future__ import annotations
 
-import shutil
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -88,7 +87,10 @@ def check(cfg: Config) -> None:
     if cfg.metric_logger is not None:
         cfg.metric_logger.check("metric_logger")
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
-    SafetensorsFolder(cfg.model.path).check(build_model(cfg))
+    weights, model = SafetensorsFolder(cfg.model.path), build_model(cfg)
+    weights.check(model)
+    if cfg.max_seq_len > (positions := model.config.max_position_embeddings):
+        raise UserError(f"max_seq_len: {cfg.max_seq_len}; the model has {positions} positions")
     tokenizer_path = cfg.tokenizer.kwargs.get("path")
     if tokenizer_path and not Path(tokenizer_path).expanduser().exists():
         raise UserError(f"tokenizer.path: '{tokenizer_path}' does not exist")
@@ -160,18 +162,22 @@ def train_step(
     return {"loss": world.sum(loss), "grad_norm": grad_norm, "lr": lr}
 
 
-def prepare_output(cfg: Config) -> Path:
-    """The run's directory, with what made it: the whole config and this file."""
-    output_dir = Path(cfg.output_dir).expanduser()
-    output_dir.mkdir(parents=True, exist_ok=True)
-    (output_dir / "config.yaml").write_text(to_yaml(cfg))
-    shutil.copyfile(__file__, output_dir / "recipe.py")
-    return output_dir
+def prepare_output(cfg: Config, output_dir: Path) -> None:
+    """Makes the run's directory, with what made the run: the whole config and this file."""
+    try:
+        output_dir.mkdir(parents=True, exist_ok=True)
+        (output_dir / "config.yaml").write_text(to_yaml(cfg))
+        (output_dir / "recipe.py").write_text(Path(__file__).read_text())
+    except OSError as error:
+        raise UserError(f"output_dir: '{output_dir}' cannot be written: {error}") from None
 
 
 def main(cfg: Config) -> None:
     world = init_world()
     torch.manual_seed(cfg.seed + world.rank)  # dropout; nothing else draws from it
+    output_dir = Path(cfg.output_dir).expanduser()
+    if world.rank == 0:
+        prepare_output(cfg, output_dir)
     loader = build_loader(cfg, world)
     model = load_model(cfg, world)
     optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model))
@@ -180,7 +186,6 @@ def main(cfg: Config) -> None:
 
     log = None
     if world.rank == 0:
-        output_dir = prepare_output(cfg)
         logger = cfg.metric_logger.build() if cfg.metric_logger else None
         log = RunLog(output_dir, logger, 0, total_steps)
     tokens, since = 0, time.perf_counter()
@@ -197,11 +202,10 @@ def main(cfg: Config) -> None:
             tokens, since = 0, time.perf_counter()
         if log is not None:
             log.advance()
-    adapter_dir = Path(cfg.output_dir).expanduser() / "adapter"
-    save_adapter(model, cfg.adapter, cfg.model.path, adapter_dir, world)
+    save_adapter(model, cfg.adapter, cfg.model.path, output_dir / "adapter", world)
     if log is not None:
         log.close()
-        print(f"adapter (PEFT format): {adapter_dir}")
+        print(f"adapter (PEFT format): {output_dir / 'adapter'}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from qfsdp.modules.shards import gather_rows, local_part, local_rows
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.packed import PackedTensor
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
@@ -32,11 +32,11 @@ class ModelConfig:
     Fields:
         path: a Hugging Face model folder: `config.json` and safetensors.
         dtype: what the model computes in, and what weights that are not packed are held in.
-            Adapters and the optimizer are fp32 always.
+            Adapters and the optimizer are fp32 always. Files may be in any dtype.
     """
 
     path: str
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp32"] = "bf16"
 
     @property
     def folder(self) -> Path:
@@ -139,12 +139,14 @@ def load_base(model: Decoder, source: SafetensorsFolder, device: torch.device) -
 
     Args:
         model: built on the meta device, adapted, packed and sharded already.
-        source: weights of the same architecture (`source.check(model)` says so).
+        source: weights of the same architecture.
         device: this rank's.
 
     Raises:
-        UserError: a weight that is to be packed holds NaN or infinity.
+        UserError: the weights are not this model's (`SafetensorsFolder.check`), or one that
+            is to be packed holds NaN or infinity.
     """
+    source.check(model)
     model.to_empty(device=device)
     model.tie_weights()
     for name, param in base_parameters(model):

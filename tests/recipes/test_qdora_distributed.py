@@ -136,6 +136,9 @@ def test_the_literal_command_without_the_weights(torchrun_flags: list[str]) -> N
         (["optimizer=torch.optim.AdmaW"], "did you mean 'torch.optim.AdamW'?"),
         (["lr_scheduler.warmup=3"], "takes no argument 'warmup'"),
         (["dataset.source=missing.jsonl"], "dataset.source: "),
+        (["max_seq_len=9000"], "max_seq_len: 9000; the model has 8192 positions"),
+        (["quantization.targets=[lm_head]"], "'lm_head' is tied to the token embeddings"),
+        (["fsdp_cpu_offload=true"], "qfsdp calls it 'sharding.cpu_offload', which this recipe"),
         (["tokenizer.path=nowhere"], "tokenizer.path: 'nowhere' does not exist"),
         (["tokenizer._component_=qfsdp.data.hf_tokeniser"], "did you mean 'qfsdp.data.hf_tokeni"),
     ],
@@ -154,6 +157,17 @@ def test_mistakes_are_told_in_one_line_before_anything_loads(
         recipe.check(load_config(recipe.Config, [*argv, *words]))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
+
+
+def test_an_output_directory_that_cannot_be_is_told_before_loading(
+    recipe: ModuleType, smollm2_dir: Path, train_file: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").touch()
+    argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml")]
+    argv += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
+    cfg = load_config(recipe.Config, [*argv, f"output_dir={tmp_path}/file/run"])
+    with pytest.raises(UserError, match="^output_dir: .* cannot be written: .*Not a directory"):
+        recipe.main(cfg)
 
 
 def test_a_recipe_stays_readable() -> None:
