@@ -47,7 +47,7 @@ class RunLog:
         self._total = total_steps
         self._bar = None
         if sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", leave=True)
+            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
 
     def advance(self) -> None:
         """One more step is done."""
