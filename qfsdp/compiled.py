@@ -17,22 +17,30 @@ SMALLEST_COMPILED = 1 << 14  # elements of the first tensor
 
 
 @functools.cache
-def can_compile() -> bool:
-    """Whether inductor can build code here: it needs a C++ compiler, on GPUs as well
-    (Triton compiles its launcher). `QFSDP_EAGER_KERNELS=1` turns kernels' compilation off."""
-    if os.environ.get("QFSDP_EAGER_KERNELS") == "1":
-        return False
+def has_compiler() -> bool:
+    """Whether inductor can build code on this machine. It needs a C++ compiler, on GPUs too:
+    Triton builds its launcher with it."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
     try:
         get_cpp_compiler()
     except (InvalidCxxCompiler, InductorError, RuntimeError):
+        return False
+    return True
+
+
+@functools.cache
+def can_compile() -> bool:
+    """Whether kernels are compiled: where there is a compiler, and `QFSDP_EAGER_KERNELS=1`
+    does not turn it off."""
+    if os.environ.get("QFSDP_EAGER_KERNELS") == "1":
+        return False
+    if not has_compiler():
         logging.getLogger("qfsdp").warning(
             "no C++ compiler found: 4-bit kernels run uncompiled and slower (install g++)"
         )
-        return False
-    return True
+    return has_compiler()
 
 
 def compiled(fn: Callable[P, R]) -> Callable[P, R]:

@@ -23,6 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.checkpoint.export import save_adapter
 from qfsdp.checkpoint.load import DTYPES, ModelConfig, SafetensorsFolder, load_base
+from qfsdp.compiled import has_compiler
 from qfsdp.config import Component, to_yaml
 from qfsdp.data import Batch, StepLoader, check_source
 from qfsdp.distributed import (
@@ -87,6 +88,8 @@ def check(cfg: Config) -> None:
     if cfg.metric_logger is not None:
         cfg.metric_logger.check("metric_logger")
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
+    if cfg.compile and not has_compiler():
+        raise UserError("compile: true needs a C++ compiler; install g++, or set compile=false")
     weights, model = SafetensorsFolder(cfg.model.path), build_model(cfg)
     weights.check(model)
     if cfg.max_seq_len > (positions := model.config.max_position_embeddings):

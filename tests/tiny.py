@@ -6,9 +6,15 @@ import json
 from pathlib import Path
 from types import ModuleType
 
+import pytest
 import torch
 from safetensors.torch import save_file
 
+from qfsdp.compiled import has_compiler
+
+needs_compiler = pytest.mark.skipif(
+    not has_compiler(), reason="inductor needs a C++ compiler (install g++)"
+)
 ROOT = Path(__file__).parent.parent
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],

@@ -14,7 +14,7 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 
 STEPS = 5
 # Absolute, on losses and on every number of every adapter. The learning rate (QLoRA's) is part
@@ -186,6 +186,7 @@ def test_variants_on_three_ranks(model_dir: Path) -> None:
         assert sharded["losses"] == pytest.approx(alone["losses"], abs=0.02)
 
 
+@needs_compiler
 def test_compiled_on_two_ranks(model_dir: Path, reference: dict[str, dict[str, Any]]) -> None:
     case = {"method": "dora", "wrap": "decoder_layer", "split": (6, 1), "compile": True}
     for rank, result in enumerate(run_ranks(2, train, model_dir, [case])):

@@ -13,6 +13,7 @@ from torch import Tensor
 from qfsdp.checkpoint.load import SafetensorsFolder
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
+from tests.tiny import needs_compiler
 
 DTYPES = (torch.float32, torch.bfloat16)
 EXACT = {"codes": 0, "absmax codes": 0, "scales": 0, "offset": 0, "dequantized": 0}
@@ -130,6 +131,7 @@ def test_bits_per_weight() -> None:
 # ---- compiled kernels --------------------------------------------------------------------------
 
 
+@needs_compiler
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(577, 576), (65, 577)], ids=str)
 def test_compiled_kernels_give_the_bits_of_the_plain_functions(

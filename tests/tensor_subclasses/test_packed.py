@@ -19,6 +19,7 @@ from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.nf4 import NF4Tensor
 from qfsdp.tensor_subclasses.packed import PackedTensor, linear
+from tests.tiny import needs_compiler
 
 ROWS, COLS = 577, 130  # rows that no rank count divides, columns that 64 does not
 
@@ -324,7 +325,7 @@ def packed_storage(weight: PackedTensor) -> int:
     return weight.packed.nbytes + sum(extra.nbytes for extra in weight.extras)
 
 
-@pytest.fixture(params=["eager", "compiled"])
+@pytest.fixture(params=["eager", pytest.param("compiled", marks=needs_compiler)])
 def prepare(request: pytest.FixtureRequest) -> Callable[[nn.Module], Callable[..., Tensor]]:
     """Makes a module ready to be counted, as it is or under torch.compile."""
     if request.param == "eager":
