@@ -61,7 +61,10 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 case.get("format", "nf4"), case.get("packed", ["all-linear", "lm_head"])
             ),
             adapter=AdapterConfig(
-                case["method"], rank=5, alpha=7.0, targets=["all-linear", "lm_head"]
+                case["method"],
+                rank=5,
+                alpha=7.0,
+                targets=case.get("adapted", ["all-linear", "lm_head"]),
             ),
             sharding=ShardingConfig(
                 wrap=case["wrap"], reshard_after_forward=case.get("reshard", True)
@@ -84,7 +87,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         )
         history = [
             recipe.train_step(model, optimizer, None, loader.step(step), 1.0, world)
-            for step in range(STEPS)
+            for step in range(case.get("steps", STEPS))
         ]
         adapters = {
             name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
@@ -184,6 +187,50 @@ def test_variants_on_three_ranks(model_dir: Path) -> None:
             continue
         # Padding and batch size change the rounding of bf16 products; 0.003 was seen.
         assert sharded["losses"] == pytest.approx(alone["losses"], abs=0.02)
+
+
+FAMILIES = {
+    "tied": {"tie_word_embeddings": True},
+    "biases": {"architectures": ["Qwen2ForCausalLM"]},
+    "tied, biases, q/k norms": {
+        "architectures": ["Qwen3ForCausalLM"],
+        "head_dim": 40,
+        "attention_bias": True,
+        "tie_word_embeddings": True,
+    },
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_families_on_three_ranks(family: str, tmp_path: Path) -> None:
+    """Shared embeddings live in FSDP2's root unit, biases and q/k norms in the layers'."""
+    folder = write_tiny_model(tmp_path, **FAMILIES[family])
+    case = {"method": "dora", "wrap": "decoder_layer", "packed": "all-linear"}
+    for adapted in ("all-linear", ["all-linear", "lm_head"]):
+        case["adapted"] = adapted
+        one = run_ranks(1, train, folder, [case | {"split": (12, 1)}])[0]
+        three = run_ranks(3, train, folder, [case | {"split": (2, 2)}])[0]
+        assert_same(three[0], one[0], f"{family}, {adapted}")
+
+
+def test_the_real_model_on_two_ranks(smollm2_dir: Path) -> None:
+    """Two updates of SmolLM2-135M: all 210 packed linears and the tied embeddings.
+
+    Among 12 M numbers some gradients are rounding alone, and Adam moves those by lr in either
+    direction (5.8e-5 was seen), so adapters are compared by norm: an update of the wrong sign
+    would change A by 1e-2 of its norm, and B by all of it.
+    """
+    case = {"method": "dora", "wrap": "decoder_layer", "steps": 2}
+    case |= {"packed": "all-linear", "adapted": "all-linear"}
+    one = run_ranks(1, train, smollm2_dir, [case | {"split": (12, 1)}])[0][0]
+    two = run_ranks(2, train, smollm2_dir, [case | {"split": (3, 2)}])
+    for rank in range(2):
+        assert two[rank][0]["losses"] == pytest.approx(one["losses"], abs=TOLERANCE)
+        assert two[rank][0]["grad_norms"] == pytest.approx(one["grad_norms"], rel=1e-5)
+        for name, value in two[rank][0]["adapters"].items():
+            whole = one["adapters"][name]
+            assert (value - whole).norm() < 1e-3 * whole.norm(), name
+    assert sum(result[0]["packed_bytes"] for result in two) == one["packed_bytes"]
 
 
 @needs_compiler
