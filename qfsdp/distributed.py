@@ -12,12 +12,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
-from torch.distributed.tensor import DTensor
 
 from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdaptedLinear
 from qfsdp.modules.packed_linear import PackedLinear
-from qfsdp.modules.shards import local_part
+from qfsdp.modules.shards import local_part, whole_tensor
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.packed import PackedTensor
 
@@ -147,8 +146,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> floa
     Returns the norm before clipping, over all parameters of all ranks; None clips nothing.
     """
     limit = float("inf") if max_norm is None else max_norm
-    norm = nn.utils.clip_grad_norm_(parameters, limit)
-    return (norm.full_tensor() if isinstance(norm, DTensor) else norm).item()
+    return whole_tensor(nn.utils.clip_grad_norm_(parameters, limit)).item()
 
 
 def packed_bytes(model: nn.Module) -> int:

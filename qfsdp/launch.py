@@ -11,7 +11,6 @@ Exit statuses: 0, 2 after a `UserError`, else what the first failed rank ended w
 from __future__ import annotations
 
 import importlib.util
-import logging
 import os
 import re
 import sys
@@ -24,6 +23,7 @@ from typing import TypeVar
 
 from qfsdp.config import check_components, load_config
 from qfsdp.errors import UserError
+from qfsdp.tune_hook import quiet_torchao
 
 T = TypeVar("T")
 
@@ -47,8 +47,7 @@ def launch(
     Ends the process with status 2 and one line on stderr after a UserError.
     """
     argv = sys.argv[1:]
-    # torchao warns about C++ extensions, which qfsdp does not use, whatever is imported of it.
-    logging.getLogger("torchao").setLevel(logging.ERROR)
+    quiet_torchao()
     with user_errors():
         config = load_config(schema, argv)
         if "LOCAL_RANK" not in os.environ:

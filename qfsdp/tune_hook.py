@@ -177,6 +177,14 @@ def _is_our_config(path: str) -> bool:
     return isinstance(model, dict) and "_component_" not in model
 
 
+def quiet_torchao() -> None:
+    """Silences torchao's warning about C++ extensions, which qfsdp does not use: it would stand
+    above every one-line error of ours, whatever is imported of torchao."""
+    import logging
+
+    logging.getLogger("torchao").setLevel(logging.ERROR)
+
+
 # ---- the finder ----------------------------------------------------------------------------
 
 _CALLBACKS = {
@@ -192,11 +200,7 @@ class _Finder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         if name == "torchao" and os.path.basename(sys.argv[0]) in ("tune", "tune.py"):
-            # Its warning about C++ extensions, which we do not use, would stand above every
-            # one-line error of ours.
-            import logging
-
-            logging.getLogger("torchao").setLevel(logging.ERROR)
+            quiet_torchao()
         callback = _CALLBACKS.get(name)
         if callback is None:
             return None

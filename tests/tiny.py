@@ -10,6 +10,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from qfsdp import launch
 from qfsdp.compiled import has_compiler
 
 needs_compiler = pytest.mark.skipif(
@@ -59,14 +60,14 @@ def write_tiny_model(folder: Path, shards: int = 1, seed: int = 0, **changes: ob
     return folder
 
 
+def write_tiny_model_with_tokenizer(folder: Path, tokenizer: Path, **changes: object) -> Path:
+    """The same with the tokenizer of another model folder, SmolLM2's 49,152 tokens."""
+    write_tiny_model(folder, vocab_size=49152, **changes)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / name).symlink_to(tokenizer / name)
+    return folder
+
+
 def load_recipe(name: str = "qdora_distributed") -> ModuleType:
     """A recipe file as a module (`recipes/` is no package)."""
-    import importlib.util
-    import sys
-
-    spec = importlib.util.spec_from_file_location(f"_recipe_{name}", ROOT / f"recipes/{name}.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return launch.load_recipe(ROOT / f"recipes/{name}.py")

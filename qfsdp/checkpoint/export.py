@@ -18,12 +18,11 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from qfsdp.distributed import World
 from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig, adapted_linears
-from qfsdp.modules.shards import local_part, local_rows
+from qfsdp.modules.shards import local_part, local_rows, whole_tensor
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -57,9 +56,9 @@ def save_adapter(
     """
     tensors = {}
     for key, param in adapter_parameters(model).items():
-        whole = param.full_tensor() if isinstance(param, DTensor) else param
+        tensor = whole_tensor(param)
         if world.rank == 0:
-            tensors[key] = whole.detach().cpu().contiguous()
+            tensors[key] = tensor.cpu().contiguous()
     if world.rank != 0:
         return
     targets = sorted({name.rpartition(".")[2] for name, _ in adapted_linears(model)})

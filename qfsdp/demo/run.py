@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import logging
 import os
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from qfsdp.launch import load_recipe, user_errors
 from qfsdp.loss import summed_cross_entropy
 from qfsdp.modules.adapters import refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tune_hook import find_file
+from qfsdp.tune_hook import find_file, quiet_torchao
 
 RECIPE = "recipes/qdora_distributed"
 CONFIG = "configs/smollm2_135m_qdora.yaml"
@@ -41,7 +40,7 @@ def main() -> None:
     parser.add_argument("--max-steps", type=int, default=32)
     parser.add_argument("--heldout", type=int, default=100, help="held-out problems to score")
     args = parser.parse_args()
-    logging.getLogger("torchao").setLevel(logging.ERROR)  # warns about what is not used here
+    quiet_torchao()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same demonstration on every machine
     started = time.perf_counter()
     model, _, heldout = prepare()
@@ -98,7 +97,8 @@ def answer(
     Without a key/value cache: prompts are padded on the right, where causal attention does not
     look, and every row grows at its own end.
     """
-    questions = [json.loads(line)["question"] for line in heldout.open()][:QUESTIONS]
+    lines = heldout.read_text(encoding="utf-8").splitlines()[:QUESTIONS]
+    questions = [json.loads(line)["question"] for line in lines]
     prompts = [
         tokenizer.encode(
             tokenizer.render([{"role": "user", "content": q}], add_generation_prompt=True),

@@ -32,11 +32,10 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from qfsdp.errors import InvalidField
 from qfsdp.modules.packed_linear import PackedLinear
-from qfsdp.modules.shards import local_part, local_rows
+from qfsdp.modules.shards import local_part, local_rows, whole_tensor
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
 from qfsdp.tensor_subclasses.packed import PackedTensor, linear
 
@@ -141,8 +140,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
         digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         bound = module.lora_A.shape[1] ** -0.5
-        whole = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator)
-        local_part(module.lora_A).copy_(whole[local_rows(module.lora_A)])
+        a = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator)
+        local_part(module.lora_A).copy_(a[local_rows(module.lora_A)])
         local_part(module.lora_B).zero_()
     refresh_dora_norms(model)
     for _, module in adapted_linears(model):
@@ -158,13 +157,8 @@ def refresh_dora_norms(model: nn.Module) -> None:
     """
     for _, module in adapted_linears(model):
         if module.weight_norm is not None:
-            a = module.lora_A.detach()
-            norms = _row_norms(
-                local_part(module.weight),
-                a.full_tensor() if isinstance(a, DTensor) else a,
-                local_part(module.lora_B),
-                module.scaling,
-            )
+            w, b = local_part(module.weight), local_part(module.lora_B)
+            norms = _row_norms(w, whole_tensor(module.lora_A), b, module.scaling)
             local_part(module.weight_norm).copy_(norms)
 
 

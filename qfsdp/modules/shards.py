@@ -13,6 +13,11 @@ def local_part(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param.detach()
 
 
+def whole_tensor(param: Tensor) -> Tensor:
+    """All of `param`, plain and without gradient; every rank that holds a part must call it."""
+    return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
+
+
 def local_rows(param: Tensor) -> slice:
     """Which rows of the whole those are."""
     if not isinstance(param, DTensor):

@@ -432,7 +432,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if not isinstance(weight, PackedTensor):
         return F.linear(x, weight, bias)
-    extras = [getattr(weight, name) for name in weight.extra_names]
     which = (weight.format, weight.cols, weight.row_offset)
-    y = _packed_linear(x, weight.packed, extras, *which)
+    y = _packed_linear(x, weight.packed, list(weight.extras), *which)
     return y if bias is None else y + bias

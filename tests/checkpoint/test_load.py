@@ -11,7 +11,6 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from qfsdp.checkpoint.load import (
     DTYPES,
@@ -25,7 +24,7 @@ from qfsdp.distributed import ShardingConfig, shard_model
 from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
-from qfsdp.modules.shards import gather_rows, local_part
+from qfsdp.modules.shards import gather_rows, local_part, whole_tensor
 from qfsdp.modules.transformer import Decoder, DecoderConfig
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.packed import PackedTensor
@@ -56,7 +55,7 @@ def loaded_tensors(folder: Path, build: dict[str, Any]) -> dict[str, Any]:
         if isinstance(local, PackedTensor):
             found[name] = [gather_rows(param, local.packed), *local.extras]
         else:
-            found[name] = param.full_tensor() if isinstance(param, DTensor) else param.detach()
+            found[name] = whole_tensor(param)
     return found
 
 

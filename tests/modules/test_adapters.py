@@ -10,7 +10,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 from torch.func import functional_call
 
 from qfsdp.checkpoint.export import adapter_parameters
@@ -23,6 +22,7 @@ from qfsdp.modules.adapters import (
     init_adapters,
 )
 from qfsdp.modules.packed_linear import PackedLinear
+from qfsdp.modules.shards import whole_tensor
 from qfsdp.modules.targets import LINEAR_NAMES, check_targets, target_modules
 from qfsdp.modules.transformer import Decoder, DecoderConfig
 from qfsdp.tensor_subclasses import nf4
@@ -190,7 +190,7 @@ def test_rows_of_zeros_start_and_train_as_numbers(format: str) -> None:
 
 def whole_norms(model: nn.Module) -> dict[str, Tensor]:
     return {
-        name: norm.full_tensor() if isinstance(norm, DTensor) else norm.detach().clone()
+        name: whole_tensor(norm).clone()
         for name, module in adapted_linears(model)
         if (norm := module.weight_norm) is not None
     }
@@ -296,10 +296,7 @@ def test_dropout_leaves_the_base_alone() -> None:
 
 def initial_adapters(folder: Path) -> dict[str, Tensor]:
     model = adapted_model(folder, adapter("dora"))
-    return {
-        key: param.full_tensor() if isinstance(param, DTensor) else param.detach()
-        for key, param in adapter_parameters(model).items()
-    }
+    return {key: whole_tensor(param) for key, param in adapter_parameters(model).items()}
 
 
 def test_the_start_does_not_depend_on_ranks(folders: dict[str, Path]) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from qfsdp.config import load_config
-from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, write_tiny_model_with_tokenizer
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 FAMILIES = {
@@ -21,9 +21,9 @@ ROW = {"instruction": "Add.", "input": "2 + 3", "output": "5", "question": "2 + 
 @pytest.mark.parametrize("config", CONFIGS, ids=[c.stem for c in CONFIGS])
 def test_config_runs(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     family = next((f for name, f in FAMILIES.items() if config.stem.startswith(name)), {})
-    model = write_tiny_model(tmp_path / "model", vocab_size=49152, hidden_size=96, **family)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).symlink_to(smollm2_dir / name)
+    model = write_tiny_model_with_tokenizer(
+        tmp_path / "model", smollm2_dir, hidden_size=96, **family
+    )
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(ROW) + "\n" for _ in range(64)))
     recipe = load_recipe()

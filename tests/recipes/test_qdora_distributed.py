@@ -16,7 +16,7 @@ from safetensors import safe_open
 from qfsdp.config import load_config
 from qfsdp.demo.arithmetic import write_splits
 from qfsdp.errors import UserError
-from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, write_tiny_model_with_tokenizer
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
@@ -76,11 +76,9 @@ def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_pa
     assert b.abs().max() > 0, "B is still as it was initialised"
 
 
-def test_tune_cp_and_an_edited_recipe(tmp_path: Path, train_file: Path) -> None:
+def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_file: Path) -> None:
     """The copy runs, in its directory, and is the file that ran."""
-    model = write_tiny_model(tmp_path / "model", vocab_size=49152)
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        (model / name).symlink_to(_tokenizer_dir() / name)
+    model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir)
     assert tune("cp", RECIPE, "my_recipe.py", cwd=tmp_path).returncode == 0
     copy = tmp_path / "my_recipe.py"
     edit = 'print("edited!")\n    world = init_world()'
@@ -92,13 +90,6 @@ def test_tune_cp_and_an_edited_recipe(tmp_path: Path, train_file: Path) -> None:
     run = tmp_path / "runs" / "smollm2_135m_qlora"
     assert "edited!" in (run / "recipe.py").read_text()
     assert json.loads((run / "adapter" / "adapter_config.json").read_text())["use_dora"] is False
-
-
-def _tokenizer_dir() -> Path:
-    from qfsdp.demo import cache_dir
-    from qfsdp.demo.smollm2 import prepare_model
-
-    return prepare_model(cache_dir())
 
 
 LITERAL = "configs/llama3_70b_qdora.yaml"

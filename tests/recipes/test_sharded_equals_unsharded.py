@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch.distributed.tensor import DTensor
 
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
@@ -44,6 +43,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from qfsdp.distributed import ShardingConfig, init_world, packed_bytes
     from qfsdp.modules.adapters import AdapterConfig
     from qfsdp.modules.packed_linear import QuantizationConfig
+    from qfsdp.modules.shards import whole_tensor
     from qfsdp.modules.transformer import ActivationConfig
 
     world = init_world()
@@ -90,10 +90,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             recipe.train_step(model, optimizer, None, loader.step(step), 1.0, world)
             for step in range(case.get("steps", STEPS))
         ]
-        adapters = {
-            name: (p.full_tensor() if isinstance(p, DTensor) else p).detach()
-            for name, p in adapter_parameters(model).items()
-        }
+        adapters = {name: whole_tensor(p) for name, p in adapter_parameters(model).items()}
         results.append(
             {
                 "losses": [h["loss"] for h in history],
