@@ -20,7 +20,8 @@ bitsandbytes lets blocks run on into the next row, so such weights are not excha
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -31,6 +32,7 @@ from qfsdp.tensor_subclasses.packed import GatherRows, PackedTensor
 
 BLOCK = 64
 SCALE_BLOCK = 256  # absmax values per second-level scale
+CHUNK_ABSMAX = 1 << 20  # absmax values at a time, a multiple of SCALE_BLOCK
 CHUNK_WEIGHTS = 1 << 22  # weights quantized at a time: bounds temporaries to some 50 MB
 
 # The 16 levels, published by the authors of QLoRA (appendix E); exact in fp32.
@@ -66,7 +68,7 @@ def _dynamic_levels() -> list[float]:
 
 
 _MIDPOINTS = tuple((torch.tensor(NF4_LEVELS)[1:] + torch.tensor(NF4_LEVELS)[:-1]).div(2).tolist())
-_DYNAMIC_LEVELS = tuple(_dynamic_levels())
+DYNAMIC_LEVELS = tuple(_dynamic_levels())
 
 
 class NF4Tensor(PackedTensor):
@@ -94,24 +96,60 @@ class NF4Tensor(PackedTensor):
         return _dequantize(packed, scales, offset, cols, row_offset, dtype)
 
     def quantize_(
-        self, weight: Tensor, name: str = "weight", gather_rows: GatherRows | None = None
+        self,
+        weight: Tensor | Iterable[Tensor],
+        name: str = "weight",
+        gather_rows: GatherRows | None = None,
     ) -> None:
         # The second level needs the absmax of every block of the whole weight, 1/64 of its
         # numbers; each rank computes all of it and keeps the codes of its own rows.
-        codes, absmax = quantize_rows(weight)
+        absmax = _quantize_pieces(weight, self.packed)
         whole = absmax if gather_rows is None else gather_rows(absmax)
-        # Looked at whole, so that every rank finds what is wrong and none waits for another.
-        if not (finite := torch.isfinite(whole).all(1)).all():
-            row = int((~finite).nonzero()[0])
-            raise ValueError(f"{name}: row {row} holds NaN or infinity; it cannot be quantized")
+        _check_finite(whole, name)
         absmax_codes, scales, offset = quantize_absmax(whole)
         if not torch.isfinite(offset):
             raise ValueError(f"{name}: its numbers are so large that their mean overflows fp32")
-        self.packed[:, : codes.size(1)] = codes
-        mine = slice(self.row_offset, self.row_offset + codes.size(0))
-        self.packed[:, codes.size(1) :] = absmax_codes[mine]
+        mine = slice(self.row_offset, self.row_offset + absmax.size(0))
+        self.packed[:, -absmax.size(1) :] = absmax_codes[mine]
         self.scales.copy_(scales)
         self.offset.copy_(offset)
+
+
+class NF4Fp32AbsmaxTensor(PackedTensor):
+    """NF4 without double quantization: every block's absmax as it is, 4.5 bits a weight.
+
+        row of bytes:  [ cols/2 bytes of codes | cols/64 absmax, fp32 in 4 bytes each ]
+
+    What bitsandbytes writes with `bnb_4bit_use_double_quant: false`; no extras.
+    """
+
+    format = "nf4_fp32_absmax"
+
+    @staticmethod
+    def row_bytes(cols: int) -> int:
+        return -(-cols // 2) + 4 * -(-cols // BLOCK)
+
+    @staticmethod
+    def extra_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
+        return []
+
+    @staticmethod
+    def dequantize_rows(
+        packed: Tensor, extras: Sequence[Tensor], cols: int, row_offset: int, dtype: torch.dtype
+    ) -> Tensor:
+        codes, absmax = packed.split([-(-cols // 2), 4 * -(-cols // BLOCK)], dim=1)
+        absmax = absmax.contiguous().view(torch.float32)
+        return _dequantize_fp32_absmax(codes, absmax, cols, dtype)
+
+    def quantize_(
+        self,
+        weight: Tensor | Iterable[Tensor],
+        name: str = "weight",
+        gather_rows: GatherRows | None = None,
+    ) -> None:
+        absmax = _quantize_pieces(weight, self.packed)
+        _check_finite(absmax if gather_rows is None else gather_rows(absmax), name)
+        self.packed[:, -4 * absmax.size(1) :] = absmax.view(torch.uint8)
 
 
 # ---- quantizing ------------------------------------------------------------------------------
@@ -119,7 +157,7 @@ class NF4Tensor(PackedTensor):
 
 @compiled
 def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
-    """`[rows, cols]`, cols a multiple of 64 -> codes uint8 `[rows, cols/2]`, absmax fp32
+    """`[rows, cols]`, cols a multiple of 64 -> codes uint8 `[rows, cols]`, absmax fp32
     `[rows, cols/64]`."""
     blocks = weight.float().unflatten(1, (-1, BLOCK))
     absmax = blocks.abs().amax(-1)
@@ -129,8 +167,18 @@ def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     code = torch.zeros_like(unit, dtype=torch.int32)
     for midpoint in _MIDPOINTS:
         code = code + (unit > midpoint)
-    high, low = code.flatten(1).unflatten(1, (-1, 2)).unbind(-1)
-    return (high * 16 + low).to(torch.uint8), absmax
+    return code.to(torch.uint8).flatten(1), absmax
+
+
+@compiled
+def _pack_pairs(codes: Tensor) -> Tensor:
+    """Codes uint8 `[rows, cols]` -> two in a byte, the first high, `[rows, cols/2]`.
+
+    A kernel of its own, on pairs of bytes as 16-bit numbers: taking even and odd codes apart in
+    `_quantize_blocks` kept that from vectorizing, 138 against 780 M weights/s per core.
+    """
+    pairs = codes.view(torch.int16)
+    return (((pairs & 15) << 4) | (pairs >> 8)).to(torch.uint8)
 
 
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
@@ -152,9 +200,32 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         if cols % BLOCK:
             part = F.pad(part, (0, -cols % BLOCK))
         part_codes, part_absmax = _quantize_blocks(part.contiguous())
-        codes[start : start + step] = part_codes[:, : codes.size(1)]
+        codes[start : start + step] = _pack_pairs(part_codes)[:, : codes.size(1)]
         absmax[start : start + step] = part_absmax
     return codes, absmax
+
+
+def _quantize_pieces(weight: Tensor | Iterable[Tensor], packed: Tensor) -> Tensor:
+    """Writes the codes of a weight, whole or in pieces, into the first columns of `packed`.
+
+    Returns the absmax of all of its blocks, fp32 `[rows, blocks_per_row]`.
+    """
+    at, absmax = 0, []
+    for piece in (weight,) if isinstance(weight, Tensor) else weight:
+        codes, of_piece = quantize_rows(piece)
+        packed[at : at + codes.size(0), : codes.size(1)] = codes
+        absmax.append(of_piece)
+        at += codes.size(0)
+    assert at == packed.size(0), f"{at} rows for {packed.size(0)}"
+    return torch.cat(absmax)
+
+
+def _check_finite(absmax: Tensor, name: str) -> None:
+    """Looks at the absmax of the whole weight, so that every rank finds what is wrong with it
+    and none waits for another."""
+    if not (finite := torch.isfinite(absmax).all(1)).all():
+        row = int((~finite).nonzero()[0])
+        raise ValueError(f"{name}: row {row} holds NaN or infinity; it cannot be quantized")
 
 
 def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -168,20 +239,43 @@ def quantize_absmax(absmax: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """
     flat = absmax.flatten()
     offset = flat.mean()
-    centred = F.pad(flat - offset, (0, -flat.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
-    scales = centred.abs().amax(1)
-    unit = (centred * (1.0 / scales.clamp(min=1e-38)).unsqueeze(1)).clamp(-1, 1)
-    if absmax.device.type == "cpu":
+    codes = torch.empty_like(flat, dtype=torch.uint8)
+    scales = flat.new_empty(-(-flat.numel() // SCALE_BLOCK))
+    for start in range(0, flat.numel(), CHUNK_ABSMAX):
+        part = slice(start, start + CHUNK_ABSMAX)
+        part_scales = slice(start // SCALE_BLOCK, (start + CHUNK_ABSMAX) // SCALE_BLOCK)
+        codes[part], scales[part_scales] = _quantize_centred(flat[part] - offset)
+    return codes.view_as(absmax), scales, offset
+
+
+def _quantize_centred(centred: Tensor) -> tuple[Tensor, Tensor]:
+    """fp32 `[n]` -> codes uint8 `[n]` and scales fp32 `[ceil(n/256)]`."""
+    blocks = F.pad(centred, (0, -centred.numel() % SCALE_BLOCK)).view(-1, SCALE_BLOCK)
+    scales = blocks.abs().amax(1)
+    unit = (blocks * (1.0 / scales.clamp(min=1e-38)).unsqueeze(1)).clamp(-1, 1)
+    if centred.device.type == "cpu":
         # bitsandbytes looks codes up in a table of 65,536 points on CPUs, and finds the exact
         # nearest level on GPUs; about one absmax in 700 gets the neighbouring code. Here as
         # there, so that packed bytes agree on either device.
-        point = ((unit + 1.0) * 0.5).double().mul(65535).add(0.5).float().floor()
-        unit = -1.0 + (2.0 * point) / 65535
-    levels = absmax.new_tensor(_DYNAMIC_LEVELS)
-    codes = torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True)
+        point = ((unit + 1.0) * 0.5).double().mul(65535).add(0.5).float().int()
+        point = point.clamp(0, 65535).flatten()  # NaN, which the caller refuses, is some number
+        codes = _codes_of_points().index_select(0, point).view_as(unit)
+    else:
+        codes = _nearest_levels(unit)
     codes = codes.masked_fill((scales == 0).unsqueeze(1), 0)
-    codes = codes.to(torch.uint8).flatten()[: flat.numel()]
-    return codes.view_as(absmax), scales, offset
+    return codes.flatten()[: centred.numel()], scales
+
+
+def _nearest_levels(unit: Tensor) -> Tensor:
+    """Index (uint8) of the dynamic level that is nearest to each number of [-1, 1]."""
+    levels = unit.new_tensor(DYNAMIC_LEVELS)
+    return torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+
+
+@functools.cache
+def _codes_of_points() -> Tensor:
+    """The code of each of 65,536 points from -1 to 1."""
+    return _nearest_levels(-1.0 + (2.0 * torch.arange(65536).float()) / 65535)
 
 
 def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> PackedTensor:
@@ -204,23 +298,34 @@ def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> PackedTensor:
 def _dequantize(
     packed: Tensor, scales: Tensor, offset: Tensor, cols: int, row_offset: int, dtype: torch.dtype
 ) -> Tensor:
-    """Bytes -> `[rows, cols]` of `dtype`, computed in fp32 and rounded once, at the end."""
+    """Bytes of `NF4Tensor` -> `[rows, cols]` of `dtype`."""
     rows = packed.size(0)
     per_row = (cols + BLOCK - 1) // BLOCK
     code_bytes = (cols + 1) // 2
     # Tables are made in here: module-level tensor constants break dynamo under FSDP.
-    dynamic = torch.tensor(_DYNAMIC_LEVELS, dtype=torch.float32, device=packed.device)
-    levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=packed.device)
+    dynamic = torch.tensor(DYNAMIC_LEVELS, dtype=torch.float32, device=packed.device)
     block = torch.arange(rows * per_row, device=packed.device).view(rows, per_row)
     scale = scales[(block + row_offset * per_row) // SCALE_BLOCK]
     # Product in fp64, rounded to fp32, then the sum: a fused multiply-add, which GPU
     # compilers like to make of it, would round once and miss bitsandbytes' bits.
     absmax_codes = packed[:, code_bytes:].int()
     absmax = (dynamic[absmax_codes].double() * scale.double()).float() + offset
+    return _scaled_levels(packed[:, :code_bytes], absmax, cols, dtype)
 
-    codes = packed[:, :code_bytes]
+
+@compiled
+def _dequantize_fp32_absmax(codes: Tensor, absmax: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    """Bytes of `NF4Fp32AbsmaxTensor`, taken apart -> `[rows, cols]` of `dtype`."""
+    return _scaled_levels(codes, absmax, cols, dtype)
+
+
+def _scaled_levels(codes: Tensor, absmax: Tensor, cols: int, dtype: torch.dtype) -> Tensor:
+    """Codes `[rows, ceil(cols/2)]` and absmax fp32 `[rows, blocks_per_row]` -> weights, computed
+    in fp32 and rounded once, at the end."""
+    levels = torch.tensor(NF4_LEVELS, dtype=torch.float32, device=codes.device)
+    per_row = (cols + BLOCK - 1) // BLOCK
     if cols % BLOCK:
-        codes = F.pad(codes, (0, per_row * BLOCK // 2 - code_bytes))
+        codes = F.pad(codes, (0, per_row * BLOCK // 2 - (cols + 1) // 2))
     codes = codes.int().unflatten(1, (per_row, BLOCK // 2))
     absmax = absmax.unsqueeze(-1)
     # Both nibbles are looked up, scaled and rounded apart and interleaved last: 2.1 to 2.9 times

@@ -33,7 +33,7 @@ So an offset lives in a `_Place` that a tensor shares with its slices from row 0
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -134,12 +134,16 @@ class PackedTensor(torch.Tensor):
         raise NotImplementedError
 
     def quantize_(
-        self, weight: Tensor, name: str = "weight", gather_rows: GatherRows | None = None
+        self,
+        weight: Tensor | Iterable[Tensor],
+        name: str = "weight",
+        gather_rows: GatherRows | None = None,
     ) -> None:
         """Quantizes the rows that this tensor holds; writes its bytes and extras in place.
 
         Args:
-            weight: those rows, `[self.size(0), cols]`, floating point, on this device.
+            weight: those rows, `[self.size(0), cols]`, floating point, whole or in consecutive
+                pieces (at least one); they are quantized on the device on which they are.
             name: named in errors.
             gather_rows: needed on a shard. Every rank calls `quantize_` with its own rows.
 
