@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -19,6 +19,8 @@ from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.modules.shards import local_part, whole_tensor
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.packed import PackedTensor
+
+T = TypeVar("T")
 
 
 @dataclass
@@ -69,6 +71,22 @@ class World:
         largest = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(largest, dist.ReduceOp.MAX)
         return largest.item()
+
+    def broadcast(self, value: T) -> T:
+        """What rank 0 passes, on every rank; anything that can be pickled."""
+        if self.mesh is None:
+            return value
+        holder = [value]
+        dist.broadcast_object_list(holder, src=0, device=self.device)
+        return holder[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank passes, by rank; anything that can be pickled."""
+        if self.mesh is None:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
 
 
 def init_world() -> World:

@@ -5,7 +5,8 @@ config once, then starts itself on every accelerator of the machine; started by 
 `tune run --nproc_per_node N`), it is one of the ranks and just runs. `check_recipe` and
 `validate_config` do the checking for the `tune` command, before any rank exists.
 
-Exit statuses: 0, 2 after a `UserError`, else what the first failed rank ended with.
+Exit statuses: 0, 2 after a `UserError`, else what the first failed rank ended with. A run that
+SIGTERM or SIGINT has stopped, and that has saved, ends with 0 (`qfsdp.signals`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from typing import TypeVar
 
 from qfsdp.config import check_components, load_config
 from qfsdp.errors import UserError
+from qfsdp.signals import forwarded_to_ranks
 from qfsdp.tune_hook import quiet_torchao
 
 T = TypeVar("T")
@@ -115,15 +117,25 @@ def user_errors() -> Iterator[None]:
 
 @contextmanager
 def rank_failures() -> Iterator[None]:
-    """Exits as the first failed rank did, where torchrun would raise; 128 + signal if killed."""
+    """Exits as the first failed rank did, where torchrun would raise; 128 + signal if killed.
+
+    The ranks that are started inside get SIGTERM and SIGINT, and may end in their own way; and
+    `--max-restarts` starts them again.
+    """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # The agent would give new ranks the store of those that have died, with their addresses in
+    # it: 5 of 6 restarted pairs of gloo ranks could not connect or hung, none of 8 with this
+    # (torch 2.11 and 2.13; https://github.com/pytorch/pytorch/issues/135712).
+    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
-        yield
+        with forwarded_to_ranks() as relay:
+            yield
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
-        if status != USER_ERROR_STATUS:  # torchrun's table of who failed; ranks told their own
+        told = status == USER_ERROR_STATUS or status == -(relay.received or 0)
+        if not told:  # torchrun's table of who failed
             print(error, file=sys.stderr, flush=True)
         raise SystemExit(status if status > 0 else 128 - status) from None
     except SignalException as error:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -36,12 +38,15 @@ class RunLog:
     Args:
         output_dir: exists already.
         logger: a torchtune metric logger, or None.
-        first_step, total_steps: of this run.
+        first_step: steps that a continued run has behind it. Lines of later ones, which a killed
+            run has left, are removed, as these steps will be taken again.
+        total_steps: of this run.
     """
 
     def __init__(
         self, output_dir: Path, logger: MetricLogger | None, first_step: int, total_steps: int
     ) -> None:
+        _drop_after(first_step, output_dir / "metrics.jsonl")
         self._file = open(output_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
         self._logger = logger
         self._total = total_steps
@@ -56,7 +61,8 @@ class RunLog:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records `metrics` of step `step` (counted from 1)."""
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        with suppress(OSError):  # a full disk: the line stays in the buffer, for the next attempt
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self._logger is not None:
             self._logger.log_dict(metrics, step=step)
         text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
@@ -72,3 +78,15 @@ class RunLog:
         if self._logger is not None:
             self._logger.close()
         self._file.close()
+
+
+def _drop_after(step: int, file: Path) -> None:
+    """Removes the lines of later steps, and one that was cut off while it was written."""
+    if not file.exists():
+        return
+    lines = file.read_text().splitlines()
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    if kept != lines:
+        partial = file.with_name(f"{file.name}.partial")
+        partial.write_text("".join(f"{line}\n" for line in kept))
+        os.replace(partial, file)

@@ -21,8 +21,12 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qfsdp.checkpoint.export import save_adapter
-from qfsdp.checkpoint.load import DTYPES, ModelConfig, SafetensorsFolder, load_base
+from qfsdp.checkpoint.export import check_adapter, load_adapter, save_adapter
+from qfsdp.checkpoint.facts import config_facts, data_facts
+from qfsdp.checkpoint.load import DTYPES, ModelConfig, load_base
+from qfsdp.checkpoint.quantize import open_weights
+from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
+from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.compiled import has_compiler
 from qfsdp.config import Component, to_yaml
 from qfsdp.data import Batch, StepLoader, check_source
@@ -42,6 +46,7 @@ from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, r
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
 from qfsdp.modules.transformer import ActivationConfig, Decoder, DecoderConfig
 from qfsdp.optim import build_optimizer, build_scheduler, check_optimizer
+from qfsdp.signals import StopRequest
 
 
 @dataclass
@@ -59,6 +64,8 @@ class Config:
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    resume: str | None = None  # "auto", a checkpoint, or the output_dir of another run
     batch_size: int = 1  # samples per rank and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per update
     max_seq_len: int = 2048  # tokens; longer samples are cut
@@ -90,8 +97,11 @@ def check(cfg: Config) -> None:
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
     if cfg.compile and not has_compiler():
         raise UserError("compile: true needs a C++ compiler; install g++, or set compile=false")
-    weights, model = SafetensorsFolder(cfg.model.path), build_model(cfg)
+    weights = ModelWeights(cfg.model.path)
+    model = build_model(cfg, weights)
     weights.check(model)
+    if cfg.adapter.start_from is not None:
+        check_adapter(cfg.adapter, cfg.adapter.start_from, model)
     if cfg.max_seq_len > (positions := model.config.max_position_embeddings):
         raise UserError(f"max_seq_len: {cfg.max_seq_len}; the model has {positions} positions")
     tokenizer_path = cfg.tokenizer.kwargs.get("path")
@@ -99,14 +109,15 @@ def check(cfg: Config) -> None:
         raise UserError(f"tokenizer.path: '{tokenizer_path}' does not exist")
     if "source" in cfg.dataset.kwargs:
         check_source("dataset.source", cfg.dataset.kwargs["source"])
+    check_resume(cfg.resume, cfg.output_dir, lambda: config_facts(cfg))
 
 
-def build_model(cfg: Config) -> Decoder:
+def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     """The decoder on the meta device: no storage yet, linears packed, adapters in place."""
     config = DecoderConfig.from_dir(cfg.model.folder)
     with torch.device("meta"):
         model = Decoder(config).to(DTYPES[cfg.model.dtype])
-    pack_linears(model, cfg.quantization)
+    pack_linears(model, cfg.quantization, weights.formats)
     add_adapters(model, cfg.adapter)
     model.set_activation_checkpointing(cfg.activation.checkpointing)
     if cfg.compile:
@@ -116,10 +127,14 @@ def build_model(cfg: Config) -> Decoder:
 
 def load_model(cfg: Config, world: World) -> Decoder:
     """The model, sharded and loaded; every rank reads and quantizes its own rows."""
-    model = build_model(cfg)
+    weights = open_weights(cfg.model, cfg.quantization, world)
+    model = build_model(cfg, weights)
     shard_model(model, cfg.sharding, world)
-    load_base(model, SafetensorsFolder(cfg.model.path), world.device)
+    load_base(model, weights, world.device, progress=world.rank == 0)
     init_adapters(model, cfg.seed)
+    if cfg.adapter.start_from is not None:
+        load_adapter(model, cfg.adapter.start_from)
+        refresh_dora_norms(model)
     return model.train()
 
 
@@ -166,9 +181,8 @@ def train_step(
 
 
 def prepare_output(cfg: Config, output_dir: Path) -> None:
-    """Makes the run's directory, with what made the run: the whole config and this file."""
+    """Puts what makes the run into its directory: the whole config and this file."""
     try:
-        output_dir.mkdir(parents=True, exist_ok=True)
         (output_dir / "config.yaml").write_text(to_yaml(cfg))
         (output_dir / "recipe.py").write_text(Path(__file__).read_text())
     except OSError as error:
@@ -179,36 +193,49 @@ def main(cfg: Config) -> None:
     world = init_world()
     torch.manual_seed(cfg.seed + world.rank)  # dropout; nothing else draws from it
     output_dir = Path(cfg.output_dir).expanduser()
+    checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, cfg.adapter, cfg.model.path)
+    loader = build_loader(cfg, world)
+    origin = checkpoints.find(cfg.resume, lambda: config_facts(cfg) | data_facts(loader))
     if world.rank == 0:
         prepare_output(cfg, output_dir)
-    loader = build_loader(cfg, world)
     model = load_model(cfg, world)
     optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model))
     total_steps = min(cfg.epochs * loader.steps_per_epoch, cfg.max_steps or 2**62)
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, total_steps)
+    state = TrainState(model, optimizer, scheduler)
+    first_step = checkpoints.load(origin, state)  # 0 without one
 
     log = None
     if world.rank == 0:
         logger = cfg.metric_logger.build() if cfg.metric_logger else None
-        log = RunLog(output_dir, logger, 0, total_steps)
+        log = RunLog(output_dir, logger, first_step, total_steps)
     tokens, since = 0, time.perf_counter()
-    for step in range(1, total_steps + 1):
-        batches = loader.step(step - 1)
-        metrics = train_step(model, optimizer, scheduler, batches, cfg.clip_grad_norm, world)
-        tokens += sum(batch.num_tokens for batch in batches)
-        if step % cfg.log_every_n_steps == 0 or step == total_steps:
-            elapsed = time.perf_counter() - since
-            metrics["tokens_per_second_per_rank"] = world.sum(tokens) / elapsed / world.size
-            metrics["peak_memory_gib"] = world.max(peak_memory_bytes(world.device)) / 2**30
+    with StopRequest() as signals:
+        for step in range(first_step + 1, total_steps + 1):
+            batches = loader.step(step - 1)
+            metrics = train_step(model, optimizer, scheduler, batches, cfg.clip_grad_norm, world)
+            tokens += sum(batch.num_tokens for batch in batches)
+            if step % cfg.log_every_n_steps == 0 or step == total_steps:
+                elapsed = time.perf_counter() - since
+                metrics["tokens_per_second_per_rank"] = world.sum(tokens) / elapsed / world.size
+                metrics["peak_memory_gib"] = world.max(peak_memory_bytes(world.device)) / 2**30
+                if log is not None:
+                    log.log(step, metrics)
+                tokens, since = 0, time.perf_counter()
             if log is not None:
-                log.log(step, metrics)
-            tokens, since = 0, time.perf_counter()
-        if log is not None:
-            log.advance()
-    save_adapter(model, cfg.adapter, cfg.model.path, output_dir / "adapter", world)
+                log.advance()
+            stop, due = checkpoints.agree(step, signals.received)
+            if due or stop or step == total_steps:
+                checkpoints.save(step, state)
+            if stop and step < total_steps:
+                break
+        else:
+            save_adapter(model, cfg.adapter, cfg.model.path, output_dir / "adapter", world)
+            if log is not None:
+                print(f"adapter (PEFT format): {output_dir / 'adapter'}")
+        checkpoints.close()
     if log is not None:
         log.close()
-        print(f"adapter (PEFT format): {output_dir / 'adapter'}")
 
 
 if __name__ == "__main__":

@@ -11,7 +11,8 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from qfsdp.checkpoint.export import adapter_parameters
-from qfsdp.checkpoint.load import DTYPES, SafetensorsFolder, load_base
+from qfsdp.checkpoint.load import DTYPES, load_base
+from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.distributed import ShardingConfig, World, shard_model
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
@@ -36,7 +37,8 @@ def build_meta_model(
     with torch.device("meta"):
         model = Decoder(config).to(DTYPES[dtype])
     head = [] if config.tie_word_embeddings else ["lm_head"]
-    pack_linears(model, QuantizationConfig(format, ["all-linear", *head]))
+    targets = ["all-linear", *head]
+    pack_linears(model, QuantizationConfig(format, targets), ModelWeights(folder).formats)
     if adapter is not None:
         add_adapters(model, adapter)
     return model
@@ -46,7 +48,7 @@ def load_model(folder: Path, wrap: str = "decoder_layer", **build: Any) -> Decod
     """A loaded model, sharded over the ranks of this process's world."""
     model = build_meta_model(folder, **build)
     shard_model(model, ShardingConfig(wrap=wrap), cpu_world())
-    load_base(model, SafetensorsFolder(folder), torch.device("cpu"))
+    load_base(model, ModelWeights(folder), torch.device("cpu"))
     return model
 
 

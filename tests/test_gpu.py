@@ -4,17 +4,23 @@ and compares with bitsandbytes where it is installed."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
-from qfsdp.checkpoint.load import SafetensorsFolder, load_base
+from qfsdp.checkpoint.load import load_base
+from qfsdp.checkpoint.quantize import quantize_folder
+from qfsdp.checkpoint.sources import ModelWeights, base_parameters
+from qfsdp.distributed import World
 from qfsdp.loss import summed_cross_entropy
 from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
+from qfsdp.modules.packed_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.packed import linear
+from qfsdp.tensor_subclasses.packed import PackedTensor, linear
 from tests.models import build_meta_model
 from tests.tiny import write_tiny_model
 
@@ -73,7 +79,7 @@ def test_linear_and_its_gradient(compile: bool) -> None:
 def load(folder: Path, device: torch.device, method: str) -> Decoder:
     config = AdapterConfig(method, rank=4, targets=["all-linear", "lm_head"])
     model = build_meta_model(folder, adapter=config)
-    load_base(model, SafetensorsFolder(folder), device)
+    load_base(model, ModelWeights(folder), device)
     init_adapters(model, seed=0)
     return model
 
@@ -90,6 +96,29 @@ def losses(model: Decoder, tokens: Tensor, steps: int) -> list[float]:
         refresh_dora_norms(model)
         history.append(loss.item())
     return history
+
+
+@pytest.mark.parametrize("layout", ["plain", "qfsdp", "bnb"])
+@pytest.mark.parametrize("storage", ["cuda", "cpu"])
+def test_loading(layout: Any, storage: str, tmp_path: Path) -> None:
+    """From any layout onto the device, or through it into host memory: the same bytes."""
+    folder = write_tiny_model(tmp_path / "source", intermediate_size=576)
+    world, config = World(GPU), QuantizationConfig("nf4", ["all-linear", "lm_head"])
+    if layout != "plain":
+        quantize_folder(ModelWeights(folder), config, tmp_path / "packed", world, layout)
+    source = load_file(folder / "model.safetensors")
+    folder = folder if layout == "plain" else tmp_path / "packed"
+    model = build_meta_model(folder)
+    load_base(model, ModelWeights(folder), GPU, storage=torch.device(storage))
+    for name, param in base_parameters(model):
+        assert param.device.type == storage
+        if not isinstance(param.data, PackedTensor):
+            assert torch.equal(param.cpu(), source[name]), name
+            continue
+        expected = nf4.quantize(source[name].to(GPU))
+        assert torch.equal(param.data.packed.cpu(), expected.packed.cpu()), name
+        for mine, theirs in zip(param.data.extras, expected.extras, strict=True):
+            assert torch.equal(mine.cpu(), theirs.cpu()), name
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -46,6 +47,8 @@ def main() -> None:
     model, _, heldout = prepare()
     print(f"demo: model {model}\ndemo: held-out problems {heldout}", flush=True)
     overrides = [f"output_dir={args.output_dir}", f"max_steps={args.max_steps}"]
+    # An earlier demonstration's: a run refuses to mix its checkpoints with others.
+    shutil.rmtree(Path(args.output_dir) / "checkpoints", ignore_errors=True)
 
     before, answers_before = evaluate(overrides, heldout, args.heldout, adapter=None)
     command = ["run", "--nproc_per_node", "2", RECIPE, "--config", CONFIG, *overrides]

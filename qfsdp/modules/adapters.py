@@ -53,6 +53,9 @@ class AdapterConfig:
         dropout: probability, on the input of the low-rank product.
         targets: "all-linear" (every linear of every layer), or a list of names; `lm_head`
             can be named too.
+        rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732): the
+            product keeps its size at large ranks.
+        start_from: a PEFT adapter folder whose tensors are the start; null: fresh adapters.
     """
 
     method: Literal["lora", "dora"] = "dora"
@@ -60,6 +63,13 @@ class AdapterConfig:
     alpha: float = 32.0
     dropout: float = 0.0
     targets: str | list[str] = ALL_LINEAR
+    rslora: bool = False
+    start_from: str | None = None
+
+    @property
+    def scaling(self) -> float:
+        """What the low-rank product is multiplied by."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     def check(self) -> None:
         if self.rank < 1:
@@ -85,7 +95,7 @@ class AdaptedLinear(nn.Module):
     def __init__(self, base: nn.Linear | PackedLinear, config: AdapterConfig) -> None:
         super().__init__()
         out_features, in_features = base.weight.shape
-        self.scaling = config.alpha / config.rank
+        self.scaling = config.scaling
         self.dropout = config.dropout
         self.weight = base.weight.requires_grad_(False)
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)

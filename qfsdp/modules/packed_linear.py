@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -18,12 +19,13 @@ class QuantizationConfig:
     """Section `quantization`: which weights of the frozen base are packed, and how.
 
     Fields:
-        format: "nf4" (4.127 bits a weight), or "none".
+        format: "nf4" (4.127 bits a weight), "nf4_fp32_absmax" (without double quantization, 4.5
+            bits), or "none". Weights that the model folder has packed already stay as they are.
         targets: "all-linear" (every linear of every layer), or a list of names; `lm_head`
             can be named too: `[all-linear, lm_head]`.
     """
 
-    format: Literal["nf4", "none"] = "nf4"
+    format: Literal["nf4", "nf4_fp32_absmax", "none"] = "nf4"
     targets: str | list[str] = ALL_LINEAR
 
     def check(self) -> None:
@@ -47,28 +49,48 @@ class PackedLinear(nn.Module):
         return linear(x, self.weight, self.bias)
 
 
-def pack_linears(model: nn.Module, config: QuantizationConfig) -> None:
+def pack_linears(
+    model: nn.Module, config: QuantizationConfig, stored: Mapping[str, str] | None = None
+) -> None:
     """Replaces the targeted `nn.Linear`s of `model` by `PackedLinear`s with unset bytes.
 
     For a model on the meta device (or one whose weights are loaded afterwards): nothing is
     quantized here, the loader writes the bytes.
 
+    Args:
+        stored: weight name -> format, of weights that are stored packed. They are packed in
+            that format, targeted or not.
+
     Raises:
-        UserError: `lm_head` is a target, but its weight is the token embedding.
+        UserError: `lm_head` is a target, but its weight is the token embedding; or stored
+            weights are packed in a format of another kind than `config.format`.
     """
-    if config.format == "none":
-        return
+    stored = stored or {}
+    for name, packed_as in stored.items():
+        if packed_as.partition("_")[0] != config.format.partition("_")[0]:
+            kind = packed_as.partition("_")[0]
+            raise UserError(
+                f"quantization.format: {config.format!r}, but the model folder holds {name!r} "
+                f"packed as {packed_as}; set quantization.format={kind}"
+            )
+    targeted = [] if config.format == "none" else _targeted(model, config)
+    formats: dict[str, str] = {name: config.format for name in targeted}
+    formats |= {name.removesuffix(".weight"): packed_as for name, packed_as in stored.items()}
+    for name, module in list(model.named_modules()):
+        if name in formats and isinstance(module, nn.Linear):
+            rows, cols = module.weight.shape
+            weight = module.weight
+            packed = FORMATS[formats[name]].empty(rows, cols, weight.dtype, weight.device)
+            replace_module(model, name, PackedLinear(packed, module.bias))
+
+
+def _targeted(model: nn.Module, config: QuantizationConfig) -> Iterator[str]:
+    """Names of the linears that the config means."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in target_modules(model, config.targets, nn.Linear):
-        weight = module.weight
-        assert isinstance(weight, Tensor)
-        if id(weight) in embeddings:
+        if id(module.weight) in embeddings:
             raise UserError(
                 f"quantization.targets: {name!r} is tied to the token embeddings in this model "
                 "and cannot be packed; leave it out"
             )
-        rows, cols = weight.shape
-        packed = FORMATS[config.format].empty(rows, cols, weight.dtype, weight.device)
-        bias = module.bias
-        assert bias is None or isinstance(bias, Tensor)
-        replace_module(model, name, PackedLinear(packed, bias))
+        yield name

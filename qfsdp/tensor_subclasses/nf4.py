@@ -33,7 +33,7 @@ from qfsdp.tensor_subclasses.packed import GatherRows, PackedTensor
 BLOCK = 64
 SCALE_BLOCK = 256  # absmax values per second-level scale
 CHUNK_ABSMAX = 1 << 20  # absmax values at a time, a multiple of SCALE_BLOCK
-CHUNK_WEIGHTS = 1 << 22  # weights quantized at a time: bounds temporaries to some 50 MB
+CHUNK_WEIGHTS = 1 << 21  # weights quantized at a time: temporaries of 30 MB, 110 uncompiled
 
 # The 16 levels, published by the authors of QLoRA (appendix E); exact in fp32.
 NF4_LEVELS = (

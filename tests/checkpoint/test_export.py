@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import subprocess
-import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +19,10 @@ from qfsdp.checkpoint.export import (
     load_adapter,
     save_adapter,
 )
-from qfsdp.checkpoint.load import base_parameters
 from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig, refresh_dora_norms
-from qfsdp.tensor_subclasses.packed import PackedTensor
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
+from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 
@@ -57,31 +54,12 @@ def save(folder: Path, adapter: AdapterConfig, to: Path) -> None:
 
 # ---- PEFT --------------------------------------------------------------------------------------
 
-# A process of its own, in which torchao cannot be found: PEFT refuses to inject LoRA next to a
-# torchao older than 0.16, torchtune needs one.
 PEFT_SCRIPT = """
-import importlib.util, sys
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *package: (
-    None if name.split(".")[0] == "torchao" else find_spec(name, *package)
-)
-import torch
 from peft import PeftModel, get_peft_model_state_dict
-from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModelForCausalLM
-
-config_dir, folder, *adapters = sys.argv[1:]
-tokens = torch.load(f"{folder}/tokens.pt")
-
-def base_model():
-    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_dir)).float().eval()
-    missing, unexpected = model.load_state_dict(load_file(f"{folder}/base.safetensors"), False)
-    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
-    return model
 
 with torch.no_grad():
     result = {"base": base_model()(tokens).logits}
-    for adapter in adapters:
+    for adapter in arguments:
         model = PeftModel.from_pretrained(base_model(), adapter).eval()
         state = get_peft_model_state_dict(model, save_embedding_layers=False)
         keys = {key: tuple(value.shape) for key, value in state.items()}
@@ -90,33 +68,14 @@ torch.save(result, f"{folder}/result.pt")
 """
 
 
-def dequantized_base(model: nn.Module) -> dict[str, Tensor]:
-    return {
-        name: (p.dequantize() if isinstance(p, PackedTensor) else p.detach()).contiguous()
-        for name, p in base_parameters(model)
-    }
-
-
-def peft_results(
-    model_dir: Path, base: dict[str, Tensor], tokens: Tensor, folder: Path, *adapters: Path
-) -> dict[str, Any]:
-    """Logits of transformers' model with the weights `base`, and of PEFT's with each adapter."""
-    if importlib.util.find_spec("peft") is None:
-        pytest.skip("PEFT is not installed (pip install -e '.[dev]')")
-    save_file(base, folder / "base.safetensors")
-    torch.save(tokens, folder / "tokens.pt")
-    command = [sys.executable, "-c", PEFT_SCRIPT, model_dir, folder, *adapters]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    return torch.load(folder / "result.pt")
-
-
-def compare_with_peft(model_dir: Path, targets: list[str], folder: Path) -> None:
+def compare_with_peft(
+    model_dir: Path, targets: list[str], folder: Path, rslora: bool = False
+) -> None:
     """LoRA and DoRA on `model_dir`: PEFT's keys and shapes are ours, and so are its logits."""
     tokens = torch.randint(0, 577, (2, 48), generator=torch.Generator().manual_seed(0))
     ours: dict[str, tuple[Tensor, dict[str, tuple[int, ...]]]] = {}
     for method in METHODS:
-        adapter = config(method, *targets)
+        adapter = replace(config(method, *targets), rslora=rslora)
         model = trained_model(model_dir, adapter)
         save_adapter(model, adapter, str(model_dir), folder / method, cpu_world())
         keys = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
@@ -125,7 +84,8 @@ def compare_with_peft(model_dir: Path, targets: list[str], folder: Path) -> None
     with torch.no_grad():
         base_logits = load_model(model_dir)(tokens)
     adapters = [folder / method for method in METHODS]
-    theirs = peft_results(model_dir, dequantized_base(model), tokens, folder, *adapters)
+    base = dequantized_base(model)
+    theirs = run_peft(PEFT_SCRIPT, model_dir, base, tokens, folder, *adapters)
     assert (theirs["base"] - base_logits).abs().max() < 1e-4
     for method, (logits, keys) in ours.items():
         found = theirs[str(folder / method)]
@@ -149,11 +109,12 @@ def test_peft_computes_the_same_with_an_adapted_output_layer(
     compare_with_peft(tiny_dir, ["all-linear", "lm_head"], tmp_path)
 
 
-def test_peft_computes_the_same_with_biases(tmp_path: Path) -> None:
+@pytest.mark.parametrize("rslora", [False, True])
+def test_peft_computes_the_same_with_biases(rslora: bool, tmp_path: Path) -> None:
     qwen2 = write_tiny_model(
         tmp_path / "model", architectures=["Qwen2ForCausalLM"], model_type="qwen2"
     )
-    compare_with_peft(qwen2, ["q_proj", "v_proj", "down_proj"], tmp_path)
+    compare_with_peft(qwen2, ["q_proj", "v_proj", "down_proj"], tmp_path, rslora)
 
 
 # ---- what is written ---------------------------------------------------------------------------
@@ -171,6 +132,7 @@ def test_the_folder_is_what_peft_documents(tiny_dir: Path, tmp_path: Path) -> No
         "r": 5,
         "lora_alpha": 7.0,
         "use_dora": True,
+        "use_rslora": False,
         "target_modules": ["lm_head", "q_proj"],
         "bias": "none",
     }.items() <= written.items()
@@ -296,3 +258,5 @@ def test_an_adapter_of_another_method_or_scale_is_an_error(tiny_dir: Path, tmp_p
     with pytest.raises(UserError, match="lora_alpha"):
         other = AdapterConfig("dora", rank=5, alpha=14.0, targets=["all-linear"])
         load_adapter(adapted_model(tiny_dir, other), tmp_path)
+    with pytest.raises(UserError, match="lora_alpha and r make a scaling of 1.4; this model's is"):
+        load_adapter(adapted_model(tiny_dir, replace(config("dora"), rslora=True)), tmp_path)

@@ -12,14 +12,10 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qfsdp.checkpoint.load import (
-    DTYPES,
-    INDEX,
-    SINGLE,
-    SafetensorsFolder,
-    base_parameters,
-    load_base,
-)
+from qfsdp.checkpoint import safetensors_read
+from qfsdp.checkpoint.load import DTYPES, load_base
+from qfsdp.checkpoint.safetensors_read import INDEX, SINGLE, StoredTensor
+from qfsdp.checkpoint.sources import ModelWeights, base_parameters
 from qfsdp.distributed import ShardingConfig, shard_model
 from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig
@@ -33,6 +29,7 @@ from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
+NORM = "model.norm.weight"
 # Fewer rows than ranks: k_proj and v_proj have two, gate_proj and up_proj one.
 FEW_ROWS = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
 MODELS: dict[str, dict[str, Any]] = {
@@ -156,7 +153,7 @@ def test_tensors_that_some_checkpoints_carry_are_passed_over(
     tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
     save_file(tensors, tmp_path / SINGLE)
-    SafetensorsFolder(tmp_path).check(build_meta_model(folders["tied"]))
+    ModelWeights(tmp_path).check(build_meta_model(folders["tied"]))
 
 
 def test_a_tied_output_layer_cannot_be_packed(folders: dict[str, Path]) -> None:
@@ -168,33 +165,25 @@ def test_a_tied_output_layer_cannot_be_packed(folders: dict[str, Path]) -> None:
 # ---- what a rank reads -------------------------------------------------------------------------
 
 
-class RecordedFolder(SafetensorsFolder):
-    """Remembers which rows of which tensor were read."""
-
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder)
-        self.reads: list[tuple[str, list[int]]] = []
-
-    def read_rows(self, name: str, rows: slice) -> Tensor:
-        values = super().read_rows(name, rows)
-        read = list(range(self.shapes[name][0]))[rows]
-        assert len(values) == len(read)
-        self.reads.append((name, read))
-        return values
-
-
 def rows_read(folder: Path) -> list[tuple[str, list[int]]]:
-    model = build_meta_model(folder)
-    shard_model(model, ShardingConfig(), cpu_world())
-    source = RecordedFolder(folder)
-    load_base(model, source, torch.device("cpu"))
-    return source.reads
+    """Which rows of which tensor this rank's loading asks the operating system for."""
+    reads: list[tuple[str, list[int]]] = []
+    read_exactly = safetensors_read._read_exactly
+
+    def recorded(descriptor: int, tensor: StoredTensor, row: int, into: Tensor) -> None:
+        read_exactly(descriptor, tensor, row, into)
+        assert into.numel() * into.element_size() == len(into) * tensor.row_bytes
+        reads.append((tensor.name, list(range(row, row + len(into)))))
+
+    safetensors_read._read_exactly = recorded  # in a process of its own
+    load_model(folder)
+    return reads
 
 
 @pytest.mark.parametrize("model", ["llama", "few rows"])
 def test_ranks_read_every_row_once(model: str, folders: dict[str, Path]) -> None:
     by_rank = run_ranks(3, rows_read, folders[model])
-    shapes = SafetensorsFolder(folders[model]).shapes
+    shapes = ModelWeights(folders[model]).files.shapes
     for reads in by_rank:
         assert sorted(name for name, _ in reads) == sorted(shapes), "one read per tensor"
     for name, shape in shapes.items():
@@ -287,6 +276,28 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit_tensors(f, lambda t: t.update({"model.layers.2.w": torch.zeros(1)})),
         "{folder}/model.safetensors: tensor 'model.layers.2.w' has no place in this architecture",
     ),
+    "the folder is a file": (
+        lambda f: (f.rename(f.with_name("other")), f.write_text("")),
+        "model.path: '{folder}' is a file; expected a Hugging Face model folder",
+    ),
+    "a tensor is of integers": (
+        lambda f: edit_tensors(f, lambda t: t.update({Q_PROJ: t[Q_PROJ].to(torch.int8)})),
+        "{folder}/model.safetensors: tensor 'model.layers.0.self_attn.q_proj.weight' is I8; "
+        "expected F32, F16, BF16",
+    ),
+    "a tensor is in fp8": (
+        lambda f: edit_tensors(f, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
+        "{folder}/model.safetensors: tensor 'model.norm.weight' is F8_E4M3; expected F32, F16, "
+        "BF16",
+    ),
+    "a plain weight holds NaN": (
+        lambda f: edit_tensors(f, lambda t: t[NORM][3:4].fill_(float("nan"))),
+        "{folder}: model.norm.weight: holds NaN or infinity",
+    ),
+    "a plain weight holds infinity": (
+        lambda f: edit_tensors(f, lambda t: t[NORM][3:4].fill_(float("inf"))),
+        "{folder}: model.norm.weight: holds NaN or infinity",
+    ),
     "a packed weight holds NaN": (
         lambda f: edit_tensors(f, lambda t: set_value(t, float("nan"))),
         "{folder}: model.layers.0.self_attn.q_proj.weight: row 100 holds NaN or infinity; "
@@ -302,7 +313,7 @@ def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
     break_it, expected = MISTAKES[mistake]
     break_it(folder)
     with pytest.raises(UserError) as error:
-        source = SafetensorsFolder(folder)
+        source = ModelWeights(folder)
         source.check(model)
         load_base(model, source, torch.device("cpu"))
     message = str(error.value)
@@ -322,3 +333,73 @@ def loading_error(folder: Path) -> str:
     with pytest.raises(UserError) as error:
         load_model(folder)
     return str(error.value)
+
+
+def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    source, model = ModelWeights(folder), build_meta_model(folder)
+    truncate(folder, (folder / SINGLE).stat().st_size // 2)
+    with pytest.raises(UserError, match="model.safetensors: truncated: it ends within tensor"):
+        load_base(model, source, torch.device("cpu"))
+
+
+def test_a_folder_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+
+    def refused(*_: Any, **__: Any) -> None:
+        raise PermissionError(13, "Permission denied", str(folder / SINGLE))
+
+    monkeypatch.setattr(safetensors_read, "safe_open", refused)  # root may read anything
+    with pytest.raises(UserError) as error:
+        ModelWeights(folder)
+    assert str(error.value) == f"{folder / SINGLE}: cannot be read: Permission denied"
+
+
+# ---- what loading takes ------------------------------------------------------------------------
+
+
+def peak_of_loading(folder: Path) -> dict[str, int]:
+    """Bytes of anonymous memory at the peak of loading, above those before it and the shard."""
+    from benchmarks.load import PeakMemory, held_bytes
+
+    model = build_meta_model(folder, dtype="bf16")
+    shard_model(model, ShardingConfig(), cpu_world())
+    nf4.quantize(torch.zeros(64, 4096)).dequantize()
+    memory = PeakMemory()
+    load_base(model, ModelWeights(folder), torch.device("cpu"))
+    held = sum(held_bytes(param) for _, param in base_parameters(model))
+    return {"above": memory.stop() - held, "held": held}
+
+
+def test_memory_above_the_shard_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
+    """Two tensors of 604 MB, one to be packed and one in another dtype. Above the shard are three
+    pieces of 16 MB and one chunk's temporaries: 97 MB, or 226 MB where kernels run uncompiled,
+    as they do here."""
+    sizes = {"vocab_size": 1024, "num_hidden_layers": 1, "intermediate_size": 1024}
+    heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    folder = write_tiny_model(tmp_path / "m", hidden_size=64, **sizes | heads)
+    config = json.loads((folder / "config.json").read_text()) | {"hidden_size": 64}
+    tensors = load_file(folder / SINGLE)
+    big = config["vocab_size"] = 2_359_296  # rows of 64: 604 MB
+    for name in ("model.embed_tokens.weight", "lm_head.weight"):
+        tensors[name] = torch.randn(1 << 14, 64).repeat(big >> 14, 1)
+    save_file(tensors, folder / SINGLE)
+    (folder / "config.json").write_text(json.dumps(config))
+    for size in (1, 2):
+        for result in run_ranks(size, peak_of_loading, folder):
+            print(f"{size} ranks: {result['above'] / 1e6:.0f} MB above {result['held'] / 1e6:.0f}")
+            assert result["above"] < 300e6
+            assert result["held"] > big * 64 * 2 / size
+
+
+def test_shards_can_be_held_elsewhere_than_where_they_are_quantized(
+    folders: dict[str, Path],
+) -> None:
+    """The same bytes; on this machine both are the CPU, `make test-gpu` has two devices."""
+    cpu = torch.device("cpu")
+    model = build_meta_model(folders["llama"])
+    load_base(model, ModelWeights(folders["llama"]), cpu, storage=cpu)
+    for name, param in base_parameters(model):
+        if isinstance(param.data, PackedTensor):
+            whole = nf4.quantize(checkpoint(folders["llama"])[name])
+            assert torch.equal(param.data.packed, whole.packed)

@@ -131,6 +131,7 @@ def test_the_literal_command_without_the_weights(torchrun_flags: list[str]) -> N
         (["quantization.targets=[lm_head]"], "'lm_head' is tied to the token embeddings"),
         (["fsdp_cpu_offload=true"], "qfsdp calls it 'sharding.cpu_offload', which this recipe"),
         (["tokenizer.path=nowhere"], "tokenizer.path: 'nowhere' does not exist"),
+        (["adapter.start_from=nowhere"], "nowhere does not exist; expected an adapter in PEFT's"),
         (["tokenizer._component_=qfsdp.data.hf_tokeniser"], "did you mean 'qfsdp.data.hf_tokeni"),
     ],
 )

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from bitsandbytes import functional as bnb
 from torch import Tensor
 
-from qfsdp.checkpoint.load import SafetensorsFolder
+from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
 from tests.tiny import needs_compiler
@@ -105,12 +105,12 @@ def test_bits_of_unusual_numbers(name: str, dtype: torch.dtype) -> None:
 
 
 def test_bits_of_every_linear_of_a_real_model(smollm2_dir: Path) -> None:
-    source = SafetensorsFolder(smollm2_dir)
+    source = ModelWeights(smollm2_dir).files
     names = [name for name in source.shapes if name.endswith("_proj.weight")]
     assert len(names) == 7 * 30
     weights = 0
     for name in names:
-        weight = source.read_rows(name, slice(None))
+        weight = source.read(source.tensors[name])
         assert mismatches(weight) == EXACT, name
         weights += weight.numel()
     assert weights == 106_168_320
@@ -118,7 +118,7 @@ def test_bits_of_every_linear_of_a_real_model(smollm2_dir: Path) -> None:
 
 
 def test_levels_of_the_scales_are_those_of_bitsandbytes() -> None:
-    assert torch.equal(torch.tensor(nf4._DYNAMIC_LEVELS), bnb.create_dynamic_map())
+    assert torch.equal(torch.tensor(nf4.DYNAMIC_LEVELS), bnb.create_dynamic_map())
 
 
 @pytest.mark.usefixtures("eager")

@@ -1,0 +1,329 @@
+"""How fast a base model loads, and how much memory that takes above what is kept.
+
+    python benchmarks/load.py [--quick] [--json load.json] [--layers N] [--dir DIR]
+
+Writes a model of random weights with the layer shapes of Llama-3-70B, packs it in qfsdp's and in
+bitsandbytes' layout, and loads each of the three into a sharded QDoRA base on 1 and on 2 ranks.
+Beside each load, in the same run: `cat FILES > /dev/null`. Files are dropped from the page cache
+before either. Where memory allows it, torchtune loads the same model too.
+
+The last lines, and the keys of the JSON file:
+
+    peak_above_shard_bytes   the most private memory of a rank while it loaded, less what it had
+                             before and the bytes of its shard
+    largest_rows_bytes       a rank's rows of the largest tensor, in the dtype of the file
+    packed_over_cat          rate of loading the packed folder over the rate of cat
+
+Plain keys are the worst of all cases; `KEY.SOURCE.N` are those of one source on N ranks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch.distributed.device_mesh import init_device_mesh
+
+from qfsdp.checkpoint.load import load_base
+from qfsdp.checkpoint.quantize import Layout, quantize_folder
+from qfsdp.checkpoint.safetensors_write import (
+    Entry,
+    SafetensorsFile,
+    plan_files,
+    write_files,
+    write_index,
+    write_json,
+)
+from qfsdp.checkpoint.sources import ModelWeights, base_parameters
+from qfsdp.distributed import ShardingConfig, World, shard_model
+from qfsdp.modules.adapters import AdapterConfig, add_adapters
+from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
+from qfsdp.modules.shards import local_part, local_rows
+from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses.packed import PackedTensor
+
+LLAMA3_70B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 8192,
+    "intermediate_size": 28672,
+    "num_hidden_layers": 80,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "torch_dtype": "bfloat16",
+    "tie_word_embeddings": False,
+}
+LAYER_BYTES = 1_711_308_800  # bf16
+Format = Literal["nf4", "none"]
+CPU = torch.device("cpu")
+ALONE = World(CPU)
+LAYOUTS: dict[str, Layout] = {"packed": "qfsdp", "bnb": "bnb"}
+
+
+def write_model(folder: Path, layers: int, vocab_size: int) -> None:
+    """A bf16 model folder of `layers` decoder layers."""
+    folder.mkdir()
+    config = LLAMA3_70B | {"num_hidden_layers": layers, "vocab_size": vocab_size}
+    write_json(folder / "config.json", config)
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dir(folder)).bfloat16()
+    params = dict(base_parameters(model))
+    # 32 M random numbers, over and over: what they are does not matter to the time they take.
+    noise = (torch.randn(1 << 25, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
+
+    def fill(name: str, file: SafetensorsFile) -> None:
+        shape = params[name].shape
+        step = noise.numel() // max(1, shape[1:].numel())
+        for start in range(0, shape[0], step):
+            rows = (min(step, shape[0] - start), *shape[1:])
+            file.write(name, noise[: torch.Size(rows).numel()].view(rows), start)
+
+    files = plan_files({name: {name: Entry.of(p)} for name, p in params.items()})
+    for _ in write_files(folder, files, fill):
+        pass
+    write_index(folder, files)
+
+
+# ---- one rank ------------------------------------------------------------------------------
+
+
+class PeakMemory(threading.Thread):
+    """Samples this process's anonymous memory until `stop`; bytes above those at the start."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.before, self.peak, self._stopped = private_bytes(), 0, False
+        self.start()
+
+    def run(self) -> None:
+        while not self._stopped:
+            self.peak = max(self.peak, private_bytes() - self.before)
+            time.sleep(0.002)
+
+    def stop(self) -> int:
+        self._stopped = True
+        self.join()
+        return max(self.peak, private_bytes() - self.before)
+
+
+def private_bytes() -> int:
+    with open("/proc/self/status") as status:
+        return next(int(s.split()[1]) * 1024 for s in status if s.startswith("RssAnon"))
+
+
+def held_bytes(param: torch.Tensor) -> int:
+    local = local_part(param)
+    tensors = [local.packed, *local.extras] if isinstance(local, PackedTensor) else [local]
+    return sum(t.numel() * t.element_size() for t in tensors)
+
+
+def load_rank(rank: int, size: int, folder: str, result: str, format: Format) -> None:
+    """Loads `folder` as a rank of QDoRA training would, and writes down what it took."""
+    torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
+    world = ALONE
+    if size > 1:
+        store = dist.FileStore(f"{result}.store", size)
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        world = World(CPU, rank, size, init_device_mesh("cpu", (size,)))
+    # Kernels are built (and the compiler's memory taken) before the measurement.
+    nf4.quantize(torch.randn(1024, 8192, dtype=torch.bfloat16)).dequantize()
+    weights = ModelWeights(folder)
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dir(folder)).bfloat16()
+    pack_linears(model, QuantizationConfig(format), weights.formats)
+    add_adapters(model, AdapterConfig())
+    shard_model(model, ShardingConfig(), world)
+    world.sum(0.0)
+    memory, since = PeakMemory(), time.perf_counter()
+    load_base(model, weights, CPU, progress=False)
+    seconds = time.perf_counter() - since
+    peak = memory.stop()
+    params = dict(base_parameters(model))
+    rows = {n: len(range(*local_rows(p).indices(p.size(0)))) for n, p in params.items()}
+    figures = {
+        "seconds": seconds,
+        "peak": peak - sum(map(held_bytes, params.values())),
+        "shard": sum(map(held_bytes, params.values())),
+        "largest_rows": max(rows[n] * row_bytes(weights, n) for n in params),
+    }
+    Path(f"{result}.{rank}").write_text(json.dumps(figures))
+    if size > 1:
+        dist.barrier()
+    os._exit(0)  # gloo's threads may abort the interpreter as it shuts down
+
+
+def row_bytes(weights: ModelWeights, name: str) -> int:
+    if name in weights.packed:
+        return sum(column.row_bytes for column in weights.packed[name].columns)
+    return weights.plain[name].row_bytes
+
+
+# ---- the measurement -----------------------------------------------------------------------
+
+
+def files_of(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.safetensors"))
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    os.sync()
+    for file in files_of(folder):
+        descriptor = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(descriptor)
+
+
+def cat_seconds(folder: Path) -> float:
+    drop_from_page_cache(folder)
+    since = time.perf_counter()
+    with open(os.devnull, "wb") as nowhere:
+        subprocess.run(["cat", *files_of(folder)], stdout=nowhere, check=True)
+    return time.perf_counter() - since
+
+
+def measure(folder: Path, size: int, work: Path, format: Format = "nf4") -> dict[str, float]:
+    """One load on `size` ranks: the slowest rank's seconds, the largest of everything else."""
+    result = str(work / f"result{time.time_ns()}")
+    drop_from_page_cache(folder)
+    mp.start_processes(
+        load_rank, (size, str(folder), result, format), nprocs=size, start_method="spawn"
+    )
+    ranks = [json.loads(Path(f"{result}.{rank}").read_text()) for rank in range(size)]
+    return {key: max(rank[key] for rank in ranks) for key in ranks[0]}
+
+
+def available_memory() -> int:
+    with open("/proc/meminfo") as info:
+        return next(int(s.split()[1]) * 1024 for s in info if s.startswith("MemAvailable"))
+
+
+def choose_layers(directory: Path, vocab_size: int) -> int:
+    """As many layers as disk (three copies, 60 % of it) and memory (one packed copy) take."""
+    tables = 4 * vocab_size * LLAMA3_70B["hidden_size"]
+    disk = (shutil.disk_usage(directory).free * 0.6 - 3 * tables) / (LAYER_BYTES * 1.53)
+    memory = (available_memory() * 0.7 - tables) / (LAYER_BYTES * 0.26)
+    return max(4, min(80, int(min(disk, memory))))
+
+
+HEADER = [*("source", "ranks", "GB", "seconds", "MB/s", "cat MB/s", "ratio")]
+HEADER += ["shard MB", "above it MB", "rows MB"]
+
+
+def compare(name: str, folder: Path, size: int, repeat: int, work: Path) -> dict[str, float]:
+    """Loads and cats in turn; prints a line and returns the figures of this source and size."""
+    total = sum(file.stat().st_size for file in files_of(folder))
+    pairs = [(cat_seconds(folder), measure(folder, size, work)) for _ in range(repeat)]
+    ratio = statistics.median(cat / load["seconds"] for cat, load in pairs)
+    cat = statistics.median(cat for cat, _ in pairs)
+    seconds = statistics.median(load["seconds"] for _, load in pairs)
+    worst = max((load for _, load in pairs), key=lambda load: load["peak"])
+    row = [total / 1e9, seconds, total / seconds / 1e6, total / cat / 1e6, ratio]
+    row += [worst[key] / 1e6 for key in ("shard", "peak", "largest_rows")]
+    print_row(name, size, *(f"{figure:.4g}" for figure in row))
+    return {
+        f"seconds.{name}.{size}": seconds,
+        f"over_cat.{name}.{size}": ratio,
+        f"peak_above_shard_bytes.{name}.{size}": worst["peak"],
+        f"largest_rows_bytes.{name}.{size}": worst["largest_rows"],
+    }
+
+
+def print_row(*cells: object) -> None:
+    print("".join(f"{cell!s:>12}" for cell in cells), flush=True)
+
+
+def run(args: argparse.Namespace, work: Path) -> dict[str, float]:
+    vocab_size = 16384 if args.quick else LLAMA3_70B["vocab_size"]
+    layers = args.layers or (1 if args.quick else choose_layers(work, vocab_size))
+    print(f"{layers} layers of Llama-3-70B, vocabulary {vocab_size}; {os.cpu_count()} cores")
+    source, figures = work / "bf16", {"layers": float(layers)}
+    write_model(source, layers, vocab_size)
+    for name, layout in LAYOUTS.items():
+        since = time.perf_counter()
+        quantize_folder(ModelWeights(source), QuantizationConfig(), work / name, ALONE, layout)
+        figures[f"quantize_seconds.{name}"] = time.perf_counter() - since
+    print_row(*HEADER)
+    for name in ("bf16", *LAYOUTS):
+        for size in (1, 2):
+            figures |= compare(name, work / name, size, args.repeat, work)
+    return figures | torchtune_beside(source, work)
+
+
+def torchtune_beside(source: Path, work: Path) -> dict[str, float]:
+    """torchtune's loader on two ranks, and ours without quantizing, as its NF4 may not run."""
+    total = sum(file.stat().st_size for file in files_of(source))
+    if available_memory() < 1.3 * total:
+        print(f"torchtune: not run; {total / 1e9:.1f} GB in bf16 do not fit into memory here")
+        return {}
+    figures: dict[str, float] = {}
+    for base in ("nf4", "bf16"):
+        drop_from_page_cache(source)
+        result, script = work / f"torchtune-{base}", Path(__file__).with_name("load_torchtune.py")
+        command = [sys.executable, script, source, result, base]
+        done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        if done.returncode:
+            reason = (done.stderr.strip().splitlines() or ["killed"])[-1]
+            print(f"torchtune, base in {base}, 2 ranks: does not run: {reason[:100]}")
+            continue
+        theirs = json.loads(result.read_text())
+        print(
+            f"torchtune, base in {base}, 2 ranks: {theirs['seconds']:.2f} s, "
+            f"{theirs['peak'] / 1e6:.0f} MB above the shard of {theirs['shard'] / 1e6:.0f} MB"
+        )
+        figures |= {f"torchtune_{base}_{key}": theirs[key] for key in ("seconds", "peak")}
+    ours = measure(source, 2, work, "none")
+    print(
+        f"qfsdp, base in bf16, 2 ranks: {ours['seconds']:.2f} s, "
+        f"{ours['peak'] / 1e6:.0f} MB above the shard of {ours['shard'] / 1e6:.0f} MB"
+    )
+    return figures | {"plain_bf16_seconds": ours["seconds"], "plain_bf16_peak": ours["peak"]}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true", help="one layer, a small vocabulary")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument(
+        "--layers", type=int, help="default: what disk and memory allow, at least 4"
+    )
+    parser.add_argument("--dir", type=Path, default=Path("."), help="where the models are written")
+    parser.add_argument(
+        "--repeat", type=int, default=3, help="loads of each kind; medians are told"
+    )
+    args = parser.parse_args()
+    if args.quick:
+        args.repeat = 1
+    args.dir.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.dir, prefix="load-") as work:
+        figures = run(args, Path(work))
+    for key in ("peak_above_shard_bytes", "largest_rows_bytes"):
+        figures[key] = max(v for name, v in figures.items() if name.startswith(f"{key}."))
+    figures["packed_over_cat"] = min(figures[f"over_cat.packed.{size}"] for size in (1, 2))
+    for key in ("peak_above_shard_bytes", "largest_rows_bytes", "packed_over_cat"):
+        print(f"{key} {figures[key]:.4g}")
+    if args.json:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

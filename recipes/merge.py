@@ -1,0 +1,86 @@
+"""Fold LoRA or DoRA adapters into their base: one model folder, for any inference engine.
+
+    tune run recipes/merge --config configs/merge.yaml \\
+        model.path=models/Meta-Llama-3-70B adapter=runs/x/adapter output_dir=models/x
+
+The merged model is what training ran: an adapter that was trained over 4-bit weights is folded
+into their dequantized values, so `model.path`, `model.dtype` and `quantization` are to be those of
+the run; a warning tells where they are not. (Packed on the fly, one scale in 700 differs between
+GPUs and CPUs: merge where the run was, or have a packed folder as `model.path` in both.)
+
+`requantize=nf4-bnb` writes 4-bit weights, which transformers loads with bitsandbytes, and qfsdp
+as `model.path`. Where an adapter was folded in, they are rounded once more.
+
+Streamed: whatever the model's size, a rank holds one packed weight. Several ranks share the files
+out: one process per visible accelerator, or `--nproc_per_node N`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from qfsdp.checkpoint.load import DTYPES, ModelConfig
+from qfsdp.checkpoint.merge import Merge, Requantize, check_output, warn_of_another_base
+from qfsdp.checkpoint.safetensors_write import MAX_FILE_BYTES
+from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.distributed import init_world
+from qfsdp.errors import InvalidField
+from qfsdp.launch import launch
+from qfsdp.modules.packed_linear import QuantizationConfig
+
+
+@dataclass
+class Config:
+    """What the YAML file and the command line can say; sections explain themselves."""
+
+    model: ModelConfig
+    adapter: str  # a folder in PEFT's format: `adapter/` of a run, or what PEFT wrote
+    output_dir: str
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of what is written
+    requantize: Requantize = "none"  # or "nf4-bnb": the weights that `quantization` means
+    max_file_bytes: int = MAX_FILE_BYTES
+
+    def check(self) -> None:
+        if self.max_file_bytes < 1:
+            raise InvalidField("max_file_bytes", self.max_file_bytes, "a number of bytes above 0")
+
+
+def build(cfg: Config) -> Merge:
+    """What is folded into what."""
+    return Merge(
+        ModelWeights(cfg.model.path),
+        cfg.quantization,
+        DTYPES[cfg.model.dtype],
+        Path(cfg.adapter).expanduser(),
+        DTYPES[cfg.dtype],
+        cfg.requantize,
+    )
+
+
+def check(cfg: Config) -> None:
+    """What can be wrong outside the config file, found before any weight is read."""
+    merge = build(cfg)
+    merge.plan()
+    check_output(Path(cfg.output_dir).expanduser())
+    base = {
+        "model.dtype": cfg.model.dtype,
+        "quantization.format": cfg.quantization.format,
+        "quantization.targets": cfg.quantization.targets,
+    }
+    warn_of_another_base(merge.adapter, base)
+
+
+def main(cfg: Config) -> None:
+    world = init_world()
+    folder = Path(cfg.output_dir).expanduser()
+    build(cfg).write(folder, world, cfg.max_file_bytes)
+    if world.rank == 0:
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        print(f"merged model ({size / 2**30:.2f} GiB): {folder}")
+
+
+if __name__ == "__main__":
+    launch(__file__, Config, check, main)

@@ -1,0 +1,66 @@
+"""Pack a model's linears to 4 bits once; every later run loads the bytes as they are.
+
+    tune run recipes/quantize --config configs/quantize.yaml \\
+        model.path=models/Meta-Llama-3-70B output_dir=models/Meta-Llama-3-70B-nf4
+
+The result is a model folder: weights, config and tokenizer. A training config takes it as
+`model.path`, on any number of ranks. `layout=bnb` writes what transformers loads with
+bitsandbytes instead (qfsdp loads that too).
+
+Streamed: whatever the model's size, a rank holds one packed weight. An interrupted run is
+finished by the same command; on a finished folder that command checks the files' SHA-256. Several
+ranks share the files out: one process per visible accelerator, or `--nproc_per_node N`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from qfsdp.checkpoint.load import ModelConfig
+from qfsdp.checkpoint.quantize import Layout, packed_model, quantize_folder
+from qfsdp.checkpoint.safetensors_write import MAX_FILE_BYTES
+from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.distributed import init_world
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.launch import launch
+from qfsdp.modules.packed_linear import QuantizationConfig
+
+
+@dataclass
+class Config:
+    """What the YAML file and the command line can say; sections explain themselves."""
+
+    model: ModelConfig
+    output_dir: str
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    layout: Layout = "qfsdp"  # or "bnb", for transformers and bitsandbytes
+    max_file_bytes: int = MAX_FILE_BYTES
+
+    def check(self) -> None:
+        if self.max_file_bytes < 1:
+            raise InvalidField("max_file_bytes", self.max_file_bytes, "a number of bytes above 0")
+
+
+def check(cfg: Config) -> None:
+    """What can be wrong outside the config file, found before any weight is read."""
+    if cfg.quantization.format == "none":
+        raise UserError("quantization.format: 'none' packs nothing; nf4 or nf4_fp32_absmax is right")
+    weights = ModelWeights(cfg.model.path)
+    weights.check(packed_model(weights, cfg.quantization))
+    if Path(cfg.output_dir).expanduser().resolve() == weights.folder.resolve():
+        raise UserError(f"output_dir: '{cfg.output_dir}' is the source; name another folder")
+
+
+def main(cfg: Config) -> None:
+    world = init_world()
+    folder = Path(cfg.output_dir).expanduser()
+    weights = ModelWeights(cfg.model.path)
+    quantize_folder(weights, cfg.quantization, folder, world, cfg.layout, cfg.max_file_bytes)
+    if world.rank == 0:
+        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+        print(f"packed model ({size / 2**30:.2f} GiB): {folder}")
+
+
+if __name__ == "__main__":
+    launch(__file__, Config, check, main)

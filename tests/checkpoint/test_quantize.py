@@ -1,0 +1,282 @@
+"""A packed folder is what training would have packed, whoever wrote it and however often."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qfsdp.checkpoint import quantize
+from qfsdp.checkpoint.load import ModelConfig
+from qfsdp.checkpoint.lock import FolderLock
+from qfsdp.checkpoint.packed_layout import MANIFEST
+from qfsdp.checkpoint.quantize import BEGUN, open_weights, quantize_folder
+from qfsdp.checkpoint.safetensors_write import sha256
+from qfsdp.checkpoint.sources import ModelWeights, base_parameters
+from qfsdp.config import load_config
+from qfsdp.errors import UserError
+from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.modules.shards import gather_rows, local_part, whole_tensor
+from qfsdp.tensor_subclasses.packed import PackedTensor
+from tests.models import cpu_world, load_model
+from tests.ranks import run_ranks
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+NF4 = QuantizationConfig("nf4", ["all-linear", "lm_head"])
+
+
+def loaded(folder: Path, **build: Any) -> dict[str, list[Tensor]]:
+    """Every number of the loaded model, all ranks' rows together; bytes where it is packed."""
+    found = {}
+    for name, param in base_parameters(load_model(folder, **build)):
+        local = local_part(param)
+        if isinstance(local, PackedTensor):
+            found[name] = [gather_rows(param, local.packed), *local.extras]
+        else:
+            found[name] = [whole_tensor(param)]
+    return found
+
+
+def assert_same(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:
+    assert found.keys() == expected.keys()
+    for name, tensors in expected.items():
+        for mine, theirs in zip(found[name], tensors, strict=True):
+            assert torch.equal(mine, theirs), name
+
+
+@pytest.fixture(scope="module")
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """577-row weights, 577 columns, three files."""
+    return write_tiny_model(tmp_path_factory.mktemp("tiny") / "source", shards=3)
+
+
+def pack(source: Path, folder: Path, config: QuantizationConfig = NF4, **options: Any) -> None:
+    quantize_folder(ModelWeights(source), config, folder, cpu_world(), **options)
+
+
+@pytest.mark.parametrize("format", ["nf4", "nf4_fp32_absmax"])
+def test_any_ranks_load_what_they_would_have_packed(
+    format: str, source: Path, tmp_path: Path
+) -> None:
+    config = QuantizationConfig(format, NF4.targets)
+    run_ranks(2, pack, source, tmp_path / "packed", config)
+    expected = loaded(source, format=format)
+    assert_same(loaded(tmp_path / "packed", format=format), expected)
+    for found in run_ranks(3, loaded, tmp_path / "packed"):
+        assert_same(found, expected)
+    weights = ModelWeights(tmp_path / "packed")
+    assert set(weights.formats.values()) == {format} and len(weights.formats) == 15
+    assert weights.fingerprint == ModelWeights(source).fingerprint
+
+
+def test_the_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
+    pack(smollm2_dir, tmp_path / "packed", QuantizationConfig())
+    assert_same(loaded(tmp_path / "packed"), loaded(smollm2_dir))
+    tokenizer = (tmp_path / "packed/tokenizer.json").read_bytes()
+    assert tokenizer == (smollm2_dir / "tokenizer.json").read_bytes()
+
+
+def test_the_files_are_what_the_documentation_says(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "packed", max_file_bytes=200_000)
+    folder = tmp_path / "packed"
+    files = sorted(file.name for file in folder.glob("*.safetensors"))
+    assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
+    tensors = {}
+    for file in files:
+        tensors |= load_file(folder / file)
+    name = "model.layers.1.mlp.down_proj.weight"  # [192, 577]: 10 blocks a row, the last of one
+    assert tensors[name].shape == (192, 289 + 10) and tensors[name].dtype == torch.uint8
+    assert tensors[f"{name}.scales"].shape == (-(-192 * 10 // 256),)
+    assert tensors[f"{name}.offset"].shape == ()
+    manifest = json.loads((folder / MANIFEST).read_text())
+    assert manifest["weights"][name] == {"format": "nf4", "shape": [192, 577]}
+    assert manifest["files"] == {file: sha256(folder / file) for file in files}
+    assert manifest["source"]["path"] == str(source)
+    config = json.loads((folder / "config.json").read_text())
+    assert config.pop("quantization_config")["quant_method"] == "qfsdp"
+    assert config == json.loads((source / "config.json").read_text())
+    left = {file.name for file in folder.iterdir()} - {*files, MANIFEST, "config.json", ".lock"}
+    assert left == {"model.safetensors.index.json"}
+
+
+# ---- interrupted, repeated, disturbed ----------------------------------------------------------
+
+
+class Stop(Exception):
+    pass
+
+
+def test_an_interrupted_run_is_finished(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was complete is kept, what was not does not count, and the end is the same."""
+    pack(source, tmp_path / "whole", max_file_bytes=200_000)
+    folder, files = tmp_path / "packed", quantize.write_files
+
+    def two_files(folder: Path, planned: Any, fill: Any) -> Any:
+        for at, file in enumerate(files(folder, planned, fill)):
+            yield file
+            if at == 1:
+                (folder / "model-00003-of-00099.safetensors.partial").write_bytes(b"half")
+                raise Stop
+
+    with monkeypatch.context() as patched:
+        patched.setattr(quantize, "write_files", two_files)
+        with pytest.raises(Stop):
+            pack(source, folder, max_file_bytes=200_000)
+    assert (folder / BEGUN).is_file() and not (folder / MANIFEST).exists()
+    with pytest.raises(UserError):  # it is not a model yet
+        load_model(folder)
+    complete = sorted(folder.glob("*.safetensors"))
+    assert len(complete) == 2
+    written = [file.stat().st_mtime_ns for file in complete]
+    pack(source, folder, max_file_bytes=200_000)
+    assert [file.stat().st_mtime_ns for file in complete] == written
+    assert_same(loaded(folder), loaded(tmp_path / "whole"))
+    whole = json.loads((tmp_path / "whole" / MANIFEST).read_text())
+    assert json.loads((folder / MANIFEST).read_text()) == whole
+    assert not (folder / BEGUN).exists()
+
+
+def test_a_killed_command_is_finished_by_the_same_command(source: Path, tmp_path: Path) -> None:
+    words = ["recipes/quantize.py", "--config", "configs/quantize.yaml", "max_file_bytes=100000"]
+    words += [f"model.path={source}", f"output_dir={tmp_path}/packed"]
+    words += ["quantization.targets=[all-linear, lm_head]"]
+    slow = tmp_path / "slow.py"  # the recipe with a pause after each file
+    slow.write_text(
+        "import sys, time, runpy\nfrom qfsdp.checkpoint import quantize\n"
+        "files = quantize.write_files\n"
+        "def paused(*args):\n    for file in files(*args):\n        yield file\n"
+        "        time.sleep(0.2)\n"
+        "quantize.write_files = paused\nsys.argv = sys.argv[1:]\n"
+        "runpy.run_path(sys.argv[0], run_name='__main__')\n"
+    )
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    process = subprocess.Popen([sys.executable, slow, *words], cwd=ROOT, env=environment)
+    while not len(list(tmp_path.glob("packed/*.safetensors"))) >= 3:
+        assert process.poll() is None
+        time.sleep(0.05)
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    assert not (tmp_path / "packed" / MANIFEST).exists()
+    subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
+    assert_same(loaded(tmp_path / "packed"), loaded(source))
+
+
+def test_a_damaged_file_is_written_again(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    pack(source, folder, max_file_bytes=200_000)
+    files = sorted(folder.glob("*.safetensors"))
+    times = [file.stat().st_mtime_ns for file in files]
+    data = bytearray(files[1].read_bytes())
+    data[-1] ^= 1
+    files[1].write_bytes(data)
+    pack(source, folder, max_file_bytes=200_000)
+    assert_same(loaded(folder), loaded(source))
+    changed = [f.stat().st_mtime_ns != t for f, t in zip(files, times, strict=True)]
+    assert changed == [at == 1 for at in range(len(files))]
+
+
+def test_a_folder_with_something_else_is_left_alone(source: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "packed"
+    pack(source, folder)
+    with pytest.raises(UserError, match="made with another format \\('nf4', now 'nf4_fp32_absm"):
+        pack(source, folder, QuantizationConfig("nf4_fp32_absmax", NF4.targets))
+    other = write_tiny_model(tmp_path / "other", seed=1)
+    with pytest.raises(UserError, match="output_dir: .* was made with another source"):
+        pack(other, folder)
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine/thesis.tex").write_text("!")
+    with pytest.raises(UserError, match="output_dir: .*mine' is not empty; name a new folder"):
+        pack(source, tmp_path / "mine")
+    assert [f.name for f in (tmp_path / "mine").iterdir() if f.name != ".lock"] == ["thesis.tex"]
+
+
+def test_two_writers(source: Path, tmp_path: Path) -> None:
+    folder, told = tmp_path / "packed", "output_dir: .*packed' is being written by"
+    with FolderLock(folder, "output_dir"), pytest.raises(UserError, match=told):
+        pack(source, folder)
+
+
+def test_without_its_manifest_a_folder_is_not_complete(source: Path, tmp_path: Path) -> None:
+    pack(source, tmp_path / "packed")
+    (tmp_path / "packed" / MANIFEST).unlink()
+    with pytest.raises(UserError, match="not complete: run recipes/quantize again"):
+        load_model(tmp_path / "packed")
+
+
+# ---- model.quantize_cache ----------------------------------------------------------------------
+
+
+def cached(source: Path, cache: Path, config: QuantizationConfig) -> tuple[Path, list[str]]:
+    model = ModelConfig(str(source), quantize_cache=str(cache))
+    weights = open_weights(model, config, cpu_world())
+    return weights.folder, sorted(set(weights.formats.values()))
+
+
+def test_the_first_run_fills_the_cache_and_later_ones_load_it(source: Path, tmp_path: Path) -> None:
+    results = run_ranks(2, cached, source, tmp_path, NF4)
+    assert results[0] == results[1]
+    folder, formats = results[0]
+    assert folder.parent == tmp_path and formats == ["nf4"]
+    written = (folder / MANIFEST).stat().st_mtime_ns
+    assert cached(source, tmp_path, NF4) == (folder, formats)
+    assert (folder / MANIFEST).stat().st_mtime_ns == written
+    assert_same(loaded(folder), loaded(source))
+    other, _ = cached(source, tmp_path, QuantizationConfig())  # other targets, another folder
+    assert other != folder
+    plain, _ = cached(source, tmp_path, QuantizationConfig("none"))
+    assert plain == source
+
+
+def test_training_from_the_cache_is_the_same(smollm2_dir: Path, tmp_path: Path) -> None:
+    """The recipe's loaded model has the same first logits from source, cache and packed folder."""
+    recipe = load_recipe()
+    argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml")]
+    logits = []
+    for words in (
+        [f"model.path={smollm2_dir}"],
+        [f"model.path={smollm2_dir}", f"model.quantize_cache={tmp_path}"],
+        [f"model.path={smollm2_dir}", f"model.quantize_cache={tmp_path}"],
+    ):
+        cfg = load_config(recipe.Config, [*argv, *words])
+        model = recipe.load_model(cfg, cpu_world()).eval()
+        with torch.no_grad():
+            logits.append(model(torch.arange(64).view(2, 32)))
+    (folder,) = tmp_path.iterdir()
+    cfg = load_config(recipe.Config, [*argv, f"model.path={folder}", f"tokenizer.path={folder}"])
+    with torch.no_grad():
+        logits.append(recipe.load_model(cfg, cpu_world()).eval()(torch.arange(64).view(2, 32)))
+    assert all(torch.equal(other, logits[0]) for other in logits[1:])
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["quantization.format=none"], "quantization.format: 'none' packs nothing"),
+        (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),
+        (["output_dir=${model.path}"], "is the source; name another folder"),
+        (["layout=gguf"], "expected one of 'qfsdp', 'bnb'"),
+        (["max_file_bytes=0"], "max_file_bytes: 0 is not valid"),
+    ],
+)
+def test_mistakes_are_told_before_anything_is_read(
+    words: list[str], message: str, source: Path, tmp_path: Path
+) -> None:
+    recipe = load_recipe("quantize")
+    argv = ["--config", str(ROOT / "configs/quantize.yaml"), f"model.path={source}"]
+    with pytest.raises(UserError) as error:
+        recipe.check(load_config(recipe.Config, [*argv, f"output_dir={tmp_path}/x", *words]))
+    assert message in str(error.value)

@@ -1,0 +1,504 @@
+"""Checkpoints by themselves: what is in them, that they are whole, and how saves fail."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from functools import lru_cache, partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
+from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, find_checkpoint, published
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.metrics import RunLog
+from qfsdp.modules.adapters import AdapterConfig
+from tests.models import adapted_model, build_meta_model, cpu_world, randomize_adapters
+from tests.ranks import run_ranks
+from tests.tiny import ROOT, write_tiny_model
+
+ADAPTER = AdapterConfig(rank=2, alpha=4.0)  # fewer rows than ranks have room for
+pytestmark = pytest.mark.usefixtures("eager")
+OPTIMIZERS: dict[str, dict[str, Any]] = {
+    "torch.optim.SGD": {},
+    "torch.optim.SGD ": {"momentum": 0.9},
+    "torch.optim.AdamW": {"fused": True},
+    "torch.optim.AdamW ": {"amsgrad": True},
+    "torch.optim.NAdam": {},
+    "torch.optim.RMSprop": {"centered": True, "momentum": 0.5},
+    "torch.optim.Adagrad": {},
+    "torchao.optim.AdamW8bit": {},
+}
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"))
+
+
+@lru_cache(2)
+def tiny_model(folder: Path, bits: int) -> Any:
+    # torchao has 8 bits for tensors of 4096 numbers and more, on each rank.
+    large = AdapterConfig(rank=64, targets=["q_proj", "o_proj"])
+    return adapted_model(folder, large if bits == 8 else ADAPTER)
+
+
+def train_state(model_dir: Path, kind: str = "torch.optim.AdamW", **more: Any) -> Any:
+    """A sharded model with random adapters, and an optimizer and a schedule over them; the model
+    is the same object every time."""
+    from qfsdp.checkpoint.state import TrainState
+    from qfsdp.config import Component
+    from qfsdp.distributed import trainable_parameters
+    from qfsdp.modules.adapters import init_adapters
+
+    torch.compiler.set_stance("force_eager")  # AdamW8bit compiles its update
+    model = tiny_model(model_dir, 8 if "8bit" in kind else 32)
+    init_adapters(model, seed=0)
+    randomize_adapters(model)
+    component = Component(kind.strip(), {"lr": 0.01, **more})
+    optimizer = component.build(trainable_parameters(model))
+    return TrainState(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+
+
+def take_steps(state: Any, steps: range) -> None:
+    """Updates with gradients that depend on the step, and on the whole tensor's rows alone."""
+    from qfsdp.checkpoint.export import adapter_parameters
+    from qfsdp.modules.shards import local_part, local_rows
+
+    for step in steps:
+        for at, param in enumerate(adapter_parameters(state.model).values()):
+            generator = torch.Generator().manual_seed(1000 * step + at)
+            noise = torch.randn(param.shape, generator=generator)[local_rows(param)]
+            param.grad = torch.zeros_like(param)
+            local_part(param.grad).copy_(noise)
+        state.optimizer.step()
+        state.scheduler.step()
+
+
+def whole(state: Any) -> dict[str, torch.Tensor]:
+    """Everything that has to come back, whole; of 8-bit states this rank's rows."""
+    from qfsdp.checkpoint.export import adapter_parameters
+    from qfsdp.modules.shards import local_part, whole_tensor
+
+    found = {"lr": torch.tensor(float(state.optimizer.param_groups[0]["lr"]))}
+    for name, param in adapter_parameters(state.model).items():
+        found[name] = whole_tensor(param).clone()
+        for field, value in state.optimizer.state[param].items():
+            if isinstance(value, torch.Tensor):
+                eight_bit = type(local_part(value)) is not torch.Tensor
+                value = local_part(value).dequantize() if eight_bit else whole_tensor(value)
+                found[f"{name} {field}"] = value.clone()
+    return found
+
+
+def checkpointer(folder: Path, **config: Any) -> Checkpointer:
+    made = Checkpointer(CheckpointConfig(**config), folder, cpu_world(), ADAPTER, "base")
+    made.find("auto", dict)
+    return made
+
+
+def save_three(model_dir: Path, folder: Path) -> list[dict[str, torch.Tensor]]:
+    """For every optimizer: saved after 3 updates, what it was then and after 3 more."""
+    results = []
+    for at, (kind, more) in enumerate(OPTIMIZERS.items()):
+        state = train_state(model_dir, kind, **more)
+        saver = checkpointer(folder / str(at))
+        take_steps(state, range(3))
+        saver.save(3, state)
+        torch.manual_seed(at)
+        then = whole(state)
+        take_steps(state, range(3, 6))
+        saver.close()
+        results.append({"then": then, "later": whole(state)})
+    return results
+
+
+def load_three(model_dir: Path, folder: Path) -> list[Any]:
+    results = []
+    for at, (kind, more) in enumerate(OPTIMIZERS.items()):
+        state = train_state(model_dir, kind, **more)
+        saver = checkpointer(folder / str(at))
+        try:
+            assert saver.load(saver.find("auto", dict), state) == 3
+        except UserError as error:
+            results.append(str(error))
+            continue
+        finally:
+            saver.close()
+        then = whole(state)
+        take_steps(state, range(3, 6))
+        results.append({"then": then, "later": whole(state)})
+    return results
+
+
+@pytest.fixture(scope="module")
+def saved(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
+    """Number of ranks -> where they saved, and what."""
+    os.environ["QFSDP_EAGER_KERNELS"] = "1"
+    folders = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (1, 2)}
+    return {n: (f, run_ranks(n, save_three, model_dir, f)) for n, f in folders.items()}
+
+
+@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 3)])
+def test_every_number_comes_back(
+    model_dir: Path, saved: dict[int, Any], before: int, after: int
+) -> None:
+    """Of adapters and optimizers, also on more ranks than an adapter has rows; and on as many
+    ranks training goes on with the same bits."""
+    folder, by_rank = saved[before]
+    for rank, results in enumerate(run_ranks(after, load_three, model_dir, folder)):
+        saves = by_rank[rank if before == after else 0]
+        for kind, expected, found in zip(OPTIMIZERS, saves, results, strict=True):
+            if kind == "torchao.optim.AdamW8bit" and before != after:
+                assert f"that only {before} ranks can read, and these are {after}" in found
+                continue
+            assert found["then"].keys() == expected["then"].keys(), kind
+            for name, value in expected["then"].items():
+                assert torch.equal(found["then"][name], value), f"{kind}: {name}"
+            for name, value in expected["later"].items():
+                # Vectorized kernels end where a rank's rows do, and round their last few otherwise.
+                close = torch.equal if before == after else partial(torch.allclose, atol=1e-6)
+                assert close(found["later"][name], value), f"{kind}: {name}, later"
+
+
+# ---- what a checkpoint is --------------------------------------------------------------------
+
+
+def test_the_adapter_is_there_in_pefts_format(model_dir: Path, tmp_path: Path) -> None:
+    from qfsdp.checkpoint.export import adapter_parameters, load_adapter
+
+    state, saver = train_state(model_dir), checkpointer(tmp_path)
+    take_steps(state, range(2))
+    saver.save(2, state)
+    saver.close()
+    (folder,) = published(tmp_path)
+    expected = adapter_parameters(state.model)
+    file = folder / "adapter" / "adapter_model.safetensors"
+    found = load_file(file)
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], param) for name, param in expected.items())
+    assert not any("_orig_mod" in name or "_fsdp" in name for name in found)
+    numbers = sum(param.numel() for param in expected.values())
+    assert 4 * numbers < file.stat().st_size < 4 * numbers + 200 * len(expected)
+    load_adapter(state.model, folder / "adapter")
+
+
+def test_neither_base_nor_norms_are_saved_and_entries_are_few(
+    model_dir: Path, tmp_path: Path
+) -> None:
+    """The number of entries is what makes a save cheap (see state.py): it must not grow with the
+    model's depth. Nor may the bytes grow with the base."""
+    from qfsdp.checkpoint.export import adapter_parameters
+    from qfsdp.checkpoint.state import Staging, TrainState
+
+    state = train_state(model_dir)
+    take_steps(state, range(1))
+    numbers = sum(param.numel() for param in adapter_parameters(state.model).values())
+    entries = Staging(cpu_world()).copy(state, 1)
+    tensors = [e for e in entries.values() if isinstance(e, torch.Tensor)]
+    assert len(entries) == len(tensors) + 2
+    steps = len(adapter_parameters(state.model))
+    assert sum(t.numel() for t in tensors) == 3 * numbers + steps
+
+    deep = write_tiny_model(tmp_path, num_hidden_layers=7)
+    deep_state = TrainState(
+        build_meta_model(deep, adapter=ADAPTER).to_empty(device="cpu"),
+        *[state.optimizer, state.scheduler],
+    )
+    shallow = Staging(cpu_world()).copy(TrainState(state.model, state.optimizer, None), 1)
+    adapters = [key for key in shallow if key.startswith("adapter")]
+    assert [k for k in Staging(cpu_world()).copy(deep_state, 1) if k.startswith("adapter")] == (
+        adapters
+    )
+
+
+def test_a_save_is_of_its_moment_and_does_not_hold_training_up(
+    model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a slow disk is being written the state changes; and there is one save at a time."""
+    import torch.distributed.checkpoint as dcp
+
+    write, active, most, slow = dcp.FileSystemWriter.write_data, [0], [0], threading.Event()
+
+    def write_slowly(self: Any, *args: Any) -> Any:
+        active[0] += 1
+        most[0] = max(most[0], active[0])
+        assert slow.wait(30)
+        active[0] -= 1
+        return write(self, *args)
+
+    monkeypatch.setattr(dcp.FileSystemWriter, "write_data", write_slowly)
+    state, saver = train_state(model_dir), checkpointer(tmp_path, keep_last=9)
+    moments = []
+    take_steps(state, range(1))
+    saver.save(1, state)
+    moments.append(whole(state))
+    take_steps(state, range(1, 2))
+    assert published(tmp_path) == [], "it was not written in the background"
+    assert saver.agree(2, False) == (False, False)
+    threading.Timer(0.5, slow.set).start()
+    since = time.monotonic()
+    saver.save(2, state)  # waits for the first
+    assert time.monotonic() - since > 0.3
+    moments.append(whole(state))
+    take_steps(state, range(2, 4))
+    saver.close()
+    assert most == [1]
+    for step, (folder, expected) in enumerate(zip(published(tmp_path), moments, strict=True), 1):
+        again = train_state(model_dir)
+        take_steps(again, range(9))
+        assert checkpointer(tmp_path / f"{step}").load(folder, again) == step
+        for name, value in whole(again).items():
+            assert torch.equal(value, expected[name]), f"step {step}: {name}"
+
+
+def test_old_ones_go_and_leftovers_of_killed_runs_too(model_dir: Path, tmp_path: Path) -> None:
+    leftover = tmp_path / "checkpoints" / "step_00000007.partial"
+    (leftover / "state").mkdir(parents=True)
+    state, saver = train_state(model_dir), checkpointer(tmp_path, keep_last=2, asynchronous=False)
+    assert not leftover.exists()
+    for step in (1, 2, 10, 11):
+        saver.save(step, state)
+    names = [path.name for path in (tmp_path / "checkpoints").iterdir()]
+    assert sorted(names) == ["step_00000010", "step_00000011"]
+
+
+def test_when_saves_are_due(tmp_path: Path) -> None:
+    never = checkpointer(tmp_path / "a", every_minutes=None)
+    assert [never.agree(step, None) for step in (1, 2)] == [(False, False)] * 2
+    steps = checkpointer(tmp_path / "b", every_n_steps=3)
+    assert [steps.agree(step, None)[1] for step in range(1, 7)] == [False, False, True] * 2
+    minutes = checkpointer(tmp_path / "c", every_minutes=0.3 / 60)
+    assert minutes.agree(1, None) == (False, False)
+    time.sleep(0.35)
+    assert minutes.agree(2, None) == (False, True)
+    assert minutes.agree(3, "SIGTERM") == (True, True)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"), [("every_n_steps", 0), ("every_minutes", 0.0), ("keep_last", 0)]
+)
+def test_config_mistakes(field: str, value: float) -> None:
+    with pytest.raises(InvalidField, match=f"^{field}: {value} is not valid; expected "):
+        CheckpointConfig(**{field: value}).check()
+
+
+# ---- which one -------------------------------------------------------------------------------
+
+
+def make_checkpoint(output_dir: Path, step: int) -> Path:
+    folder = output_dir / "checkpoints" / f"step_{step:08d}"
+    folder.mkdir(parents=True)
+    (folder / "facts.json").write_text('{"facts": {}}')
+    return folder
+
+
+def test_the_checkpoint_that_is_meant(tmp_path: Path) -> None:
+    run, other, empty = tmp_path / "run", tmp_path / "other", tmp_path / "empty"
+    old, new = make_checkpoint(run, 9), make_checkpoint(run, 100_000_000)  # nine digits
+    foreign = make_checkpoint(other, 5)
+    (run / "checkpoints" / "step_00000200.partial").mkdir()
+    (run / "checkpoints" / "step_00000300").mkdir()  # without a fact, as nothing of ours is
+    assert published(run) == [old, new]
+    assert find_checkpoint("auto", run) == new
+    assert find_checkpoint("auto", empty) is None and find_checkpoint(None, empty) is None
+    for resume in (foreign, other):
+        assert find_checkpoint(str(resume), empty) == foreign
+    assert find_checkpoint(str(run), run) == find_checkpoint(str(new), run) == new
+
+    def error(resume: Any, output_dir: Path) -> str:
+        with pytest.raises(UserError) as raised:
+            find_checkpoint(None if resume is None else str(resume), output_dir)
+        assert "\n" not in str(raised.value)
+        return str(raised.value)
+
+    both = "set resume=auto to go on from there, or another output_dir"
+    assert error(None, run) == (
+        f"output_dir: '{run}' has checkpoints, up to step 100000000; {both}"
+    )
+    for resume in (foreign, old):  # neither may be mixed with what is there
+        assert error(resume, run).endswith(both)
+    assert "is no checkpoint and has none" in error(tmp_path / "nowhere", empty)
+
+
+# ---- what goes wrong -------------------------------------------------------------------------
+
+
+WHERE = ("rank 0", "rank 1", "adapter")
+
+
+def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
+    """Saves at 1, 2 (which fails somewhere, as on a full disk) and 3; what was told."""
+    import torch.distributed.checkpoint as dcp
+
+    from qfsdp.checkpoint import resume
+
+    state, results = train_state(model_dir), []
+    write, export = dcp.FileSystemWriter.write_data, resume.write_adapter
+
+    def full(*args: Any) -> Any:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    for where in WHERE:
+        saver = checkpointer(folder / where, on_failure=on_failure, keep_last=9)
+        told = []
+        for step in (1, 2, 3):
+            if step == 2 and where == f"rank {cpu_world().rank}":
+                dcp.FileSystemWriter.write_data = full  # type: ignore[method-assign]
+            if step == 2 and where == "adapter":
+                resume.write_adapter = full  # type: ignore[assignment]
+            try:
+                take_steps(state, range(step, step + 1))
+                saver.save(step, state)
+                while saver._saving is not None and not saver._saving.done():
+                    time.sleep(0.01)
+                saver.agree(step, False)
+            except UserError as error:
+                told.append(f"{step}: {error}")
+            dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
+            resume.write_adapter = export
+        saver.close()
+        left = sorted(path.name for path in (folder / where / "checkpoints").iterdir())
+        results.append([*told, *left])
+    return results
+
+
+@pytest.mark.parametrize("on_failure", ["stop", "continue"])
+def test_a_failed_save_leaves_the_earlier_one_and_no_half(
+    model_dir: Path, tmp_path: Path, on_failure: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    told, told_by_rank_1 = run_ranks(2, fail, model_dir, tmp_path, on_failure)
+    errors = capfd.readouterr().err.splitlines()
+    for at, where in enumerate(WHERE):
+        folder = tmp_path / where / "checkpoints"
+        message = (
+            f"checkpoint: not written to '{folder}': No space left on device; "
+            f"'{folder}/step_00000001' is intact"
+        )
+        intact = ["step_00000001", "step_00000003"]
+        if on_failure == "stop":
+            assert told[at] == [f"2: {message}", *intact]
+            assert told_by_rank_1[at][0].startswith("2: checkpoint: not "), "ranks stop together"
+        else:
+            assert told[at] == told_by_rank_1[at] == intact
+            assert errors.count(f"warning: {message}") == 1
+
+
+FULL_DISK = """
+import resource, sys
+from pathlib import Path
+from tests.checkpoint.test_resume import checkpointer, take_steps, train_state
+state, saver = train_state(Path(sys.argv[1])), checkpointer(Path(sys.argv[2]), asynchronous=False)
+saver.save(1, state)
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # no file may be longer: EFBIG
+take_steps(state, range(3))
+saver.save(2, state)
+"""
+
+
+def test_a_disk_that_takes_no_more_bytes(model_dir: Path, tmp_path: Path) -> None:
+    """Real writes that the kernel refuses half-way through a file."""
+    done = subprocess.run(
+        [sys.executable, "-c", FULL_DISK, model_dir, tmp_path],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "QFSDP_EAGER_KERNELS": "1"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 1
+    assert (
+        f"'{tmp_path}/checkpoints': File too large; '{tmp_path}/checkpoints/step_00000001' is "
+        in (done.stderr.splitlines()[-1])
+    )
+    (intact,) = (tmp_path / "checkpoints").iterdir()
+    assert checkpointer(tmp_path).load(intact, train_state(model_dir)) == 1
+
+
+def test_a_damaged_checkpoint_is_told_in_one_line(model_dir: Path, tmp_path: Path) -> None:
+    state, saver = train_state(model_dir), checkpointer(tmp_path, asynchronous=False)
+    saver.save(1, state)
+    (folder,) = published(tmp_path)
+    next((folder / "state").glob("*.distcp")).unlink()
+    with pytest.raises(UserError, match="^resume: '.*step_00000001' cannot be read: No such file"):
+        saver.load(folder, state)
+
+
+# ---- lock and log ----------------------------------------------------------------------------
+
+HOLD = """
+import sys, time
+from pathlib import Path
+from qfsdp.checkpoint.lock import FolderLock
+lock = FolderLock(Path(sys.argv[1]), "output_dir")
+print("held", flush=True)
+time.sleep(60)
+"""
+
+
+def test_one_process_writes_a_folder(tmp_path: Path) -> None:
+    folder = tmp_path / "deep" / "run"
+    words = [sys.executable, "-c", HOLD, str(folder)]
+    with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, text=True) as other:
+        assert other.stdout is not None and other.stdout.readline() == "held\n"
+        with pytest.raises(UserError) as error:
+            FolderLock(folder, "output_dir")
+        assert str(error.value).startswith(
+            f"output_dir: '{folder}' is being written by process {other.pid} on "
+        )
+        assert str(error.value).endswith("; wait for its end, or give another output_dir")
+        other.kill()
+        other.wait()
+    with FolderLock(folder, "output_dir"):
+        assert f"process {os.getpid()} on" in (folder / LOCK_FILE).read_text()
+        with pytest.raises(UserError, match="is being written by process"):
+            FolderLock(folder, "output_dir")
+    FolderLock(folder, "output_dir").release()
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError, match="^output_dir: .*/file/run' cannot be written: "):
+        FolderLock(tmp_path / "file" / "run", "output_dir")
+
+
+def test_the_log_of_a_killed_run_is_cut_where_the_next_goes_on(tmp_path: Path) -> None:
+    file = tmp_path / "metrics.jsonl"
+    lines = [json.dumps({"step": step, "loss": 0.5}) for step in range(1, 6)]
+    file.write_text("\n".join(lines) + '\n{"step": 6, "lo')
+    log = RunLog(tmp_path, None, 3, 8)
+    log.log(4, {"loss": 0.25})
+    log.close()
+    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    assert [(entry["step"], entry["loss"]) for entry in steps] == [
+        *((step, 0.5) for step in (1, 2, 3)),
+        (4, 0.25),
+    ]
+
+
+FULL_LOG = """
+import resource, sys
+from pathlib import Path
+from qfsdp.metrics import RunLog
+log = RunLog(Path(sys.argv[1]), None, 0, 3)
+log.log(1, {"loss": 1.0})
+resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))
+log.log(2, {"loss": 2.0})
+resource.setrlimit(resource.RLIMIT_FSIZE, (10_000, resource.RLIM_INFINITY))
+log.log(3, {"loss": 3.0})
+log.close()
+"""
+
+
+def test_a_disk_that_is_full_for_a_while_costs_no_line_of_the_log(tmp_path: Path) -> None:
+    """A checkpoint that did not fit and was removed must not end the run by its log."""
+    words = [sys.executable, "-c", FULL_LOG, str(tmp_path)]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]

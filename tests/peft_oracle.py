@@ -1,0 +1,69 @@
+"""PEFT on a plain transformers model, in a process of its own."""
+
+from __future__ import annotations
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import Tensor, nn
+
+from qfsdp.checkpoint.sources import base_parameters
+from qfsdp.tensor_subclasses.packed import PackedTensor
+
+# torchao cannot be found in the process: PEFT refuses to inject LoRA next to a torchao older than
+# 0.16, torchtune needs one.
+PREAMBLE = """
+import importlib.util, sys
+find_spec = importlib.util.find_spec
+importlib.util.find_spec = lambda name, *package: (
+    None if name.split(".")[0] == "torchao" else find_spec(name, *package)
+)
+import torch
+from safetensors.torch import load_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+config_dir, folder, *arguments = sys.argv[1:]
+tokens = torch.load(f"{folder}/tokens.pt")
+
+def base_model():
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(config_dir)).float().eval()
+    missing, unexpected = model.load_state_dict(load_file(f"{folder}/base.safetensors"), False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}, (missing, unexpected)
+    return model
+"""
+
+
+def dequantized_base(model: nn.Module) -> dict[str, Tensor]:
+    """The base weights that `model` computes with, under their Hugging Face names."""
+    return {
+        name: (p.dequantize() if isinstance(p, PackedTensor) else p.detach()).contiguous()
+        for name, p in base_parameters(model)
+    }
+
+
+def run_peft(
+    script: str, model_dir: Path, base: dict[str, Tensor], tokens: Tensor, folder: Path, *words: Any
+) -> dict[str, Any]:
+    """What `script`, run after PREAMBLE, leaves in `result.pt` of `folder`.
+
+    Args:
+        model_dir: whose `config.json` the model is built from.
+        base: its weights, `base_model()` of the script.
+        tokens: `tokens` of the script.
+        words: `arguments` of the script.
+    """
+    if importlib.util.find_spec("peft") is None:
+        pytest.skip("PEFT is not installed (pip install -e '.[dev]')")
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(base, folder / "base.safetensors")
+    torch.save(tokens, folder / "tokens.pt")
+    command = [sys.executable, "-c", PREAMBLE + script, model_dir, folder, *words]
+    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    return torch.load(folder / "result.pt")
