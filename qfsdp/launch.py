@@ -116,19 +116,23 @@ def user_errors() -> Iterator[None]:
 
 
 @contextmanager
-def rank_failures() -> Iterator[None]:
+def rank_failures(max_restarts: int = 0) -> Iterator[None]:
     """Exits as the first failed rank did, where torchrun would raise; 128 + signal if killed.
 
-    The ranks that are started inside get SIGTERM and SIGINT, and may end in their own way; and
-    `--max-restarts` starts them again.
+    The ranks that are started inside get SIGTERM and SIGINT, and may end in their own way.
+
+    Args:
+        max_restarts: torchrun's flag, how often it may start all ranks again.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # The agent would give new ranks the store of those that have died, with their addresses in
-    # it: 5 of 6 restarted pairs of gloo ranks could not connect or hung, none of 8 with this
-    # (torch 2.11 and 2.13; https://github.com/pytorch/pytorch/issues/135712).
-    os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
+    if max_restarts > 0:
+        # The agent would give new ranks the store of those that have died, with their addresses
+        # in it: 4 of 6 restarted pairs of gloo ranks could not connect, none of 8 with this
+        # (torch 2.11 and 2.13; https://github.com/pytorch/pytorch/issues/135712). Not always,
+        # because rank 0 then opens a port that the agent found free seconds before.
+        os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         with forwarded_to_ranks() as relay:
             yield

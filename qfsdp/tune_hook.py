@@ -137,7 +137,7 @@ def _extend_run(cli: ModuleType) -> None:
             launch.check_recipe(args.recipe, args.recipe_args)
         if str(args.nproc_per_node).isdecimal():
             launch.share_cores(int(args.nproc_per_node))
-        with launch.rank_failures():
+        with launch.rank_failures(args.max_restarts):
             run_distributed(self, args, is_builtin)
 
     cli.Run._get_recipe = get_recipe

@@ -45,7 +45,7 @@ class Config:
 def check(cfg: Config) -> None:
     """What can be wrong outside the config file, found before any weight is read."""
     if cfg.quantization.format == "none":
-        raise UserError("quantization.format: 'none' packs nothing; nf4 or nf4_fp32_absmax is right")
+        raise UserError("quantization.format: 'none' packs nothing; expected nf4")
     weights = ModelWeights(cfg.model.path)
     weights.check(packed_model(weights, cfg.quantization))
     if Path(cfg.output_dir).expanduser().resolve() == weights.folder.resolve():

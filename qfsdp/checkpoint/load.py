@@ -83,7 +83,7 @@ def load_base(
     model.tie_weights()
     params = list(base_parameters(model))
     for _, param in params:
-        _use_huge_pages(local_part(param))
+        use_huge_pages(local_part(param))
     reads = [read for name, param in params for read in _reads(source, name, param, device)]
     with RowStream(reads) as stream, Progress(sum(r.size for r in reads), progress) as bar:
         pieces = (bar.count(stream.next_read()) for _ in reads)
@@ -168,7 +168,7 @@ def _copy_pieces(into: Tensor, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
         yield rows
 
 
-def _use_huge_pages(local: Tensor) -> None:
+def use_huge_pages(local: Tensor) -> None:
     """Asks for 2 MB pages below a large shard in host memory.
 
     The first write to fresh memory costs a page fault for every page: a file in the page cache

@@ -39,7 +39,6 @@ from qfsdp.checkpoint.export import (
 )
 from qfsdp.checkpoint.load import Progress, check_finite, fill_packed
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
-from qfsdp.checkpoint.packed_layout import MANIFEST
 from qfsdp.checkpoint.quantize import packed_model
 from qfsdp.checkpoint.safetensors_read import INDEX, Read, RowStream
 from qfsdp.checkpoint.safetensors_write import (
@@ -183,7 +182,6 @@ class Merge:
             world.gather(None)  # nor is it complete before all of them have written
             if world.rank == 0:
                 copy_companions(self.weights.folder, folder)
-                (folder / MANIFEST).unlink(missing_ok=True)  # of a packed base
                 write_index(folder, files)
                 write_json(folder / "config.json", self._model_config(plan))
                 (folder / BEGUN).unlink()

@@ -131,12 +131,12 @@ class SafetensorsFolder:
     def _read_header(self, file: Path) -> None:
         if not file.is_file():
             raise UserError(f"{file} does not exist; the model's weights are read from it")
-        try:
-            with safe_open(file, framework="pt"):
-                pass  # the library's own look at header and length
-        except SafetensorError as error:
-            raise UserError(f"{file}: truncated or not a safetensors file ({error})") from None
         with open(file, "rb") as handle:
+            try:
+                with safe_open(file, framework="pt"):
+                    pass  # the library's own look at header and length
+            except SafetensorError as error:
+                raise UserError(f"{file}: truncated or not a safetensors file ({error})") from None
             (length,) = struct.unpack("<Q", handle.read(8))
             header = json.loads(handle.read(length))
         header.pop("__metadata__", None)

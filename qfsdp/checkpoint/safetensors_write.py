@@ -26,6 +26,7 @@ from qfsdp.errors import UserError
 
 MAX_FILE_BYTES = 5_000_000_000  # what Hugging Face's files have at most
 # Everything else that a model folder may hold besides its weights.
+WRITTEN = ("config.json", INDEX, "qfsdp_packed.json")  # by those who write the weights
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt", "LICENSE*", "*.md")
 _ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -198,10 +199,10 @@ def write_json(file: Path, content: object) -> None:
 
 def copy_companions(source: Path, folder: Path) -> None:
     """Copies tokenizer, generation settings and whatever else lies beside the weights of a model
-    folder, but `config.json` and the index, which the caller writes."""
+    folder, but what describes them (`config.json`, index, manifest), which the caller writes."""
     for pattern in COPIED:
         for file in sorted(source.glob(pattern)):
-            if file.name not in ("config.json", INDEX) and file.is_file():
+            if file.name not in WRITTEN and file.is_file():
                 shutil.copyfile(file, folder / file.name)
 
 

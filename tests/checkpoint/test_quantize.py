@@ -265,7 +265,7 @@ def test_training_from_the_cache_is_the_same(smollm2_dir: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["quantization.format=none"], "quantization.format: 'none' packs nothing"),
+        (["quantization.format=none"], "quantization.format: 'none' packs nothing; expected nf4"),
         (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),
         (["output_dir=${model.path}"], "is the source; name another folder"),
         (["layout=gguf"], "expected one of 'qfsdp', 'bnb'"),

@@ -1,0 +1,396 @@
+"""Runs that go on: the same bits as without the break, whatever broke them, or one line of why not.
+
+Most of it through the recipe's own functions or the command as typed, on the tiny model, with
+dropout, in the middle of the second epoch, whose last step is a short one.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from qfsdp.checkpoint.facts import read_facts
+from qfsdp.checkpoint.resume import published
+from qfsdp.config import load_config
+from qfsdp.demo.arithmetic import write_splits
+from qfsdp.errors import UserError
+from tests.ranks import run_ranks
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+TUNE = Path(sys.executable).with_name("tune")
+RECIPE = "recipes/qdora_distributed"
+CONFIG = """
+output_dir: {folder}/run
+model: {{path: {folder}/model, dtype: fp32}}
+tokenizer: {{_component_: tests.toy_data.tokenizer}}
+dataset: {{_component_: tests.toy_data.Samples}}
+adapter: {{rank: 5, alpha: 7, dropout: 0.1}}
+optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 2
+batch_size: 12
+max_seq_len: 64
+epochs: 3
+checkpoint: {{every_n_steps: 5, keep_last: 99}}
+"""
+STEPS = 9  # 26 samples, 12 a step: 12, 12 and 2, three times
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("resume")
+    write_tiny_model(folder / "model")
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def run_recipe(folder: Path, runs: list[list[str]]) -> None:
+    """The recipe with each of the command lines, one after another; runs on every rank."""
+    recipe = load_recipe()
+    for words in runs:
+        config = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
+        if os.environ["RANK"] == "0":
+            recipe.check(config)
+        recipe.main(config)
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    steps = [line["step"] for line in lines]
+    assert steps == sorted(set(steps)), f"{run}: {steps}"
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def adapter_bytes(run: Path) -> bytes:
+    return (run / "adapter" / "adapter_model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_the_same_bits_as_without_the_break(folder: Path, ranks: int) -> None:
+    """LoRA and DoRA, with and without accumulation: after step 5 of 9, dropout and all."""
+    runs, pairs = [], []
+    for method in ("lora", "dora"):
+        for split in ((12 // ranks, 1), (4 // ranks, 3)):
+            whole = folder / f"whole_{ranks}_{method}_{split[1]}"
+            rest = folder / f"rest_{ranks}_{method}_{split[1]}"
+            words = [f"adapter.method={method}", f"batch_size={split[0]}"]
+            words += [f"gradient_accumulation_steps={split[1]}", f"output_dir={whole}"]
+            resume = f"resume={whole}/checkpoints/step_00000005"
+            runs += [words, [*words, f"output_dir={rest}", resume]]
+            pairs.append((whole, rest))
+    run_ranks(ranks, run_recipe, folder, runs)
+    seen = set()
+    for whole, rest in pairs:
+        expected = losses(whole)
+        assert len(expected) == STEPS
+        assert losses(rest) == {step: expected[step] for step in range(6, STEPS + 1)}
+        assert adapter_bytes(rest) == adapter_bytes(whole)
+        seen.add(tuple(expected.values()))
+    assert len(seen) == 4, "methods and splits did not differ: dropout or the method had no effect"
+
+
+@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1)])
+def test_another_number_of_ranks_goes_on(folder: Path, before: int, after: int) -> None:
+    """The same global batches; without dropout, whose numbers are each rank's own."""
+    whole, rest = folder / f"from_{before}", folder / f"to_{after}"
+    words = ["adapter.dropout=0", f"batch_size={12 // before}", f"output_dir={whole}"]
+    run_ranks(before, run_recipe, folder, [words])
+    words = ["adapter.dropout=0", f"batch_size={12 // after}", f"output_dir={rest}"]
+    run_ranks(after, run_recipe, folder, [[*words, f"resume={whole}/checkpoints/step_00000005"]])
+    expected = losses(whole)
+    assert losses(rest) == pytest.approx({s: expected[s] for s in range(6, STEPS + 1)}, abs=1e-5)
+
+
+# ---- what may change -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def finished(folder: Path) -> Path:
+    """A whole run by one process."""
+    run_ranks(1, run_recipe, folder, [[f"output_dir={folder}/finished"]])
+    return folder / "finished"
+
+
+def check(folder: Path, *words: str) -> None:
+    recipe = load_recipe()
+    recipe.check(load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["adapter.rank=6"], "adapter.rank: was 5, is 6"),
+        (["adapter.method=lora"], "adapter.method: was dora, is lora"),
+        (["adapter.targets=[q_proj]"], "adapter.targets: was all-linear, is ['q_proj']"),
+        (["quantization.format=none"], "quantization.format: was nf4, is none"),
+        (["model.dtype=bf16"], "model.dtype: was fp32, is bf16"),
+        (["optimizer.lr=1e-4"], "optimizer.lr: was 0.001, is 0.0001"),
+        (["optimizer.betas=[0.9, 0.9]"], "optimizer.betas: was null, is [0.9, 0.9]"),
+        (["lr_scheduler.num_warmup_steps=3"], "lr_scheduler.num_warmup_steps: was 2, is 3"),
+        (["lr_scheduler=null"], "lr_scheduler.num_warmup_steps: was 2, is null"),
+        (["dataset.seed=1"], "dataset.seed: was null, is 1"),
+        (["seed=4", "max_seq_len=32"], "max_seq_len: was 64, is 32; seed: was 0, is 4"),
+        (["model.path={folder}/other"], "model (its weights): was "),
+    ],
+)
+def test_what_was_trained_may_not_change(
+    folder: Path, finished: Path, words: list[str], message: str
+) -> None:
+    """Told by the preflight, before anything is loaded, and with every difference."""
+    if not (folder / "other").exists():
+        write_tiny_model(folder / "other", seed=1)
+    words = [word.format(folder=folder) for word in words]
+    with pytest.raises(UserError) as error:
+        check(folder, f"output_dir={finished}", "resume=auto", *words)
+    text = str(error.value)
+    assert message in text and "\n" not in text
+    assert text.startswith(f"resume: '{published(finished)[-1]}' was trained otherwise: ")
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["batch_size=6"], "batch_size * gradient_accumulation_steps * ranks: was 12, is 6"),
+        (["dataset.size=25"], "dataset (its length): was 26, is 25"),
+    ],
+)
+def test_nor_may_the_samples_of_a_step(
+    folder: Path, finished: Path, tmp_path: Path, words: list[str], message: str
+) -> None:
+    """What is known only once the data is there, but before the weights are."""
+    recipe, run = load_recipe(), tmp_path / "run"
+    shutil.copytree(finished, run)
+    argv = ["--config", f"{folder}/config.yaml", f"output_dir={run}", "resume=auto", *words]
+    recipe.load_model = None
+    before = (run / "config.yaml").read_text()
+    with pytest.raises(UserError) as error:
+        recipe.main(load_config(recipe.Config, argv))
+    assert message in str(error.value)
+    assert (run / "config.yaml").read_text() == before
+
+
+def test_the_rest_may_change(folder: Path, finished: Path, tmp_path: Path) -> None:
+    """Where things lie, how the work is split, how long the run is; a finished run goes on."""
+    shutil.copytree(folder / "model", tmp_path / "moved")
+    words = [f"output_dir={tmp_path}/more", f"resume={finished}", f"model.path={tmp_path}/moved"]
+    words += ["activation.checkpointing=full", "log_every_n_steps=2", "max_steps=11", "epochs=4"]
+    words += ["checkpoint.keep_last=1", "checkpoint.every_n_steps=null", "batch_size=6"]
+    words += ["gradient_accumulation_steps=2", "sharding.wrap=linear", "clip_grad_norm=2.0"]
+    check(folder, *words)
+    run_ranks(1, run_recipe, folder, [words])
+    assert list(losses(tmp_path / "more")) == [10, 11]
+    assert [path.name for path in published(tmp_path / "more")] == ["step_00000011"]
+
+
+def test_a_folder_with_checkpoints_is_not_started_over(folder: Path, finished: Path) -> None:
+    with pytest.raises(UserError, match="up to step 9; set resume=auto to go on from there, or an"):
+        check(folder, f"output_dir={finished}")
+    before = losses(finished)
+    run_ranks(1, run_recipe, folder, [[f"output_dir={finished}", "resume=auto"]])
+    assert losses(finished) == before, "a run that was complete was trained further"
+
+
+# ---- signals and kills -----------------------------------------------------------------------
+
+
+def tune(folder: Path, *words: str, flags: str = "--nproc_per_node 2") -> list[str]:
+    config = ["--config", f"{folder}/config.yaml", "batch_size=6", *words]
+    return [str(TUNE), "run", *flags.split(), RECIPE, *config]
+
+
+def start(command: list[str]) -> subprocess.Popen[str]:
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "QFSDP_EAGER_KERNELS": "1"}
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
+
+
+def wait_for_step(run: Path, step: int, stale: int = 0) -> None:
+    """`stale`: the log's inode, if it has lines that the run will remove before its first step."""
+    file = run / "metrics.jsonl"
+    for _ in range(6000):
+        fresh = file.exists() and file.stat().st_ino != stale
+        if fresh and len(file.read_text().splitlines()) >= step:
+            return
+        time.sleep(0.01)
+    raise AssertionError(f"{run} took no step {step}")
+
+
+def rank_pids(agent: int) -> list[int]:
+    children = Path(f"/proc/{agent}/task/{agent}/children").read_text().split()
+    command = {int(pid): Path(f"/proc/{pid}/cmdline").read_bytes() for pid in children}
+    return [pid for pid, words in command.items() if b"qdora_distributed.py" in words]
+
+
+@pytest.fixture(scope="module")
+def reference(folder: Path) -> dict[int, float]:
+    """What two ranks get without a break."""
+    run_ranks(2, run_recipe, folder, [["batch_size=6", f"output_dir={folder}/reference"]])
+    return losses(folder / "reference")
+
+
+SLOW = "dataset.seconds=0.02"  # a step of 12 samples then takes 0.15 s and more
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(
+    folder: Path, reference: dict[int, float]
+) -> None:
+    run = folder / "stopped"
+    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=null", SLOW]
+    process = start(tune(folder, *words))
+    wait_for_step(run, 3)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    (saved,) = published(run)
+    at = read_facts(saved)["step"]
+    assert list(losses(run)) == list(range(1, at + 1)) and 3 <= at < STEPS
+    assert f"saving after step {at}, then stopping; resume=auto goes on from there" in err
+    assert "Traceback" not in err and "adapter (PEFT format)" not in out
+    process = start(tune(folder, *words))
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert losses(run) == reference and "adapter (PEFT format)" in out
+    assert adapter_bytes(run) == adapter_bytes(folder / "reference")
+
+
+def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float]) -> None:
+    """torchrun starts all ranks anew, and they go on; the others do not hang in a collective."""
+    run = folder / "restarted"
+    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1", SLOW]
+    process = start(tune(folder, *words, flags="--nproc_per_node 2 --max-restarts 3"))
+    wait_for_step(run, 4)
+    since = time.monotonic()
+    first = rank_pids(process.pid)
+    os.kill(first[1], signal.SIGKILL)
+    while set(rank_pids(process.pid)) & set(first):
+        assert time.monotonic() - since < 15, "ranks of the broken run still live"
+        time.sleep(0.1)
+    _, err = process.communicate(timeout=90)
+    assert process.returncode == 0, err
+    assert losses(run) == reference
+    assert adapter_bytes(run) == adapter_bytes(folder / "reference")
+
+
+def kill_and_go_on(
+    command: list[str], run: Path, kills: int, every: int, steps: int, scratch: Path
+) -> list[tuple[float, int, int, int]]:
+    """Kills all processes of a run `kills` times, at random moments after it has taken 1 to
+    `steps` steps beyond its last checkpoint, and then lets it end.
+
+    After each kill every checkpoint that bears its name must be readable to the last byte, by
+    torch's own tool, and no more may be lost than what followed the last one.
+
+    Returns:
+        per kill: the seconds since the start, the step it had started from, the last it took, the
+        last it saved.
+    """
+    chance, table = random.Random(kills), []
+    for _ in range(kills):
+        start_at, since, stale = newest_step(run), time.monotonic(), 0
+        if table and table[-1][2] > start_at:
+            stale = (run / "metrics.jsonl").stat().st_ino
+        process = start(command)
+        wait_for_step(run, start_at + chance.randint(1, steps), stale)
+        time.sleep(chance.uniform(0, 0.2 * every))
+        moment = time.monotonic() - since
+        for pid in [process.pid, *rank_pids(process.pid)]:
+            os.kill(pid, signal.SIGKILL)
+        process.communicate()
+        taken, saved = len(losses(run)), newest_step(run)
+        table.append((moment, start_at, taken, saved))
+        for path in published(run):
+            dcp_to_torch_save(path / "state", scratch)
+            load_file(path / "adapter" / "adapter_model.safetensors")
+        # A save that was under way is lost with up to `every` steps that were taken meanwhile.
+        assert start_at <= saved and taken - saved < 2 * every, table
+    process = start(command)
+    _, err = process.communicate(timeout=600)
+    assert process.returncode == 0, err
+    assert not list((run / "checkpoints").glob("*.partial"))
+    return table
+
+
+def newest_step(run: Path) -> int:
+    return read_facts(published(run)[-1])["step"] if published(run) else 0
+
+
+def test_killed_at_random_moments(
+    folder: Path, reference: dict[int, float], tmp_path: Path
+) -> None:
+    """A save at every step, so that most kills come upon one."""
+    run = folder / "killed"
+    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1", SLOW]
+    kill_and_go_on(tune(folder, *words), run, 2, 1, 2, tmp_path / "all.pt")
+    assert losses(run) == reference
+    assert adapter_bytes(run) == adapter_bytes(folder / "reference")
+
+
+@pytest.fixture(scope="session")
+def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_splits(tmp_path_factory.mktemp("arithmetic"), train=64, heldout=8)[0]
+
+
+def real(model: Path, data: Path, run: Path, *words: str) -> list[str]:
+    more = [f"model.path={model}", f"dataset.source={data}", f"output_dir={run}", "batch_size=2"]
+    config = ["--config", "configs/smollm2_135m_qdora.yaml", *more, *words]
+    return [str(TUNE), "run", "--nproc_per_node", "2", RECIPE, *config]
+
+
+def finish(command: list[str]) -> None:
+    process = start(command)
+    _, err = process.communicate(timeout=900)
+    assert process.returncode == 0, err
+
+
+def run_real(runs: list[list[str]]) -> None:
+    recipe = load_recipe()
+    for command in runs:
+        recipe.main(load_config(recipe.Config, command[command.index("--config") :]))
+
+
+def test_the_real_model(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
+    """The demonstration's config, stopped in the middle of the epoch."""
+    whole, rest = tmp_path / "whole", tmp_path / "rest"
+    words = ["max_steps=3", "lr_scheduler.num_warmup_steps=1", "adapter.dropout=0.1"]
+    words += ["checkpoint.every_n_steps=1", "checkpoint.keep_last=9"]
+    resume = f"resume={whole}/checkpoints/step_00000002"
+    runs = [real(smollm2_dir, train_file, whole, *words)]
+    runs += [real(smollm2_dir, train_file, rest, *words, resume)]
+    run_ranks(2, run_real, runs)
+    assert losses(rest) == {3: losses(whole)[3]}
+    assert adapter_bytes(rest) == adapter_bytes(whole)
+    saved = published(whole)[-1] / "adapter" / "adapter_model.safetensors"
+    assert saved.read_bytes() == adapter_bytes(whole)
+
+
+@pytest.mark.slow
+def test_twenty_kills_of_the_real_command(
+    smollm2_dir: Path, train_file: Path, tmp_path: Path
+) -> None:
+    """Prints a line per kill (run with -s)."""
+    words = ["max_steps=120", "epochs=99", "adapter.dropout=0.1", "max_seq_len=64"]
+    finish(real(smollm2_dir, train_file, tmp_path / "whole", *words))
+    run = tmp_path / "killed"
+    words += ["resume=auto", "checkpoint.every_n_steps=3"]
+    command = real(smollm2_dir, train_file, run, *words)
+    table = kill_and_go_on(command, run, 20, 3, 4, tmp_path / "all.pt")
+    expected, found = losses(tmp_path / "whole"), losses(run)
+    print("\nkill  after s  started from  killed after  goes on from  lost  same losses")
+    for at, (moment, started, taken, saved) in enumerate(table, 1):
+        same = all(found[s] == expected[s] for s in range(started + 1, taken + 1))
+        row = f"{at:4}  {moment:7.2f}  {started:12}  {taken:12}  {saved:12}"
+        print(f"{row}  {taken - saved:4}  {same}")
+    assert found == expected
+    assert adapter_bytes(run) == adapter_bytes(tmp_path / "whole")
