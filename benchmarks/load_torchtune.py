@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.load import PeakMemory, files_of
+from benchmarks.load import PeakMemory, drop_from_page_cache, files_of, touch_memory
 
 RANKS = 2
 
@@ -57,6 +57,9 @@ def load_rank(rank: int, folder: str, result: str, base: str) -> None:
         reshard_after_forward=True,
         dp_mesh=init_device_mesh("cpu", (RANKS,)),
     )
+    touch_memory(sum(p.numel() * p.element_size() for p in model.parameters()) // RANKS)
+    if rank == 0:
+        drop_from_page_cache(Path(folder))
     dist.barrier()
     memory, since = PeakMemory(), time.perf_counter()
     checkpointer = training.FullModelHFCheckpointer(
