@@ -20,6 +20,7 @@ Plain keys are the worst of all cases; `KEY.SOURCE.N` are those of one source on
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -168,6 +169,7 @@ def load_rank(rank: int, size: int, folder: str, format: Format, repeat: int, re
 
 
 def load_once(folder: Path, format: Format, world: World) -> dict[str, float]:
+    gc.collect()  # the model of the time before: FSDP2's hooks make cycles
     cat = cat_seconds(folder) if world.rank == 0 else 0.0
     weights = ModelWeights(folder)
     with torch.device("meta"):

@@ -12,6 +12,7 @@ SIGTERM or SIGINT has stopped, and that has saved, ends with 0 (`qfsdp.signals`)
 from __future__ import annotations
 
 import importlib.util
+import logging
 import os
 import re
 import sys
@@ -127,6 +128,9 @@ def rank_failures(max_restarts: int = 0) -> Iterator[None]:
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
+    # Its lines on which rank has failed and which are ended would stand around the one line that
+    # a rank has told; of any other failure the table below says as much.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if max_restarts > 0:
         # The agent would give new ranks the store of those that have died, with their addresses
         # in it: 4 of 6 restarted pairs of gloo ranks could not connect, none of 8 with this

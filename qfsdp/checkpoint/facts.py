@@ -48,7 +48,7 @@ def config_facts(cfg: Any) -> dict[str, Any]:
 def data_facts(loader: StepLoader) -> dict[str, Any]:
     """What a step number means: the number of samples, how many make a step, and what a few of
     them look like once they are tokens."""
-    dataset, digest = loader._dataset, hashlib.sha256()
+    dataset, digest = loader.dataset, hashlib.sha256()
     size = len(dataset)
     for index in range(0, size, -(-size // SAMPLED_ROWS)):
         sample = dataset[index]
@@ -58,7 +58,7 @@ def data_facts(loader: StepLoader) -> dict[str, Any]:
     return {
         "dataset (its length)": size,
         "dataset (its tokens)": digest.hexdigest()[:16],
-        "batch_size * gradient_accumulation_steps * ranks": loader._global_batch,
+        "batch_size * gradient_accumulation_steps * ranks": loader.global_batch_size,
     }
 
 

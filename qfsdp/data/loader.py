@@ -111,6 +111,8 @@ class StepLoader:
     rank without samples for a micro-batch, it gets one row of padding without targets.
 
     Attributes:
+        dataset: what it was given.
+        global_batch_size: samples of a global step, over all ranks and micro-batches.
         steps_per_epoch: global steps per pass over the dataset, the short one included.
     """
 
@@ -140,32 +142,32 @@ class StepLoader:
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in 0..{world_size - 1}")
-        self._dataset = dataset
+        self.dataset = dataset
         self._rank, self._world_size = rank, world_size
         self._seed, self._shuffle = seed, shuffle
         self._pad_id, self._max_seq_len = pad_id, max_seq_len
         self._micro_batch = batch_size * world_size
-        self._global_batch = self._micro_batch * gradient_accumulation_steps
+        self.global_batch_size = self._micro_batch * gradient_accumulation_steps
         self._order: tuple[int, list[int]] | None = None
-        self.steps_per_epoch = -(-len(dataset) // self._global_batch)
+        self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)
 
     def step(self, step: int) -> list[Batch]:
         """This rank's micro-batches of global step `step`, counted from 0 over all epochs."""
         epoch, index = divmod(step, self.steps_per_epoch)
-        start = index * self._global_batch
-        chosen = self._epoch_order(epoch)[start : start + self._global_batch]
+        start = index * self.global_batch_size
+        chosen = self._epoch_order(epoch)[start : start + self.global_batch_size]
         batches = []
         for begin in range(0, len(chosen), self._micro_batch):
             # Every world_size-th sample, so that a short micro-batch is spread over the ranks.
             mine = chosen[begin : begin + self._micro_batch][self._rank :: self._world_size]
-            samples = [self._dataset[i] for i in mine]
+            samples = [self.dataset[i] for i in mine]
             batches.append(collate(samples, pad_id=self._pad_id, max_seq_len=self._max_seq_len))
         return batches
 
     def _epoch_order(self, epoch: int) -> list[int]:
         """Sample indices of an epoch; the last one asked for is kept."""
         if self._order is None or self._order[0] != epoch:
-            size = len(self._dataset)
+            size = len(self.dataset)
             order = list(range(size))
             if self._shuffle:
                 # Hashed, because torch's CPU generator reads only 32 bits of its seed, and

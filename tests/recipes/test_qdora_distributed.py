@@ -12,6 +12,7 @@ from types import ModuleType
 
 import pytest
 from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 from qfsdp.config import load_config
 from qfsdp.demo.arithmetic import write_splits
@@ -105,6 +106,22 @@ def test_the_literal_command_without_the_weights(torchrun_flags: list[str]) -> N
     )
 
 
+def test_what_only_ranks_find_is_one_line_too(smollm2_dir: Path, tmp_path: Path) -> None:
+    """NaN is seen where weights are read: by ranks, after the preflight."""
+    model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir)
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.layers.1.mlp.up_proj.weight"][400, 3] = float("nan")
+    save_file(tensors, model / "model.safetensors")
+    data = tmp_path / "rows.jsonl"
+    data.write_text(json.dumps({"question": "2 + 3?", "answer": "5"}) + "\n")
+    words = ["--config", "configs/smollm2_135m_qdora.yaml", f"output_dir={tmp_path}/run"]
+    words += [f"model.path={model}", f"dataset.source={data}"]
+    done = tune("run", "--nproc_per_node", "2", RECIPE, *words)
+    assert done.returncode == 2
+    expected = "model.layers.1.mlp.up_proj.weight: row 400 holds NaN or infinity; it cannot be"
+    assert done.stderr == f"error: {model}: {expected} quantized\n"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -141,8 +158,9 @@ def test_mistakes_are_told_in_one_line_before_anything_loads(
     recipe: ModuleType,
     smollm2_dir: Path,
     train_file: Path,
+    tmp_path: Path,
 ) -> None:
-    argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml")]
+    argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml"), f"output_dir={tmp_path}"]
     argv += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
     recipe.check(load_config(recipe.Config, argv))  # nothing else is wrong
     with pytest.raises(UserError) as error:
