@@ -184,6 +184,7 @@ VARIANTS = [
     {"reshard": False},
     {"packed": "all-linear"},  # lm_head adapted, but in plain weights
     {"format": "none"},
+    {"format": "nf4_fp32_absmax"},
     {"dtype": "bf16"},
 ]
 
