@@ -28,6 +28,7 @@ from qfsdp.tensor_subclasses.nf4 import BLOCK, DYNAMIC_LEVELS, NF4_LEVELS, SCALE
 from qfsdp.tensor_subclasses.packed import PackedTensor
 
 STATE = ".quant_state.bitsandbytes__"
+CHUNK_ROWS = 1 << 10  # written at a time
 _JSON_BYTES = 256  # room for the JSON of a quant_state; padded with blanks
 
 
@@ -122,7 +123,9 @@ def write_bnb(file: SafetensorsFile, name: str, weight: PackedTensor) -> None:
     """Writes the tensors of `bnb_group`."""
     rows, cols = weight.shape
     codes, absmax = weight.packed.split([cols // 2, weight.packed.size(1) - cols // 2], dim=1)
-    file.write(name, codes.reshape(-1, 1))
+    for start in range(0, rows, CHUNK_ROWS):  # columns of packed rows: flattening copies them
+        part = codes[start : start + CHUNK_ROWS]
+        file.write(name, part.reshape(-1, 1), start * cols // 2)
     file.write(f"{name}.quant_map", torch.tensor(NF4_LEVELS))
     state: dict[str, Any] = {
         "quant_type": "nf4",
