@@ -6,7 +6,8 @@ import ctypes
 import mmap
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -85,8 +86,7 @@ def load_base(
     for _, param in params:
         use_huge_pages(local_part(param))
     reads = [read for name, param in params for read in _reads(source, name, param, device)]
-    with RowStream(reads) as stream, Progress(sum(r.size for r in reads), progress) as bar:
-        pieces = (bar.count(stream.next_read()) for _ in reads)
+    with streamed(reads, progress) as pieces:
         for name, param in params:
             local = local_part(param)
             try:
@@ -182,6 +182,13 @@ def use_huge_pages(local: Tensor) -> None:
     length = data.data_ptr() + size - start
     advice = mmap.MADV_HUGEPAGE
     ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)  # a hint
+
+
+@contextmanager
+def streamed(reads: Sequence[Read], progress: bool) -> Iterator[Iterator[Iterator[Tensor]]]:
+    """For each entry the iterator over its pieces, read ahead (`RowStream`) and counted."""
+    with RowStream(reads) as stream, Progress(sum(r.size for r in reads), progress) as bar:
+        yield (bar.count(stream.next_read()) for _ in reads)
 
 
 class Progress:

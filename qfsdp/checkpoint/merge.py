@@ -37,10 +37,10 @@ from qfsdp.checkpoint.export import (
     read_adapter_config,
     read_adapter_header,
 )
-from qfsdp.checkpoint.load import Progress, check_finite, fill_packed
+from qfsdp.checkpoint.load import check_finite, fill_packed, streamed
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.quantize import packed_model
-from qfsdp.checkpoint.safetensors_read import INDEX, Read, RowStream
+from qfsdp.checkpoint.safetensors_read import INDEX, Read
 from qfsdp.checkpoint.safetensors_write import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
@@ -202,8 +202,7 @@ class Merge:
         names = [name for file in files for name in file.groups]
         reads = [read for name in names for read in self._reads(plan[name], world.device)]
         shown = world.rank == 0 and bool(files)
-        with RowStream(reads) as stream, Progress(sum(r.size for r in reads), shown) as bar:
-            pieces = (bar.count(stream.next_read()) for _ in reads)
+        with streamed(reads, shown) as pieces:
             try:
                 for _ in write_files(
                     folder,

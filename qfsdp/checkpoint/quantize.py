@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.bnb import bnb_config, bnb_group, write_bnb
-from qfsdp.checkpoint.load import ModelConfig, Progress, check_finite, fill_packed
-from qfsdp.checkpoint.lock import FolderLock
+from qfsdp.checkpoint.load import ModelConfig, check_finite, fill_packed, streamed
+from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.packed_layout import MANIFEST, VERSION, packed_group, write_packed
-from qfsdp.checkpoint.safetensors_read import DTYPES, Read, RowStream
+from qfsdp.checkpoint.safetensors_read import DTYPES, Read
 from qfsdp.checkpoint.safetensors_write import (
     MAX_FILE_BYTES,
     Entry,
@@ -124,7 +124,7 @@ def _begin(folder: Path, facts: dict[str, Any], key: str) -> dict[str, str]:
             earlier = json.loads((folder / name).read_text())
             break
     if earlier is None:
-        if any(file.name != ".lock" for file in folder.iterdir()):
+        if any(file.name != LOCK_FILE for file in folder.iterdir()):
             raise UserError(f"{key}: '{folder}' is not empty; name a new folder")
         write_json(folder / BEGUN, facts)
         return {}
@@ -169,8 +169,7 @@ def _write(
     reads = [read for name in names for read in _reads(weights, name, params[name], world.device)]
     write_weight = write_packed if layout == "qfsdp" else write_bnb
     shown = world.rank == 0 and bool(files)
-    with RowStream(reads) as stream, Progress(sum(r.size for r in reads), shown) as bar:
-        pieces = (bar.count(stream.next_read()) for _ in reads)
+    with streamed(reads, shown) as pieces:
 
         def fill(name: str, file: SafetensorsFile) -> None:
             into = params[name].data

@@ -93,14 +93,13 @@ class SafetensorsFolder:
             read, or a file is truncated or no safetensors file.
     """
 
-    def __init__(self, folder: str | Path, key: str = "model.path") -> None:
-        """`key` is the config's name for the folder, for the messages."""
+    def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder).expanduser()
         expected = "expected a Hugging Face model folder"
         if not self.folder.exists():
-            raise UserError(f"{key}: '{folder}' does not exist; {expected}")
+            raise UserError(f"model.path: '{folder}' does not exist; {expected}")
         if not self.folder.is_dir():
-            raise UserError(f"{key}: '{folder}' is a file; {expected}")
+            raise UserError(f"model.path: '{folder}' is a file; {expected}")
         self.tensors: dict[str, StoredTensor] = {}
         try:
             listed = self._read_index()
@@ -146,13 +145,11 @@ class SafetensorsFolder:
             start = 8 + length + begin
             self.tensors[name] = StoredTensor(name, file, entry["dtype"], shape, start, end - begin)
 
-    def read(self, tensor: StoredTensor, rows: slice = slice(None)) -> Tensor:
-        """Those rows of a tensor on the CPU, in the dtype of the file."""
-        chosen = range(tensor.rows)[rows]
-        shape = (len(chosen), *tensor.shape[1:]) if tensor.shape else ()
-        values = torch.empty(shape, dtype=DTYPES[tensor.dtype])
+    def read(self, tensor: StoredTensor) -> Tensor:
+        """A whole tensor on the CPU, in the dtype of the file."""
+        values = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
         with open(tensor.file, "rb") as handle:
-            _read_exactly(handle.fileno(), tensor, chosen.start, values)
+            _read_exactly(handle.fileno(), tensor, 0, values)
         return values
 
 
@@ -192,9 +189,9 @@ class RowStream:
         self._reads = reads
         self._spare: Queue[Tensor | None] = Queue()
         self._ready: Queue[tuple[Tensor, Tensor | None] | BaseException | None] = Queue()
+        size = max([PIECE_BYTES, *(r.tensor.row_bytes for r in reads if r.into is None)])
+        pinned = any(r.device.type != "cpu" for r in reads)
         for _ in range(RING):
-            size = max([PIECE_BYTES, *(r.tensor.row_bytes for r in reads if r.into is None)])
-            pinned = any(r.device.type != "cpu" for r in reads)
             self._spare.put(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
         self._stopped = False
         self._at = 0
@@ -248,12 +245,15 @@ class RowStream:
                 os.close(descriptor)
 
     def _place(self, read: Read, rows: range) -> tuple[Tensor, Tensor | None] | None:
-        """Where the piece is read to, and the buffer that it takes of the ring, if it does."""
+        """Where the piece is read to, and the buffer that it takes of the ring, if it does; None
+        once nobody wants it any more."""
+        if self._stopped:
+            return None
         if read.into is not None:
             first = read.rows.start
             return read.into[rows.start - first : rows.stop - first], None
         buffer = self._spare.get()
-        if buffer is None or self._stopped:
+        if buffer is None:
             return None
         size = len(rows) * read.tensor.row_bytes
         piece = buffer[:size].view(DTYPES[read.tensor.dtype])
