@@ -28,7 +28,6 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from pathlib import Path
 from typing import Any, Literal
@@ -38,6 +37,9 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import init_device_mesh
 
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.memory import PeakMemory
 from qfsdp.checkpoint.load import load_base, use_huge_pages
 from qfsdp.checkpoint.quantize import Layout, quantize_folder
 from qfsdp.checkpoint.safetensors_write import (
@@ -104,30 +106,6 @@ def write_model(folder: Path, layers: int, vocab_size: int) -> None:
 
 
 # ---- one rank ------------------------------------------------------------------------------
-
-
-class PeakMemory(threading.Thread):
-    """Samples this process's anonymous memory until `stop`; bytes above those at the start."""
-
-    def __init__(self) -> None:
-        super().__init__(daemon=True)
-        self.before, self.peak, self._stopped = private_bytes(), 0, False
-        self.start()
-
-    def run(self) -> None:
-        while not self._stopped:
-            self.peak = max(self.peak, private_bytes() - self.before)
-            time.sleep(0.002)
-
-    def stop(self) -> int:
-        self._stopped = True
-        self.join()
-        return max(self.peak, private_bytes() - self.before)
-
-
-def private_bytes() -> int:
-    with open("/proc/self/status") as status:
-        return next(int(s.split()[1]) * 1024 for s in status if s.startswith("RssAnon"))
 
 
 def touch_memory(size: int) -> None:

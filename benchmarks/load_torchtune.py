@@ -22,7 +22,8 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.load import PeakMemory, drop_from_page_cache, files_of, touch_memory
+from benchmarks.load import drop_from_page_cache, files_of, touch_memory
+from benchmarks.memory import PeakMemory
 
 RANKS = 2
 

@@ -120,11 +120,11 @@ def init_world() -> World:
 def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
     """Shards every parameter of `model`, in place, by rows over the ranks (FSDP2).
 
-    The units, each gathered as one: decoder layers (or their linears), the embeddings, and
-    `[norm, lm_head]`, which together end the forward and begin the backward. Where the
-    embeddings are also the output layer they belong to the root and stay gathered for the
-    step. Nothing is cast while it is gathered: frozen weights are held in the compute dtype
-    and adapters cast themselves, so that one rank and many run the same arithmetic.
+    The units, each gathered as one: decoder layers (or their linears), the embeddings, and the
+    output layer. Where the embeddings are also the output layer they belong to the root, as the
+    last norm does, and stay gathered for the step. Nothing is cast while it is gathered: frozen
+    weights are held in the compute dtype and adapters cast themselves, so that one rank and many
+    run the same arithmetic.
 
     With a single process nothing is wrapped: FSDP2 would copy every parameter.
     """
@@ -143,7 +143,7 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
         fully_shard(layer, **unit)
     if model.lm_head.weight is not body.embed_tokens.weight:
         fully_shard(body.embed_tokens, **unit)
-        fully_shard([body.norm, model.lm_head], mesh=world.mesh, reshard_after_forward=False)
+        fully_shard(model.lm_head, mesh=world.mesh, reshard_after_forward=False)
     fully_shard(model, mesh=world.mesh)
     for module in model.modules():
         if isinstance(module, FSDPModule):

@@ -1,11 +1,23 @@
-"""The training loss."""
+"""The training loss, without the logits of a whole micro-batch.
+
+A vocabulary of 128k makes the logits the largest tensor of a step: 8,192 tokens are 4.2 GB in
+fp32, and cross entropy keeps them and their gradient. Here the output layer and the loss are
+computed for some hundred tokens at a time, together with the gradient of the hidden state, which
+is all that backward needs when the output layer is frozen. Positions without a target (prompts,
+padding) never reach the output layer.
+"""
 
 from __future__ import annotations
 
+from typing import Any
+
+import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from qfsdp.data.loader import IGNORE_INDEX
+
+CHUNK_LOGITS = 1 << 26  # numbers: 256 MB in fp32, 523 tokens of a vocabulary of 128,256
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -16,12 +28,61 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     samples are split over ranks and micro-batches.
 
     Args:
-        logits: `[batch, seq, vocab]`, floating point.
-        labels: int64 `[batch, seq]`, the target of each position; -100 for none.
+        logits: `[..., vocab]`, floating point.
+        labels: int64 `[...]`, the target of each position; -100 for none.
 
     Returns:
         fp32 scalar; 0 where there is no target.
     """
     return F.cross_entropy(
-        logits.flatten(0, 1).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
+        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
     )
+
+
+def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+    """`summed_cross_entropy(head(hidden), labels)`, in chunks of `CHUNK_LOGITS` logits.
+
+    Args:
+        head: the output layer, of any kind: plain, packed, adapted. Its `forward` is called
+            without hooks: a sharded one must have been gathered (`FSDPModule.unshard`).
+        hidden: `[batch, seq, hidden]`.
+        labels: int64 `[batch, seq]`.
+
+    Returns:
+        fp32 scalar, with gradients for `hidden` and the trained parameters of `head`.
+    """
+    chosen = labels != IGNORE_INDEX
+    trained = [param for param in head.parameters() if param.requires_grad]
+    return _HeadLoss.apply(hidden[chosen], labels[chosen], head, *trained)
+
+
+class _HeadLoss(torch.autograd.Function):
+    """Computes gradients in forward, while a chunk's logits are there; backward scales them."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, labels: Tensor, head: nn.Module, *_: Tensor) -> Tensor:
+        wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3:])
+        trained = [param for param in head.parameters() if param.requires_grad] if wanted else []
+        vocabulary = head.weight.size(0)  # type: ignore[union-attr, operator]
+        step = max(1, CHUNK_LOGITS // vocabulary)
+        loss = hidden.new_zeros((), dtype=torch.float32)
+        grad_hidden = torch.zeros_like(hidden) if wanted else None
+        grads = [torch.zeros_like(param) for param in trained]
+        for start in range(0, len(hidden), step):
+            part = slice(start, start + step)
+            chunk = hidden[part].detach().requires_grad_(wanted)
+            with torch.set_grad_enabled(wanted):
+                chunk_loss = summed_cross_entropy(head.forward(chunk), labels[part])
+            loss += chunk_loss.detach()
+            if grad_hidden is not None:
+                of_chunk, *of_params = torch.autograd.grad(chunk_loss, [chunk, *trained])
+                grad_hidden[part] = of_chunk
+                for grad, of_param in zip(grads, of_params, strict=True):
+                    grad += of_param
+        ctx.save_for_backward(*([] if grad_hidden is None else [grad_hidden, *grads]))
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        grad_hidden, *grads = ctx.saved_tensors
+        return grad_hidden * grad, None, None, *(of_param * grad for of_param in grads)

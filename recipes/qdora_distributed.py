@@ -40,7 +40,6 @@ from qfsdp.distributed import (
 )
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.launch import launch
-from qfsdp.loss import summed_cross_entropy
 from qfsdp.metrics import RunLog, peak_memory_bytes
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
@@ -167,7 +166,7 @@ def train_step(
     loss = 0.0
     for batch in batches:
         batch = batch.to(world.device)
-        part = summed_cross_entropy(model(batch.tokens), batch.labels) / max(targets, 1)
+        part = model(batch.tokens, labels=batch.labels) / max(targets, 1)
         part.backward()
         loss += part.item()
     grad_norm = clip_grad_norm(trainable_parameters(model), clip)

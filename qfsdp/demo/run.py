@@ -24,7 +24,6 @@ from qfsdp.data import HFTokenizer, StepLoader
 from qfsdp.demo.prepare import prepare
 from qfsdp.distributed import init_world
 from qfsdp.launch import load_recipe, user_errors
-from qfsdp.loss import summed_cross_entropy
 from qfsdp.modules.adapters import refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tune_hook import find_file, quiet_torchao
@@ -87,7 +86,7 @@ def evaluate(
     for step in range(loader.steps_per_epoch):
         for batch in loader.step(step):
             batch = batch.to(world.device)
-            total += summed_cross_entropy(model(batch.tokens), batch.labels).item()
+            total += model(batch.tokens, labels=batch.labels).item()
             targets += batch.num_targets
     return total / targets, answer(model, cfg.tokenizer.build(), heldout, world.device)
 

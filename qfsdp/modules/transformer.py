@@ -19,9 +19,11 @@ from typing import Any, Literal, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
 
 from qfsdp.errors import UserError
+from qfsdp.loss import head_loss
 
 # Per architecture: what Hugging Face assumes for a key that config.json leaves out, and what its
 # model code fixes, whatever config.json says.
@@ -384,9 +386,15 @@ class Decoder(nn.Module):
             layer.block = torch.compile(layer.block)  # type: ignore
 
     def forward(
-        self, tokens: Tensor, positions: Tensor | None = None, mask: Tensor | None = None
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
-        """Logits of the next token, `[batch, seq, vocab]` in the dtype of the weights.
+        """Logits of the next token, `[batch, seq, vocab]` in the dtype of the weights; given
+        `labels` (int64 `[batch, seq]`, -100 for none) their summed cross entropy instead, an fp32
+        scalar, for which the logits never exist whole.
 
         `tokens` is int64 `[batch, seq]`; `positions` likewise (None: 0, 1, 2, ...). `mask` is bool
         `[batch, 1, seq, seq]`, True where a query (row) attends to a key, and must be causal
@@ -400,7 +408,20 @@ class Decoder(nn.Module):
         windowed_mask = self._within_window(mask, tokens)
         for layer in self.model.layers:
             x = layer(x, cos, sin, windowed_mask if layer.windowed else mask)
-        return self.lm_head(self.model.norm(x))
+        x = self.model.norm(x)
+        return self.lm_head(x) if labels is None else self._loss(x, labels)
+
+    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+        head = self.lm_head
+        if not isinstance(head, FSDPModule):
+            return head_loss(head, hidden, labels)
+        # Gathered by hand, as the loss calls it chunk by chunk; a frozen one is done with after
+        # that, where FSDP2 would keep it until backward.
+        head.unshard()
+        loss = head_loss(head, hidden, labels)
+        if not any(param.requires_grad for param in head.parameters()):
+            head.reshard()
+        return loss
 
     def _rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosine and sine `[batch or 1, 1, seq, head_dim]`, in fp32 until the final cast."""

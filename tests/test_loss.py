@@ -1,0 +1,111 @@
+"""The loss in chunks is the loss of whole logits, and so are all of its gradients."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qfsdp import loss as loss_module
+from qfsdp.loss import head_loss, summed_cross_entropy
+from qfsdp.modules.adapters import AdaptedLinear, AdapterConfig
+from qfsdp.modules.packed_linear import PackedLinear
+from qfsdp.tensor_subclasses import nf4
+from tests.models import adapted_model, randomize_adapters
+from tests.tiny import write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+VOCABULARY, HIDDEN = 577, 192
+
+
+def heads() -> dict[str, nn.Module]:
+    torch.manual_seed(0)
+    made: dict[str, nn.Module] = {}
+    for name in ("plain", "packed"):
+        for method in (None, "lora", "dora"):
+            base: nn.Linear | PackedLinear = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+            if name == "packed":
+                base = PackedLinear(nf4.quantize(base.weight.detach()), None)
+            base.requires_grad_(False)
+            head: nn.Module = base
+            if method is not None:
+                head = AdaptedLinear(base, AdapterConfig(method, rank=5))
+                for param in head.parameters():
+                    if param.requires_grad:
+                        nn.init.normal_(param, std=0.1)
+                if head.weight_norm is not None:
+                    nn.init.uniform_(head.weight_norm, 0.5, 1.5)
+            made[f"{name} {method}"] = head
+    return made
+
+
+HEADS = heads()
+
+
+def gradients(loss: Tensor, hidden: Tensor, head: nn.Module) -> list[Tensor]:
+    trained = [param for param in head.parameters() if param.requires_grad]
+    return [loss.detach(), *torch.autograd.grad(loss * 0.37, [hidden, *trained])]
+
+
+@pytest.mark.parametrize("chunk", [1, 7, 1 << 20], ids=["1 token", "7 tokens", "all"])
+@pytest.mark.parametrize("name", HEADS)
+def test_loss_and_gradients_in_chunks(
+    name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk * VOCABULARY)
+    head, generator = HEADS[name], torch.Generator().manual_seed(1)
+    hidden = torch.randn(3, 20, HIDDEN, generator=generator).requires_grad_()
+    labels = torch.randint(0, VOCABULARY, (3, 20), generator=generator)
+    labels[0, :9] = labels[2] = -100
+    expected = gradients(summed_cross_entropy(head(hidden), labels), hidden, head)
+    found = gradients(head_loss(head, hidden, labels), hidden, head)
+    assert len(found) == len(expected)
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+def test_no_target_at_all() -> None:
+    """A rank without samples still takes part in the backward pass."""
+    hidden = torch.randn(1, 8, HIDDEN, requires_grad=True)
+    loss = head_loss(HEADS["plain lora"], hidden, torch.full((1, 8), -100))
+    assert [g.abs().max().item() for g in gradients(loss, hidden, HEADS["plain lora"])] == [0.0] * 4
+
+
+def test_without_gradients() -> None:
+    hidden, labels = torch.randn(1, 8, HIDDEN), torch.arange(8).unsqueeze(0)
+    head = HEADS["packed None"]
+    with torch.no_grad():
+        loss = head_loss(head, hidden, labels)
+        assert not loss.requires_grad
+        torch.testing.assert_close(loss, summed_cross_entropy(head(hidden), labels))
+
+
+def test_the_largest_logits_are_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 5 * VOCABULARY)
+    head, rows = HEADS["packed None"], []
+    handle = head.register_forward_hook(lambda *_: rows.append("hooked"))
+    forward = head.forward
+    monkeypatch.setattr(head, "forward", lambda x: rows.append(len(x)) or forward(x))
+    hidden = torch.randn(2, 9, HIDDEN, requires_grad=True)
+    labels = torch.arange(18).view(2, 9)
+    labels[0, 0] = -100
+    head_loss(head, hidden, labels).backward()
+    handle.remove()
+    assert rows == [5, 5, 5, 2]
+
+
+def test_the_decoder_gives_the_same_loss(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "m")
+    model = adapted_model(folder, AdapterConfig("dora", 4, targets=["all-linear", "lm_head"]))
+    randomize_adapters(model)
+    tokens = torch.randint(0, VOCABULARY, (2, 24), generator=torch.Generator().manual_seed(0))
+    labels = tokens.roll(-1, 1)
+    trained = [param for param in model.parameters() if param.requires_grad]
+    whole = summed_cross_entropy(model(tokens), labels)
+    chunked = model(tokens, labels=labels)
+    torch.testing.assert_close(chunked, whole)
+    expected, found = (torch.autograd.grad(loss, trained) for loss in (whole, chunked))
+    for mine, theirs in zip(found, expected, strict=True):
+        torch.testing.assert_close(mine, theirs, rtol=1e-4, atol=1e-4)
