@@ -6,14 +6,14 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from typing import ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SMALLEST_COMPILED = 1 << 14  # elements of the first tensor
+SMALLEST_COMPILED = 1 << 14  # elements of the first tensor, if a kernel does not say otherwise
 
 
 @functools.cache
@@ -43,8 +43,11 @@ def can_compile() -> bool:
     return has_compiler()
 
 
-def compiled(fn: Callable[P, R]) -> Callable[P, R]:
-    """Decorates a pure function of plain tensors; it is compiled at its first call.
+def compiled(
+    fn: Callable[P, R], options: dict[str, Any] | None = None, smallest: int = SMALLEST_COMPILED
+) -> Callable[P, R]:
+    """Decorates a pure function of plain tensors; it is compiled at its first call, with
+    `options` for inductor.
 
     Shapes are dynamic: one build for each dtype then serves every weight of a model (a cold
     build takes about 10 s on a CPU, and a Llama has 4 to 5 linear shapes). What would ask for
@@ -54,13 +57,13 @@ def compiled(fn: Callable[P, R]) -> Callable[P, R]:
 
     @functools.cache
     def build() -> Callable[P, R]:
-        return torch.compile(fn, dynamic=True)
+        return torch.compile(fn, dynamic=True, options=options)  # type: ignore[arg-type]
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
         first = next(a for a in args if isinstance(a, torch.Tensor))
         plain = type(first) is torch.Tensor and first.device.type != "meta"
-        large = first.numel() >= SMALLEST_COMPILED
+        large = first.numel() >= smallest
         if plain and large and not torch.compiler.is_compiling() and can_compile():
             with torch.no_grad():  # one build for both grad modes
                 return build()(*args, **kwargs)

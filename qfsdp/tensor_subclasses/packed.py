@@ -128,9 +128,19 @@ class PackedTensor(torch.Tensor):
 
     @staticmethod
     def dequantize_rows(
-        packed: Tensor, extras: Sequence[Tensor], cols: int, row_offset: int, dtype: torch.dtype
+        packed: Tensor,
+        extras: Sequence[Tensor],
+        cols: int,
+        row_offset: int,
+        dtype: torch.dtype,
+        row_scale: Tensor | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
-        """Bytes `[n, row_bytes]` of the rows from `row_offset` on -> weights `[n, cols]`."""
+        """Bytes `[n, row_bytes]` of the rows from `row_offset` on -> weights `[n, cols]`.
+
+        `row_scale` (fp32 `[n]`) multiplies each row before it is rounded to `dtype`; the result
+        is written to `out` (contiguous, of `dtype`), where it is given.
+        """
         raise NotImplementedError
 
     def quantize_(

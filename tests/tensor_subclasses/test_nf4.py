@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -135,7 +136,7 @@ def test_bits_per_weight() -> None:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", [(577, 576), (65, 577)], ids=str)
 def test_compiled_kernels_give_the_bits_of_the_plain_functions(
-    shape: tuple[int, int], dtype: torch.dtype
+    shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     weight = random_weight(*shape, dtype=dtype)
     blocks = F.pad(weight, (0, -shape[1] % BLOCK))
@@ -144,9 +145,30 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
     ):
         assert differing_bytes(compiled, plain) == 0
     whole = nf4.quantize(weight)
-    for offset in (0, 7):
-        args = (whole.packed[offset:], *whole.extras, shape[1], offset, dtype)
-        assert differing_bytes(nf4._dequantize(*args), nf4._dequantize.__wrapped__(*args)) == 0
+    scale = torch.rand(shape[0]) + 0.5
+    monkeypatch.setattr(nf4, "CHUNK_WEIGHTS", 20 * shape[1])  # of the plain functions
+    for offset, row_scale in ((0, None), (7, None), (7, scale[7:])):
+        args = (whole.packed[offset:], whole.extras, shape[1], offset, dtype, row_scale)
+        with monkeypatch.context() as plainly:
+            compiled = nf4.NF4Tensor.dequantize_rows(*args)
+            plainly.setattr("qfsdp.compiled.can_compile", lambda: False)
+            plain = nf4.NF4Tensor.dequantize_rows(*args)
+        assert differing_bytes(compiled, plain) == 0
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("format", [nf4.NF4Tensor, nf4.NF4Fp32AbsmaxTensor])
+@pytest.mark.parametrize("cols", [128, 130])
+def test_rows_can_be_scaled_and_written_in_place(format: Any, cols: int) -> None:
+    weight = format.empty(33, cols, torch.bfloat16, "cpu")
+    weight.quantize_(random_weight(33, cols, dtype=torch.float32))
+    scale, out = torch.rand(33) + 0.5, torch.empty(33, cols, dtype=torch.bfloat16)
+    args = (weight.packed, weight.extras, cols, 0, torch.bfloat16, scale, out)
+    assert format.dequantize_rows(*args).data_ptr() == out.data_ptr()
+    expected = weight.dequantize(torch.float32) * scale.unsqueeze(1)
+    torch.testing.assert_close(out.float(), expected, rtol=2**-8, atol=0)
+    ones = format.dequantize_rows(*args[:5], torch.ones(33))
+    assert torch.equal(ones, weight.dequantize())
 
 
 def test_kernels_outlive_dynamos_limit_on_builds() -> None:
