@@ -34,12 +34,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.errors import InvalidField
+from qfsdp.modules.adapted_op import adapted_linear
 from qfsdp.modules.packed_linear import PackedLinear
-from qfsdp.modules.shards import local_part, local_rows, whole_tensor
+from qfsdp.modules.shards import local_part, local_rows, whole_tensors
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
-from qfsdp.tensor_subclasses.packed import PackedTensor, linear
+from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
 
-NORM_CHUNK_WEIGHTS = 1 << 22  # fp32 weights at a time in `refresh_dora_norms`: 16 MB
+NORM_CHUNK_WEIGHTS = 1 << 22  # weights at a time in `refresh_dora_norms`: 8 MB in bf16
 
 
 @dataclass
@@ -90,6 +91,7 @@ class AdaptedLinear(nn.Module):
         lora_A: fp32 `[rank, in]`; lora_B: fp32 `[out, rank]`.
         magnitude: fp32 `[out]`, DoRA's trained row length, or None.
         weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A, or None.
+        base_squares: fp32, the squared norms of this rank's rows of W, once they were needed.
     """
 
     def __init__(self, base: nn.Linear | PackedLinear, config: AdapterConfig) -> None:
@@ -108,17 +110,15 @@ class AdaptedLinear(nn.Module):
         dora = config.method == "dora"
         self.magnitude = fp32(out_features) if dora else None
         self.weight_norm = fp32(out_features).requires_grad_(False) if dora else None
+        self.base_squares: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        # LoRA adds the bias where the base does, before rounding; DoRA must not scale it.
-        y = linear(x, self.weight, self.bias if self.magnitude is None else None)
-        z = F.dropout(x, self.dropout, self.training) if self.dropout else x
-        z = F.linear(z, self.lora_A.to(x.dtype))
-        y = y + self.scaling * F.linear(z, self.lora_B.to(x.dtype))
-        if self.magnitude is None or self.weight_norm is None:
-            return y
-        y = (y * (self.magnitude / self.weight_norm)).to(x.dtype)
-        return y if self.bias is None else y + self.bias
+        dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
+        ratio = None
+        if self.magnitude is not None and self.weight_norm is not None:
+            ratio = self.magnitude / self.weight_norm
+        y = adapted_linear(x, self.weight, self.lora_A, self.lora_B, self.scaling, ratio, dropped)
+        return y if self.bias is None else y + self.bias  # DoRA must not scale the bias
 
 
 def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
@@ -165,21 +165,50 @@ def refresh_dora_norms(model: nn.Module) -> None:
 
     On a sharded model each rank does its own rows; every rank must call it (A is gathered).
     """
-    for _, module in adapted_linears(model):
-        if module.weight_norm is not None:
-            w, b = local_part(module.weight), local_part(module.lora_B)
-            norms = _row_norms(w, whole_tensor(module.lora_A), b, module.scaling)
-            local_part(module.weight_norm).copy_(norms)
+    modules = [module for _, module in adapted_linears(model) if module.weight_norm is not None]
+    for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
+        assert module.weight_norm is not None
+        weight, b = local_part(module.weight), local_part(module.lora_B)
+        if module.base_squares is None:
+            module.base_squares = _squared_norms(weight)
+        squares = _adapted_squares(weight, a, b, module.scaling, module.base_squares)
+        # A row of zeros (an unused vocabulary entry): magnitude and norm are alike, their ratio 1.
+        tiny = torch.finfo(torch.float32).tiny
+        local_part(module.weight_norm).copy_(squares.sqrt_().clamp_(min=tiny))
 
 
-def _row_norms(weight: Tensor, a: Tensor, b: Tensor, scaling: float) -> Tensor:
-    """fp32 norms `[rows]` of the rows of W + scaling * B A, without ever holding B A whole."""
-    norms = b.new_empty(weight.size(0))
+def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+    """A frozen weight in pieces, as the plain rows that forward multiplies by; each piece is
+    overwritten by the next."""
     step = max(1, NORM_CHUNK_WEIGHTS // weight.size(1))
     for start in range(0, weight.size(0), step):
-        rows = weight[start : start + step]
-        plain = rows.dequantize(torch.float32) if isinstance(rows, PackedTensor) else rows.float()
-        adapted = torch.addmm(plain, b[start : start + step], a, alpha=scaling)
-        torch.linalg.vector_norm(adapted, dim=1, out=norms[start : start + step])
-    # A row of zeros (an unused vocabulary entry): magnitude and norm are alike, their ratio 1.
-    return norms.clamp_(min=torch.finfo(norms.dtype).tiny)
+        part = slice(start, min(start + step, weight.size(0)))
+        rows = weight[part]
+        if isinstance(rows, PackedTensor):
+            which = (rows.format, rows.cols, rows.row_offset, rows.dtype)
+            rows = frozen_weight(rows.packed, rows.extras, *which)
+        yield part, rows
+
+
+def _squared_norms(weight: Tensor) -> Tensor:
+    """fp32 `[rows]`, the squared norm of each row."""
+    squares = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
+    for part, rows in _row_chunks(weight):
+        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32, out=squares[part])
+    return squares.square_()
+
+
+def _adapted_squares(
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, base_squares: Tensor
+) -> Tensor:
+    """fp32 `[rows]`, the squared row norms of W + scaling * B A, without B A:
+
+    |w + s b A|^2 = |w|^2 + 2 s (w A^T) . b + s^2 b (A A^T) b^T
+    """
+    squares = torch.empty_like(base_squares)
+    a = a.to(weight.dtype)
+    gram = (a.float() @ a.t().float()) * scaling**2
+    for part, rows in _row_chunks(weight):
+        mixed = torch.addmm((rows @ a.t()).float(), b[part], gram, beta=2 * scaling)
+        torch.add(base_squares[part], (mixed * b[part]).sum(1), out=squares[part])
+    return squares.clamp_(min=0.0)

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+GATHER_NUMBERS = 1 << 24  # of a group of matrices that is gathered at once: 64 MB in fp32
 
 
 def local_part(param: Tensor) -> Tensor:
@@ -16,6 +21,41 @@ def local_part(param: Tensor) -> Tensor:
 def whole_tensor(param: Tensor) -> Tensor:
     """All of `param`, plain and without gradient; every rank that holds a part must call it."""
     return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
+
+
+def whole_tensors(params: Sequence[Tensor]) -> Iterator[Tensor]:
+    """`whole_tensor` of many small matrices, in groups of one collective each.
+
+    560 of a 70B model's adapters one by one cost 560 round trips; `GATHER_NUMBERS` bounds what a
+    group takes. All must be sharded by rows over the same mesh, or none.
+    """
+    group: list[DTensor] = []
+    for param in params:
+        if not isinstance(param, DTensor):
+            yield param.detach()
+            continue
+        group.append(param)
+        if sum(p.numel() for p in group) >= GATHER_NUMBERS:
+            yield from _gather(group)
+            group = []
+    if group:
+        yield from _gather(group)
+
+
+def _gather(params: Sequence[DTensor]) -> Iterator[Tensor]:
+    """Every rank sends its rows of all of them, padded to those of the first rank."""
+    mesh = params[0].device_mesh
+    rows = [-(-p.size(0) // mesh.size()) for p in params]
+    sizes = [n * p.size(1) for n, p in zip(rows, params, strict=True)]
+    mine = params[0].to_local().new_zeros(sum(sizes))
+    for to, param in zip(mine.split(sizes), params, strict=True):
+        local = param.to_local().detach()
+        to[: local.numel()].copy_(local.flatten())
+    everyone = mine.new_empty(mesh.size() * mine.numel())
+    dist.all_gather_into_tensor(everyone, mine, mesh.get_group())
+    for part, param in zip(everyone.view(mesh.size(), -1).split(sizes, dim=1), params, strict=True):
+        # A view of equal shards is the matrix, padded at its end.
+        yield part.reshape(-1, param.size(1))[: param.size(0)]
 
 
 def local_rows(param: Tensor) -> slice:

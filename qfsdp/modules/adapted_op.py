@@ -1,0 +1,174 @@
+"""A frozen linear and its low-rank product as one operation, with gradients written out.
+
+    y = ratio * (W x + scaling * B A x)          ratio[i] per output row; all ones without DoRA
+
+`ratio` multiplies rows of W and B, so it goes into the dequantize kernel and into B: DoRA then
+costs no pass over activations in forward. Its gradient needs no other product, y is linear in it:
+
+    d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
+
+and y is kept by what consumes it anyway, for the most part. The product with B is added in place by
+the matrix multiplication, and so is its gradient for x.
+
+Two opaque custom ops, as for `packed.linear`: traced into a compiled layer, the partitioner would
+decide what of the dequantized weight is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qfsdp.compiled import compiled
+from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
+
+
+@torch.library.custom_op("qfsdp::adapted_linear", mutates_args=())
+def _adapted_linear(
+    x: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor,
+    extras: Sequence[Tensor],
+    a: Tensor,
+    b: Tensor,
+    ratio: Tensor | None,
+    scaling: float,
+    format: str,
+    row_offset: int,
+) -> tuple[Tensor, Tensor]:
+    w = frozen_weight(weight, extras, format, x.size(-1), row_offset, x.dtype, ratio)
+    rows = x.flatten(0, -2)
+    z = (rows if dropped is None else dropped.flatten(0, -2)) @ a.to(x.dtype).t()
+    y = (rows @ w.t()).addmm_(z, _scaled(b, ratio, scaling, x.dtype).t())
+    return y.view(*x.shape[:-1], -1), z
+
+
+@torch.library.custom_op("qfsdp::adapted_linear_backward", mutates_args=())
+def _adapted_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor,
+    extras: Sequence[Tensor],
+    a: Tensor,
+    b: Tensor,
+    ratio: Tensor | None,
+    y: Tensor | None,
+    z: Tensor,
+    scaling: float,
+    format: str,
+    row_offset: int,
+    wants_x: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, dropped, a, b and ratio; empty where there is none to be had."""
+    g, source = grad.flatten(0, -2), x if dropped is None else dropped
+    grad_z = g @ _scaled(b, ratio, scaling, g.dtype)
+    grad_a = (grad_z.t() @ source.flatten(0, -2)).float()
+    grad_b = _scaled((g.t() @ z).float(), ratio, scaling, torch.float32)
+    # Outputs of a custom op may not share memory, not even none of it.
+    grad_x, grad_dropped, grad_ratio = (grad.new_empty(0) for _ in range(3))
+    if wants_x:
+        w = frozen_weight(weight, extras, format, x.size(-1), row_offset, g.dtype, ratio)
+        grad_x = g @ w
+        if dropped is None:
+            grad_x.addmm_(grad_z, a.to(g.dtype))
+        else:
+            grad_dropped = (grad_z @ a.to(g.dtype)).view_as(x)
+        grad_x = grad_x.view_as(x)
+    if ratio is not None and y is not None:
+        grad_ratio = _column_dots(g, y.flatten(0, -2)) / ratio
+    return grad_x, grad_dropped, grad_a, grad_b, grad_ratio
+
+
+def _scaled(b: Tensor, ratio: Tensor | None, scaling: float, dtype: torch.dtype) -> Tensor:
+    """scaling * ratio * B, multiplied in fp32 and rounded once."""
+    b = b * scaling
+    return (b if ratio is None else b * ratio.unsqueeze(1)).to(dtype)
+
+
+@compiled
+def _column_dots(g: Tensor, y: Tensor) -> Tensor:
+    """`[tokens, n]` twice -> fp32 `[n]`, the inner product of each pair of columns."""
+    return (g.float() * y.float()).sum(0)
+
+
+@_adapted_linear.register_fake
+def _(x: Tensor, dropped: Any, weight: Tensor, extras: Any, a: Tensor, *_: Any) -> Any:
+    tokens = x.flatten(0, -2).size(0)
+    return x.new_empty(*x.shape[:-1], weight.size(0)), x.new_empty(tokens, a.size(0))
+
+
+@_adapted_linear_backward.register_fake
+def _(grad: Tensor, x: Tensor, dropped: Any, weight: Any, extras: Any, *rest: Any) -> Any:
+    a, b, ratio, wants_x = *rest[:3], rest[-1]
+    return (
+        torch.empty_like(x) if wants_x else grad.new_empty(0),
+        torch.empty_like(x) if wants_x and dropped is not None else grad.new_empty(0),
+        torch.empty_like(a),
+        torch.empty_like(b),
+        grad.new_empty(0) if ratio is None else torch.empty_like(ratio),
+    )
+
+
+def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    x, dropped, weight, extras, a, b, ratio, *ctx.which = inputs
+    y = None if ratio is None else output[0]
+    ctx.save_for_backward(x, dropped, weight, a, b, ratio, y, output[1], *extras)
+
+
+def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
+    x, dropped, weight, a, b, ratio, y, z, *extras = ctx.saved_tensors
+    wants_x = ctx.needs_input_grad[0]
+    grads = _adapted_linear_backward(
+        grad, x, dropped, weight, extras, a, b, ratio, y, z, *ctx.which, wants_x
+    )
+    grad_x, grad_dropped, grad_a, grad_b, grad_ratio = grads
+    return (
+        grad_x if wants_x else None,
+        None if dropped is None or not wants_x else grad_dropped,
+        None,
+        [None] * len(extras),
+        grad_a,
+        grad_b,
+        None if ratio is None else grad_ratio,
+        None,
+        None,
+        None,
+    )
+
+
+_adapted_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+def adapted_linear(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    ratio: Tensor | None = None,
+    dropped: Tensor | None = None,
+) -> Tensor:
+    """`ratio * (x @ weight.T + scaling * (dropped @ a.T) @ b.T)`, computed in x's dtype.
+
+    Args:
+        x: `[..., in]`, bf16 or fp32.
+        weight: `[out, in]`, frozen, packed or plain of x's dtype.
+        a, b: fp32 `[rank, in]` and `[out, rank]`.
+        ratio: fp32 `[out]`, DoRA's magnitude / norm; None: ones.
+        dropped: `[..., in]`, x after dropout; None: x itself.
+
+    Returns:
+        `[..., out]` of x's dtype, with gradients for x, dropped, a, b and ratio.
+    """
+    if isinstance(weight, PackedTensor):
+        which = (weight.format, weight.row_offset)
+        y, _ = _adapted_linear(
+            x, dropped, weight.packed, list(weight.extras), a, b, ratio, scaling, *which
+        )
+    else:
+        y, _ = _adapted_linear(x, dropped, weight, [], a, b, ratio, scaling, "", 0)
+    return y
