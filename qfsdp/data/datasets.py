@@ -71,6 +71,11 @@ class TokenizedDataset:
     def __len__(self) -> int:
         return len(self.ends)
 
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sample."""
+        return [end - start for start, end in zip([0, *self.ends], self.ends, strict=False)]
+
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         index = range(len(self))[index]  # negative indices, and IndexError
         chosen = slice(self.ends[index - 1] if index else 0, self.ends[index])
@@ -360,8 +365,7 @@ def _tokenize(
             f"dataset.source: {source}: none of {len(rows)} rows can be used: "
             f"{reasons or 'there are none'}"
         )
-    lengths = [end - start for start, end in zip([0, *dataset.ends], dataset.ends, strict=False)]
-    full = sum(length == max_seq_len for length in lengths)
+    full = sum(length == max_seq_len for length in dataset.lengths)
     log.log(
         logging.WARNING if left_out or full else logging.INFO,
         "%s: %d of %d rows used, %d tokens%s%s",

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import partial
 from typing import Any, Protocol
 
 import torch
@@ -35,11 +36,22 @@ class Batch:
         labels: int64 `[batch, seq]`, already shifted: `labels[b, t]` is the target of
             `tokens[b, t]`, that is token t + 1 or -100 (not trained, padding, last position).
         num_tokens: tokens without the padding.
+        positions: int64 `[batch, seq]`, from 0 on in each sample; None if a row is one sample.
+        cu_seqlens: int32 `[documents + 1]`, where each starts and ends among the `batch * seq`
+            tokens: a sample, or the padding of a row. The last end is repeated until the length
+            is a multiple of 64, so that compiled code sees few lengths. None as above.
     """
 
     tokens: torch.Tensor
     labels: torch.Tensor
     num_tokens: int
+    positions: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Number of tokens with the padding."""
+        return self.tokens.numel()
 
     @property
     def num_targets(self) -> int:
@@ -48,7 +60,12 @@ class Batch:
 
     def to(self, device: torch.device | str) -> Batch:
         """The same batch on `device`."""
-        return Batch(self.tokens.to(device), self.labels.to(device), self.num_tokens)
+        moved: dict[str, Any] = {
+            field.name: value.to(device)
+            for field in fields(self)
+            if isinstance(value := getattr(self, field.name), torch.Tensor)
+        }
+        return replace(self, **moved)
 
 
 def collate(
@@ -57,38 +74,48 @@ def collate(
     pad_id: int,
     max_seq_len: int | None = None,
     pad_to_multiple_of: int = 8,
+    min_rows: int = 1,
 ) -> Batch:
-    """Shift, cut and pad samples into a batch.
+    """Shift, cut and pad samples or packs of samples into a batch, one per row.
 
     Args:
         samples: each with `tokens` and either `labels` (unshifted, -100 where not trained) or
-            `mask` (True where not trained), lists or arrays of one length. No samples at all give
-            a single row of padding without targets.
+            `mask` (True where not trained), lists or arrays of one length. With `lengths`, a list
+            of int, it is a pack: several samples one after the other. Labels are shifted within
+            each, so that the last token of one has no target in the next.
         pad_id: token id of the padding.
-        max_seq_len: samples longer than this lose their end.
-        pad_to_multiple_of: pad to a multiple of this, but never beyond `max_seq_len`.
+        max_seq_len: samples longer than this lose their end; packs must not be, and are padded to
+            it exactly.
+        pad_to_multiple_of: pad samples to a multiple of this, but never beyond `max_seq_len`.
+        min_rows: fewer rows than this are filled up with rows of padding without targets.
+
+    Returns:
+        a batch with at least one row; `positions` and `cu_seqlens` are those of packs.
 
     Raises:
-        ValueError: tokens and labels of a sample differ in length.
+        ValueError: tokens and labels of a sample differ in length, some items are packs and others
+            are not, or a pack does not fit into `max_seq_len` or its lengths.
     """
-    rows = [_shifted(sample, max_seq_len) for sample in samples]
+    packs = _pack_lengths(samples, max_seq_len)
+    rows = [tokens_and_labels(sample, max_seq_len) for sample in samples]
     longest = max((len(tokens) for tokens, _ in rows), default=1)
     seq = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     if max_seq_len is not None:
-        seq = min(seq, max_seq_len)
-    shape = (max(len(rows), 1), seq)
+        seq = max_seq_len if packs else min(seq, max_seq_len)
+    shape = (max(len(rows), min_rows), seq)
     num_tokens = sum(len(tokens) for tokens, _ in rows)
     batch = Batch(torch.full(shape, pad_id), torch.full(shape, IGNORE_INDEX), num_tokens)
     for row, (tokens, labels) in enumerate(rows):
+        targets = labels[1:]
         batch.tokens[row, : len(tokens)] = tokens
-        batch.labels[row, : len(labels)] = labels
-    return batch
+        batch.labels[row, : len(targets)] = targets
+    return _mark_documents(batch, packs) if packs else batch
 
 
-def _shifted(
+def tokens_and_labels(
     sample: Mapping[str, Any], max_seq_len: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Tokens `[seq]` and their targets `[seq - 1]`, cut to `max_seq_len`."""
+    """Both int64 `[seq]`, cut to `max_seq_len` and not shifted; see `collate`."""
     tokens = torch.as_tensor(sample["tokens"], dtype=torch.int64)
     if "labels" in sample:
         labels = torch.as_tensor(sample["labels"], dtype=torch.int64)
@@ -97,7 +124,34 @@ def _shifted(
         labels = tokens.masked_fill(mask, IGNORE_INDEX)
     if tokens.shape != labels.shape:
         raise ValueError(f"a sample has {len(tokens)} tokens but {len(labels)} labels")
-    return tokens[:max_seq_len], labels[:max_seq_len][1:]
+    return tokens[:max_seq_len], labels[:max_seq_len]
+
+
+def _pack_lengths(samples: Sequence[Mapping[str, Any]], max_seq_len: int | None) -> list[list[int]]:
+    """Lengths of the samples in each pack; none if the items are no packs."""
+    packs = [list(sample["lengths"]) for sample in samples if "lengths" in sample]
+    if packs and len(packs) < len(samples):
+        raise ValueError(f"{len(packs)} of {len(samples)} items are packs; expected all or none")
+    for sample, lengths in zip(samples, packs, strict=False):
+        total = sum(lengths)
+        if max_seq_len is None or total > max_seq_len:
+            raise ValueError(f"a pack has {total} tokens; max_seq_len is {max_seq_len}")
+        if total != len(sample["tokens"]):
+            raise ValueError(f"a pack has {len(sample['tokens'])} tokens but lengths of {total}")
+    return packs
+
+
+def _mark_documents(batch: Batch, packs: list[list[int]]) -> Batch:
+    """The batch with its positions and `cu_seqlens`; no target crosses a border any more."""
+    rows, seq = batch.tokens.shape
+    packs = packs + [[]] * (rows - len(packs))
+    lengths = torch.tensor([n for pack in packs for n in (*pack, seq - sum(pack))])
+    ends = lengths.cumsum(0)
+    batch.labels.view(-1)[ends - 1] = IGNORE_INDEX
+    positions = torch.arange(rows * seq) - (ends - lengths).repeat_interleave(lengths)
+    cu_seqlens = torch.full((-(-(len(ends) + 1) // 64) * 64,), rows * seq, dtype=torch.int32)
+    cu_seqlens[0], cu_seqlens[1 : len(ends) + 1] = 0, ends
+    return replace(batch, positions=positions.view(rows, seq), cu_seqlens=cu_seqlens)
 
 
 class StepLoader:
@@ -109,6 +163,9 @@ class StepLoader:
     last step of an epoch takes what is left. All ranks get the same number of micro-batches,
     because each forward and backward pass contains collectives: where a short last step leaves a
     rank without samples for a micro-batch, it gets one row of padding without targets.
+
+    A `PackedDataset` is a dataset like any other, its samples being packs. Its batches all have
+    the same shape, `[batch_size, max_seq_len]`, filled up with rows of padding.
 
     Attributes:
         dataset: what it was given.
@@ -128,8 +185,11 @@ class StepLoader:
         pad_id: int,
         max_seq_len: int | None,
         shuffle: bool = True,
+        pad_to_multiple_of: int = 8,
+        fill_rows: bool = False,
     ) -> None:
         """`batch_size` counts samples per rank and micro-batch; see `collate` for the padding.
+        With `fill_rows`, a short batch is filled up to `batch_size` with rows of padding.
 
         Raises:
             ValueError: the dataset is empty, a count is below 1 or `rank` is out of range.
@@ -145,7 +205,15 @@ class StepLoader:
         self.dataset = dataset
         self._rank, self._world_size = rank, world_size
         self._seed, self._shuffle = seed, shuffle
-        self._pad_id, self._max_seq_len = pad_id, max_seq_len
+        empty_pack: Mapping[str, Any] | None = getattr(dataset, "empty_pack", None)
+        self._nothing = [] if empty_pack is None else [empty_pack]
+        self._collate = partial(
+            collate,
+            pad_id=pad_id,
+            max_seq_len=max_seq_len,
+            pad_to_multiple_of=pad_to_multiple_of,
+            min_rows=batch_size if fill_rows or self._nothing else 1,
+        )
         self._micro_batch = batch_size * world_size
         self.global_batch_size = self._micro_batch * gradient_accumulation_steps
         self._order: tuple[int, list[int]] | None = None
@@ -160,8 +228,7 @@ class StepLoader:
         for begin in range(0, len(chosen), self._micro_batch):
             # Every world_size-th sample, so that a short micro-batch is spread over the ranks.
             mine = chosen[begin : begin + self._micro_batch][self._rank :: self._world_size]
-            samples = [self.dataset[i] for i in mine]
-            batches.append(collate(samples, pad_id=self._pad_id, max_seq_len=self._max_seq_len))
+            batches.append(self._collate([self.dataset[i] for i in mine] or self._nothing))
         return batches
 
     def _epoch_order(self, epoch: int) -> list[int]:

@@ -24,6 +24,7 @@ from torch.utils.checkpoint import checkpoint
 
 from qfsdp.errors import UserError
 from qfsdp.loss import head_loss
+from qfsdp.modules.attention import attend, attend_documents
 
 # Per architecture: what Hugging Face assumes for a key that config.json leaves out, and what its
 # model code fixes, whatever config.json says.
@@ -258,31 +259,13 @@ def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return x * cos + torch.cat((-second, first), dim=-1) * sin
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """Grouped-query attention, causal where `mask` is None.
-
-    `q` is `[batch, heads, seq, head_dim]`, `k` and `v` have `kv_heads` of them (a divisor),
-    `mask` is bool and broadcasts to `[batch, heads, seq, seq]` (True: attend). Returns q's shape.
-    """
-    # Sharing k/v inside the kernel took 77.1 ms against 78.9 repeated and 77.7 expanded in bf16
-    # (93.4, 105.8, 97.1 in fp32; 9/3 heads of 64, batch 4, seq 512, forward + backward on one CPU
-    # core), always with flash attention. On CUDA, flash shares but takes neither masks nor fp32,
-    # and the memory-efficient kernel, which takes both, cannot share: asked to, PyTorch falls back
-    # to the math path with its seq x seq matrix. So k/v are expanded in those two cases.
-    share = mask is None and q.dtype != torch.float32
-    if not share and q.shape[1] != k.shape[1]:
-        groups = q.shape[1] // k.shape[1]
-        k, v = (t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (k, v))
-    return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=share)
-
-
 class Attention(nn.Module):
     """Causal self-attention with rotary positions and grouped key/value heads."""
 
-    def __init__(self, config: DecoderConfig) -> None:
+    def __init__(self, config: DecoderConfig, window: int | None) -> None:
         super().__init__()
         c = config
-        self.head_dim = c.head_dim
+        self.head_dim, self.window = c.head_dim, window
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.q_proj = nn.Linear(c.hidden_size, q_size, bias=c.qkv_bias)
         self.k_proj = nn.Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
@@ -291,12 +274,18 @@ class Attention(nn.Module):
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         v = self.v_proj(x).view(heads).transpose(1, 2)
-        y = attend(_rotate(q, cos, sin), _rotate(k, cos, sin), v, mask)
+        q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
+        if cu_seqlens is None:
+            y = attend(q, k, v, mask)
+        else:
+            y = attend_documents(q, k, v, cu_seqlens, x.shape[1], self.window)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
@@ -323,21 +312,35 @@ class DecoderLayer(nn.Module):
 
     def __init__(self, config: DecoderConfig, windowed: bool) -> None:
         super().__init__()
-        self.self_attn = Attention(config)
+        self.self_attn = Attention(config, config.sliding_window if windowed else None)
         self.mlp = MLP(config)
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.windowed = windowed
         self.checkpoint_activations = False
 
-    def block(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask)
+    def block(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cu_seqlens)
         return x + self.mlp(self.post_attention_layernorm(x))
 
-    def forward(self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None) -> Tensor:
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None = None,
+    ) -> Tensor:
         if self.checkpoint_activations and torch.is_grad_enabled():
-            return checkpoint(self.block, x, cos, sin, mask, use_reentrant=False)
-        return self.block(x, cos, sin, mask)
+            return checkpoint(self.block, x, cos, sin, mask, cu_seqlens, use_reentrant=False)
+        return self.block(x, cos, sin, mask, cu_seqlens)
 
 
 class Backbone(nn.Module):
@@ -355,6 +358,20 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
+def _mark_lengths(
+    x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Tells the compiler which sizes vary: left to find out, it builds everything twice, at the
+    first batch and again at the first of another length (20 s each for SmolLM2 on a CPU)."""
+    if cu_seqlens is not None:  # rows of packs have one length, their number of documents varies
+        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+        return
+    for tensor, dim in ((x, 1), (cos, 2), (sin, 2)):
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    if mask is not None:
+        torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
+
+
 class Decoder(nn.Module):
     """A causal language model whose parameters carry their Hugging Face names.
 
@@ -366,6 +383,7 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.compiled = False
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -381,7 +399,12 @@ class Decoder(nn.Module):
             cast(DecoderLayer, layer).checkpoint_activations = mode == "full"
 
     def compile_layers(self) -> None:
-        """`torch.compile` the computation of every layer; FSDP2's hooks stay outside of it."""
+        """`torch.compile` the computation of every layer; FSDP2's hooks stay outside of it.
+
+        Two builds serve all layers and all lengths of batches: one for the first layer, whose input
+        needs no gradient, and one for the others.
+        """
+        self.compiled = True
         for layer in self.model.layers:
             layer.block = torch.compile(layer.block)  # type: ignore
 
@@ -391,6 +414,7 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         labels: Tensor | None = None,
+        cu_seqlens: Tensor | None = None,
     ) -> Tensor:
         """Logits of the next token, `[batch, seq, vocab]` in the dtype of the weights; given
         `labels` (int64 `[batch, seq]`, -100 for none) their summed cross entropy instead, an fp32
@@ -400,14 +424,23 @@ class Decoder(nn.Module):
         `[batch, 1, seq, seq]`, True where a query (row) attends to a key, and must be causal
         itself. None is plain causal attention, which serves right-padded batches as well: padding
         comes after every real token, so none sees it; only the loss must ignore its logits.
+
+        `cu_seqlens` (int32, see `attend_documents`) instead of a mask keeps apart the samples that
+        are packed into a row; `positions` must then start at 0 in each. Raises ValueError where it
+        comes with a mask or without positions.
         """
+        if cu_seqlens is not None and (mask is not None or positions is None):
+            raise ValueError("cu_seqlens takes positions with it, and no mask")
         x = self.model.embed_tokens(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         cos, sin = self._rotary_tables(positions, x.dtype)
-        windowed_mask = self._within_window(mask, tokens)
+        windowed_mask = self._within_window(mask, tokens) if cu_seqlens is None else None
         for layer in self.model.layers:
-            x = layer(x, cos, sin, windowed_mask if layer.windowed else mask)
+            seen = windowed_mask if layer.windowed else mask
+            if self.compiled:
+                _mark_lengths(x, cos, sin, seen, cu_seqlens)
+            x = layer(x, cos, sin, seen, cu_seqlens)
         x = self.model.norm(x)
         return self.lm_head(x) if labels is None else self._loss(x, labels)
 

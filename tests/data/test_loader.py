@@ -143,6 +143,64 @@ def test_collate_shifts_pads_and_cuts() -> None:
         collate([{"tokens": [1, 2, 3], "labels": [1, 2]}], pad_id=PAD)
 
 
+def test_collate_shifts_within_each_sample_of_a_pack() -> None:
+    packs = [
+        {"tokens": [1, 2, 3, 4, 5], "labels": [-100, 2, 3, 4, 5], "lengths": [3, 2]},
+        {"tokens": torch.arange(6, 14), "labels": torch.arange(6, 14), "lengths": [1, 7]},
+    ]
+    batch = collate(packs, pad_id=PAD, max_seq_len=8, min_rows=3)
+    no = IGNORE_INDEX
+    assert batch.tokens.tolist() == [[1, 2, 3, 4, 5, 0, 0, 0], list(range(6, 14)), [0] * 8]
+    assert batch.labels.tolist() == [
+        [2, 3, no, 5, no, no, no, no],
+        [no, 8, 9, 10, 11, 12, 13, no],
+        [no] * 8,
+    ]
+    assert batch.positions is not None and batch.cu_seqlens is not None
+    assert batch.positions.tolist() == [
+        [0, 1, 2, 0, 1, 0, 1, 2],
+        [0, 0, 1, 2, 3, 4, 5, 6],
+        list(range(8)),
+    ]
+    assert batch.positions.dtype == torch.int64 and batch.cu_seqlens.dtype == torch.int32
+    assert batch.cu_seqlens.tolist() == [0, 3, 5, 8, 9, 16, 16, 24] + [24] * 56
+    assert (batch.num_tokens, batch.num_slots, batch.num_targets) == (13, 24, 9)
+    moved = batch.to("meta")
+    assert moved.num_tokens == 13
+    for tensor in (moved.tokens, moved.labels, moved.positions, moved.cu_seqlens):
+        assert tensor is not None and tensor.device.type == "meta"
+    many = collate(
+        [{"tokens": [1] * 70, "labels": [1] * 70, "lengths": [1] * 70}], pad_id=PAD, max_seq_len=70
+    )
+    assert many.cu_seqlens is not None and len(many.cu_seqlens) == 128
+    assert many.num_targets == 0
+
+
+def test_faulty_packs() -> None:
+    pack = {"tokens": [1, 2, 3], "labels": [1, 2, 3], "lengths": [3]}
+    for items, max_seq_len, words in [
+        ([pack, numbered(1)[0]], 8, "1 of 2 items are packs"),
+        ([pack], 2, "a pack has 3 tokens; max_seq_len is 2"),
+        ([pack], None, "max_seq_len is None"),
+        ([{**pack, "lengths": [1, 1]}], 8, "3 tokens but lengths of 2"),
+    ]:
+        with pytest.raises(ValueError, match=words):
+            collate(items, pad_id=PAD, max_seq_len=max_seq_len)
+
+
+def test_rows_are_filled_and_rounded_where_that_is_wanted() -> None:
+    dataset, options = numbered(13), {"world_size": 1, "batch_size": 5, "fill_rows": True}
+    batches = loader(dataset, pad_to_multiple_of=16, **options).step(0)
+    assert [batch.tokens.shape for batch in batches] == [(5, 16)] * 3
+    assert all(batch.positions is None and batch.cu_seqlens is None for batch in batches)
+    plain = loader(dataset, **{**options, "fill_rows": False}).step(0)
+    assert [batch.tokens.shape for batch in plain] == [(5, 8), (5, 8), (3, 8)]
+    for filled, batch in zip(batches, plain, strict=True):
+        assert samples_of([filled]) == samples_of([batch])
+        assert (filled.num_tokens, filled.num_targets) == (batch.num_tokens, batch.num_targets)
+        assert filled.num_slots == 80
+
+
 def test_torchtune_builders(smollm2_dir: Path, tmp_path: Path) -> None:
     from torchtune.datasets import chat_dataset
     from torchtune.datasets import instruct_dataset as torchtunes_instruct_dataset

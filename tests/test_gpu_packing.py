@@ -1,0 +1,170 @@
+"""Packed rows on an accelerator: `varlen_attn` against one document at a time, and whole models.
+`make test-gpu`; needs torch, safetensors and pytest alone."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from qfsdp.checkpoint.load import load_base
+from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.data.loader import Batch, collate
+from qfsdp.data.packing import PackedDataset
+from qfsdp.modules import attention
+from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
+from qfsdp.modules.attention import attend_documents
+from qfsdp.modules.transformer import Decoder
+from tests.models import build_meta_model
+from tests.tiny import needs_compiler, write_tiny_model
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
+]
+GPU = torch.device("cuda")
+SEQ, ENDS = 512, [0, 1, 300, 300, 512, 900, 1024, 1536, 1536, 1536]  # three rows
+
+
+def heads(dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[Tensor]:
+    """q, k, v and a gradient of the result."""
+    generator = torch.Generator(GPU).manual_seed(0)
+    return [
+        torch.randn(3, n, SEQ, head_dim, generator=generator, device=GPU).to(dtype)
+        for n in (8, kv_heads, kv_heads, 8)
+    ]
+
+
+def document_by_document(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+    """In plain fp32 products, with autograd."""
+    groups = q.shape[1] // k.shape[1]
+    q, k, v = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in (q, k, v))
+    k, v = (t.repeat_interleave(groups, dim=0) for t in (k, v))
+    parts = []
+    for start, end in zip(ENDS, ENDS[1:], strict=False):
+        part = slice(start, end)
+        seen = torch.ones(end - start, end - start, dtype=torch.bool, device=GPU).tril()
+        if window is not None:
+            seen = seen.triu(1 - window)
+        scores = q[:, part] @ k[:, part].mT * q.shape[-1] ** -0.5
+        parts.append(scores.masked_fill(~seen, -torch.inf).softmax(-1) @ v[:, part])
+    return torch.cat(parts, dim=1).transpose(0, 1).unflatten(0, (3, SEQ)).transpose(1, 2)
+
+
+def with_gradients(given: list[Tensor], window: int | None, exact: bool) -> list[Tensor]:
+    q, k, v = (t.detach().clone().requires_grad_() for t in given[:3])
+    if exact:
+        out = document_by_document(q, k, v, window)
+    else:
+        ends = torch.tensor(ENDS, dtype=torch.int32, device=GPU)
+        out = attend_documents(q, k, v, ends, SEQ, window)
+    return [out.detach(), *torch.autograd.grad(out, [q, k, v], given[3])]
+
+
+def check(dtype: torch.dtype, kv_heads: int, head_dim: int, window: int | None) -> None:
+    given = heads(dtype, kv_heads, head_dim)
+    found = with_gradients(given, window, exact=False)
+    expected = with_gradients([t.float() for t in given], window, exact=True)
+    bound = 1e-5 if dtype == torch.float32 else 0.02  # bf16 has 8 bits
+    for mine, theirs in zip(found, expected, strict=True):
+        assert mine.dtype == dtype and mine.shape == theirs.shape
+        assert (mine.float() - theirs).norm() < bound * theirs.norm()
+
+
+@pytest.fixture
+def full_fp32() -> None:
+    """TF32 has 10 bits; the default, but an environment may have turned it on."""
+    torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("window", [None, 2, 64, 10_000])
+@pytest.mark.parametrize(("kv_heads", "head_dim"), [(8, 64), (2, 64), (2, 128)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_equals_one_document_at_a_time(
+    dtype: torch.dtype, kv_heads: int, head_dim: int, window: int | None
+) -> None:
+    check(dtype, kv_heads, head_dim, window)
+
+
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("window", [None, 64])
+def test_without_shared_heads(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As with torch 2.11, whose `varlen_attn` has no `enable_gqa`."""
+    monkeypatch.setattr(attention, "_varlen_shares_heads", lambda: False)
+    check(torch.bfloat16, 2, 64, window)
+
+
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("window", [None, 64])
+def test_without_varlen(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on GPUs that are older than FlashAttention's kernel."""
+    monkeypatch.setattr(attention, "_has_varlen", lambda head_dim: False)
+    check(torch.bfloat16, 2, 64, window)
+
+
+def padded_and_packed() -> tuple[Batch, Batch]:
+    generator = torch.Generator().manual_seed(1)
+    sizes = torch.randint(8, 100, (20,), generator=generator).tolist()
+    tokens = [torch.randint(1, 577, (size,), generator=generator) for size in sizes]
+    rows = [{"tokens": t, "labels": t} for t in tokens]
+    packed = PackedDataset(rows, 256, seed=0)
+    packs = [packed[n] for n in range(len(packed))]
+    return (
+        collate(rows, pad_id=0, max_seq_len=256).to(GPU),
+        collate(packs, pad_id=0, max_seq_len=256, min_rows=len(packs) + 1).to(GPU),
+    )
+
+
+def load(folder: Path, dtype: str) -> Decoder:
+    model = build_meta_model(folder, adapter=AdapterConfig("dora", rank=4), dtype=dtype)
+    load_base(model, ModelWeights(folder), GPU)
+    init_adapters(model, seed=0)
+    torch.manual_seed(7)
+    for name, param in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(param, std=0.03)
+    refresh_dora_norms(model)
+    return model
+
+
+def loss_and_gradients(model: Decoder, batch: Batch) -> tuple[float, list[Tensor]]:
+    trained = [param for param in model.parameters() if param.requires_grad]
+    loss = model(batch.tokens, batch.positions, labels=batch.labels, cu_seqlens=batch.cu_seqlens)
+    loss = loss / batch.num_targets
+    return loss.item(), list(torch.autograd.grad(loss, trained))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize(
+    ("dtype", "of_loss", "of_gradients"), [("fp32", 1e-5, 1e-4), ("bf16", 0.01, 0.1)]
+)
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("compiled", [False, True])
+@pytest.mark.parametrize("window", [None, 16])
+def test_packed_loss_and_gradients_are_those_of_padded_rows(
+    dtype: str,
+    of_loss: float,
+    of_gradients: float,
+    checkpointing: str,
+    compiled: bool,
+    window: int | None,
+    tmp_path: Path,
+) -> None:
+    changes = {"architectures": ["MistralForCausalLM"], "sliding_window": window} if window else {}
+    folder = write_tiny_model(tmp_path, **changes)
+    padded, packed = padded_and_packed()
+    expected, expected_gradients = loss_and_gradients(load(folder, dtype), padded)
+    model = load(folder, dtype)
+    model.set_activation_checkpointing(checkpointing)  # type: ignore[arg-type]
+    if compiled:
+        torch._dynamo.reset()
+        for layer in model.model.layers:
+            layer.block = torch.compile(layer.block, fullgraph=True)
+    loss, gradients = loss_and_gradients(model, packed)
+    assert loss == pytest.approx(expected, rel=of_loss)
+    for mine, theirs in zip(gradients, expected_gradients, strict=True):
+        assert (mine - theirs).norm() < of_gradients * theirs.norm()
