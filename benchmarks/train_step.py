@@ -1,0 +1,327 @@
+"""A train step by us, PEFT and torchtune: same model, tokens, rank and first adapters.
+
+    python benchmarks/train_step.py [--quick] [--json step.json] [--model FOLDER] [--device cuda]
+                                    [--only ours,peft_qlora] [--compile]
+
+Contestants, in groups that fit into memory together:
+
+    ours_lora, ours_qlora, ours_qdora   the recipe's `train_step`, DoRA's norms included
+    peft_lora, peft_qlora, peft_qdora   PEFT and bitsandbytes (NF4, double quantization) on a
+                                        transformers model, under bf16 autocast
+    torchtune_lora, torchtune_qlora     what its `lora_finetune_single_device` sets up
+
+bf16, alpha 32, adapters on every linear of every layer, random tokens with a target at every
+position, gradients clipped to norm 1, fused AdamW. Each contestant is a process that lives
+through its group; they take one step each in turn, so noise of the machine meets all alike, and
+ratios are of the steps of one turn. Memory is sampled in warm-up steps, which are not timed.
+torchtune's NF4 refuses weights of SmolLM2's sizes: its QLoRA and ours then run on a model of
+random weights, nearly as large.
+
+Keys of the JSON file, where `tokens` are tokens per second of us over those of the peer, each
+ratio of speed with `_min` and `_max`:
+
+    qdora_over_qlora_time, qdora_over_qlora_memory      ours; and with `_rank64`
+    qlora_over_lora_tokens                              ours
+    qlora_over_peft_tokens, qdora_over_peft_tokens, lora_over_peft_tokens, memory_over_peft
+    qlora_over_torchtune_tokens, lora_over_torchtune_tokens, memory_over_torchtune
+    max_loss_difference, max_loss_difference_torchtune  of any step; torchtune's adapters are bf16
+    NAME_seconds, NAME_tokens_per_second                medians
+    NAME_cpu_seconds                                    of all threads, median: what to compare
+                                                        where the machine is shared
+    NAME_peak_bytes, NAME_max_rss_bytes                 private memory while training (on a GPU:
+                                                        allocated there); resident, loading too
+    idle_cpu_seconds                                    the most that a process used at rest
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, suppress
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.peers import PEFT, TORCHTUNE, python_for
+from benchmarks.train_step_worker import Job
+from qfsdp.demo import cache_dir
+from qfsdp.demo.smollm2 import prepare_model
+from qfsdp.modules.transformer import Decoder, DecoderConfig
+
+Answer = dict[str, float]
+
+# Idle processes keep what malloc kept: 2.4 GB (ours) to 4.6 GB (PEFT's QDoRA) at 4 x 512 tokens.
+GROUPS = (
+    ("ours_qlora", "ours_qdora", "peft_qlora", "peft_qdora"),
+    ("ours_qlora", "ours_lora", "peft_lora"),
+    ("ours_qlora", "torchtune_qlora"),
+    ("ours_lora", "torchtune_lora"),
+    ("ours_qlora_rank64", "ours_qdora_rank64"),
+)
+# Seconds of the first over seconds of the second.
+TIME_RATIOS = {
+    "qdora_over_qlora_time": ("ours_qdora", "ours_qlora"),
+    "qdora_over_qlora_time_rank64": ("ours_qdora_rank64", "ours_qlora_rank64"),
+    "qlora_over_lora_tokens": ("ours_lora", "ours_qlora"),
+    "qlora_over_peft_tokens": ("peft_qlora", "ours_qlora"),
+    "qdora_over_peft_tokens": ("peft_qdora", "ours_qdora"),
+    "lora_over_peft_tokens": ("peft_lora", "ours_lora"),
+    "qlora_over_torchtune_tokens": ("torchtune_qlora", "ours_qlora"),
+    "lora_over_torchtune_tokens": ("torchtune_lora", "ours_lora"),
+}
+MEMORY_RATIOS = {
+    "qdora_over_qlora_memory": ("ours_qdora", "ours_qlora"),
+    "qdora_over_qlora_memory_rank64": ("ours_qdora_rank64", "ours_qlora_rank64"),
+    "memory_over_peft": ("ours_qlora", "peft_qlora"),
+    "memory_over_torchtune": ("ours_qlora", "torchtune_qlora"),
+}
+LOSS_DIFFERENCES = {
+    "peft": "max_loss_difference",
+    "torchtune": "max_loss_difference_torchtune",
+}
+TORCHTUNE_NF4_WEIGHTS = 64 * 256  # blocks of 64, their scalers in blocks of 256, none shorter
+RANDOM_MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 49152,
+    "hidden_size": 512,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "tie_word_embeddings": True,
+}
+
+
+class Contestant:
+    """A process of `train_step_worker.py`."""
+
+    def __init__(self, name: str, job: Job, python: Path) -> None:
+        self.name = name
+        self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
+        # Where another process took a core, OpenMP threads that spin while they wait for each other
+        # made steps of 0.6 s take up to 71 s (PEFT) and 11 s (ours); at most 3.3 s without.
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        if job.device == "cpu":
+            environment["CUDA_VISIBLE_DEVICES"] = ""
+        worker = Path(__file__).with_name("train_step_worker.py")
+        self._process = subprocess.Popen(
+            [python, worker, json.dumps(asdict(job))],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            env=environment,
+            text=True,
+            bufsize=1,
+        )
+
+    def answer(self) -> Answer | None:
+        """The next answer; None, and a printed line, if the process has ended instead."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return json.loads(line)
+        self._log.seek(0)
+        lines = [line for line in self._log.read().splitlines() if line.strip()]
+        print(f"{self.name}: does not run: {(lines or ['killed'])[-1][:150]}", flush=True)
+        return None
+
+    def step(self, command: str) -> Answer | None:
+        """Takes a step ("step"), or one whose memory is sampled ("sample")."""
+        assert self._process.stdin is not None
+        with suppress(BrokenPipeError):  # it has ended, as its answer will tell
+            self._process.stdin.write(f"{command}\n")
+        return self.answer()
+
+    def close(self) -> None:
+        self._process.communicate()  # ends its input
+        self._log.close()
+
+
+def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
+    """`ours_qdora_rank64`: the library, what it does, another rank."""
+    library, kind, *rank = name.split("_")
+    return Job(
+        library=library,  # type: ignore[arg-type]
+        method="dora" if kind.endswith("dora") else "lora",
+        base="nf4" if kind.startswith("q") else "none",
+        rank=int(rank[0].removeprefix("rank")) if rank else args.rank,
+        model=str(model),
+        batch=args.batch,
+        seq=args.seq,
+        device=args.device,
+        compile=args.compile and library == "ours",
+    )
+
+
+def run_group(
+    names: Iterable[str], model: Path, pythons: dict[str, Path], args: argparse.Namespace
+) -> dict[str, list[Answer]]:
+    """The answers to every step of those contestants that took them all."""
+    with ExitStack() as stack:
+        running = {}
+        for name in names:
+            contestant = Contestant(name, job_of(name, model, args), pythons[name.split("_")[0]])
+            stack.callback(contestant.close)
+            running[name] = contestant
+        running = {name: c for name, c in running.items() if c.answer() is not None}
+        answers: dict[str, list[Answer]] = {name: [] for name in running}
+        for round in range(args.warmup + args.steps):
+            command = "sample" if round < args.warmup else "step"
+            for name in list(answers):
+                if (answer := running[name].step(command)) is None:
+                    del answers[name]
+                else:
+                    answers[name].append(answer)
+    return answers
+
+
+def figures(groups: list[dict[str, list[Answer]]], warmup: int, tokens: int) -> dict[str, float]:
+    """The keys of the JSON file; of what several groups tell, the first one's."""
+    found: dict[str, float] = {}
+    for group in groups:
+        seconds = {n: [a["seconds"] for a in steps[warmup:]] for n, steps in group.items()}
+        peaks = {n: max(a["peak"] for a in steps) for n, steps in group.items()}
+        new: dict[str, float] = {}
+        for name, steps in group.items():
+            median = statistics.median(seconds[name])
+            new |= {f"{name}_seconds": median, f"{name}_tokens_per_second": tokens / median}
+            new[f"{name}_cpu_seconds"] = statistics.median(a["cpu"] for a in steps[warmup:])
+            new[f"{name}_peak_bytes"] = peaks[name]
+            new[f"{name}_max_rss_bytes"] = max(a["rss"] for a in steps)
+        for key, (over, under) in TIME_RATIOS.items():
+            if over in group and under in group:
+                ratios = [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
+                new[key] = statistics.median(ratios)
+                new |= {f"{key}_min": min(ratios), f"{key}_max": max(ratios)}
+        for key, (over, under) in MEMORY_RATIOS.items():
+            if over in group and under in group:
+                new[key] = peaks[over] / peaks[under]
+        found = new | found
+    for library, key in LOSS_DIFFERENCES.items():
+        if apart := [d for group in groups for d in loss_differences(group, library)]:
+            found[key] = max(apart)
+    every = [a["idle"] for group in groups for steps in group.values() for a in steps]
+    return found | {"idle_cpu_seconds": max(every, default=0.0)}
+
+
+def loss_differences(group: dict[str, list[Answer]], library: str) -> Iterator[float]:
+    """Of every step that `library` and we took with the same method and base."""
+    for name, theirs in group.items():
+        ours = group.get(name.replace(library, "ours"))
+        if name.startswith(library) and ours:
+            yield from (abs(a["loss"] - b["loss"]) for a, b in zip(theirs, ours, strict=True))
+
+
+def print_group(group: dict[str, list[Answer]], warmup: int, tokens: int) -> None:
+    header = ("s/step", "min", "max", "CPU s", "tokens/s", "peak MB", "first loss", "last loss")
+    print(f"{'':20}" + "".join(f"{cell:>11}" for cell in header))
+    for name, steps in group.items():
+        seconds = [a["seconds"] for a in steps[warmup:]]
+        median, peak = statistics.median(seconds), max(a["peak"] for a in steps)
+        cpu = statistics.median(a["cpu"] for a in steps[warmup:])
+        cells = [f"{s:.2f}" for s in (median, min(seconds), max(seconds), cpu)]
+        cells += [f"{tokens / median:.0f}", f"{peak / 1e6:.0f}"]
+        cells += [f"{steps[0]['loss']:.4f}", f"{steps[-1]['loss']:.4f}"]
+        print(f"{name:20}" + "".join(f"{cell:>11}" for cell in cells))
+    for name, steps in group.items():
+        print(f"losses {name:20}" + " ".join(f"{a['loss']:7.4f}" for a in steps))
+    print(flush=True)
+
+
+def chosen_groups(only: list[str], available: Iterable[str]) -> list[list[str]]:
+    """The groups, less who was not named and who cannot run; nobody alone who has a group."""
+    kept = []
+    for group in GROUPS:
+        left = [n for n in group if n.split("_")[0] in available]
+        kept.append([n for n in left if not only or n in only or n.split("_")[0] in only])
+    paired = {name for left in kept if len(left) > 1 for name in left}
+    return [left for left in kept if len(left) > 1 or set(left) - paired]
+
+
+def fits_torchtune(folder: Path) -> bool:
+    """Whether torchao's NF4 takes every linear of a layer."""
+    with torch.device("meta"):
+        layer = Decoder(DecoderConfig.from_dir(folder)).model.layers[0]
+    linears = [m for m in layer.modules() if isinstance(m, torch.nn.Linear)]
+    return all(m.weight.numel() % TORCHTUNE_NF4_WEIGHTS == 0 for m in linears)
+
+
+def write_random_model(folder: Path) -> Path:
+    """A model with the layers and vocabulary of SmolLM2 and widths that torchao's NF4 takes."""
+    folder.mkdir(exist_ok=True)
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig.from_dict(RANDOM_MODEL)).bfloat16()
+    for name, param in model.named_parameters():
+        if "norm" not in name:
+            torch.nn.init.normal_(param, std=0.02)
+    tensors = dict(model.named_parameters())
+    save_file({n: p.detach() for n, p in tensors.items()}, folder / "model.safetensors")
+    (folder / "config.json").write_text(json.dumps(RANDOM_MODEL))
+    return folder
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument(
+        "--quick", action="store_true", help="QLoRA and QDoRA of us and PEFT, 1 x 256, 3 steps"
+    )
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--model", type=Path, help="a Llama; default: SmolLM2-135M-Instruct")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--only", default="", help="contestants or libraries, comma-separated")
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--batch", type=int, default=4, help="samples per step")
+    parser.add_argument("--seq", type=int, default=512, help="tokens of a sample")
+    parser.add_argument("--steps", type=int, default=7, help="that are timed")
+    parser.add_argument("--compile", action="store_true", help="compile our layers")
+    args = parser.parse_args()
+    if args.quick:
+        args.batch, args.seq, args.steps = 1, 256, 3
+    args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.warmup = 3 if args.compile else 2
+    return args
+
+
+def main() -> None:
+    args = arguments()
+    model = args.model or prepare_model(cache_dir())
+    pythons: dict[str, Path] = {"ours": Path(sys.executable)}
+    for peer in (PEFT,) if args.quick else (PEFT, TORCHTUNE):
+        if (python := python_for(peer)) is not None:
+            pythons[peer.name] = python
+    groups = chosen_groups([name for name in args.only.split(",") if name], pythons)
+    results, tokens = [], args.batch * args.seq
+    with tempfile.TemporaryDirectory() as scratch:
+        for group in groups[:1] if args.quick else groups:
+            folder = model
+            if "torchtune_qlora" in group and not fits_torchtune(model):
+                folder = write_random_model(Path(scratch) / "random-weights")
+            print(f"{args.batch} x {args.seq} tokens, {folder.name}, {args.device}")
+            results.append(run_group(group, folder, pythons, args))
+            print_group(results[-1], args.warmup, tokens)
+    found = figures(results, args.warmup, tokens)
+    for key in (*TIME_RATIOS, *MEMORY_RATIOS, *LOSS_DIFFERENCES.values()):
+        if key in found:
+            ends = [f"{found[k]:.3f}" for k in (f"{key}_min", f"{key}_max") if k in found]
+            print(f"{key} {found[key]:.4g}" + (f" ({' to '.join(ends)})" if ends else ""))
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

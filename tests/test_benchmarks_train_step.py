@@ -1,0 +1,52 @@
+"""The figures of `benchmarks/train_step.py`, from steps that are given."""
+
+from __future__ import annotations
+
+import pytest
+
+from benchmarks.train_step import Answer, chosen_groups, figures
+
+
+def steps(seconds: list[float], losses: list[float], peak: float = 1e9) -> list[Answer]:
+    """Answers to one warm-up step of 100 s and to `seconds`; memory peaks in the first."""
+    rows = zip([100.0, *seconds], losses, strict=True)
+    rest = {"peak": 0.0, "rss": 2e9, "idle": 0.0}
+    answers = [{"seconds": s, "cpu": 2 * s, "loss": x} | rest for s, x in rows]
+    answers[0]["peak"] = peak
+    return answers
+
+
+def test_ratios_are_of_the_steps_of_one_turn_and_of_the_first_group() -> None:
+    ours = steps([1.0, 2.0, 4.0], [3.0, 2.0, 1.0, 0.5])
+    group = {
+        "ours_qlora": ours,
+        "ours_qdora": steps([1.1, 2.4, 6.0], [3.0, 2.0, 1.0, 0.5], peak=1.2e9),
+        "peft_qlora": steps([2.0, 4.0, 4.0], [3.0, 2.25, 1.0, 0.5], peak=4e9),
+    }
+    noisy = {
+        "ours_qlora": steps([9.0, 9.0, 9.0], [3.0, 2.0, 1.0, 0.5]),
+        "torchtune_qlora": steps([9.0, 18.0, 27.0], [3.0, 1.0, 1.0, 0.5]),
+    }
+    found = figures([group, noisy], warmup=1, tokens=100)
+    assert found["qdora_over_qlora_time"] == pytest.approx(1.2)
+    assert found["qdora_over_qlora_time_min"] == pytest.approx(1.1)
+    assert found["qdora_over_qlora_time_max"] == pytest.approx(1.5)
+    assert found["qlora_over_peft_tokens"] == 2.0 and found["qlora_over_peft_tokens_min"] == 1.0
+    assert found["qdora_over_qlora_memory"] == pytest.approx(1.2)
+    assert found["memory_over_peft"] == 0.25
+    assert found["ours_qlora_seconds"] == 2.0 and found["ours_qlora_cpu_seconds"] == 4.0
+    assert found["ours_qlora_tokens_per_second"] == 50.0
+    assert found["qlora_over_torchtune_tokens"] == 2.0
+    assert found["max_loss_difference"] == 0.25 and found["max_loss_difference_torchtune"] == 1.0
+    assert "lora_over_peft_tokens" not in found
+
+
+def test_groups_without_the_missing() -> None:
+    groups = chosen_groups([], ["ours", "peft"])
+    assert ["ours_qlora", "ours_lora", "peft_lora"] in groups
+    assert not any("torchtune" in name for group in groups for name in group)
+    assert ["ours_qlora"] not in groups  # it has run beside others
+    assert chosen_groups(["torchtune"], ["ours", "torchtune"]) == [
+        ["torchtune_qlora"],
+        ["torchtune_lora"],
+    ]
