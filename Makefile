@@ -6,7 +6,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo test test-slow test-gpu lint clean
+.PHONY: venv demo test test-slow test-gpu gpu-suite gpu-bundle lint clean
 
 venv: $(STAMP)
 
@@ -28,7 +28,14 @@ test-slow: venv
 
 # With the interpreter at hand, not .venv: machines with accelerators bring their own torch.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests/test_gpu.py
+	$(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/test_gpu_packing.py tests/test_accounting.py tests/test_profiler.py
+
+# Everything that needs a GPU, under 8 minutes; gpu-bundle first where that machine has no network.
+gpu-suite:
+	$(PYTHON) benchmarks/gpu_suite.py
+
+gpu-bundle: venv
+	$(BIN)/python benchmarks/gpu_bundle.py
 
 lint: venv
 	$(BIN)/python -m ruff check

@@ -73,12 +73,13 @@ def ours(job: Job) -> Step:
         seed=SEED,
     )
     world = recipe.init_world()
+    clock = recipe.StepClock(world.device)
     model = recipe.load_model(cfg, world)
     optimizer = recipe.build_optimizer(cfg.optimizer, recipe.trainable_parameters(model))
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         batches = [Batch(tokens, labels, tokens.numel())]
-        return recipe.train_step(model, optimizer, None, batches, CLIP, world)["loss"]
+        return recipe.train_step(model, optimizer, None, batches, CLIP, world, clock)["loss"]
 
     return step
 

@@ -6,9 +6,12 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any, ParamSpec, TypeVar
 
 import torch
+
+from qfsdp.errors import UserError
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -41,6 +44,26 @@ def can_compile() -> bool:
             "no C++ compiler found: 4-bit kernels run uncompiled and slower (install g++)"
         )
     return has_compiler()
+
+
+def use_cache_dir(path: str | None, report: bool) -> None:
+    """Keeps compiled code in `path` (None: where PyTorch does, `TORCHINDUCTOR_CACHE_DIR` or a
+    folder of the user below /tmp); the next start takes it from there. `report` prints where.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    if path is not None:
+        folder = Path(path).expanduser().absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"compile_cache_dir: '{path}' cannot be made: {error}") from None
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+    if report:
+        from torch._inductor.runtime.runtime_utils import cache_dir
+
+        print(f"compiled code: {cache_dir()}", flush=True)
 
 
 def compiled(

@@ -13,6 +13,9 @@ from typing import Any, Protocol
 import torch
 from tqdm import tqdm
 
+from qfsdp.config import Component, to_yaml
+from qfsdp.errors import UserError
+
 
 class MetricLogger(Protocol):
     """What torchtune's metric loggers (TensorBoard, disk, stdout, W&B, ...) have."""
@@ -29,26 +32,40 @@ def peak_memory_bytes(device: torch.device) -> int:
     return torch.accelerator.max_memory_allocated(device)
 
 
+def write_run_files(output_dir: Path, cfg: Any, recipe_file: str) -> None:
+    """Puts what makes the run into its directory: the whole config and the recipe's file.
+
+    Raises:
+        UserError: it cannot be written.
+    """
+    try:
+        (output_dir / "config.yaml").write_text(to_yaml(cfg))
+        (output_dir / "recipe.py").write_text(Path(recipe_file).read_text())
+    except OSError as error:
+        raise UserError(f"output_dir: '{output_dir}' cannot be written: {error}") from None
+
+
 class RunLog:
     """The numbers of one run; rank 0 makes one.
 
     Each logged step is a line of `<output_dir>/metrics.jsonl`, a call of the metric logger,
-    and a position of the progress bar; where standard error is no terminal, a plain line.
+    and a position of the progress bar; where standard error is no terminal, a plain line. Numbers
+    with a `/` in their name are left out of the last two.
 
     Args:
         output_dir: exists already.
-        logger: a torchtune metric logger, or None.
+        logger: a torchtune metric logger as the config names it, or None.
         first_step: steps that a continued run has behind it. Lines of later ones, which a killed
             run has left, are removed, as these steps will be taken again.
         total_steps: of this run.
     """
 
     def __init__(
-        self, output_dir: Path, logger: MetricLogger | None, first_step: int, total_steps: int
+        self, output_dir: Path, logger: Component | None, first_step: int, total_steps: int
     ) -> None:
         _drop_after(first_step, output_dir / "metrics.jsonl")
         self._file = open(output_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
-        self._logger = logger
+        self._logger: MetricLogger | None = logger.build() if logger is not None else None
         self._total = total_steps
         self._bar = None
         if sys.stderr.isatty():
@@ -65,7 +82,8 @@ class RunLog:
             self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self._logger is not None:
             self._logger.log_dict(metrics, step=step)
-        text = "  ".join(f"{name} {value:.4g}" for name, value in metrics.items())
+        shown = ((name, value) for name, value in metrics.items() if "/" not in name)
+        text = "  ".join(f"{name} {value:.4g}" for name, value in shown)
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:

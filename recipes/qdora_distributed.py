@@ -12,7 +12,6 @@ what is adapted, what is sharded and what one update does all stand below.
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,15 +20,16 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from qfsdp.accounting import Meter, StepClock
 from qfsdp.checkpoint.export import check_adapter, load_adapter, save_adapter
 from qfsdp.checkpoint.facts import config_facts, data_facts
 from qfsdp.checkpoint.load import DTYPES, ModelConfig, load_base
 from qfsdp.checkpoint.quantize import open_weights
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
 from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.compiled import has_compiler
-from qfsdp.config import Component, to_yaml
-from qfsdp.data import Batch, StepLoader, check_source
+from qfsdp.compiled import has_compiler, use_cache_dir
+from qfsdp.config import Component
+from qfsdp.data import Batch, PackedDataset, StepLoader, check_source
 from qfsdp.distributed import (
     ShardingConfig,
     World,
@@ -40,11 +40,12 @@ from qfsdp.distributed import (
 )
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.launch import launch
-from qfsdp.metrics import RunLog, peak_memory_bytes
+from qfsdp.metrics import RunLog, write_run_files
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
 from qfsdp.modules.transformer import ActivationConfig, Decoder, DecoderConfig
 from qfsdp.optim import build_optimizer, build_scheduler, check_optimizer
+from qfsdp.profiler import Profiler, ProfilerConfig
 from qfsdp.signals import StopRequest
 
 
@@ -64,14 +65,17 @@ class Config:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     resume: str | None = None  # "auto", a checkpoint, or the output_dir of another run
     batch_size: int = 1  # samples per rank and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per update
     max_seq_len: int = 2048  # tokens; longer samples are cut
+    packed: bool = False  # several samples in a row of max_seq_len; batch_size counts rows
     epochs: int = 1
     max_steps: int | None = None  # updates, over all epochs; null: all of them
     clip_grad_norm: float | None = 1.0
     compile: bool = False  # every decoder layer
+    compile_cache_dir: str | None = None  # of compiled code; null: PyTorch's choice
     seed: int = 0
     log_every_n_steps: int = 1
 
@@ -140,8 +144,11 @@ def load_model(cfg: Config, world: World) -> Decoder:
 def build_loader(cfg: Config, world: World) -> StepLoader:
     """This rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
+    dataset = cfg.dataset.build(tokenizer=tokenizer)
+    if cfg.packed:
+        dataset = PackedDataset(dataset, cfg.max_seq_len, cfg.seed)
     return StepLoader(
-        cfg.dataset.build(tokenizer=tokenizer),
+        dataset,
         batch_size=cfg.batch_size,
         gradient_accumulation_steps=cfg.gradient_accumulation_steps,
         rank=world.rank,
@@ -149,6 +156,7 @@ def build_loader(cfg: Config, world: World) -> StepLoader:
         seed=cfg.seed,
         pad_id=tokenizer.pad_id,
         max_seq_len=cfg.max_seq_len,
+        fill_rows=cfg.compile,  # one build serves batches of any length, but not of any size
     )
 
 
@@ -159,44 +167,42 @@ def train_step(
     batches: list[Batch],
     clip: float | None,
     world: World,
+    clock: StepClock,
 ) -> dict[str, float]:
     """One update from this rank's micro-batches: the mean loss over the target tokens of all
     ranks and micro-batches, and its gradient, however the samples are split over them."""
-    targets = world.sum(sum(batch.num_targets for batch in batches))
-    loss = 0.0
+    targets = max(world.sum(sum(batch.num_targets for batch in batches)), 1)
+    loss = torch.zeros((), device=world.device)
     for batch in batches:
-        batch = batch.to(world.device)
-        part = model(batch.tokens, labels=batch.labels) / max(targets, 1)
-        part.backward()
-        loss += part.item()
-    grad_norm = clip_grad_norm(trainable_parameters(model), clip)
-    lr = optimizer.param_groups[0]["lr"]
-    optimizer.step()
-    optimizer.zero_grad()
-    if scheduler is not None:
-        scheduler.step()
-    refresh_dora_norms(model)  # A and B changed: the only place where they do
-    return {"loss": world.sum(loss), "grad_norm": grad_norm, "lr": lr}
-
-
-def prepare_output(cfg: Config, output_dir: Path) -> None:
-    """Puts what makes the run into its directory: the whole config and this file."""
-    try:
-        (output_dir / "config.yaml").write_text(to_yaml(cfg))
-        (output_dir / "recipe.py").write_text(Path(__file__).read_text())
-    except OSError as error:
-        raise UserError(f"output_dir: '{output_dir}' cannot be written: {error}") from None
+        b = batch.to(world.device)
+        with clock.phase("forward"):
+            part = model(b.tokens, b.positions, labels=b.labels, cu_seqlens=b.cu_seqlens) / targets
+        with clock.phase("backward"):
+            part.backward()
+        loss += part.detach()
+    with clock.phase("optimizer"):
+        grad_norm = clip_grad_norm(trainable_parameters(model), clip)
+        lr = optimizer.param_groups[0]["lr"]
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    with clock.phase("norm_refresh"):
+        refresh_dora_norms(model)  # A and B changed: the only place where they do
+    return {"loss": world.sum(loss.item()), "grad_norm": grad_norm, "lr": lr}
 
 
 def main(cfg: Config) -> None:
     world = init_world()
     torch.manual_seed(cfg.seed + world.rank)  # dropout; nothing else draws from it
     output_dir = Path(cfg.output_dir).expanduser()
+    use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
+    profiler = Profiler(cfg.profiler, output_dir, world)
     checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, cfg.adapter, cfg.model.path)
     loader = build_loader(cfg, world)
     origin = checkpoints.find(cfg.resume, lambda: config_facts(cfg) | data_facts(loader))
     if world.rank == 0:
-        prepare_output(cfg, output_dir)
+        write_run_files(output_dir, cfg, __file__)
     model = load_model(cfg, world)
     optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model))
     total_steps = min(cfg.epochs * loader.steps_per_epoch, cfg.max_steps or 2**62)
@@ -206,23 +212,25 @@ def main(cfg: Config) -> None:
 
     log = None
     if world.rank == 0:
-        logger = cfg.metric_logger.build() if cfg.metric_logger else None
-        log = RunLog(output_dir, logger, first_step, total_steps)
-    tokens, since = 0, time.perf_counter()
+        log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps)
+    clock = StepClock(world.device)
+    meter = Meter(model, world, clock)
     with StopRequest() as signals:
         for step in range(first_step + 1, total_steps + 1):
-            batches = loader.step(step - 1)
-            metrics = train_step(model, optimizer, scheduler, batches, cfg.clip_grad_norm, world)
-            tokens += sum(batch.num_tokens for batch in batches)
-            if step % cfg.log_every_n_steps == 0 or step == total_steps:
-                elapsed = time.perf_counter() - since
-                metrics["tokens_per_second_per_rank"] = world.sum(tokens) / elapsed / world.size
-                metrics["peak_memory_gib"] = world.max(peak_memory_bytes(world.device)) / 2**30
+            with profiler.step(step):
+                with clock.phase("data"):
+                    batches = loader.step(step - 1)
+                metrics = train_step(
+                    model, optimizer, scheduler, batches, cfg.clip_grad_norm, world, clock
+                )
+            meter.add(batches)
+            with clock.phase("logging"):
+                if step % cfg.log_every_n_steps == 0 or step == total_steps:
+                    metrics |= meter.read()
+                    if log is not None:
+                        log.log(step, metrics)
                 if log is not None:
-                    log.log(step, metrics)
-                tokens, since = 0, time.perf_counter()
-            if log is not None:
-                log.advance()
+                    log.advance()
             stop, due = checkpoints.agree(step, signals.received)
             if due or stop or step == total_steps:
                 checkpoints.save(step, state)

@@ -15,6 +15,8 @@ from typing import Any, Protocol
 
 import torch
 
+from qfsdp.errors import UserError
+
 IGNORE_INDEX = -100
 """Label of a position that is not trained on; `F.cross_entropy`'s default."""
 
@@ -192,6 +194,7 @@ class StepLoader:
         With `fill_rows`, a short batch is filled up to `batch_size` with rows of padding.
 
         Raises:
+            UserError: the dataset's items are packed already.
             ValueError: the dataset is empty, a count is below 1 or `rank` is out of range.
         """
         if min(batch_size, gradient_accumulation_steps, world_size, len(dataset)) < 1:
@@ -200,6 +203,8 @@ class StepLoader:
                 f"{gradient_accumulation_steps}, world_size {world_size} and the dataset's "
                 f"length {len(dataset)} must be at least 1"
             )
+        if "seq_lens" in dataset[0]:  # torchtune's packs, whose borders are kept otherwise
+            raise UserError("dataset.packed: true; leave it out, and set packed=true instead")
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank} is not in 0..{world_size - 1}")
         self.dataset = dataset

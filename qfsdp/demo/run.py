@@ -86,7 +86,9 @@ def evaluate(
     for step in range(loader.steps_per_epoch):
         for batch in loader.step(step):
             batch = batch.to(world.device)
-            total += model(batch.tokens, labels=batch.labels).item()
+            total += model(
+                batch.tokens, batch.positions, labels=batch.labels, cu_seqlens=batch.cu_seqlens
+            ).item()
             targets += batch.num_targets
     return total / targets, answer(model, cfg.tokenizer.build(), heldout, world.device)
 

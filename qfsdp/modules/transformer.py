@@ -254,9 +254,17 @@ class RMSNorm(nn.Module):
 
 
 def _rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the pairs (x[i], x[i + head_dim / 2]) of `[batch, heads, seq, head_dim]`."""
-    first, second = x.chunk(2, dim=-1)
-    return x * cos + torch.cat((-second, first), dim=-1) * sin
+    """Rotate the pairs (x[i], x[i + head_dim / 2]) of `[batch, heads, seq, head_dim]`.
+
+    `sin` has its first half negated, see `_rotary_tables`.
+    """
+    if torch.compiler.is_compiling():
+        # An index, and no `cat`: that the compiler would not compute again in backward, and keep.
+        order = 1 - torch.arange(2, device=x.device)
+        swapped = x.unflatten(-1, (2, -1))[..., order, :].flatten(-2)
+    else:
+        swapped = torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+    return x * cos + swapped * sin
 
 
 class Attention(nn.Module):
@@ -405,6 +413,9 @@ class Decoder(nn.Module):
         needs no gradient, and one for the others.
         """
         self.compiled = True
+        # Backward works pointwise results out again (norms, rotations, silu) instead of keeping
+        # them: 731 MB kept instead of 1059 for 2048 tokens of SmolLM2, in 1 % more time.
+        torch._functorch.config.ban_recompute_materialized_backward = False
         for layer in self.model.layers:
             layer.block = torch.compile(layer.block)  # type: ignore
 
@@ -457,11 +468,12 @@ class Decoder(nn.Module):
         return loss
 
     def _rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine `[batch or 1, 1, seq, head_dim]`, in fp32 until the final cast."""
+        """Cosine and sine `[batch or 1, 1, seq, head_dim]`, in fp32 until the final cast; the first
+        half of sine is negated, for `_rotate`."""
         inverse = self.config.rope.inverse_frequencies(self.config.head_dim, positions.device)
         angles = positions[:, None, :, None].float() * inverse
-        angles = torch.cat((angles, angles), dim=-1)
-        return angles.cos().to(dtype), angles.sin().to(dtype)
+        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
 
     def _within_window(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
         """`mask` narrowed to the sliding window; unchanged where the window hides nothing."""

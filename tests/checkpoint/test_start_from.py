@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qfsdp.accounting import StepClock
 from qfsdp.checkpoint.export import (
     CONFIG_FILE,
     PICKLE_FILE,
@@ -124,7 +125,9 @@ def started_runs(
         optimizer = torch.optim.SGD(recipe.trainable_parameters(model), lr=0.1)
         labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
         batches = [Batch(tokens, labels, tokens.numel())]
-        step = recipe.train_step(model.train(), optimizer, None, batches, None, world)
+        step = recipe.train_step(
+            model.train(), optimizer, None, batches, None, world, StepClock(world.device)
+        )
         results[name] = logits, step["loss"]
     return results
 

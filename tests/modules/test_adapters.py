@@ -14,7 +14,7 @@ from torch.func import functional_call
 
 from qfsdp.checkpoint.export import adapter_parameters
 from qfsdp.errors import UserError
-from qfsdp.modules import adapters
+from qfsdp.modules import adapters, shards
 from qfsdp.modules.adapters import (
     AdaptedLinear,
     AdapterConfig,
@@ -196,8 +196,9 @@ def whole_norms(model: nn.Module) -> dict[str, Tensor]:
     }
 
 
-def refreshed_norms(folder: Path) -> dict[str, dict[str, Tensor]]:
+def refreshed_norms(folder: Path, gather_numbers: int = 1 << 24) -> dict[str, dict[str, Tensor]]:
     """By format of the base."""
+    shards.GATHER_NUMBERS = gather_numbers
     norms = {}
     for format in FORMATS:
         model = adapted_model(folder, adapter("dora"), format=format)
@@ -225,11 +226,13 @@ def test_refreshed_norms_are_those_of_the_adapted_rows(
 def test_norms_do_not_depend_on_chunks_and_ranks(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """7 rows of the widest weight at a time, and on three ranks."""
+    """7 rows of the widest weight at a time; on three ranks, all A gathered at once, and on two,
+    a few at a time."""
     at_once = refreshed_norms(folders["llama"])
     monkeypatch.setattr(adapters, "NORM_CHUNK_WEIGHTS", 7 * 577)
     in_chunks = refreshed_norms(folders["llama"])
     on_ranks = run_ranks(3, refreshed_norms, folders["llama"])
+    on_ranks += run_ranks(2, refreshed_norms, folders["llama"], 3000)
     for format in FORMATS:
         for found in (in_chunks, *on_ranks):
             assert found[format].keys() == at_once[format].keys()

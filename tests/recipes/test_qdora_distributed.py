@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from qfsdp.config import load_config
 from qfsdp.demo.arithmetic import write_splits
 from qfsdp.errors import UserError
-from tests.tiny import ROOT, load_recipe, write_tiny_model_with_tokenizer
+from tests.tiny import ROOT, load_recipe, needs_compiler, write_tiny_model_with_tokenizer
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
@@ -51,7 +51,16 @@ def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_pa
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     names = {"loss", "grad_norm", "lr", "tokens_per_second_per_rank", "peak_memory_gib"}
-    assert all(line.keys() == names | {"step"} for line in lines)
+    names |= {"slot_efficiency", "model_flops_utilization", "hardware_flops_utilization"}
+    phases = ("data", "forward", "backward", "optimizer", "norm_refresh", "logging")
+    names |= {f"seconds/{phase}" for phase in phases}
+    for line in lines:
+        missing = names ^ (line.keys() - {"step"})
+        # How long logging took is told with the next step.
+        assert missing == ({"seconds/logging"} if line["step"] == 1 else set())
+        assert 0.5 < line["slot_efficiency"] <= 1
+        assert 0 < line["model_flops_utilization"] <= line["hardware_flops_utilization"] < 1.5
+    assert lines[1]["seconds/forward"] > lines[1]["seconds/data"] > 0
     assert all(1.0 < line["loss"] < 2.5 for line in lines)
     assert [line["lr"] for line in lines] == pytest.approx([0, 1e-4, 2e-4])
     assert "step 3/3" in done.stderr and "\r" not in done.stderr
@@ -75,6 +84,24 @@ def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_pa
         b = tensors.get_tensor("base_model.model.model.layers.0.mlp.up_proj.lora_B.weight")
     assert len(keys) == 30 * 7 * 3
     assert b.abs().max() > 0, "B is still as it was initialised"
+
+
+@needs_compiler
+def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
+    """Switches of speed together, through the command; what they say and leave behind."""
+    model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir)
+    words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=1"]
+    words += [f"model.path={model}", f"dataset.source={train_file}", f"output_dir={tmp_path}/run"]
+    words += ["packed=true", "compile=true", f"compile_cache_dir={tmp_path}/cache"]
+    words += ["profiler.steps=[2]", "profiler.ranks=[1]"]
+    done = tune("run", "--nproc_per_node", "2", RECIPE, *words)
+    assert done.returncode == 0, done.stderr
+    assert f"compiled code: {tmp_path}/cache\n" in done.stdout
+    assert any((tmp_path / "cache").iterdir())
+    traces = [file.name for file in (tmp_path / "run" / "profile").iterdir()]
+    assert traces == ["step_00000002_rank1.json.gz"]
+    lines = [json.loads(s) for s in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    assert min(line["slot_efficiency"] for line in lines) > 0.8
 
 
 def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_file: Path) -> None:
@@ -144,6 +171,8 @@ def test_what_only_ranks_find_is_one_line_too(smollm2_dir: Path, tmp_path: Path)
         (["optimizer=torch.optim.AdmaW"], "did you mean 'torch.optim.AdamW'?"),
         (["lr_scheduler.warmup=3"], "takes no argument 'warmup'"),
         (["dataset.source=missing.jsonl"], "dataset.source: "),
+        (["profiler.steps=[0]"], "profiler.steps: [0] is not valid; expected a list of integers"),
+        (["dataset.packed=true"], "takes no argument 'packed'"),
         (["max_seq_len=9000"], "max_seq_len: 9000; the model has 8192 positions"),
         (["quantization.targets=[lm_head]"], "'lm_head' is tied to the token embeddings"),
         (["fsdp_cpu_offload=true"], "qfsdp calls it 'sharding.cpu_offload', which this recipe"),

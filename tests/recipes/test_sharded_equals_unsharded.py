@@ -38,8 +38,9 @@ class Samples:
 def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Five updates for each case; runs on every rank."""
     recipe = load_recipe()
+    from qfsdp.accounting import StepClock
     from qfsdp.checkpoint.export import adapter_parameters
-    from qfsdp.data import StepLoader
+    from qfsdp.data import PackedDataset, StepLoader
     from qfsdp.distributed import ShardingConfig, init_world, packed_bytes
     from qfsdp.modules.adapters import AdapterConfig
     from qfsdp.modules.packed_linear import QuantizationConfig
@@ -47,6 +48,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from qfsdp.modules.transformer import ActivationConfig
 
     world = init_world()
+    clock = StepClock(world.device)
     results = []
     for case in cases:
         cfg = recipe.Config(
@@ -77,7 +79,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-6, fused=True)
         batch_size, accumulation = case["split"]
         loader = StepLoader(
-            Samples(),
+            PackedDataset(Samples(), 64, seed=0) if case.get("packs") else Samples(),
             batch_size=batch_size,
             gradient_accumulation_steps=accumulation,
             rank=world.rank,
@@ -85,11 +87,15 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             seed=3,
             pad_id=0,
             max_seq_len=64,
+            fill_rows=cfg.compile,
         )
-        history = [
-            recipe.train_step(model, optimizer, None, loader.step(step), 1.0, world)
-            for step in range(case.get("steps", STEPS))
-        ]
+        history, graphs = [], []
+        for step in range(case.get("steps", STEPS)):
+            batches = loader.step(step)
+            metrics = recipe.train_step(model, optimizer, None, batches, 1.0, world, clock)
+            history.append(metrics)
+            graphs.append(torch._dynamo.utils.counters["stats"]["unique_graphs"])
+        breaks = sum(torch._dynamo.utils.counters["graph_break"].values())
         adapters = {name: whole_tensor(p) for name, p in adapter_parameters(model).items()}
         results.append(
             {
@@ -97,6 +103,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "grad_norms": [h["grad_norm"] for h in history],
                 "adapters": adapters,
                 "packed_bytes": packed_bytes(model),
+                "recompiled": graphs[-1] - graphs[1] + breaks,  # after the second step
             }
         )
     return results
@@ -182,6 +189,7 @@ VARIANTS = [
     {"checkpointing": "full"},
     {"checkpointing": "full", "wrap": "linear"},
     {"reshard": False},
+    {"packs": True},
     {"packed": "all-linear"},  # lm_head adapted, but in plain weights
     {"format": "none"},
     {"format": "nf4_fp32_absmax"},
@@ -248,6 +256,20 @@ def test_the_real_model_on_two_ranks(smollm2_dir: Path) -> None:
 
 @needs_compiler
 def test_compiled_on_two_ranks(model_dir: Path, reference: dict[str, dict[str, Any]]) -> None:
-    case = {"method": "dora", "wrap": "decoder_layer", "split": (6, 1), "compile": True}
-    for rank, result in enumerate(run_ranks(2, train, model_dir, [case])):
-        assert_same(result[0], reference["dora"], f"compiled, rank {rank}")
+    base = {"wrap": "decoder_layer", "split": (6, 1), "compile": True}
+    cases = [base | {"method": "dora"}, base | {"method": "lora", "checkpointing": "full"}]
+    for rank, results in enumerate(run_ranks(2, train, model_dir, cases)):
+        for case, result in zip(cases, results, strict=True):
+            assert_same(result, reference[case["method"]], f"{case}, rank {rank}")
+        # Batches are of several lengths; these are what the first of them needed.
+        assert results[0]["recompiled"] == results[1]["recompiled"] == 0
+
+
+@needs_compiler
+def test_packed_and_compiled_on_two_ranks(model_dir: Path) -> None:
+    case = {"method": "dora", "wrap": "decoder_layer", "packs": True, "checkpointing": "full"}
+    one = run_ranks(1, train, model_dir, [case | {"split": (2, 1)}])[0][0]
+    two = run_ranks(2, train, model_dir, [case | {"split": (1, 1), "compile": True}])
+    for rank in range(2):
+        assert_same(two[rank][0], one, f"rank {rank}")
+        assert two[rank][0]["recompiled"] == 0

@@ -1,0 +1,48 @@
+"""Fetches the wheels that `make gpu-suite` needs on a machine without a network.
+
+    python benchmarks/gpu_bundle.py [--python 3.12] [--all]
+
+They go to `gpu_wheels/`, for Linux on x86-64; the checkout with that folder is then all there is to
+carry, less than 60 MB. `--all` adds transformers and what it needs, for peers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+WHEELS = Path(__file__).parent.parent / "gpu_wheels"
+LIMIT_BYTES = 55 << 20
+NEEDED = ["safetensors", "omegaconf", "pyyaml", "tqdm", "pytest", "pluggy", "iniconfig"]
+NEEDED += ["packaging", "pygments", "bitsandbytes", "peft"]
+PEERS = ["transformers", "accelerate", "tokenizers"]
+NO_WHEEL = ["antlr4-python3-runtime==4.9.3"]  # of omegaconf; pure Python, built here
+PLATFORMS = ["manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--python", default="3.12", help="of the machine with the GPU")
+    parser.add_argument("--all", action="store_true", help="transformers as well")
+    args = parser.parse_args()
+    shutil.rmtree(WHEELS, ignore_errors=True)
+    pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
+    options = ["--no-deps", "--only-binary=:all:", "--implementation", "cp"]
+    options += ["--python-version", args.python, "--dest", str(WHEELS)]
+    options += [word for name in PLATFORMS for word in ("--platform", f"{name}_x86_64")]
+    names = NEEDED + (PEERS if args.all else [])
+    subprocess.run([*pip, "download", *options, *names], check=True)
+    subprocess.run([*pip, "wheel", "--no-deps", "--wheel-dir", str(WHEELS), *NO_WHEEL], check=True)
+    size = sum(wheel.stat().st_size for wheel in WHEELS.iterdir())
+    print(f"{WHEELS}: {len(list(WHEELS.iterdir()))} wheels, {size / 1e6:.1f} MB")
+    if size > LIMIT_BYTES:
+        raise SystemExit(f"error: more than {LIMIT_BYTES / 1e6:.0f} MB; leave --all out")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,162 @@
+"""All that needs a GPU, in one command: `make gpu-suite`. Under 8 minutes on one H200.
+
+    python benchmarks/gpu_suite.py [--json gpu_suite.json] [--minutes 8] [--try]
+
+GPU tests, the small benchmarks on the device, and train steps of a model with Llama-3-8B's shapes,
+ours and PEFT's, each in a process of its own. Nothing is fetched; what cannot run is told and the
+rest goes on. What it needs beside torch, bitsandbytes and peft, `make gpu-bundle` puts into
+`gpu_wheels/`, for a machine without a network. `--try` runs tiny sizes, on a CPU as well.
+
+Keys: those of the parts, and `tests_passed`, `tests_failed`, `minutes`,
+`qlora_tokens_per_second`, `qlora_over_lora_tokens`, `qlora_over_peft_tokens`,
+`qdora_over_qlora_time`, `qlora_memory_over_peft`, all at 8192 tokens per micro-batch, and with
+`_2048` at 2048.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).parent.parent
+WHEELS = ROOT / "gpu_wheels"
+STEPS = ("ours_qlora", "ours_qdora", "ours_lora", "peft_qlora", "peft_qdora")
+BENCHMARKS = ("dequantize", "linear", "loss")
+TESTS = ["tests/test_gpu.py", "tests/test_gpu_packing.py"]
+TESTS += ["tests/test_accounting.py", "tests/test_profiler.py"]
+TIMES = {  # key: seconds of the first over those of the second
+    "qdora_over_qlora_time": ("ours_qdora", "ours_qlora"),
+    "qlora_over_lora_tokens": ("ours_lora", "ours_qlora"),
+    "qlora_over_peft_tokens": ("peft_qlora", "ours_qlora"),
+    "qdora_over_peft_tokens": ("peft_qdora", "ours_qdora"),
+}
+
+
+def environment(scratch: Path) -> dict[str, str]:
+    """With the wheels of `gpu_wheels/`, less what this interpreter has already."""
+    paths = [str(ROOT)]
+    if WHEELS.is_dir():
+        site = scratch / "site"
+        names = sorted(WHEELS.glob("*.whl"))
+        options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
+        missing = [wheel for wheel in names if not importable(wheel)]
+        if missing:
+            command = [sys.executable, "-m", "pip", "install", *options, *map(str, missing)]
+            subprocess.run(command, check=True)
+            paths.append(str(site))
+    if os.environ.get("PYTHONPATH"):
+        paths.append(os.environ["PYTHONPATH"])
+    return os.environ | {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
+
+
+def importable(wheel: Path) -> bool:
+    from importlib.metadata import PackageNotFoundError, distribution
+
+    try:
+        distribution(wheel.name.partition("-")[0])
+    except PackageNotFoundError:
+        return False
+    return True
+
+
+class Suite:
+    """Runs the parts one after the other, as long as there is time."""
+
+    def __init__(self, minutes: float, env: dict[str, str], scratch: Path) -> None:
+        self.end = time.monotonic() + 60 * minutes
+        self.env, self.scratch = env, scratch
+        self.figures: dict[str, float] = {}
+
+    def run(self, name: str, *command: str) -> str:
+        """Output of `python COMMAND`; its figures, if it writes any, are added."""
+        print(f"\n== {name}", flush=True)
+        left, since = self.end - time.monotonic(), time.monotonic()
+        if left < 10:
+            print(f"{name}: left out, the time is over")
+            return ""
+        file = self.scratch / f"{name}.json"
+        words = [sys.executable, *(word.replace("JSON", str(file)) for word in command)]
+        try:
+            done = subprocess.run(
+                words, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=left
+            )
+            output, status = done.stdout + done.stderr, done.returncode
+        except subprocess.TimeoutExpired:
+            output, status = "the time was over", -1
+        print(output[-3000:] if status == 0 else output[-6000:])
+        print(f"{name}: exit {status}, {time.monotonic() - since:.0f} s", flush=True)
+        self.figures[f"{name}_exit_status"] = status
+        if file.exists():
+            self.figures |= json.loads(file.read_text())
+        return output
+
+    def tests(self) -> None:
+        output = self.run(
+            "tests", "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider", *TESTS
+        )
+        for word in ("passed", "failed", "skipped"):
+            found = re.findall(rf"(\d+) {word}", output)
+            self.figures[f"tests_{word}"] = int(found[-1]) if found else 0
+
+
+def compare(found: dict[str, float]) -> dict[str, float]:
+    """The figures that put contestants beside each other."""
+    ratios = {}
+    for tokens, suffix in ((8192, ""), (2048, "_2048")):
+        for key, pair in TIMES.items():
+            over, under = (found.get(f"{name}_{tokens}_seconds") for name in pair)
+            if over and under:
+                ratios[key + suffix] = over / under
+        pair = ("ours_qlora", "peft_qlora")
+        over, under = (found.get(f"{name}_{tokens}_peak_bytes") for name in pair)
+        if over and under:
+            ratios["qlora_memory_over_peft" + suffix] = over / under
+        if rate := found.get(f"ours_qlora_{tokens}_tokens_per_second"):
+            ratios["qlora_tokens_per_second" + suffix] = rate
+    return ratios
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--json", type=Path, default=Path("gpu_suite.json"))
+    parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing starts")
+    parser.add_argument("--try", dest="tiny", action="store_true", help="tiny sizes")
+    args = parser.parse_args()
+    if not torch.cuda.is_available() and not args.tiny:
+        raise SystemExit("error: no GPU here; `--try` runs tiny sizes on a CPU")
+    started = time.monotonic()
+    name = torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
+    print(f"{name}, torch {torch.__version__}, Python {sys.version.split()[0]}")
+    with tempfile.TemporaryDirectory() as folder:
+        suite = Suite(args.minutes, environment(Path(folder)), Path(folder))
+        small = ["--tiny", "--steps", "2"] if args.tiny else []
+        for contestant in STEPS:  # first: what the rest of the time cannot make up for
+            script = "benchmarks/gpu_train_step.py"
+            suite.run(contestant, script, contestant, "--json", "JSON", *small)
+        for benchmark in BENCHMARKS:
+            quick = [] if torch.cuda.is_available() else ["--quick"]
+            suite.run(benchmark, f"benchmarks/{benchmark}.py", "--json", "JSON", *quick)
+        suite.tests()
+        found = compare(suite.figures) | suite.figures
+    found["minutes"] = (time.monotonic() - started) / 60
+    print(f"\n== {name}, torch {torch.__version__}")
+    for key, value in found.items():
+        print(f"{key:48} {value:.5g}")
+    args.json.write_text(json.dumps(found, indent=2) + "\n")
+    if found["tests_failed"] or not found["tests_passed"] and torch.cuda.is_available():
+        raise SystemExit(1)
+
+
+if __name__ == "__main__":
+    main()

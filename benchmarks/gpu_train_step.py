@@ -1,0 +1,215 @@
+"""Train steps of a random model with the shapes of Llama-3-8B, by us or by PEFT + bitsandbytes.
+
+    python benchmarks/gpu_train_step.py CONTESTANT [--tokens 2048 8192] [--json step.json]
+
+CONTESTANT is one of ours_qlora, ours_qdora, ours_lora (bf16 base), peft_qlora, peft_qdora. Weights
+are drawn on the device, alike for all, so nothing is read from disk. Steps are those of the recipe
+(its `train_step`, compiled layers) and of PEFT's users (bf16 autocast, fused AdamW): rank 16 on all
+linears, rows of 2048 tokens with a target at every position, no activation checkpointing. `--tiny`
+is a model for trying the script on a CPU.
+
+Keys, for every number of tokens in a micro-batch: `CONTESTANT_8192_tokens_per_second`, `_seconds`
+(median of the steps), `_peak_bytes` (allocated), `_first_loss`, `_last_loss`; of ours also
+`_model_flops_utilization`, `_hardware_flops_utilization` and `_seconds/PHASE`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from qfsdp.accounting import StepClock, matmul_rate, step_flops, utilization
+from qfsdp.checkpoint.sources import base_parameters
+from qfsdp.data.loader import Batch
+from qfsdp.distributed import World, trainable_parameters
+from qfsdp.launch import load_recipe
+from qfsdp.metrics import peak_memory_bytes
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
+from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
+from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.tensor_subclasses.packed import PackedTensor
+
+LLAMA_8B: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": 128256,
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "max_position_embeddings": 8192,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "tie_word_embeddings": False,
+}
+TINY = LLAMA_8B | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512}
+TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+ROOT = Path(__file__).parent.parent
+ROW, RANK, ALPHA, LEARNING_RATE = 2048, 16, 32.0, 1e-4
+WARMUP = 3  # the first compiles, the second still allocates
+LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+Step = Callable[[Tensor, Tensor], float]
+
+
+def random_weight(name: str, like: Tensor, device: torch.device) -> Tensor:
+    """bf16, the same for everyone who asks for that name."""
+    if "norm" in name:
+        return torch.ones(like.shape, dtype=torch.bfloat16, device=device)
+    seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
+    generator = torch.Generator(device).manual_seed(seed)
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.bfloat16, device=device)
+    return drawn.mul_(0.02)
+
+
+def ours(
+    kind: str, config: dict[str, Any], device: torch.device
+) -> tuple[Step, Decoder, StepClock]:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(config)).bfloat16()
+    pack_linears(model, QuantizationConfig("nf4" if kind.startswith("q") else "none"))
+    method = "dora" if kind.endswith("dora") else "lora"
+    add_adapters(model, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
+    model.compile_layers()
+    for name, param in list(model.named_parameters()):
+        owner = model.get_submodule(name.rpartition(".")[0])
+        empty = torch.empty_like(param, device=device)
+        made = nn.Parameter(empty, requires_grad=param.requires_grad)
+        setattr(owner, name.rpartition(".")[2], made)
+    with torch.no_grad():
+        for name, param in base_parameters(model):
+            weight = random_weight(name, param, device)
+            if isinstance(param.data, PackedTensor):
+                param.data.quantize_(weight, name)
+            else:
+                param.copy_(weight)
+    init_adapters(model, seed=0)
+    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=LEARNING_RATE, fused=True)
+    recipe = load_recipe(ROOT / "recipes/qdora_distributed.py")
+    world, clock = World(device), StepClock(device)
+
+    def step(tokens: Tensor, labels: Tensor) -> float:
+        batches = [Batch(tokens, labels, tokens.numel())]
+        return recipe.train_step(model, optimizer, None, batches, 1.0, world, clock)["loss"]
+
+    return step, model.train(), clock
+
+
+def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
+    from bitsandbytes.nn import Linear4bit, Params4bit
+    from peft import LoraConfig, get_peft_model
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    config = {key: value for key, value in config.items() if key != "rope_theta"}
+    rope = {"rope_type": "default", "rope_theta": LLAMA_8B["rope_theta"]}
+    torch.set_default_dtype(torch.bfloat16)
+    with device:
+        base = LlamaForCausalLM(LlamaConfig(**config, rope_parameters=rope, use_cache=False))
+    torch.set_default_dtype(torch.float32)
+    for name, param in base.named_parameters():
+        param.data = random_weight(name, param, device)
+    for name, module in list(base.model.named_modules()):
+        if isinstance(module, nn.Linear):
+            packed = Linear4bit(
+                module.in_features, module.out_features, False, torch.bfloat16, True, "nf4"
+            )
+            packed.weight = Params4bit(
+                module.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
+            )
+            parent = base.model.get_submodule(name.rpartition(".")[0])
+            setattr(parent, name.rpartition(".")[2], packed.to(device))
+    adapter = LoraConfig(
+        r=RANK, lora_alpha=ALPHA, target_modules=LINEARS, use_dora=kind.endswith("dora")
+    )
+    model = get_peft_model(base, adapter).train()
+    trained = [param for param in model.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
+
+    def step(tokens: Tensor, labels: Tensor) -> float:
+        tokens, labels = tokens.to(device), labels.to(device)
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    return step
+
+
+def measure(step: Step, rows: int, vocabulary: int, steps: int, device: torch.device) -> dict:
+    """Median seconds, peak bytes and losses of `steps` steps after the warm-up."""
+    seconds, losses = [], []
+    for index in range(WARMUP + steps):
+        if index == WARMUP and device.type != "cpu":
+            torch.accelerator.reset_peak_memory_stats()
+        generator = torch.Generator().manual_seed(index)
+        drawn = torch.randint(0, vocabulary, (rows, ROW + 1), generator=generator)
+        since = time.perf_counter()
+        losses.append(step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()))
+        seconds.append(time.perf_counter() - since)  # reading the loss has waited for the device
+    median = statistics.median(seconds[WARMUP:])
+    return {
+        "seconds": median,
+        "warmup_seconds": sum(seconds[:WARMUP]),
+        "tokens_per_second": rows * ROW / median,
+        "peak_bytes": peak_memory_bytes(device),
+        "first_loss": losses[0],
+        "last_loss": losses[-1],
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("contestant")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
+    parser.add_argument("--steps", type=int, default=8)
+    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    config = TINY if args.tiny else LLAMA_8B
+    library, _, kind = args.contestant.partition("_")
+    found: dict[str, float] = {}
+    clock = None
+    rate = matmul_rate(device, torch.bfloat16)
+    since = time.perf_counter()
+    if library == "ours":
+        step, model, clock = ours(kind, config, device)
+    else:
+        step = peft(kind, config, device)
+    found[f"{args.contestant}_load_seconds"] = time.perf_counter() - since
+    for tokens in args.tokens:
+        rows = max(1, tokens // ROW)
+        of_size = measure(step, rows, config["vocab_size"], args.steps, device)
+        if clock is not None:
+            flops = step_flops(model, [ROW] * rows, rows * ROW)
+            of_size |= utilization(flops, of_size["seconds"], rate)
+            phases = clock.seconds()
+            of_size |= {f"seconds/{k}": v / (WARMUP + args.steps) for k, v in phases.items()}
+        found |= {f"{args.contestant}_{tokens}_{key}": value for key, value in of_size.items()}
+    found["matmul_flops_per_second"] = rate
+    for key, value in found.items():
+        print(f"{key} {value:.5g}")
+    if args.json:
+        args.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()
