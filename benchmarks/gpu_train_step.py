@@ -58,7 +58,7 @@ LLAMA_8B: dict[str, Any] = {
 TINY = LLAMA_8B | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 ROOT = Path(__file__).parent.parent
-ROW, RANK, ALPHA, LEARNING_RATE = 2048, 16, 32.0, 1e-4
+ROW, RANK, ALPHA, LEARNING_RATE = 2048, 16, 32, 1e-4
 WARMUP = 3  # the first compiles, the second still allocates
 LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 

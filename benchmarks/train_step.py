@@ -112,9 +112,10 @@ class Contestant:
     def __init__(self, name: str, job: Job, python: Path) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
-        # Where another process took a core, OpenMP threads that spin while they wait for each other
-        # made steps of 0.6 s take up to 71 s (PEFT) and 11 s (ours); at most 3.3 s without.
-        environment = os.environ | {"HF_HUB_OFFLINE": "1", "OMP_WAIT_POLICY": "PASSIVE"}
+        # Where another process took a core, OpenMP threads that spin for long while they wait for
+        # each other made steps of 0.6 s take up to 71 s (PEFT) and 11 s (ours). Not at all
+        # (OMP_WAIT_POLICY=PASSIVE), every small operation takes 0.1 ms; so they spin for some 10 us.
+        environment = os.environ | {"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "20000"}
         if job.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
         worker = Path(__file__).with_name("train_step_worker.py")

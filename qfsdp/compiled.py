@@ -7,11 +7,14 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
+from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
 from qfsdp.errors import UserError
+
+DYNAMIC_DEVICES = ("cpu",)  # where `static_on_gpus` does not hold
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -67,7 +70,10 @@ def use_cache_dir(path: str | None, report: bool) -> None:
 
 
 def compiled(
-    fn: Callable[P, R], options: dict[str, Any] | None = None, smallest: int = SMALLEST_COMPILED
+    fn: Callable[P, R],
+    options: dict[str, Any] | None = None,
+    smallest: int = SMALLEST_COMPILED,
+    static_on_gpus: bool = False,
 ) -> Callable[P, R]:
     """Decorates a pure function of plain tensors; it is compiled at its first call, with
     `options` for inductor.
@@ -76,11 +82,16 @@ def compiled(
     build takes about 10 s on a CPU, and a Llama has 4 to 5 linear shapes). What would ask for
     builds of its own runs uncompiled: tensors so small that a size may be 0 or 1, meta and
     fake tensors, and calls inside another trace.
+
+    With `static_on_gpus`, accelerators get a build for every set of shapes: dividing indices by
+    sizes that are no constants is a good part of what a memory-bound kernel has time for.
     """
 
     @functools.cache
-    def build() -> Callable[P, R]:
-        return torch.compile(fn, dynamic=True, options=options)  # type: ignore[arg-type]
+    def build(shapes: tuple[Any, ...] | None) -> Callable[P, R]:
+        # Dynamo counts builds per code object, and gives up at the eighth: one for each shape.
+        function = fn if shapes is None else _copy(fn)
+        return torch.compile(function, dynamic=shapes is None, options=options)  # type: ignore
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -88,8 +99,20 @@ def compiled(
         plain = type(first) is torch.Tensor and first.device.type != "meta"
         large = first.numel() >= smallest
         if plain and large and not torch.compiler.is_compiling() and can_compile():
+            shapes = None
+            if static_on_gpus and first.device.type not in DYNAMIC_DEVICES:
+                shapes = tuple(
+                    (a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args
+                )
             with torch.no_grad():  # one build for both grad modes
-                return build()(*args, **kwargs)
+                return build(shapes)(*args, **kwargs)
         return fn(*args, **kwargs)
 
     return call
+
+
+def _copy(fn: Callable[P, R]) -> Callable[P, R]:
+    """The same function with a code object of its own."""
+    assert isinstance(fn, FunctionType)
+    code = fn.__code__.replace(co_name=f"{fn.__name__}_static")
+    return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)

@@ -12,11 +12,12 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor
 
 from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdaptedLinear
 from qfsdp.modules.packed_linear import PackedLinear
-from qfsdp.modules.shards import local_part, whole_tensor
+from qfsdp.modules.shards import local_part
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.packed import PackedTensor
 
@@ -163,8 +164,17 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> floa
 
     Returns the norm before clipping, over all parameters of all ranks; None clips nothing.
     """
-    limit = float("inf") if max_norm is None else max_norm
-    return whole_tensor(nn.utils.clip_grad_norm_(parameters, limit)).item()
+    grads = [param.grad for param in parameters if param.grad is not None]
+    # On this rank's rows: as an operation on DTensors it took 2 to 5 times as long (420 adapters).
+    rows = [local_part(grad) for grad in grads]
+    norm = nn.utils.get_total_norm(rows)
+    if sharded := [grad for grad in grads if isinstance(grad, DTensor)]:
+        norm = norm.square()
+        dist.all_reduce(norm, group=sharded[0].device_mesh.get_group())
+        norm = norm.sqrt()
+    if max_norm is not None:
+        torch._foreach_mul_(rows, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm.item()
 
 
 def packed_bytes(model: nn.Module) -> int:

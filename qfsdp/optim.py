@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import inspect
+from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -15,10 +18,96 @@ from qfsdp.errors import UserError
 
 TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a schedule
 
+# They update every number by itself, so rows get what they get in the whole; and state in place.
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
 
 def build_optimizer(component: Component, parameters: Iterable[Tensor]) -> Optimizer:
     """The optimizer over `parameters`, which are its first argument."""
-    return component.build(list(parameters))
+    parameters = list(parameters)
+    optimizer = component.build(parameters)
+    sharded = any(isinstance(param, DTensor) for param in parameters)
+    if sharded and type(optimizer) in ELEMENTWISE:
+        LocalSteps(optimizer)
+    return optimizer
+
+
+class LocalSteps:
+    """Has an optimizer step, without a closure, on the rows of this rank as plain tensors.
+
+    Dispatching an operation over hundreds of DTensors makes a spec for each of them, every time:
+    a fused AdamW step on SmolLM2's adapters took 2.4 times as long as on their rows. Between
+    steps parameters and state are DTensors as ever, of the same memory. State is updated in place,
+    so what of it is plain is kept from step to step, as long as `optimizer.state` is the same
+    object (`load_state_dict` makes a new one).
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._state: Any = None  # optimizer.state between steps, and during them
+        self._plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # parameters and their rows
+        optimizer.register_step_pre_hook(self._enter)
+        optimizer.register_step_post_hook(self._leave)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        self._state, self._plain = optimizer.state, defaultdict(dict)
+        of_groups = [group["params"] for group in optimizer.param_groups]
+        self._groups = [(params, [_rows(param) for param in params]) for params in of_groups]
+        for param, fields in self._state.items():
+            self._plain[_rows(param)] = {name: _rows(value) for name, value in fields.items()}
+
+    def _is_known(self, optimizer: Optimizer) -> bool:
+        now = [group["params"] for group in optimizer.param_groups]
+        return (
+            self._state is optimizer.state
+            and len(now) == len(self._groups)
+            and all(params is known for params, (known, _) in zip(now, self._groups, strict=True))
+            and all(mine is _rows(p) for g in self._groups for p, mine in zip(*g, strict=True))
+        )
+
+    @torch.no_grad()
+    def _enter(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_known(optimizer):
+            self._look(optimizer)
+        for group, (params, rows) in zip(optimizer.param_groups, self._groups, strict=True):
+            for param, mine in zip(params, rows, strict=True):
+                if (grad := param.grad) is not None:
+                    mine.grad = _rows(grad)
+            group["params"] = rows
+        optimizer.state = self._plain
+
+    @torch.no_grad()
+    def _leave(self, optimizer: Optimizer, *_: Any) -> None:
+        optimizer.state = self._state
+        for group, (params, rows) in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = params
+            for param, mine in zip(params, rows, strict=True):
+                if mine is not param:
+                    mine.grad = None
+        if len(self._plain) == len(self._state):
+            return
+        for params, rows in self._groups:
+            for param, mine in zip(params, rows, strict=True):
+                if mine in self._plain and param not in self._state:
+                    fields = self._plain[mine].items()
+                    self._state[param] = {name: _sharded_like(param, v) for name, v in fields}
+
+
+def _rows(value: Any) -> Any:
+    """This rank's rows of a DTensor. Its `to_local` would make a view of a parameter, in 3 us."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _sharded_like(param: Tensor, value: Any) -> Any:
+    """`value` as a DTensor, if it is a tensor with a number for each of this rank's of `param`."""
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != _rows(param).shape:
+        return value
+    where = (param.device_mesh, param.placements)
+    return DTensor.from_local(
+        value, *where, run_check=False, shape=param.shape, stride=param.stride()
+    )
 
 
 def build_scheduler(

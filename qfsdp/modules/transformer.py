@@ -311,11 +311,25 @@ class MLP(nn.Module):
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
 
 
+def _mark_lengths(
+    x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+) -> None:
+    """Tells the compiler which sizes vary: left to find out, it builds everything twice, at the
+    first batch and again at the first of another length (20 s each for SmolLM2 on a CPU)."""
+    if cu_seqlens is not None:  # rows of packs have one length, their number of documents varies
+        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+        return
+    for tensor, dim in ((x, 1), (cos, 2), (sin, 2)):
+        torch._dynamo.maybe_mark_dynamic(tensor, dim)
+    if mask is not None:
+        torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
+
+
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual.
 
-    `block` is the computation; to compile a layer, replace it: `layer.block = torch.compile(
-    layer.block)`. `windowed` says whether the model's sliding window holds in this layer.
+    `block` is the computation, which `compile_block` compiles. `windowed` says whether the model's
+    sliding window holds in this layer.
     """
 
     def __init__(self, config: DecoderConfig, windowed: bool) -> None:
@@ -326,6 +340,12 @@ class DecoderLayer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.windowed = windowed
         self.checkpoint_activations = False
+        self.compiled = False
+
+    def compile_block(self) -> None:
+        """`torch.compile` the computation; what FSDP2 hooks onto the layer stays outside of it."""
+        self.block = torch.compile(self.block)  # type: ignore[method-assign]
+        self.compiled = True
 
     def block(
         self,
@@ -346,6 +366,8 @@ class DecoderLayer(nn.Module):
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
     ) -> Tensor:
+        if self.compiled:  # here, as FSDP2 hands the layer other tensors than it was called with
+            _mark_lengths(x, cos, sin, mask, cu_seqlens)
         if self.checkpoint_activations and torch.is_grad_enabled():
             return checkpoint(self.block, x, cos, sin, mask, cu_seqlens, use_reentrant=False)
         return self.block(x, cos, sin, mask, cu_seqlens)
@@ -366,20 +388,6 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-def _mark_lengths(
-    x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
-) -> None:
-    """Tells the compiler which sizes vary: left to find out, it builds everything twice, at the
-    first batch and again at the first of another length (20 s each for SmolLM2 on a CPU)."""
-    if cu_seqlens is not None:  # rows of packs have one length, their number of documents varies
-        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
-        return
-    for tensor, dim in ((x, 1), (cos, 2), (sin, 2)):
-        torch._dynamo.maybe_mark_dynamic(tensor, dim)
-    if mask is not None:
-        torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
-
-
 class Decoder(nn.Module):
     """A causal language model whose parameters carry their Hugging Face names.
 
@@ -391,7 +399,6 @@ class Decoder(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
-        self.compiled = False
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -412,12 +419,11 @@ class Decoder(nn.Module):
         Two builds serve all layers and all lengths of batches: one for the first layer, whose input
         needs no gradient, and one for the others.
         """
-        self.compiled = True
         # Backward works pointwise results out again (norms, rotations, silu) instead of keeping
         # them: 731 MB kept instead of 1059 for 2048 tokens of SmolLM2, in 1 % more time.
         torch._functorch.config.ban_recompute_materialized_backward = False
         for layer in self.model.layers:
-            layer.block = torch.compile(layer.block)  # type: ignore
+            cast(DecoderLayer, layer).compile_block()
 
     def forward(
         self,
@@ -449,8 +455,6 @@ class Decoder(nn.Module):
         windowed_mask = self._within_window(mask, tokens) if cu_seqlens is None else None
         for layer in self.model.layers:
             seen = windowed_mask if layer.windowed else mask
-            if self.compiled:
-                _mark_lengths(x, cos, sin, seen, cu_seqlens)
             x = layer(x, cos, sin, seen, cu_seqlens)
         x = self.model.norm(x)
         return self.lm_head(x) if labels is None else self._loss(x, labels)

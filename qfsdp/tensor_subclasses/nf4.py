@@ -379,7 +379,10 @@ def _absmax_products(
 
 # The tree of selections is more operations than inductor puts into one kernel by itself; split in
 # several it is 10 times as slow (0.5 against 4.9 G weights/s per core).
-@partial(compiled, options={"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000})
+ONE_KERNEL = {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000}
+
+
+@partial(compiled, options=ONE_KERNEL, static_on_gpus=True)
 def _write_weights(
     codes: Tensor,
     products: Tensor,

@@ -156,6 +156,21 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
         assert differing_bytes(compiled, plain) == 0
 
 
+@needs_compiler
+def test_a_build_for_every_shape_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shapes than dynamo's limit of builds for one function; none falls back."""
+    monkeypatch.setattr("qfsdp.compiled.DYNAMIC_DEVICES", ())
+    weights = [nf4.quantize(random_weight(rows, 576)) for rows in range(64, 74)]
+    found = [weight.dequantize(torch.bfloat16) for weight in weights]
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for weight, static in zip(weights, found, strict=True):
+        assert torch.equal(weight.dequantize(torch.bfloat16), static)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == before
+    monkeypatch.undo()
+    for weight, static in zip(weights, found, strict=True):
+        assert torch.equal(weight.dequantize(torch.bfloat16), static)
+
+
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("format", [nf4.NF4Tensor, nf4.NF4Fp32AbsmaxTensor])
 @pytest.mark.parametrize("cols", [128, 130])

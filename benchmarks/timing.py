@@ -1,0 +1,127 @@
+"""What the small benchmarks share: timing in turns, ratios with their spread, a JSON file."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Cases = Mapping[str, Callable[[], Any]]
+Times = dict[str, list[float]]
+Figures = dict[str, float]
+
+SHARED = """Where other processes take cores: OMP_WAIT_POLICY=PASSIVE, else threads spin while they
+wait for each other, whole time slices long; or OMP_NUM_THREADS=1, for figures of one core."""
+LONG_ENOUGH = 0.005  # seconds of calls between two looks at the clock
+FLUSH_BYTES = 256 << 20  # more than the second-level cache of any GPU
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of all of them; `--help` is the module's docstring."""
+    parser = argparse.ArgumentParser(
+        description=doc,
+        epilog=SHARED,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="smaller, under a minute")
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    default = "cuda" if torch.cuda.is_available() else "cpu"
+    parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
+    parser.add_argument("--repeat", type=int, default=7, help="rounds; medians are told")
+    return parser
+
+
+def in_turns(cases: Cases, rounds: int, device: str = "cpu", calls: int = 0) -> Times:
+    """Seconds of a call of every case, once per round: what disturbs the machine meets all alike.
+
+    Every case is called before, which compiles it and says how many calls take long enough; where
+    ranks must call it equally often, `calls` says it. On a GPU a call is timed by events, its
+    operands not in the cache.
+    """
+    if device == "cuda":
+        return _on_gpu(cases, rounds)
+    of_case: dict[str, int] = {}
+    for name, case in cases.items():
+        case()
+        of_case[name] = calls or 1 + int(LONG_ENOUGH / seconds_of(case))
+    found: Times = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, case in cases.items():
+            found[name].append(seconds_of(case, of_case[name]))
+    return found
+
+
+def seconds_of(case: Callable[[], Any], calls: int = 1) -> float:
+    since = time.perf_counter()
+    for _ in range(calls):
+        case()
+    return (time.perf_counter() - since) / calls
+
+
+def _on_gpu(cases: Cases, rounds: int) -> Times:
+    flush = torch.empty(FLUSH_BYTES, dtype=torch.uint8, device="cuda")
+    for case in cases.values():
+        for _ in range(3):
+            case()
+    marks: dict[str, list[Any]] = {name: [] for name in cases}
+    for _ in range(rounds):
+        for name, case in cases.items():
+            start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            # Takes longer than to launch the case, whose kernels then run without gaps.
+            flush.zero_()
+            torch.cuda._sleep(1_000_000)
+            start.record()
+            case()
+            end.record()
+            marks[name].append((start, end))
+    torch.cuda.synchronize()
+    return {name: [s.elapsed_time(e) / 1e3 for s, e in pairs] for name, pairs in marks.items()}
+
+
+def spread(key: str, values: Iterable[float]) -> Figures:
+    """The median under `key`, and `key_min`, `key_max`."""
+    values = list(values)
+    return {key: statistics.median(values), f"{key}_min": min(values), f"{key}_max": max(values)}
+
+
+def ratios(key: str, over: Sequence[float], under: Sequence[float]) -> Figures:
+    """`spread` of the ratios of the same rounds."""
+    return spread(key, (a / b for a, b in zip(over, under, strict=True)))
+
+
+def geometric(key: str, parts: Sequence[Figures], name: str) -> Figures:
+    """Geometric mean of `name` over several measurements under `key`; its ends are the
+    smallest and largest of any."""
+    found = [part for part in parts if name in part]
+    if not found:
+        return {}
+    return {
+        key: statistics.geometric_mean(part[name] for part in found),
+        f"{key}_min": min(part[f"{name}_min"] for part in found),
+        f"{key}_max": max(part[f"{name}_max"] for part in found),
+    }
+
+
+def table(rows: Sequence[Sequence[str]]) -> None:
+    """Prints rows in columns, the first row a header."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
+        print("  ".join([row[0].ljust(widths[0]), *cells]))
+    print(flush=True)
+
+
+def tell(figures: Figures, path: Path | None, details: Figures | None = None) -> None:
+    """Prints every figure with its spread; writes them, and `details`, to `path`."""
+    for key, value in figures.items():
+        if not key.endswith(("_min", "_max")):
+            ends = [f"{figures[k]:.3g}" for k in (f"{key}_min", f"{key}_max") if k in figures]
+            print(f"{key} {value:.4g}" + (f" ({' to '.join(ends)})" if ends else ""))
+    if path is not None:
+        path.write_text(json.dumps((details or {}) | figures, indent=2) + "\n")
