@@ -76,8 +76,8 @@ def random_weight(name: str, like: Tensor, device: torch.device) -> Tensor:
 
 
 def ours(
-    kind: str, config: dict[str, Any], device: torch.device
-) -> tuple[Step, Decoder, StepClock]:
+    kind: str, config: dict[str, Any], device: torch.device, clock: StepClock
+) -> tuple[Step, Decoder]:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dict(config)).bfloat16()
     pack_linears(model, QuantizationConfig("nf4" if kind.startswith("q") else "none"))
@@ -99,13 +99,13 @@ def ours(
     init_adapters(model, seed=0)
     optimizer = torch.optim.AdamW(trainable_parameters(model), lr=LEARNING_RATE, fused=True)
     recipe = load_recipe(ROOT / "recipes/qdora_distributed.py")
-    world, clock = World(device), StepClock(device)
+    world = World(device)
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         batches = [Batch(tokens, labels, tokens.numel())]
         return recipe.train_step(model, optimizer, None, batches, 1.0, world, clock)["loss"]
 
-    return step, model.train(), clock
+    return step, model.train()
 
 
 def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
@@ -151,12 +151,16 @@ def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
     return step
 
 
-def measure(step: Step, rows: int, vocabulary: int, steps: int, device: torch.device) -> dict:
+def measure(
+    step: Step, rows: int, vocabulary: int, steps: int, device: torch.device, clock: StepClock
+) -> dict[str, float]:
     """Median seconds, peak bytes and losses of `steps` steps after the warm-up."""
     seconds, losses = [], []
     for index in range(WARMUP + steps):
-        if index == WARMUP and device.type != "cpu":
-            torch.accelerator.reset_peak_memory_stats()
+        if index == WARMUP:
+            clock.seconds()
+            if device.type != "cpu":
+                torch.accelerator.reset_peak_memory_stats()
         generator = torch.Generator().manual_seed(index)
         drawn = torch.randint(0, vocabulary, (rows, ROW + 1), generator=generator)
         since = time.perf_counter()
@@ -170,7 +174,7 @@ def measure(step: Step, rows: int, vocabulary: int, steps: int, device: torch.de
         "peak_bytes": peak_memory_bytes(device),
         "first_loss": losses[0],
         "last_loss": losses[-1],
-    }
+    } | {f"seconds/{phase}": spent / steps for phase, spent in clock.seconds().items()}
 
 
 def main() -> None:
@@ -187,22 +191,20 @@ def main() -> None:
     config = TINY if args.tiny else LLAMA_8B
     library, _, kind = args.contestant.partition("_")
     found: dict[str, float] = {}
-    clock = None
+    clock, model = StepClock(device), None
     rate = matmul_rate(device, torch.bfloat16)
     since = time.perf_counter()
     if library == "ours":
-        step, model, clock = ours(kind, config, device)
+        step, model = ours(kind, config, device, clock)
     else:
         step = peft(kind, config, device)
     found[f"{args.contestant}_load_seconds"] = time.perf_counter() - since
     for tokens in args.tokens:
         rows = max(1, tokens // ROW)
-        of_size = measure(step, rows, config["vocab_size"], args.steps, device)
-        if clock is not None:
+        of_size = measure(step, rows, config["vocab_size"], args.steps, device, clock)
+        if model is not None:
             flops = step_flops(model, [ROW] * rows, rows * ROW)
             of_size |= utilization(flops, of_size["seconds"], rate)
-            phases = clock.seconds()
-            of_size |= {f"seconds/{k}": v / (WARMUP + args.steps) for k, v in phases.items()}
         found |= {f"{args.contestant}_{tokens}_{key}": value for key, value in of_size.items()}
     found["matmul_flops_per_second"] = rate
     for key, value in found.items():

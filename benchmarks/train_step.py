@@ -1,11 +1,12 @@
 """A train step by us, PEFT and torchtune: same model, tokens, rank and first adapters.
 
     python benchmarks/train_step.py [--quick] [--json step.json] [--model FOLDER] [--device cuda]
-                                    [--only ours,peft_qlora] [--compile]
+                                    [--only ours,peft_qlora] [--eager]
 
 Contestants, in groups that fit into memory together:
 
-    ours_lora, ours_qlora, ours_qdora   the recipe's `train_step`, DoRA's norms included
+    ours_lora, ours_qlora, ours_qdora   the recipe's `train_step`, DoRA's norms included, layers
+                                        compiled (`compile: true`) unless --eager or --quick
     peft_lora, peft_qlora, peft_qdora   PEFT and bitsandbytes (NF4, double quantization) on a
                                         transformers model, under bf16 autocast
     torchtune_lora, torchtune_qlora     what its `lora_finetune_single_device` sets up
@@ -113,8 +114,8 @@ class Contestant:
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
         # Where another process took a core, OpenMP threads that spin for long while they wait for
-        # each other made steps of 0.6 s take up to 71 s (PEFT) and 11 s (ours). Not at all
-        # (OMP_WAIT_POLICY=PASSIVE), every small operation takes 0.1 ms; so they spin for some 10 us.
+        # each other made steps of 0.6 s take up to 71 s (PEFT) and 11 s (ours). Where they do not
+        # spin at all, every small operation takes 0.1 ms; so they do for some 10 us.
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "20000"}
         if job.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -163,7 +164,7 @@ def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
         batch=args.batch,
         seq=args.seq,
         device=args.device,
-        compile=args.compile and library == "ours",
+        compile=not args.eager and library == "ours",
     )
 
 
@@ -279,7 +280,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="QLoRA and QDoRA of us and PEFT, 1 x 256, 3 steps"
+        "--quick", action="store_true", help="QLoRA, QDoRA of us and PEFT, 1 x 256, 3 steps, eager"
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--model", type=Path, help="a Llama; default: SmolLM2-135M-Instruct")
@@ -289,12 +290,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="samples per step")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--steps", type=int, default=7, help="that are timed")
-    parser.add_argument("--compile", action="store_true", help="compile our layers")
+    parser.add_argument("--eager", action="store_true", help="do not compile our layers")
     args = parser.parse_args()
     if args.quick:
-        args.batch, args.seq, args.steps = 1, 256, 3
+        args.batch, args.seq, args.steps, args.eager = 1, 256, 3, True
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
-    args.warmup = 3 if args.compile else 2
+    args.warmup = 2 if args.eager else 3
     return args
 
 

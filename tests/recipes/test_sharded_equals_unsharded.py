@@ -268,8 +268,8 @@ def test_compiled_on_two_ranks(model_dir: Path, reference: dict[str, dict[str, A
 @needs_compiler
 def test_packed_and_compiled_on_two_ranks(model_dir: Path) -> None:
     case = {"method": "dora", "wrap": "decoder_layer", "packs": True, "checkpointing": "full"}
-    one = run_ranks(1, train, model_dir, [case | {"split": (2, 1)}])[0][0]
-    two = run_ranks(2, train, model_dir, [case | {"split": (1, 1), "compile": True}])
+    one = run_ranks(1, train, model_dir, [case | {"split": (12, 1)}])[0][0]
+    two = run_ranks(2, train, model_dir, [case | {"split": (6, 1), "compile": True}])
     for rank in range(2):
         assert_same(two[rank][0], one, f"rank {rank}")
         assert two[rank][0]["recompiled"] == 0
