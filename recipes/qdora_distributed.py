@@ -182,7 +182,7 @@ def train_step(
         loss += part.detach()
     with clock.phase("optimizer"):
         grad_norm = clip_grad_norm(trainable_parameters(model), clip)
-        lr = optimizer.param_groups[0]["lr"]
+        lr = float(optimizer.param_groups[0]["lr"])  # a tensor in some optimizers
         optimizer.step()
         optimizer.zero_grad()
         if scheduler is not None:

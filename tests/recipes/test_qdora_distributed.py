@@ -94,6 +94,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     words += [f"model.path={model}", f"dataset.source={train_file}", f"output_dir={tmp_path}/run"]
     words += ["packed=true", "compile=true", f"compile_cache_dir={tmp_path}/cache"]
     words += ["profiler.steps=[2]", "profiler.ranks=[1]"]
+    words += ["optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"]
     done = tune("run", "--nproc_per_node", "2", RECIPE, *words)
     assert done.returncode == 0, done.stderr
     assert f"compiled code: {tmp_path}/cache\n" in done.stdout
@@ -102,6 +103,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     assert traces == ["step_00000002_rank1.json.gz"]
     lines = [json.loads(s) for s in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert min(line["slot_efficiency"] for line in lines) > 0.8
+    assert [line["lr"] for line in lines] == pytest.approx([0, 1e-4, 2e-4])
 
 
 def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_file: Path) -> None:
