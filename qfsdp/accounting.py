@@ -244,7 +244,9 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     Numbers are random, as on zeros a GPU draws less power and keeps higher clocks.
     """
     size = 1024 if device.type == "cpu" else 8192
-    a, b = (torch.randn(size, size, device=device, dtype=dtype) for _ in range(2))
+    # A generator of its own: dropout of a resumed run goes on where the broken one was.
+    own = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=own) for _ in range(2))
     out, clock = torch.empty_like(a), StepClock(device)
     torch.mm(a, b, out=out)  # libraries load their kernels
     best, end = math.inf, time.perf_counter() + RATE_SECONDS

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
+# Its name from torch 2.13 on, which warns of the other.
+_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 GATHER_NUMBERS = 1 << 24  # of a group of matrices that is gathered at once: 64 MB in fp32
 
 
@@ -52,7 +54,7 @@ def _gather(params: Sequence[DTensor]) -> Iterator[Tensor]:
         local = param.to_local().detach()
         to[: local.numel()].copy_(local.flatten())
     everyone = mine.new_empty(mesh.size() * mine.numel())
-    dist.all_gather_into_tensor(everyone, mine, mesh.get_group())
+    _all_gather(everyone, mine, mesh.get_group())
     for part, param in zip(everyone.view(mesh.size(), -1).split(sizes, dim=1), params, strict=True):
         # A view of equal shards is the matrix, padded at its end.
         yield part.reshape(-1, param.size(1))[: param.size(0)]

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any
@@ -50,6 +51,13 @@ def tiny_model(folder: Path, bits: int) -> Any:
     # torchao has 8 bits for tensors of 4096 numbers and more, on each rank.
     large = AdapterConfig(rank=64, targets=["q_proj", "o_proj"])
     return adapted_model(folder, large if bits == 8 else ADAPTER)
+
+
+@pytest.fixture(autouse=True)
+def compile_again() -> Iterator[None]:
+    """`train_state` turns the compiler off, in this process too."""
+    yield
+    torch.compiler.set_stance("default")
 
 
 def train_state(model_dir: Path, kind: str = "torch.optim.AdamW", **more: Any) -> Any:
