@@ -68,18 +68,6 @@ def ours(weight: PackedTensor) -> Tensor:
     return frozen_weight(weight.packed, weight.extras, *which)
 
 
-def from_table(code: Tensor, levels: Tensor) -> Tensor:
-    return levels[code]
-
-
-def from_selections(code: Tensor, levels: Tensor) -> Tensor:
-    chosen = [torch.full((), level, device=code.device) for level in nf4.NF4_LEVELS]
-    for bit in (1, 2, 4, 8):
-        pairs = zip(chosen[::2], chosen[1::2], strict=True)
-        chosen = [torch.where((code & bit) != 0, one, zero) for zero, one in pairs]
-    return chosen[0]
-
-
 def with_levels(level: Callable[[Tensor, Tensor], Tensor], weight: PackedTensor) -> Tensor:
     """Ours with other code for the levels: dynamo guards the global, so both builds are kept."""
     kept, nf4._level = nf4._level, level  # type: ignore[assignment]
@@ -158,7 +146,10 @@ def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tu
     cases |= torchao_cases(weight, quick)
     if can_compile():
         expected = ours(packed).clone()
-        for name, level in (("table", from_table), ("selections", from_selections)):
+        for name, level in (
+            ("table", nf4.level_from_table),
+            ("selections", nf4.level_by_selections),
+        ):
             cases[name] = partial(with_levels, level, packed)
             assert torch.equal(cases[name](), expected), name
     times = in_turns(cases, rounds, device)

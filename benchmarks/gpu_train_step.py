@@ -21,7 +21,6 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,14 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.train_step_worker import (
+    ADAPTED,
+    ALPHA,
+    CLIP,
+    LEARNING_RATE,
+    Step,
+    training_step,
+)
 from qfsdp.accounting import StepClock, matmul_rate, step_flops, utilization
 from qfsdp.checkpoint.sources import base_parameters
 from qfsdp.data.loader import Batch
@@ -58,11 +65,8 @@ LLAMA_8B: dict[str, Any] = {
 TINY = LLAMA_8B | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512}
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 ROOT = Path(__file__).parent.parent
-ROW, RANK, ALPHA, LEARNING_RATE = 2048, 16, 32, 1e-4
+ROW, RANK = 2048, 16
 WARMUP = 3  # the first compiles, the second still allocates
-LINEARS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-
-Step = Callable[[Tensor, Tensor], float]
 
 
 def random_weight(name: str, like: Tensor, device: torch.device) -> Tensor:
@@ -103,7 +107,7 @@ def ours(
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         batches = [Batch(tokens, labels, tokens.numel())]
-        return recipe.train_step(model, optimizer, None, batches, 1.0, world, clock)["loss"]
+        return recipe.train_step(model, optimizer, None, batches, CLIP, world, clock)["loss"]
 
     return step, model.train()
 
@@ -132,23 +136,15 @@ def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
             parent = base.model.get_submodule(name.rpartition(".")[0])
             setattr(parent, name.rpartition(".")[2], packed.to(device))
     adapter = LoraConfig(
-        r=RANK, lora_alpha=ALPHA, target_modules=LINEARS, use_dora=kind.endswith("dora")
+        r=RANK, lora_alpha=ALPHA, target_modules=ADAPTED, use_dora=kind.endswith("dora")
     )
     model = get_peft_model(base, adapter).train()
-    trained = [param for param in model.parameters() if param.requires_grad]
-    optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
 
-    def step(tokens: Tensor, labels: Tensor) -> float:
-        tokens, labels = tokens.to(device), labels.to(device)
+    def loss(tokens: Tensor, labels: Tensor) -> Tensor:
         with torch.autocast(device.type, torch.bfloat16):
-            loss = model(input_ids=tokens, labels=labels, shift_labels=labels).loss
-        loss.backward()
-        nn.utils.clip_grad_norm_(trained, 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        return loss.item()
+            return model(input_ids=tokens, labels=labels, shift_labels=labels).loss
 
-    return step
+    return training_step(model, loss, device.type)
 
 
 def measure(

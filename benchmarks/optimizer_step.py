@@ -48,7 +48,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.timing import Figures, Times, arguments, in_turns, ratios, seconds_of, table, tell
 from qfsdp.config import Component
 from qfsdp.distributed import clip_grad_norm
-from qfsdp.modules.shards import local_part
+from qfsdp.modules.shards import local_part, sharded
 from qfsdp.optim import build_optimizer
 from tests.ranks import run_ranks
 
@@ -96,10 +96,7 @@ def set_gradients(params: list[Tensor]) -> None:
     for param in params:
         grad = torch.full_like(local_part(param), 1e-3)
         if isinstance(param, DTensor):
-            where = (param.device_mesh, param.placements)
-            grad = DTensor.from_local(
-                grad, *where, run_check=False, shape=param.shape, stride=param.stride()
-            )
+            grad = sharded(grad, param.device_mesh, param.placements, param.shape)
         param.grad = grad
 
 

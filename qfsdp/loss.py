@@ -61,9 +61,11 @@ class _HeadLoss(torch.autograd.Function):
     """Computes gradients in forward, while a chunk's logits are there; backward scales them."""
 
     @staticmethod
-    def forward(ctx: Any, hidden: Tensor, labels: Tensor, head: nn.Module, *_: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, hidden: Tensor, labels: Tensor, head: nn.Module, *given: Tensor
+    ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3:])
-        trained = [param for param in head.parameters() if param.requires_grad] if wanted else []
+        trained = given if wanted else ()
         vocabulary = head.weight.size(0)  # type: ignore[union-attr, operator]
         step = max(1, CHUNK_LOGITS // vocabulary)
         loss = hidden.new_zeros((), dtype=torch.float32)

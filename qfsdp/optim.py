@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.config import Component
 from qfsdp.errors import UserError
+from qfsdp.modules.shards import sharded
 
 TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a schedule
 
@@ -26,8 +27,7 @@ def build_optimizer(component: Component, parameters: Iterable[Tensor]) -> Optim
     """The optimizer over `parameters`, which are its first argument."""
     parameters = list(parameters)
     optimizer = component.build(parameters)
-    sharded = any(isinstance(param, DTensor) for param in parameters)
-    if sharded and type(optimizer) in ELEMENTWISE:
+    if any(isinstance(param, DTensor) for param in parameters) and type(optimizer) in ELEMENTWISE:
         LocalSteps(optimizer)
     return optimizer
 
@@ -104,10 +104,7 @@ def _sharded_like(param: Tensor, value: Any) -> Any:
         return value
     if value.shape != _rows(param).shape:
         return value
-    where = (param.device_mesh, param.placements)
-    return DTensor.from_local(
-        value, *where, run_check=False, shape=param.shape, stride=param.stride()
-    )
+    return sharded(value, param.device_mesh, param.placements, param.shape)
 
 
 def build_scheduler(

@@ -12,9 +12,8 @@ torch.distributed.checkpoint 24 ms of CPU time per rank (of two) instead of 550 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,14 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Placement, Shard
+from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.checkpoint.export import adapter_parameters
 from qfsdp.distributed import World
 from qfsdp.errors import UserError
-from qfsdp.modules.shards import local_part, local_rows
+from qfsdp.modules.shards import local_part, local_rows, sharded
 
 HOST = "host"  # the entry of what is no tensor
 ADAPTER = "adapter"  # `Stack.field` of the adapters themselves
@@ -69,7 +68,7 @@ class Stack:
         # DTensors move to their mesh's device; this one has no process groups, and needs none.
         mesh = DeviceMesh("cpu", param.device_mesh.mesh, _init_backend=False)
         placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in param.placements]
-        return _sharded(local, mesh, placements, (len(self.names), *self.shape))
+        return sharded(local, mesh, placements, (len(self.names), *self.shape))
 
 
 @dataclass
@@ -246,7 +245,7 @@ class _Alone:
         assert part is not None
         if self.whole is None or not isinstance(param, DTensor):
             return part
-        return _sharded(part, param.device_mesh, param.placements, self.whole)
+        return sharded(part, param.device_mesh, param.placements, self.whole)
 
 
 def _spread(value: Tensor, param: Tensor) -> bool | None:
@@ -268,17 +267,7 @@ def _as(rows: Tensor, param: Tensor | None) -> Tensor:
     if not isinstance(param, DTensor):
         return rows
     shape = (param.size(0), *rows.shape[1:])
-    return _sharded(rows, param.device_mesh, param.placements, shape)
-
-
-def _sharded(
-    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: tuple[int, ...]
-) -> DTensor:
-    """The tensor of `shape` of which every rank has its `local` part."""
-    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
-    return DTensor.from_local(
-        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
-    )
+    return sharded(rows, param.device_mesh, param.placements, shape)
 
 
 def _restore_optimizer(

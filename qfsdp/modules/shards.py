@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from math import prod
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # Its name from torch 2.13 on, which warns of the other.
@@ -70,6 +72,16 @@ def local_rows(param: Tensor) -> slice:
     return slice(offset[0], offset[0] + shape[0])
 
 
+def sharded(
+    local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
+) -> DTensor:
+    """The contiguous tensor of `shape` of which every rank has its `local` part."""
+    stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
+    return DTensor.from_local(
+        local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
+    )
+
+
 def gather_rows(param: Tensor, rows: Tensor) -> Tensor:
     """All rows of a matrix of which every rank has those that it holds of `param`.
 
@@ -82,7 +94,5 @@ def gather_rows(param: Tensor, rows: Tensor) -> Tensor:
     """
     if not isinstance(param, DTensor):
         return rows
-    shape = torch.Size((param.size(0), rows.size(1)))
-    return DTensor.from_local(
-        rows, param.device_mesh, param.placements, shape=shape, stride=(rows.size(1), 1)
-    ).full_tensor()
+    shape = (param.size(0), rows.size(1))
+    return sharded(rows, param.device_mesh, param.placements, shape).full_tensor()

@@ -418,8 +418,16 @@ def _level(code: Tensor, levels: Tensor) -> Tensor:
     cache line, at full rate.
     """
     if code.device.type != "cpu" or not torch.compiler.is_compiling():
-        return levels[code]
-    chosen = [torch.full((), level, dtype=torch.float32) for level in NF4_LEVELS]
+        return level_from_table(code, levels)
+    return level_by_selections(code, levels)
+
+
+def level_from_table(code: Tensor, levels: Tensor) -> Tensor:
+    return levels[code]
+
+
+def level_by_selections(code: Tensor, levels: Tensor) -> Tensor:
+    chosen = [torch.full((), v, dtype=torch.float32, device=code.device) for v in NF4_LEVELS]
     for bit in (1, 2, 4, 8):
         is_set = (code & bit) != 0
         pairs = zip(chosen[::2], chosen[1::2], strict=True)
