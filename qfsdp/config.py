@@ -43,7 +43,7 @@ TORCHTUNE_KEYS = {
     "enable_activation_checkpointing": "activation.checkpointing=full",
     "enable_activation_offloading": "activation.offload",
     "fsdp_cpu_offload": "sharding.cpu_offload",
-    "fsdp_reshard_after_forward": "sharding.reshard_after_forward",
+    "fsdp_reshard_after_forward": "sharding.strategy=shard_grad_op",
     "fsdp_sharding_strategy": "sharding.strategy",
     "log_peak_memory_stats": "peak memory is always logged",
     "lora_attn_modules": "adapter.targets",

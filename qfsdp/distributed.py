@@ -29,16 +29,34 @@ class ShardingConfig:
     """Section `sharding`: what is spread over the ranks, and in which units.
 
     Fields:
-        strategy: "full_shard": parameters, gradients and optimizer state.
+        strategy: "full_shard": parameters, gradients and optimizer state are spread over all
+            ranks. "shard_grad_op": parameters are gathered for forward and kept until backward is
+            through; faster, and as large as the model. "ddp": the frozen base whole on every rank;
+            adapters, gradients and optimizer state spread. "hybrid_full_shard",
+            "hybrid_shard_grad_op": as the first two within a group of ranks, and alike in all
+            groups.
+        replicate, shard: for hybrid strategies, the number of groups and of ranks in one. By
+            default a machine is a group. Their product must be the number of ranks.
         wrap: the unit that is gathered at a time. "decoder_layer" overlaps communication
             with compute best; "linear" holds one linear at a time, for the least memory.
-        reshard_after_forward: free a unit's gathered parameters after its forward and gather
-            them again for backward. False keeps them: faster, and as large as the model.
+        prefetch: how many units ahead are gathered while one computes; each takes its memory.
+        cpu_offload: parameters, gradients and optimizer state lie in host memory, and the
+            optimizer runs there; a unit's parameters are on the device while it computes.
+        offload_base: where the frozen weights of the linears lie: "none": on the device; "cpu": in
+            host memory; "disk": in the files of a packed model folder.
+        ring_memory: host memory for read-ahead with offload_base "disk", per rank.
     """
 
-    strategy: Literal["full_shard"] = "full_shard"
+    strategy: Literal[
+        "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"
+    ] = "full_shard"
+    replicate: int | None = None
+    shard: int | None = None
     wrap: Literal["decoder_layer", "linear"] = "decoder_layer"
-    reshard_after_forward: bool = True
+    prefetch: int = 1
+    cpu_offload: bool = False
+    offload_base: Literal["none", "cpu", "disk"] = "none"
+    ring_memory: str = "4GiB"
 
 
 @dataclass(frozen=True)
@@ -133,7 +151,7 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
         return
     unit: dict[str, Any] = {
         "mesh": world.mesh,
-        "reshard_after_forward": config.reshard_after_forward,
+        "reshard_after_forward": config.strategy in ("full_shard", "hybrid_full_shard"),
     }
     body = model.model
     for layer in body.layers:

@@ -78,6 +78,8 @@ class Config:
     compile_cache_dir: str | None = None  # of compiled code; null: PyTorch's choice
     seed: int = 0
     log_every_n_steps: int = 1
+    device_memory: str | None = None  # of one accelerator, e.g. 24GiB; null: ask it
+    preflight: bool = True  # estimate the memory first, and refuse what cannot fit
 
     def check(self) -> None:
         for name in ("batch_size", "gradient_accumulation_steps", "epochs", "log_every_n_steps"):

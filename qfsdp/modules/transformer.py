@@ -230,11 +230,17 @@ def _check_sizes(config: dict[str, Any], names: tuple[str, ...], source: str) ->
 class ActivationConfig:
     """Section `activation`: what is kept of the forward pass for the backward pass.
 
-    `checkpointing` is "none" (everything) or "full" (the input of every layer; the rest is
-    computed again, for about a third more time).
+    Fields:
+        checkpointing: "none" (keep everything), "full" (the input of a layer; the rest is computed
+            again, for about a third more time), or "selective" (also products and attention;
+            what is computed again is cheap).
+        every_n_layers: checkpoint every n-th layer only.
+        offload: what is kept lies in host memory until backward needs it.
     """
 
-    checkpointing: Literal["none", "full"] = "none"
+    checkpointing: Literal["none", "full", "selective"] = "none"
+    every_n_layers: int = 1
+    offload: bool = False
 
 
 class RMSNorm(nn.Module):

@@ -67,7 +67,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 targets=case.get("adapted", ["all-linear", "lm_head"]),
             ),
             sharding=ShardingConfig(
-                wrap=case["wrap"], reshard_after_forward=case.get("reshard", True)
+                wrap=case["wrap"], strategy=case.get("strategy", "full_shard")
             ),
             activation=ActivationConfig(case.get("checkpointing", "none")),
             compile=case.get("compile", False),
@@ -188,7 +188,7 @@ def test_micro_batch_splits(method: str, model_dir: Path) -> None:
 VARIANTS = [
     {"checkpointing": "full"},
     {"checkpointing": "full", "wrap": "linear"},
-    {"reshard": False},
+    {"strategy": "shard_grad_op"},
     {"packs": True},
     {"packed": "all-linear"},  # lm_head adapted, but in plain weights
     {"format": "none"},

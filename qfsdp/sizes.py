@@ -1,0 +1,34 @@
+"""Sizes of memory as people write them: "24GiB", "512 MB", 1073741824."""
+
+from __future__ import annotations
+
+import re
+
+_UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
+_UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of "24GiB" (2**30), "24GB" (10**9) or a plain number of bytes.
+
+    Raises:
+        ValueError: it is none of these, or not above 0.
+    """
+    match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
+    unit = _UNITS.get((match[2] or "B").upper()) if match else None
+    try:
+        size = int(float(match[1]) * unit) if match and unit else 0
+    except ValueError:
+        size = 0
+    if size < 1:
+        raise ValueError(f"{text!r}; expected a size such as 24GiB, 500MB or a number of bytes")
+    return size
+
+
+def format_size(size: float) -> str:
+    """ "1.50 GiB", in the unit that leaves one to three digits before the point."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(size) < 1000 or unit == "GiB":
+            break
+        size /= 1024
+    return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
