@@ -1,9 +1,9 @@
 """Memory of the host as a store for what the accelerator does not hold, and the way there.
 
-Pinned where there is an accelerator, so that copies run beside the computation. Where the CPU itself
-computes the same calls make ordinary memory and real copies, so everything that offloads can be
-tried without an accelerator. A dry run (`qfsdp.memory`), whose tensors all are fake ones of the CPU,
-learns from here which of them would lie in host memory and what would be moved.
+Pinned where there is an accelerator, so that copies run beside the computation. Where the CPU
+itself computes the same calls make ordinary memory and real copies, so everything that offloads can
+be tried without an accelerator. A dry run (`qfsdp.memory`), whose tensors all are fake ones of the
+CPU, learns from here which of them would lie in host memory and what would be moved.
 """
 
 from __future__ import annotations

@@ -44,11 +44,14 @@ def build_meta_model(
     return model
 
 
-def load_model(folder: Path, wrap: str = "decoder_layer", **build: Any) -> Decoder:
+def load_model(
+    folder: Path, wrap: str = "decoder_layer", sharding: dict[str, Any] | None = None, **build: Any
+) -> Decoder:
     """A loaded model, sharded over the ranks of this process's world."""
     model = build_meta_model(folder, **build)
-    shard_model(model, ShardingConfig(wrap=wrap), cpu_world())
-    load_base(model, ModelWeights(folder), torch.device("cpu"))
+    config = ShardingConfig(wrap=wrap, **sharding or {})
+    shard_model(model, config, cpu_world())
+    load_base(model, ModelWeights(folder), torch.device("cpu"), config)
     return model
 
 

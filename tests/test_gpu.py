@@ -14,7 +14,7 @@ from torch import Tensor
 from qfsdp.checkpoint.load import load_base
 from qfsdp.checkpoint.quantize import quantize_folder
 from qfsdp.checkpoint.sources import ModelWeights, base_parameters
-from qfsdp.distributed import World
+from qfsdp.distributed import ShardingConfig, World
 from qfsdp.loss import summed_cross_entropy
 from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
 from qfsdp.modules.packed_linear import QuantizationConfig
@@ -109,7 +109,8 @@ def test_loading(layout: Any, storage: str, tmp_path: Path) -> None:
     source = load_file(folder / "model.safetensors")
     folder = folder if layout == "plain" else tmp_path / "packed"
     model = build_meta_model(folder)
-    load_base(model, ModelWeights(folder), GPU, storage=torch.device(storage))
+    sharding = ShardingConfig(cpu_offload=storage == "cpu")
+    load_base(model, ModelWeights(folder), GPU, sharding)
     for name, param in base_parameters(model):
         assert param.device.type == storage
         if not isinstance(param.data, PackedTensor):

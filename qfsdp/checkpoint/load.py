@@ -20,10 +20,14 @@ from qfsdp.checkpoint.packed_layout import PackedWeight, local_columns
 from qfsdp.checkpoint.safetensors_read import DTYPES as STORED_DTYPES
 from qfsdp.checkpoint.safetensors_read import Read, RowStream, StoredTensor
 from qfsdp.checkpoint.sources import ModelWeights, base_parameters
+from qfsdp.distributed import ShardingConfig
 from qfsdp.errors import UserError
 from qfsdp.modules.shards import gather_rows, local_part, local_rows
 from qfsdp.modules.transformer import Decoder
+from qfsdp.offload import DiskRing, DiskStore
+from qfsdp.sizes import parse_size
 from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.tensor_subclasses.plain import PlainRows
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
 HUGE_PAGE_BYTES = 2 << 20
@@ -57,7 +61,7 @@ def load_base(
     model: Decoder,
     source: ModelWeights,
     device: torch.device,
-    storage: torch.device | None = None,
+    sharding: ShardingConfig | None = None,
     progress: bool = False,
 ) -> None:
     """Gives `model` storage and fills its base parameters.
@@ -72,16 +76,21 @@ def load_base(
         model: built on the meta device, adapted, packed and sharded already.
         source: weights of the same architecture.
         device: this rank's, where weights are quantized.
-        storage: where parameters are held; default: `device`.
+        sharding: that `model` was sharded with: where parameters are held. What stays on disk is
+            not read, and waits in a ring for its first use.
         progress: show a bar (or, where standard error is no terminal, a line at the end).
 
     Raises:
         UserError: the weights are not this model's (`ModelWeights.check`), a file is truncated,
-            or a weight holds NaN or infinity.
+            or a weight holds NaN or infinity; or what is to stay on disk is not stored as it is
+            held (`check_disk`), or needs more than `sharding.ring_memory`.
     """
+    sharding = sharding or ShardingConfig()
     source.check(model)
-    model.to_empty(device=storage or device)
+    model.to_empty(device="cpu" if sharding.cpu_offload else device)
     model.tie_weights()
+    if sharding.offload_base == "disk":
+        _leave_on_disk(model, source, parse_size(sharding.ring_memory))
     params = list(base_parameters(model))
     for _, param in params:
         use_huge_pages(local_part(param))
@@ -90,7 +99,9 @@ def load_base(
         for name, param in params:
             local = local_part(param)
             try:
-                if isinstance(local, PackedTensor) and name in source.packed:
+                if isinstance(local, PackedTensor) and isinstance(local.store, DiskStore):
+                    fill_extras(local, source, name)
+                elif isinstance(local, PackedTensor) and name in source.packed:
                     fill_packed(local, source, source.packed[name], pieces)
                 elif isinstance(local, PackedTensor):
                     local.quantize_(next(pieces), name, partial(gather_rows, param))
@@ -98,6 +109,39 @@ def load_base(
                     _fill_plain(local, name, next(pieces))
             except ValueError as error:
                 raise UserError(f"{source.folder}: {error}") from None
+
+
+def _leave_on_disk(model: Decoder, source: ModelWeights, memory: int) -> None:
+    """Tells every weight that is to stay on disk which rows of which file are this rank's."""
+    check_disk(model, source)
+    ring = DiskRing(memory)
+    for name, param in base_parameters(model):
+        local, held = local_part(param), local_rows(param)
+        if isinstance(local, PackedTensor) and isinstance(local.store, DiskStore):
+            weight = source.packed.get(name)
+            stored = source.plain[name] if weight is None else weight.columns[0]
+            ring.add(local.store, stored, range(held.start, held.stop))
+    ring.start()
+
+
+def check_disk(model: Decoder, source: ModelWeights) -> None:
+    """Raises UserError unless `source` has every linear's weight as the bytes that are held."""
+    for name, param in base_parameters(model):
+        local, plain = local_part(param), source.plain.get(name)
+        if not name.endswith("_proj.weight"):
+            continue
+        if isinstance(local, PackedTensor) and local.format != PlainRows.format:
+            if len(getattr(source.packed.get(name), "columns", "no")) != 1:
+                raise UserError(
+                    f"sharding.offload_base: 'disk' reads packed bytes from model.path, and "
+                    f"{source.folder} does not have them of {name!r}; write them once with `tune "
+                    "run recipes/quantize`, or set model.quantize_cache"
+                )
+        elif plain is None or STORED_DTYPES.get(plain.dtype) != param.dtype:
+            raise UserError(
+                f"sharding.offload_base: 'disk' reads weights as they are stored, and {name!r} in "
+                f"{source.folder} is not {param.dtype}; set model.dtype to what is stored"
+            )
 
 
 def _reads(
@@ -109,11 +153,13 @@ def _reads(
     """
     local, held = local_part(param), local_rows(param)
     rows = range(held.start, held.stop)
+    if isinstance(local, PackedTensor) and isinstance(local.store, DiskStore):
+        return []
     if (weight := source.packed.get(name)) is not None:
         assert isinstance(local, PackedTensor)
-        direct = len(weight.columns) == 1 and local.device.type == "cpu"
-        into = local.packed if direct else None
-        return [Read(column, rows, local.device, into) for column in weight.columns]
+        where = local.packed.device
+        into = local.packed if len(weight.columns) == 1 and where.type == "cpu" else None
+        return [Read(column, rows, where, into) for column in weight.columns]
     stored = source.plain[name]
     if isinstance(local, PackedTensor):
         return [Read(stored, rows, device)]
@@ -138,13 +184,23 @@ def fill_packed(
     for into in local_columns(weight, local.packed):
         for _ in _copy_pieces(into, next(pieces)):
             pass
-    for extra, stored in zip(local.extras, weight.extras, strict=True):
+    fill_extras(local, source, weight.name)
+
+
+def fill_extras(local: PackedTensor, source: ModelWeights, name: str) -> None:
+    """Fills the extras of a weight that is stored packed; any other has none.
+
+    Raises:
+        ValueError: they hold NaN or infinity.
+    """
+    stored_extras = source.packed[name].extras if name in source.packed else []
+    for extra, stored in zip(local.extras, stored_extras, strict=True):
         if isinstance(stored, StoredTensor):
             extra.copy_(source.files.read(stored))
         else:
             extra.fill_(stored)
         if not torch.isfinite(extra).all():
-            raise ValueError(f"{weight.name}: its scales hold NaN or infinity")
+            raise ValueError(f"{name}: its scales hold NaN or infinity")
 
 
 def _fill_plain(local: Tensor, name: str, pieces: Iterator[Tensor]) -> None:
@@ -175,7 +231,7 @@ def use_huge_pages(local: Tensor) -> None:
     was read into 4 KB pages at 2.5 GB/s and into 2 MB pages at 12 GB/s.
     """
     data = local.packed if isinstance(local, PackedTensor) else local
-    size = data.numel() * data.element_size()
+    size = data.untyped_storage().nbytes()  # one byte, where it stands for rows on disk
     if data.device.type != "cpu" or size < 2 * HUGE_PAGE_BYTES or sys.platform != "linux":
         return
     start = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE

@@ -149,7 +149,7 @@ class SafetensorsFolder:
         """A whole tensor on the CPU, in the dtype of the file."""
         values = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
         with open(tensor.file, "rb") as handle:
-            _read_exactly(handle.fileno(), tensor, 0, values)
+            read_rows(handle.fileno(), tensor, 0, values)
         return values
 
 
@@ -235,7 +235,7 @@ class RowStream:
                 for rows in _pieces(read):
                     if (item := self._place(read, rows)) is None:
                         return
-                    _read_exactly(files[file], read.tensor, rows.start, item[0])
+                    read_rows(files[file], read.tensor, rows.start, item[0])
                     self._ready.put(item)
                 self._ready.put(None)
         except BaseException as error:  # told by the consumer's thread
@@ -266,7 +266,7 @@ def _pieces(read: Read) -> Iterator[range]:
         yield read.rows[start : start + step]
 
 
-def _read_exactly(descriptor: int, tensor: StoredTensor, row: int, into: Tensor) -> None:
+def read_rows(descriptor: int, tensor: StoredTensor, row: int, into: Tensor) -> None:
     """Fills a contiguous tensor with the tensor's bytes from row `row` on."""
     if not into.numel():
         return

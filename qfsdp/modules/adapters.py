@@ -32,11 +32,12 @@ from typing import Literal
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from qfsdp.errors import InvalidField
 from qfsdp.modules.adapted_op import adapted_linear
 from qfsdp.modules.packed_linear import PackedLinear
-from qfsdp.modules.shards import local_part, local_rows, whole_tensors
+from qfsdp.modules.shards import local_part, local_rows, on_mesh, whole_tensors
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
 from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
 
@@ -170,13 +171,25 @@ def refresh_dora_norms(model: nn.Module) -> None:
     modules = [module for _, module in adapted_linears(model) if module.weight_norm is not None]
     for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
         assert module.weight_norm is not None
-        weight, b = local_part(module.weight), local_part(module.lora_B)
+        b = on_mesh(module.lora_B)
+        weight = _held_rows(module.weight, module.lora_B, b.device)
         if module.base_squares is None:
             module.base_squares = _squared_norms(weight)
         squares = _adapted_squares(weight, a, b, module.scaling, module.base_squares)
         # A row of zeros (an unused vocabulary entry): magnitude and norm are alike, their ratio 1.
         tiny = torch.finfo(torch.float32).tiny
         local_part(module.weight_norm).copy_(squares.sqrt_().clamp_(min=tiny))
+
+
+def _held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    """On `device`, the rows of a frozen weight that this rank holds of `like`: not all that it
+    has, where the base is whole on every rank and the adapters are spread."""
+    if not isinstance(weight, DTensor):
+        return weight.detach()[local_rows(like)]
+    held = weight.to_local()
+    if isinstance(held, PackedTensor):
+        held = held.fetch()
+    return held.to(device)
 
 
 def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:

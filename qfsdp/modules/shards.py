@@ -22,9 +22,31 @@ def local_part(param: Tensor) -> Tensor:
     return param.to_local() if isinstance(param, DTensor) else param.detach()
 
 
+def mesh_device(mesh: DeviceMesh) -> torch.device:
+    """Where this rank computes, and its collectives work."""
+    return torch.device("cpu") if mesh.device_type == "cpu" else torch.device(
+        mesh.device_type, torch.accelerator.current_device_index()
+    )
+
+
+def on_mesh(param: Tensor) -> Tensor:
+    """`local_part` on the device where this rank computes; a copy where it is offloaded."""
+    local = local_part(param)
+    return local.to(mesh_device(param.device_mesh)) if isinstance(param, DTensor) else local
+
+
+def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
+    """The ranks that have the rows of a tensor among them: all, or those of this one's group
+    where several groups hold the same (a mesh of replicate x shard)."""
+    return mesh.get_group(mesh.ndim - 1)
+
+
 def whole_tensor(param: Tensor) -> Tensor:
     """All of `param`, plain and without gradient; every rank that holds a part must call it."""
-    return (param.full_tensor() if isinstance(param, DTensor) else param).detach()
+    if not isinstance(param, DTensor):
+        return param.detach()
+    rows = sharded(on_mesh(param), param.device_mesh, param.placements, param.shape)
+    return rows.full_tensor()
 
 
 def whole_tensors(params: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -49,15 +71,17 @@ def whole_tensors(params: Sequence[Tensor]) -> Iterator[Tensor]:
 def _gather(params: Sequence[DTensor]) -> Iterator[Tensor]:
     """Every rank sends its rows of all of them, padded to those of the first rank."""
     mesh = params[0].device_mesh
-    rows = [-(-p.size(0) // mesh.size()) for p in params]
+    group = shard_group(mesh)
+    rows = [-(-p.size(0) // group.size()) for p in params]
     sizes = [n * p.size(1) for n, p in zip(rows, params, strict=True)]
-    mine = params[0].to_local().new_zeros(sum(sizes))
+    mine = params[0].to_local().new_zeros(sum(sizes), device=mesh_device(mesh))
     for to, param in zip(mine.split(sizes), params, strict=True):
         local = param.to_local().detach()
         to[: local.numel()].copy_(local.flatten())
-    everyone = mine.new_empty(mesh.size() * mine.numel())
-    _all_gather(everyone, mine, mesh.get_group())
-    for part, param in zip(everyone.view(mesh.size(), -1).split(sizes, dim=1), params, strict=True):
+    everyone = mine.new_empty(group.size() * mine.numel())
+    _all_gather(everyone, mine, group)
+    parts = everyone.view(group.size(), -1).split(sizes, dim=1)
+    for part, param in zip(parts, params, strict=True):
         # A view of equal shards is the matrix, padded at its end.
         yield part.reshape(-1, param.size(1))[: param.size(0)]
 

@@ -28,6 +28,10 @@ and does the last three steps once more on the local shard at its first forward:
 
 So an offset lives in a `_Place` that a tensor shares with its slices from row 0 on, and
 `copy_` into rows made by `new_zeros` settles it for all of them.
+
+The bytes need not lie where the weight computes: with a `Store` they are in host memory or in a
+file, and come to the device when FSDP2 asks for them (`fsdp_pre_all_gather`), which it does ahead
+of their use and in a stream of its own. What it gathers is an ordinary packed weight.
 """
 
 from __future__ import annotations
@@ -36,11 +40,13 @@ import hashlib
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+
+from qfsdp.compiled import opaque
 
 aten = torch.ops.aten
 
@@ -63,6 +69,16 @@ def _implements(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
+class Store(Protocol):
+    """Where the bytes of an offloaded weight lie (`qfsdp.offload`)."""
+
+    def empty(self, shape: Sequence[int]) -> Tensor:
+        """What is `packed` of a tensor with so many rows and bytes per row: unset."""
+
+    def fetch(self, weight: PackedTensor) -> Tensor:
+        """The rows that `weight` holds, on `weight.device`, uint8 `[rows, row_bytes]`."""
+
+
 @dataclass
 class _Place:
     """Where a tensor's first row is in the whole weight; `settled` once its rows have come."""
@@ -79,8 +95,10 @@ class PackedTensor(torch.Tensor):
         extras: small tensors of the whole weight; attributes by their `extra_names`.
         place: which rows those are.
         global_rows: number of rows of the whole weight.
+        store: where the bytes are, if not on the device; `packed` then belongs to the store.
 
-    `dtype` is the compute dtype that the weight stands for, not that of its storage.
+    `dtype` is the compute dtype that the weight stands for, not that of its storage; `device` is
+    where it computes, and its extras are.
     """
 
     format: ClassVar[str]
@@ -89,6 +107,7 @@ class PackedTensor(torch.Tensor):
     packed: Tensor
     place: _Place
     global_rows: int
+    store: Store | None
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -104,10 +123,14 @@ class PackedTensor(torch.Tensor):
         place: _Place | None = None,
         global_rows: int | None = None,
         shape: Sequence[int] | None = None,
+        store: Store | None = None,
+        device: torch.device | None = None,
     ) -> PackedTensor:
         size = (packed.size(0), cols) if shape is None else tuple(shape)
-        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=packed.device)
-        self.packed = packed
+        if device is None or store is None:
+            device = packed.device
+        self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
+        self.packed, self.store = packed, store
         # Attributes of their own, as dynamo follows inner tensors by name only.
         for name, extra in zip(cls.extra_names, extras, strict=True):
             setattr(self, name, extra)
@@ -192,8 +215,16 @@ class PackedTensor(torch.Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The held rows as a plain `[rows, cols]` tensor of `dtype` (default: `self.dtype`)."""
         return self.dequantize_rows(
-            self.packed, self.extras, self.cols, self.row_offset, dtype or self.dtype
+            self.fetch().packed, self.extras, self.cols, self.row_offset, dtype or self.dtype
         )
+
+    def fetch(self) -> PackedTensor:
+        """The same rows with their bytes on the device: itself, if they are there."""
+        return self if self.store is None else self._like(self.store.fetch(self), store=None)
+
+    def keep_in(self, store: Store) -> PackedTensor:
+        """The same weight of the meta device; given storage, its bytes will be in `store`."""
+        return self._like(self.packed, store=store)
 
     def _like(self, packed: Tensor, **changes: Any) -> PackedTensor:
         """Other bytes with this tensor's extras and place in the whole weight."""
@@ -203,6 +234,8 @@ class PackedTensor(torch.Tensor):
             "dtype": self.dtype,
             "place": self.place,
             "global_rows": self.global_rows,
+            "store": self.store,
+            "device": self.device,
         }
         return type(self)(packed, **(fields | changes))
 
@@ -250,8 +283,9 @@ class PackedTensor(torch.Tensor):
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's bytes, padded to the rows that every rank contributes."""
         rows_per_rank = -(-self.global_rows // mesh.size())
-        missing = rows_per_rank - self.packed.size(0)
-        packed = F.pad(self.packed, (0, 0, 0, missing)) if missing else self.packed
+        packed = self.fetch().packed
+        if missing := rows_per_rank - packed.size(0):
+            packed = F.pad(packed, (0, 0, 0, missing))
         return (packed.contiguous(),), self.extras
 
     def fsdp_post_all_gather(
@@ -271,7 +305,7 @@ class PackedTensor(torch.Tensor):
         if out is not None:
             return None  # `out` views the same storage, which has just been refilled
         packed = all_gather_outputs[0][: self.global_rows]
-        return self._like(packed, extras=extras, place=_Place(0)), ()
+        return self._like(packed, extras=extras, place=_Place(0), store=None), ()
 
 
 # ---- the operations that FSDP2, nn.Module and DTensor need, and no others ----------------
@@ -298,15 +332,21 @@ def _to(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
 
 @_implements(aten.empty_like.default)
 def _empty_like(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
-    device = kwargs.get("device") or self.device
-    packed = torch.empty_like(self.packed, device=device)
-    return self._like(packed, extras=[torch.empty_like(e, device=device) for e in self.extras])
+    device = torch.device(kwargs.get("device") or self.device)
+    extras = [torch.empty_like(e, device=device) for e in self.extras]
+    if self.store is not None and device.type != "meta":
+        return self._like(self.store.empty(self.packed.shape), extras=extras, device=device)
+    return self._like(torch.empty_like(self.packed, device=device), extras=extras, device=device)
 
 
 @_implements(aten.new_zeros.default, aten.new_empty.default)
 def _new_rows(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
     """Rows for a (padded) shard of this very weight; which ones, `copy_` will say."""
-    packed = self.packed.new_zeros(args[0][0], self.packed.size(1), device=kwargs.get("device"))
+    shape = (args[0][0], self.packed.size(1))
+    if self.store is not None and self.device.type != "meta":
+        packed = self.store.empty(shape)
+    else:
+        packed = self.packed.new_zeros(*shape, device=kwargs.get("device"))
     return self._like(packed, place=_Place(self.row_offset, settled=False))
 
 
@@ -367,7 +407,8 @@ def _copy_(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
             f"aten.copy_ from {type(source).__name__}{list(source.shape)} into {self!r}: "
             "only the same rows in the same format can be copied; quantize first"
         )
-    self.packed.copy_(source.packed)
+    if 0 not in self.packed.stride():  # rows of a file take no memory, there is nothing to copy
+        self.packed.copy_(source.packed)
     for mine, theirs in zip(self.extras, source.extras, strict=True):
         if mine is not theirs:
             mine.copy_(theirs)
@@ -428,14 +469,14 @@ def frozen_weight(
     return dequantize(weight, extras, cols, row_offset, dtype, row_scale, out)
 
 
-@torch.library.custom_op("qfsdp::packed_linear", mutates_args=())
+@opaque("qfsdp::packed_linear")
 def _packed_linear(
     x: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int, row_offset: int
 ) -> Tensor:
     return F.linear(x, frozen_weight(packed, extras, format, cols, row_offset, x.dtype))
 
 
-@torch.library.custom_op("qfsdp::packed_linear_backward", mutates_args=())
+@opaque("qfsdp::packed_linear_backward")
 def _packed_linear_backward(
     grad: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int, row_offset: int
 ) -> Tensor:

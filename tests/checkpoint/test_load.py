@@ -399,7 +399,7 @@ def test_shards_can_be_held_elsewhere_than_where_they_are_quantized(
     """The same bytes; on this machine both are the CPU, `make test-gpu` has two devices."""
     cpu = torch.device("cpu")
     model = build_meta_model(folders["llama"])
-    load_base(model, ModelWeights(folders["llama"]), cpu, storage=cpu)
+    load_base(model, ModelWeights(folders["llama"]), cpu, ShardingConfig(cpu_offload=True))
     for name, param in base_parameters(model):
         if isinstance(param.data, PackedTensor):
             whole = nf4.quantize(checkpoint(folders["llama"])[name])

@@ -47,13 +47,16 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from qfsdp.modules.shards import whole_tensor
     from qfsdp.modules.transformer import ActivationConfig
 
-    world = init_world()
-    clock = StepClock(world.device)
     results = []
     for case in cases:
+        sharding = ShardingConfig(wrap=case["wrap"], **case.get("sharding", {}))
+        world = init_world(sharding)
+        clock = StepClock(world.device)
         cfg = recipe.Config(
             output_dir="unused",
-            model=recipe.ModelConfig(str(model_dir), dtype=case.get("dtype", "fp32")),
+            model=recipe.ModelConfig(
+                str(case.get("folder", model_dir)), dtype=case.get("dtype", "fp32")
+            ),
             tokenizer=None,
             dataset=None,
             optimizer=None,
@@ -66,9 +69,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 alpha=7.0,
                 targets=case.get("adapted", ["all-linear", "lm_head"]),
             ),
-            sharding=ShardingConfig(
-                wrap=case["wrap"], strategy=case.get("strategy", "full_shard")
-            ),
+            sharding=sharding,
             activation=ActivationConfig(case.get("checkpointing", "none")),
             compile=case.get("compile", False),
         )
@@ -188,7 +189,7 @@ def test_micro_batch_splits(method: str, model_dir: Path) -> None:
 VARIANTS = [
     {"checkpointing": "full"},
     {"checkpointing": "full", "wrap": "linear"},
-    {"strategy": "shard_grad_op"},
+    {"sharding": {"strategy": "shard_grad_op"}},
     {"packs": True},
     {"packed": "all-linear"},  # lm_head adapted, but in plain weights
     {"format": "none"},

@@ -1,0 +1,172 @@
+"""Every strategy, and the base elsewhere: the same losses and adapters as one plain process."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qfsdp.checkpoint.quantize import quantize_folder
+from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.packed_linear import QuantizationConfig
+from tests.checkpoint.test_resume import checkpointer, take_steps, whole
+from tests.models import cpu_world
+from tests.ranks import run_ranks
+from tests.recipes.test_sharded_equals_unsharded import SPLITS, assert_same, train
+from tests.tiny import write_tiny_model
+
+STRATEGIES = ("full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op")
+# Groups x ranks of a group; the default is one group.
+HYBRID_SHAPES: dict[int, list[dict[str, int]]] = {
+    1: [{}],
+    2: [{}, {"replicate": 2}],
+    3: [{"shard": 1}],
+    4: [{"replicate": 2, "shard": 2}, {"shard": 4}],
+}
+METHODS = ("lora", "dora")
+OFFLOADED: list[dict[str, Any]] = [
+    {"offload_base": "cpu"},
+    {"offload_base": "disk"},
+    {"cpu_offload": True},
+    {"offload_base": "cpu", "wrap": "linear", "strategy": "shard_grad_op"},
+    {"offload_base": "disk", "wrap": "linear", "ring_memory": "400KB"},
+]
+
+
+@pytest.fixture(scope="module")
+def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=4)
+
+
+@pytest.fixture(scope="module")
+def packed_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("packed") / "model"
+    config = QuantizationConfig("nf4", ["all-linear", "lm_head"])
+    quantize_folder(ModelWeights(model_dir), config, folder, cpu_world())
+    return folder
+
+
+@pytest.fixture(scope="module")
+def reference(model_dir: Path) -> dict[str, dict[str, Any]]:
+    cases = [case(method, 1) for method in METHODS]
+    return dict(zip(METHODS, run_ranks(1, train, model_dir, cases)[0], strict=True))
+
+
+def case(method: str, size: int, **sharding: Any) -> dict[str, Any]:
+    wrap = sharding.pop("wrap", "decoder_layer")
+    split = SPLITS[size][-1]
+    return {"method": method, "wrap": wrap, "split": split, "steps": 3, "sharding": sharding}
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_every_strategy_trains_the_same(
+    size: int, model_dir: Path, reference: dict[str, dict[str, Any]]
+) -> None:
+    cases = []
+    for method in METHODS:
+        for strategy in STRATEGIES:
+            for shape in HYBRID_SHAPES[size] if strategy.startswith("hybrid") else [{}]:
+                cases.append(case(method, size, strategy=strategy, **shape))
+    for rank, results in enumerate(run_ranks(size, train, model_dir, cases)):
+        for given, result in zip(cases, results, strict=True):
+            assert_same(result, reference[given["method"]], f"rank {rank} of {size}: {given}")
+
+
+@pytest.mark.parametrize("size", [1, 2, 3])
+def test_an_offloaded_base_trains_the_same(
+    size: int, model_dir: Path, packed_dir: Path, reference: dict[str, dict[str, Any]]
+) -> None:
+    """To the last bit, and within 1e-5 of one plain process."""
+    cases, resident = [], {}
+    for method in METHODS:
+        for sharding in [{}, *OFFLOADED]:
+            cases.append(case(method, size, **sharding) | {"folder": str(packed_dir)})
+    for rank, results in enumerate(run_ranks(size, train, model_dir, cases)):
+        for given, result in zip(cases, results, strict=True):
+            method = given["method"]
+            assert_same(result, reference[method], f"rank {rank} of {size}: {given}")
+            if not given["sharding"]:
+                resident[method] = result
+            assert result["losses"] == resident[method]["losses"]
+
+
+@pytest.mark.parametrize("where", ["cpu", "disk"])
+def test_a_base_that_is_not_quantized_is_offloaded_too(
+    where: str, model_dir: Path, reference: dict[str, dict[str, Any]]
+) -> None:
+    for size in (1, 2):
+        cases = [
+            case("dora", size, **sharding) | {"format": "none", "packed": ["all-linear"]}
+            for sharding in ({}, {"offload_base": where})
+        ]
+        for resident, offloaded in run_ranks(size, train, model_dir, cases):
+            assert resident["losses"] == offloaded["losses"]
+            assert abs(resident["losses"][-1] - reference["dora"]["losses"][2]) > 1e-4
+
+
+# ---- checkpoints and adapters across strategies ---------------------------------------------
+
+
+def make_state(folder: Path, sharding: dict[str, Any]) -> Any:
+    """Random adapters and an AdamW with a state; runs on every rank."""
+    from qfsdp.checkpoint.state import TrainState
+    from qfsdp.distributed import trainable_parameters
+    from tests.models import adapted_model, randomize_adapters
+
+    model = adapted_model(folder, AdapterConfig(rank=2, alpha=4.0), sharding=sharding)
+    randomize_adapters(model)
+    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=0.01)
+    return TrainState(model, optimizer, torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9))
+
+
+def save_under(model_dir: Path, folder: Path, sharding: dict[str, Any]) -> dict[str, torch.Tensor]:
+    from qfsdp.checkpoint.export import save_adapter
+
+    state = make_state(model_dir, sharding)
+    saver = checkpointer(folder)
+    take_steps(state, range(2))
+    saver.save(2, state)
+    saver.close()
+    save_adapter(state.model, AdapterConfig(rank=2), "base", folder / "adapter", cpu_world())
+    return whole(state)
+
+
+def load_under(model_dir: Path, folder: Path, sharding: dict[str, Any]) -> dict[str, torch.Tensor]:
+    state = make_state(model_dir, sharding)
+    saver = checkpointer(folder)
+    assert saver.load(saver.find("auto", dict), state) == 2
+    saver.close()
+    return whole(state)
+
+
+@pytest.mark.parametrize(
+    ("size", "sharding"),
+    [
+        (2, {"strategy": "ddp"}),
+        (3, {"strategy": "ddp"}),
+        (4, {"strategy": "hybrid_full_shard", "replicate": 2}),
+        (2, {"strategy": "hybrid_shard_grad_op", "shard": 1}),
+        (2, {"cpu_offload": True}),
+        (2, {"offload_base": "cpu"}),
+    ],
+)
+def test_checkpoints_and_adapters_are_the_same_under_every_strategy(
+    size: int, sharding: dict[str, Any], model_dir: Path, tmp_path: Path
+) -> None:
+    """Saved under it and read by two fully sharded ranks, and the other way round."""
+    saved = run_ranks(size, save_under, model_dir, tmp_path / "a", sharding)
+    plain = run_ranks(2, save_under, model_dir, tmp_path / "b", {})
+    for there, back in ((saved, plain), (plain, saved)):
+        for name, value in there[0].items():
+            assert (value - back[0][name]).abs().max() < 1e-6, name
+    for source, ranks, how in (("a", 2, {}), ("b", size, sharding)):
+        for result in run_ranks(ranks, load_under, model_dir, tmp_path / source, how):
+            for name, value in result.items():
+                assert (value - plain[0][name]).abs().max() < 1e-6, name
+    one, other = (load_file(tmp_path / f / "adapter/adapter_model.safetensors") for f in "ab")
+    assert one.keys() == other.keys()
+    assert all((one[name] - other[name]).abs().max() < 1e-6 for name in one)
