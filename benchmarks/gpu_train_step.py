@@ -42,7 +42,7 @@ from qfsdp.checkpoint.sources import base_parameters
 from qfsdp.data.loader import Batch
 from qfsdp.distributed import World, trainable_parameters
 from qfsdp.launch import load_recipe
-from qfsdp.metrics import peak_memory_bytes
+from qfsdp.memory.usage import peak_memory_bytes
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
 from qfsdp.modules.transformer import Decoder, DecoderConfig

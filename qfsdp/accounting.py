@@ -19,11 +19,12 @@ from typing import cast
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 from torch.profiler import record_function
 
 from qfsdp.data.loader import Batch
 from qfsdp.distributed import World
-from qfsdp.metrics import peak_memory_bytes
+from qfsdp.memory.usage import MemoryUsage
 from qfsdp.modules.adapters import AdaptedLinear
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 
@@ -48,6 +49,7 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device) -> None:
+        self.now: str | None = None  # the innermost phase; after an exception, where it came from
         self._device = device
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.Event, torch.Event]] = []
@@ -55,6 +57,7 @@ class StepClock:
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time of a `with` block to the phase `name`; of one that raises, nothing."""
+        outer, self.now = self.now, name
         with record_function(name):
             if self._device.type == "cpu":
                 since = time.perf_counter()
@@ -66,6 +69,7 @@ class StepClock:
                 yield
                 end.record()
                 self._events.append((name, begin, end))
+        self.now = outer
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase that ended since the last call; waits for the device."""
@@ -133,7 +137,7 @@ def step_flops(model: Decoder, lengths: Iterable[int], targets: int) -> StepFlop
         work.linears(tokens, attention.o_proj)
         work.linears(tokens, mlp.gate_proj, mlp.up_proj)
         work.linears(tokens, mlp.down_proj)
-        if layer.checkpoint_activations and work.trained:
+        if layer.checkpointing == "full" and work.trained:
             work.again += work.forward - forward
     work.linears(targets, model.lm_head)
     return StepFlops(work.forward + work.backward, work.forward + work.backward + work.again)
@@ -185,14 +189,22 @@ def _attended(lengths: list[int], window: int | None) -> int:
 
 
 class Meter:
-    """The speed of training steps, from what is added after each; every rank makes one.
+    """The speed and memory of training steps, from what is added after each; every rank makes one,
+    once everything is loaded.
 
     Measures the rate of matrix products first, on all ranks at once, as they will train at once.
+
+    Args:
+        optimizer: whose state is told among the memory, if given.
     """
 
-    def __init__(self, model: Decoder, world: World, clock: StepClock) -> None:
+    def __init__(
+        self, model: Decoder, world: World, clock: StepClock, optimizer: Optimizer | None = None
+    ) -> None:
         self._model, self._world, self._clock = model, world, clock
+        self._memory = MemoryUsage(model, optimizer, world)
         self._rate = matmul_rate(world.device, model.model.norm.weight.dtype)
+        self._memory.reset()  # of what measuring took
         self._start()
 
     def _start(self) -> None:
@@ -214,7 +226,7 @@ class Meter:
 
         tokens_per_second_per_rank   padding not counted
         slot_efficiency              tokens over slots: what is not padding
-        peak_memory_gib              of the rank that has most (`peak_memory_bytes`)
+        peak_memory_gib, memory/NAME see `MemoryUsage.read`
         model_flops_utilization, hardware_flops_utilization
                                      of this rank, over its own rate of matrix products
         seconds/NAME                 of a phase of this rank, per step
@@ -224,8 +236,8 @@ class Meter:
         metrics = {
             "tokens_per_second_per_rank": tokens / elapsed / world.size,
             "slot_efficiency": tokens / slots,
-            "peak_memory_gib": world.max(peak_memory_bytes(world.device)) / 2**30,
         }
+        metrics |= self._memory.read()
         flops = step_flops(self._model, self._lengths, self._targets)
         metrics |= utilization(flops, elapsed, self._rate)
         for name, spent in self._clock.seconds().items():

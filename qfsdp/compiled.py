@@ -8,7 +8,7 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 from types import FunctionType
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, Protocol, TypeVar
 
 import torch
 
@@ -20,6 +20,39 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 SMALLEST_COMPILED = 1 << 14  # elements of the first tensor, if a kernel does not say otherwise
+
+
+class DryRun(Protocol):
+    """What follows memory where nothing is computed (`qfsdp.memory`), on tensors that all are of
+    the CPU: `target` says what they stand for."""
+
+    target: str
+
+    def results_only(self, fn: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """`fn(*args, **kwargs)`, of whose memory only the result counts: as compiled."""
+
+
+dry_run: DryRun | None = None
+
+
+def on_cpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is, or in a dry run stands for, one of the CPU."""
+    return tensor.device.type == "cpu" if dry_run is None else dry_run.target == "cpu"
+
+
+OPAQUE: dict[str, Callable[..., Any]] = {}
+"""Custom ops by name -> what they run. A dry run goes through it, as to fake tensors the op itself
+would show its results only."""
+
+
+def opaque(name: str) -> Callable[[Callable[..., Any]], Any]:
+    """`torch.library.custom_op` without arguments that it changes; decorates its function."""
+
+    def define(fn: Callable[..., Any]) -> Any:
+        OPAQUE[name] = fn
+        return torch.library.custom_op(name, mutates_args=())(fn)
+
+    return define
 
 
 @functools.cache
@@ -98,6 +131,8 @@ def compiled(
         first = next(a for a in args if isinstance(a, torch.Tensor))
         plain = type(first) is torch.Tensor and first.device.type != "meta"
         large = first.numel() >= smallest
+        if dry_run is not None and large and can_compile():
+            return dry_run.results_only(fn, *args, **kwargs)
         if plain and large and not torch.compiler.is_compiling() and can_compile():
             shapes = None
             if static_on_gpus and first.device.type not in DYNAMIC_DEVICES:

@@ -57,7 +57,10 @@ def launch(
             check(config)
             if (count := local_world_size()) > 1:
                 return _run_ranks(count, recipe_file, argv)
-        main(config)
+        from qfsdp.memory.oom import explain_oom
+
+        with explain_oom(config):
+            main(config)
         _leave_process_group()
 
 
@@ -80,6 +83,39 @@ def local_world_size() -> int:
     import torch
 
     return max(1, torch.accelerator.device_count())
+
+
+def planned_ranks() -> tuple[int, int]:
+    """How many ranks a run will have, and how many of them on this machine.
+
+    For what is checked before they start: by torchrun's flags (`torchrun_flags`), or as a plain
+    start makes them.
+    """
+    local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or local_world_size()
+    return int(os.environ.get("WORLD_SIZE", local)), local
+
+
+@contextmanager
+def torchrun_flags(nnodes: str, nproc_per_node: str) -> Iterator[None]:
+    """Within it, the environment says of the ranks' number what torchrun will tell them.
+
+    Of "2:4" machines the fewest count; "gpu" and "auto" are what a plain start makes.
+    """
+    local = int(nproc_per_node) if nproc_per_node.isdecimal() else local_world_size()
+    told = {
+        "LOCAL_WORLD_SIZE": str(local),
+        "WORLD_SIZE": str(local * int(nnodes.partition(":")[0])),
+    }
+    before = {name: os.environ.get(name) for name in told}
+    os.environ.update(told)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
 
 
 def _run_ranks(count: int, recipe_file: str, argv: Sequence[str]) -> None:

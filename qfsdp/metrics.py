@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
-import torch
 from tqdm import tqdm
 
 from qfsdp.config import Component, to_yaml
@@ -22,14 +20,6 @@ class MetricLogger(Protocol):
 
     def log_dict(self, payload: dict[str, Any], step: int) -> None: ...
     def close(self) -> None: ...
-
-
-def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held: allocated on its accelerator, or resident
-    where it computes on the CPU."""
-    if device.type == "cpu":
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return torch.accelerator.max_memory_allocated(device)
 
 
 def write_run_files(output_dir: Path, cfg: Any, recipe_file: str) -> None:

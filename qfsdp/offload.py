@@ -6,8 +6,8 @@ layer, or a linear) per buffer, which a thread fills ahead of their use:
 
     file --preadv, thread--> ring (bounded host memory) --copy stream--> device --all-gather--> unit
 
-Which unit comes next is learned as the run goes. In a step the units come forward, backward, and
-forward again (the norms of DoRA), over and over; after a pair of units always the same one follows.
+Which unit comes next is learned as the run goes: in a step the units come forward, backward, and
+forward again (the norms of DoRA), and every step is like the one before.
 """
 
 from __future__ import annotations
@@ -29,36 +29,50 @@ from qfsdp.host import host_empty, in_host_memory, moved, to_device
 from qfsdp.sizes import format_size
 from qfsdp.tensor_subclasses.packed import PackedTensor
 
+FORGET_AFTER = 1 << 14  # units; many steps
+
 
 class Order:
-    """Which unit is fetched after which, as it was the last time."""
+    """In which order units are fetched: as they were in the step before.
+
+    Which unit comes next is no function of the last one or two: after a forward pass the last layer
+    is followed by the one before it, after the norms of DoRA by the first.
+    """
 
     def __init__(self) -> None:
-        self._follows: dict[tuple[Hashable, Hashable], Hashable] = {}
-        self._last: tuple[Hashable, Hashable] = (None, None)  # the two units fetched last
+        self._seen: list[Hashable] = []
+        self._at = -1  # in `_seen`; what follows there will follow now
+        self._now: Hashable = None
 
     def guess(self, units: Sequence[Hashable]) -> None:
         """`units` will be fetched in this order, until another is seen."""
-        pairs = zip([None, None, *units], [None, *units], units, strict=False)
-        self._follows |= {(before, unit): after for before, unit, after in pairs}
+        self._seen, self._at = list(units), -1
 
     def saw(self, unit: Hashable) -> None:
         """Something of `unit` is fetched."""
-        if unit != self._last[1]:
-            self._follows[self._last] = unit
-            self._last = (self._last[1], unit)
+        if unit == self._now:
+            return
+        self._at += 1
+        if self._at >= len(self._seen) or self._seen[self._at] != unit:
+            self._at = self._find(self._now, unit)
+        self._seen.append(unit)
+        self._now = unit
+        if self._at > FORGET_AFTER:
+            del self._seen[: self._at]
+            self._at = 0
+
+    def _find(self, before: Hashable, unit: Hashable) -> int:
+        """Where `unit` came after `before` for the first time, or came at all."""
+        pairs = zip([None, *self._seen], self._seen, strict=False)
+        first = next((at for at, pair in enumerate(pairs) if pair == (before, unit)), None)
+        if first is None:
+            first = self._seen.index(unit) if unit in self._seen else len(self._seen)
+        return first
 
     def next(self, count: int) -> list[Hashable]:
         """The units that will follow, `count` or as many as are known; the first is the one that
         is being fetched."""
-        before, now = self._last
-        units = []
-        for _ in range(count):
-            units.append(now)
-            before, now = now, self._follows.get((before, now))
-            if now is None:
-                break
-        return units
+        return [self._now, *self._seen[self._at + 1 : self._at + count]]
 
 
 class Store:

@@ -82,7 +82,7 @@ def find_file(name: str, suffix: str) -> str:
     return _files(name.partition("/")[0], suffix)[name.removesuffix(suffix)]
 
 
-def _recipe_named_by(config: str) -> str | None:
+def recipe_named_by(config: str) -> str | None:
     """The `recipes/NAME` in a YAML file's leading comment, as in `# tune run recipes/NAME`."""
     import re
 
@@ -103,7 +103,7 @@ def _add_recipes(registry: ModuleType) -> None:
         for name, path in _files("recipes", ".py").items()
     }
     for name, path in _files("configs", ".yaml").items() if entries else ():
-        owner = entries.get(_recipe_named_by(path) or "") or next(iter(entries.values()))
+        owner = entries.get(recipe_named_by(path) or "") or next(iter(entries.values()))
         owner.configs.append(registry.Config(Name(f"{name}.yaml", ".yaml"), path))
     registry.get_all_recipes().extend(entries.values())
 
@@ -133,7 +133,8 @@ def _extend_run(cli: ModuleType) -> None:
 
         if not launch.is_recipe(args.recipe):
             return run_distributed(self, args, is_builtin)
-        with launch.user_errors():
+        ranks = launch.torchrun_flags(str(args.nnodes), str(args.nproc_per_node))
+        with launch.user_errors(), ranks:
             launch.check_recipe(args.recipe, args.recipe_args)
         if str(args.nproc_per_node).isdecimal():
             launch.share_cores(int(args.nproc_per_node))
@@ -157,7 +158,7 @@ def _extend_validate(cli: ModuleType) -> None:
         path = next((c.file_path for c in configs if c.name == str(args.config)), str(args.config))
         if not recipes or not _is_our_config(path):
             return theirs(self, args)
-        recipe = recipes.get(_recipe_named_by(path) or DEFAULT_RECIPE)
+        recipe = recipes.get(recipe_named_by(path) or DEFAULT_RECIPE)
         with launch.user_errors():
             launch.validate_config(path, (recipe or next(iter(recipes.values()))).file_path)
         print("Config is well-formed!")

@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from qfsdp.accounting import Meter, StepClock
 from qfsdp.checkpoint.export import check_adapter, load_adapter, save_adapter
 from qfsdp.checkpoint.facts import config_facts, data_facts
-from qfsdp.checkpoint.load import DTYPES, ModelConfig, load_base
+from qfsdp.checkpoint.load import DTYPES, ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.quantize import open_weights
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
 from qfsdp.checkpoint.sources import ModelWeights
@@ -105,6 +105,8 @@ def check(cfg: Config) -> None:
     weights = ModelWeights(cfg.model.path)
     model = build_model(cfg, weights)
     weights.check(model)
+    if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
+        check_disk(model, weights)
     if cfg.adapter.start_from is not None:
         check_adapter(cfg.adapter, cfg.adapter.start_from, model)
     if cfg.max_seq_len > (positions := model.config.max_position_embeddings):
@@ -124,7 +126,7 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
         model = Decoder(config).to(DTYPES[cfg.model.dtype])
     pack_linears(model, cfg.quantization, weights.formats)
     add_adapters(model, cfg.adapter)
-    model.set_activation_checkpointing(cfg.activation.checkpointing)
+    model.set_activations(cfg.activation)
     if cfg.compile:
         model.compile_layers()
     return model
@@ -135,7 +137,7 @@ def load_model(cfg: Config, world: World) -> Decoder:
     weights = open_weights(cfg.model, cfg.quantization, world)
     model = build_model(cfg, weights)
     shard_model(model, cfg.sharding, world)
-    load_base(model, weights, world.device, progress=world.rank == 0)
+    load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
     init_adapters(model, cfg.seed)
     if cfg.adapter.start_from is not None:
         load_adapter(model, cfg.adapter.start_from)
@@ -195,7 +197,7 @@ def train_step(
 
 
 def main(cfg: Config) -> None:
-    world = init_world()
+    world = init_world(cfg.sharding)
     torch.manual_seed(cfg.seed + world.rank)  # dropout; nothing else draws from it
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
@@ -216,7 +218,7 @@ def main(cfg: Config) -> None:
     if world.rank == 0:
         log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps)
     clock = StepClock(world.device)
-    meter = Meter(model, world, clock)
+    meter = Meter(model, world, clock, optimizer)
     with StopRequest() as signals:
         for step in range(first_step + 1, total_steps + 1):
             with profiler.step(step):

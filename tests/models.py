@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from qfsdp.checkpoint.export import adapter_parameters
 from qfsdp.checkpoint.load import DTYPES, load_base
 from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.distributed import ShardingConfig, World, shard_model
+from qfsdp.distributed import ShardingConfig, World, init_world, shard_model
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
 from qfsdp.modules.shards import local_part, local_rows
@@ -50,7 +50,7 @@ def load_model(
     """A loaded model, sharded over the ranks of this process's world."""
     model = build_meta_model(folder, **build)
     config = ShardingConfig(wrap=wrap, **sharding or {})
-    shard_model(model, config, cpu_world())
+    shard_model(model, config, init_world(config) if config.cpu_offload else cpu_world())
     load_base(model, ModelWeights(folder), torch.device("cpu"), config)
     return model
 

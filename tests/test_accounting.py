@@ -22,6 +22,7 @@ from qfsdp.accounting import (
     utilization,
 )
 from qfsdp.data.loader import IGNORE_INDEX, collate
+from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
 from qfsdp.modules.transformer import Decoder, DecoderConfig
@@ -87,7 +88,7 @@ def counted(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
     return sum(by_op.values()), attention
 
 
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("name", SETUPS)
 def test_flops_are_those_that_pytorch_counts(
     name: str, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
@@ -98,7 +99,7 @@ def test_flops_are_those_that_pytorch_counts(
     if adapter is not None:
         add_adapters(model, adapter)
         init_adapters(model, seed=0)
-    model.set_activation_checkpointing(checkpointing)
+    model.set_activations(ActivationConfig(checkpointing))
     tokens = torch.randint(0, 577, (ROWS, SEQ))
     labels = torch.randint(0, 577, (ROWS, SEQ)).masked_fill_(torch.rand(ROWS, SEQ) < 0.4, -100)
     targets = int((labels != IGNORE_INDEX).sum())
@@ -109,13 +110,13 @@ def test_flops_are_those_that_pytorch_counts(
     # PyTorch counts all pairs of tokens, we those that a causal kernel computes.
     attention = attention * (SEQ + 1) // (2 * SEQ)
     assert flops.hardware == linears + attention
-    if checkpointing == "none":
+    if checkpointing != "full":
         product = 2 * ROWS * SEQ * (SEQ + 1) // 2 * WIDTH  # of the attention of a layer
         with_backward = 1 if name == "late" else 2  # nothing before the first down_proj is trained
         assert attention == product * (2 * 2 + 5 * with_backward)
         assert flops.model == flops.hardware - product * with_backward
     else:
-        model.set_activation_checkpointing("none")
+        model.set_activations(ActivationConfig("none"))
         assert flops.model == step_flops(model, [SEQ] * ROWS, targets).model
         assert flops.hardware > 1.2 * flops.model
 

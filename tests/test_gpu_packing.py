@@ -14,6 +14,7 @@ from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.modules import attention
+from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
 from qfsdp.modules.attention import attend_documents
 from qfsdp.modules.transformer import Decoder
@@ -159,7 +160,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_rows(
     padded, packed = padded_and_packed()
     expected, expected_gradients = loss_and_gradients(load(folder, dtype), padded)
     model = load(folder, dtype)
-    model.set_activation_checkpointing(checkpointing)  # type: ignore[arg-type]
+    model.set_activations(ActivationConfig(checkpointing))  # type: ignore[arg-type]
     if compiled:
         torch._dynamo.reset()
         for layer in model.model.layers:

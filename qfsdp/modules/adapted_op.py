@@ -22,11 +22,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfsdp.compiled import compiled
+from qfsdp.compiled import compiled, opaque
 from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
 
 
-@torch.library.custom_op("qfsdp::adapted_linear", mutates_args=())
+@opaque("qfsdp::adapted_linear")
 def _adapted_linear(
     x: Tensor,
     dropped: Tensor | None,
@@ -46,7 +46,7 @@ def _adapted_linear(
     return y.view(*x.shape[:-1], -1), z
 
 
-@torch.library.custom_op("qfsdp::adapted_linear_backward", mutates_args=())
+@opaque("qfsdp::adapted_linear_backward")
 def _adapted_linear_backward(
     grad: Tensor,
     x: Tensor,

@@ -34,6 +34,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qfsdp.compiled import on_cpu
 from qfsdp.errors import InvalidField
 from qfsdp.modules.adapted_op import adapted_linear
 from qfsdp.modules.packed_linear import PackedLinear
@@ -195,8 +196,8 @@ def _held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
 def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """A frozen weight in pieces, as the plain rows that forward multiplies by; each piece is
     overwritten by the next."""
-    on_cpu = weight.device.type == "cpu"
-    step = max(1, (NORM_CHUNK_WEIGHTS if on_cpu else NORM_CHUNK_ON_GPU) // weight.size(1))
+    chunk = NORM_CHUNK_WEIGHTS if on_cpu(weight) else NORM_CHUNK_ON_GPU
+    step = max(1, chunk // weight.size(1))
     for start in range(0, weight.size(0), step):
         part = slice(start, min(start + step, weight.size(0)))
         rows = weight[part]

@@ -16,6 +16,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from qfsdp.compiled import opaque
+
 aten = torch.ops.aten
 
 
@@ -117,7 +119,7 @@ def _documents(cu_seqlens: Tensor, tokens: int) -> Iterator[slice]:
     return (slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b)
 
 
-@torch.library.custom_op("qfsdp::attend_documents", mutates_args=())
+@opaque("qfsdp::attend_documents")
 def _attend_each(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -130,7 +132,7 @@ def _attend_each(
     return out, logsumexp
 
 
-@torch.library.custom_op("qfsdp::attend_documents_backward", mutates_args=())
+@opaque("qfsdp::attend_documents_backward")
 def _attend_each_backward(
     grad: Tensor,
     q: Tensor,

@@ -14,16 +14,16 @@ import json
 import math
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.utils.checkpoint import checkpoint
 
 from qfsdp.errors import UserError
 from qfsdp.loss import head_loss
+from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
 from qfsdp.modules.attention import attend, attend_documents
 
 # Per architecture: what Hugging Face assumes for a key that config.json leaves out, and what its
@@ -226,23 +226,6 @@ def _check_sizes(config: dict[str, Any], names: tuple[str, ...], source: str) ->
             raise UserError(f"{source}: {name} is {value!r}; expected a positive integer")
 
 
-@dataclass
-class ActivationConfig:
-    """Section `activation`: what is kept of the forward pass for the backward pass.
-
-    Fields:
-        checkpointing: "none" (keep everything), "full" (the input of a layer; the rest is computed
-            again, for about a third more time), or "selective" (also products and attention;
-            what is computed again is cheap).
-        every_n_layers: checkpoint every n-th layer only.
-        offload: what is kept lies in host memory until backward needs it.
-    """
-
-    checkpointing: Literal["none", "full", "selective"] = "none"
-    every_n_layers: int = 1
-    offload: bool = False
-
-
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension, in fp32 whatever the input's dtype.
 
@@ -345,13 +328,20 @@ class DecoderLayer(nn.Module):
         self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.windowed = windowed
-        self.checkpoint_activations = False
+        self.checkpointing: Checkpointing = "none"
+        self.offload: Offload | None = None
         self.compiled = False
 
     def compile_block(self) -> None:
         """`torch.compile` the computation; what FSDP2 hooks onto the layer stays outside of it."""
         self.block = torch.compile(self.block)  # type: ignore[method-assign]
         self.compiled = True
+
+    @property
+    def recomputed(self) -> Checkpointing:
+        """What is done again in backward; the compiler sees to "selective" itself."""
+        selective = self.checkpointing == "selective"
+        return "none" if self.compiled and selective else self.checkpointing
 
     def block(
         self,
@@ -374,9 +364,13 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         if self.compiled:  # here, as FSDP2 hands the layer other tensors than it was called with
             _mark_lengths(x, cos, sin, mask, cu_seqlens)
-        if self.checkpoint_activations and torch.is_grad_enabled():
-            return checkpoint(self.block, x, cos, sin, mask, cu_seqlens, use_reentrant=False)
-        return self.block(x, cos, sin, mask, cu_seqlens)
+        args = (x, cos, sin, mask, cu_seqlens)
+        if not torch.is_grad_enabled():
+            return self.block(*args)
+        if self.offload is None:
+            return checkpointed(self.block, self.recomputed, *args)
+        with self.offload.layer((*self.parameters(), cos, sin)):
+            return checkpointed(self.block, self.recomputed, *args)
 
 
 class Backbone(nn.Module):
@@ -414,10 +408,14 @@ class Decoder(nn.Module):
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
-    def set_activation_checkpointing(self, mode: Literal["none", "full"]) -> None:
-        """Recompute every layer in the backward pass ("full"), or keep its activations ("none")."""
-        for layer in self.model.layers:
-            cast(DecoderLayer, layer).checkpoint_activations = mode == "full"
+    def set_activations(self, config: ActivationConfig) -> None:
+        """What is kept of every layer for backward, and where."""
+        offload = Offload() if config.offload else None
+        for index, layer in enumerate(self.model.layers):
+            layer = cast(DecoderLayer, layer)
+            chosen = index % config.every_n_layers == 0
+            layer.checkpointing = config.checkpointing if chosen else "none"
+            layer.offload = offload
 
     def compile_layers(self) -> None:
         """`torch.compile` the computation of every layer; FSDP2's hooks stay outside of it.

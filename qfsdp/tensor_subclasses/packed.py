@@ -46,7 +46,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.compiled import opaque
+import qfsdp.compiled
+from qfsdp.compiled import on_cpu, opaque
 
 aten = torch.ops.aten
 
@@ -459,7 +460,8 @@ def frozen_weight(
     if not format:
         return weight if row_scale is None else (weight * row_scale.unsqueeze(1)).to(dtype)
     out = None
-    if type(weight) is Tensor and weight.device.type == "cpu":
+    traced = type(weight) is not Tensor and qfsdp.compiled.dry_run is None
+    if on_cpu(weight) and not traced:
         size = weight.size(0) * cols * dtype.itemsize
         held = getattr(_scratch, "bytes", None)
         if held is None or held.numel() < size:

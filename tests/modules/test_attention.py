@@ -13,6 +13,7 @@ from torch import Tensor
 from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.modules import attention
+from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.modules.attention import attend, attend_documents
 from qfsdp.modules.transformer import Decoder, DecoderConfig
@@ -232,7 +233,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_rows(
     name: str, method: str, checkpointing: Any, tmp_path: Path
 ) -> None:
     model = tiny(tmp_path, name, method)
-    model.set_activation_checkpointing(checkpointing)
+    model.set_activations(ActivationConfig(checkpointing))
     check_equal(model)
 
 
@@ -241,7 +242,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_rows(
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
 def test_compiled_layers(name: str, checkpointing: Any, tmp_path: Path) -> None:
     model, compiled = tiny(tmp_path / "a", name), tiny(tmp_path / "b", name)
-    compiled.set_activation_checkpointing(checkpointing)
+    compiled.set_activations(ActivationConfig(checkpointing))
     torch._dynamo.reset()
     for layer in compiled.model.layers:
         layer.block = torch.compile(layer.block, fullgraph=True)

@@ -24,6 +24,7 @@ from transformers import (
 )
 
 from qfsdp.errors import UserError
+from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.transformer import Decoder, DecoderConfig, RopeConfig
 
 SEQ = 40
@@ -153,7 +154,7 @@ def test_activation_checkpointing_changes_no_bit(compiled: bool) -> None:
     results = []
     for mode in ("none", "full"):
         decoder = ours(model)
-        decoder.set_activation_checkpointing(mode)
+        decoder.set_activations(ActivationConfig(mode))
         if compiled:
             for layer in decoder.model.layers:
                 layer.block = torch.compile(layer.block, backend="aot_eager", fullgraph=True)
@@ -167,7 +168,7 @@ def test_activation_checkpointing_keeps_only_layer_inputs() -> None:
     decoder, tokens = ours(reference("llama3.1")), random_tokens()
     saved_bytes = {}
     for mode in ("none", "full"):
-        decoder.set_activation_checkpointing(mode)
+        decoder.set_activations(ActivationConfig(mode))
         storages = {}
 
         def remember(tensor: Tensor, storages: dict[int, int] = storages) -> Tensor:

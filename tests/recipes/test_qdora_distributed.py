@@ -54,10 +54,14 @@ def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_pa
     names |= {"slot_efficiency", "model_flops_utilization", "hardware_flops_utilization"}
     phases = ("data", "forward", "backward", "optimizer", "norm_refresh", "logging")
     names |= {f"seconds/{phase}" for phase in phases}
+    kinds = ("packed", "plain", "trained")
+    names |= {f"memory/parameters_{kind}_gib" for kind in kinds}
+    names |= {"memory/gradients_gib", "memory/optimizer_state_gib", "memory/peak_rank"}
     for line in lines:
         missing = names ^ (line.keys() - {"step"})
-        # How long logging took is told with the next step.
-        assert missing == ({"seconds/logging"} if line["step"] == 1 else set())
+        # How long logging took is told with the next step, what loading took with the first.
+        of_first = {"seconds/logging", "memory/load_peak_gib"}
+        assert missing == (of_first if line["step"] == 1 else set())
         assert 0.5 < line["slot_efficiency"] <= 1
         assert 0 < line["model_flops_utilization"] <= line["hardware_flops_utilization"] < 1.5
     assert lines[1]["seconds/forward"] > lines[1]["seconds/data"] > 0

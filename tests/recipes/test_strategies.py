@@ -33,7 +33,7 @@ OFFLOADED: list[dict[str, Any]] = [
     {"offload_base": "disk"},
     {"cpu_offload": True},
     {"offload_base": "cpu", "wrap": "linear", "strategy": "shard_grad_op"},
-    {"offload_base": "disk", "wrap": "linear", "ring_memory": "400KB"},
+    {"offload_base": "disk", "wrap": "linear", "ring_memory": "400KB", "prefetch": 3},
 ]
 
 
@@ -68,6 +68,7 @@ def test_every_strategy_trains_the_same(
 ) -> None:
     cases = []
     for method in METHODS:
+        cases += [case(method, size, prefetch=depth) for depth in (0, 2)] if size == 2 else []
         for strategy in STRATEGIES:
             for shape in HYBRID_SHAPES[size] if strategy.startswith("hybrid") else [{}]:
                 cases.append(case(method, size, strategy=strategy, **shape))
@@ -83,7 +84,8 @@ def test_an_offloaded_base_trains_the_same(
     """To the last bit, and within 1e-5 of one plain process."""
     cases, resident = [], {}
     for method in METHODS:
-        for sharding in [{}, *OFFLOADED]:
+        groups = [{"offload_base": "cpu", "strategy": "hybrid_full_shard", "replicate": size}]
+        for sharding in [{}, *OFFLOADED, *groups]:
             cases.append(case(method, size, **sharding) | {"folder": str(packed_dir)})
     for rank, results in enumerate(run_ranks(size, train, model_dir, cases)):
         for given, result in zip(cases, results, strict=True):
@@ -91,7 +93,8 @@ def test_an_offloaded_base_trains_the_same(
             assert_same(result, reference[method], f"rank {rank} of {size}: {given}")
             if not given["sharding"]:
                 resident[method] = result
-            assert result["losses"] == resident[method]["losses"]
+            if "replicate" not in given["sharding"]:  # which sums gradients in another order
+                assert result["losses"] == resident[method]["losses"]
 
 
 @pytest.mark.parametrize("where", ["cpu", "disk"])
@@ -143,30 +146,34 @@ def load_under(model_dir: Path, folder: Path, sharding: dict[str, Any]) -> dict[
     return whole(state)
 
 
+@pytest.fixture(scope="module")
+def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Saved by two fully sharded ranks, and what it was."""
+    folder = tmp_path_factory.mktemp("plain")
+    return folder, run_ranks(2, save_under, model_dir, folder, {})[0]
+
+
 @pytest.mark.parametrize(
     ("size", "sharding"),
     [
-        (2, {"strategy": "ddp"}),
         (3, {"strategy": "ddp"}),
         (4, {"strategy": "hybrid_full_shard", "replicate": 2}),
-        (2, {"strategy": "hybrid_shard_grad_op", "shard": 1}),
-        (2, {"cpu_offload": True}),
-        (2, {"offload_base": "cpu"}),
+        (1, {"cpu_offload": True}),
     ],
 )
 def test_checkpoints_and_adapters_are_the_same_under_every_strategy(
-    size: int, sharding: dict[str, Any], model_dir: Path, tmp_path: Path
+    size: int, sharding: dict[str, Any], model_dir: Path, tmp_path: Path, plain: tuple[Path, Any]
 ) -> None:
     """Saved under it and read by two fully sharded ranks, and the other way round."""
-    saved = run_ranks(size, save_under, model_dir, tmp_path / "a", sharding)
-    plain = run_ranks(2, save_under, model_dir, tmp_path / "b", {})
-    for there, back in ((saved, plain), (plain, saved)):
-        for name, value in there[0].items():
-            assert (value - back[0][name]).abs().max() < 1e-6, name
-    for source, ranks, how in (("a", 2, {}), ("b", size, sharding)):
-        for result in run_ranks(ranks, load_under, model_dir, tmp_path / source, how):
-            for name, value in result.items():
-                assert (value - plain[0][name]).abs().max() < 1e-6, name
-    one, other = (load_file(tmp_path / f / "adapter/adapter_model.safetensors") for f in "ab")
+    folder, expected = plain
+    found = [run_ranks(size, save_under, model_dir, tmp_path, sharding)[0]]
+    found += run_ranks(2, load_under, model_dir, tmp_path, {})
+    found += run_ranks(size, load_under, model_dir, folder, sharding)
+    for result in found:
+        assert result.keys() == expected.keys()
+        for name, value in result.items():
+            assert (value - expected[name]).abs().max() < 1e-6, name
+    files = (f / "adapter/adapter_model.safetensors" for f in (folder, tmp_path))
+    one, other = map(load_file, files)
     assert one.keys() == other.keys()
     assert all((one[name] - other[name]).abs().max() < 1e-6 for name in one)

@@ -1,0 +1,206 @@
+"""A run that is out of memory says where, of what, and what to change."""
+
+from __future__ import annotations
+
+import json
+import traceback
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
+
+from qfsdp.accounting import StepClock
+from qfsdp.distributed import ShardingConfig, trainable_parameters
+from qfsdp.errors import UserError
+from qfsdp.memory import oom
+from qfsdp.memory.oom import explain_oom, is_out_of_memory, less_host_memory, less_memory
+from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.adapters import AdapterConfig
+from tests.models import adapted_model
+from tests.tiny import write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+CPU, GPU = torch.device("cpu"), torch.device("cuda")
+ON_CUDA = (
+    "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 23.65 GiB of "
+    "which 1.10 GiB is free."
+)
+
+
+@dataclass
+class Config:
+    output_dir: str
+    batch_size: int = 4
+    gradient_accumulation_steps: int = 3
+    activation: ActivationConfig = field(default_factory=ActivationConfig)
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    optimizer: str = "torch.optim.AdamW"
+
+
+def on_cuda() -> None:
+    raise torch.OutOfMemoryError(ON_CUDA)
+
+
+def really() -> None:
+    torch.empty(2**50)
+
+
+def of_python() -> None:
+    bytearray(2**60)
+
+
+def load_model(fail: Callable[[], None]) -> None:
+    fail()
+
+
+def main(cfg: Config, folder: Path, fail: Callable[[], None], at_load: bool = False) -> None:
+    """As a recipe's: it loads, and fails in the backward pass of its second step."""
+    with explain_oom(cfg):
+        if at_load:
+            load_model(fail)
+        model = adapted_model(folder, AdapterConfig("dora", 5))
+        optimizer = torch.optim.AdamW(trainable_parameters(model))
+        clock = StepClock(CPU)
+        tokens = torch.arange(40).view(2, 20)
+        for step in range(1, 4):
+            with clock.phase("forward"):
+                loss = model(tokens, labels=tokens)
+            with clock.phase("backward"):
+                loss.backward()
+                if step == 2:
+                    fail()
+            with clock.phase("optimizer"):
+                optimizer.step()
+
+
+@pytest.mark.parametrize(
+    ("fail", "asked"), [(on_cuda, "2.50 GiB"), (really, "4194304.00 GiB"), (of_python, None)]
+)
+def test_a_step_that_fails(fail: Callable[[], None], asked: str | None, tmp_path: Path) -> None:
+    cfg = Config(str(tmp_path / "run"))
+    with pytest.raises(UserError) as caught:
+        main(cfg, write_tiny_model(tmp_path / "model"), fail)
+    said = str(caught.value)
+    print(said)
+    assert "\n" not in said and said.startswith("out of memory at step 2, backward")
+    assert (f", asked for {asked} more; " in said) == (asked is not None)
+    assert (
+        "try activation.checkpointing=full; or batch_size=2 gradient_accumulation_steps=6" in said
+    )
+    file = tmp_path / "run" / "oom" / "rank_0.json"
+    assert said.endswith(f"; see {file}")
+
+    facts = json.loads(file.read_text())
+    kinds = facts["bytes_by_kind"]
+    assert kinds["gradients"] == kinds["parameters_trained"] > 0
+    assert kinds["parameters_packed"] > 0 and kinds["optimizer_state"] > 0
+    assert list(kinds.values()) == sorted(kinds.values(), reverse=True)
+    tensors = facts["largest_tensors"]
+    sizes = [tensor["bytes"] for tensor in tensors]
+    assert sizes == sorted(sizes, reverse=True) and len(sizes) == oom.LARGEST_TENSORS
+    assert {"model.embed_tokens.weight", "lm_head.weight"} <= {tensor["name"] for tensor in tensors}
+    assert f"in {fail.__name__}" in "".join(facts["traceback"])
+
+
+def test_loading_that_fails(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="out of memory in load_model") as caught:
+        main(Config(str(tmp_path)), tmp_path, partial(torch.empty, 2**50), at_load=True)
+    assert "activation." not in str(caught.value).partition("try")[2]
+
+
+def test_on_another_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(UserError):
+        main(Config(str(tmp_path)), tmp_path, really, at_load=True)
+    assert (tmp_path / "oom" / "rank_3.json").exists()
+
+
+def test_a_folder_that_cannot_be_written_is_no_other_error(tmp_path: Path) -> None:
+    (tmp_path / "oom").touch()
+    with pytest.raises(UserError, match="out of memory") as caught:
+        main(Config(str(tmp_path)), tmp_path, really, at_load=True)
+    assert "see" not in str(caught.value)
+
+
+def test_tensors_without_sizes_are_left_out(tmp_path: Path) -> None:
+    """As compiled code leaves them behind."""
+    symbols = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
+    mode = FakeTensorMode(shape_env=ShapeEnv())
+    fake = mode.from_tensor(torch.empty(7, 5), symbolic_context=symbols)
+    with pytest.raises(UserError, match="out of memory"), explain_oom(Config(str(tmp_path))):
+        really()
+    assert isinstance(fake.size(0), torch.SymInt)
+
+
+def test_an_explanation_that_fails_hides_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(oom, "largest_tensors", lambda model: 1 / 0)
+    with pytest.raises(torch.OutOfMemoryError, match="2.50 GiB") as caught:
+        main(Config(str(tmp_path)), tmp_path, on_cuda, at_load=True)
+    assert "in load_model" in "".join(traceback.format_exception(caught.value))
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("shapes do not match"), ValueError("out of memory"), KeyboardInterrupt()]
+)
+def test_other_exceptions_pass(error: BaseException, tmp_path: Path) -> None:
+    with pytest.raises(type(error)) as caught, explain_oom(Config(str(tmp_path))):
+        raise error
+    assert caught.value is error and not list(tmp_path.iterdir())
+
+
+def test_pinned_memory_is_memory_too() -> None:
+    assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
+
+
+def advice(device: torch.device = GPU, training: bool = True, **changes: Any) -> list[str]:
+    kinds = {"parameters_packed": 50, "optimizer_state": 20, oom.REST: 30}
+    return list(less_memory(Config("", **changes), kinds, device, training))
+
+
+def test_advice_is_what_is_not_set_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    everything = [
+        "activation.checkpointing=full",
+        "batch_size=2 gradient_accumulation_steps=6",
+        "activation.offload=true",
+        "optimizer._component_=torchao.optim.AdamW8bit",
+        "sharding.offload_base=cpu",
+        "sharding.cpu_offload=true",
+        "a smaller max_seq_len",
+        "more ranks",
+    ]
+    assert advice() == everything
+    assert advice(training=False) == everything[3:6] + everything[7:]
+    on_cpu = [way for way in everything if "offload" not in way]
+    assert advice(CPU) == on_cpu
+    assert "batch_size=1 gradient_accumulation_steps=15" in advice(batch_size=5)
+    frugal = {
+        "activation": ActivationConfig("full", offload=True),
+        "sharding": ShardingConfig(offload_base="disk"),
+        "optimizer": "torchao.optim.AdamW8bit",
+        "batch_size": 1,
+    }
+    assert advice(**frugal) == ["a smaller max_seq_len", "more ranks"]
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert "sharding.wrap=linear" in advice(**frugal)
+    ways = advice(sharding=ShardingConfig("ddp", wrap="linear"))
+    assert "sharding.strategy=full_shard" in ways and "sharding.offload_base=cpu" not in ways
+
+
+def test_advice_for_host_memory() -> None:
+    plain = Config("")
+    assert list(less_host_memory(plain)) == ["fewer ranks on this machine"]
+    busy = Config(
+        "", activation=ActivationConfig(offload=True), sharding=ShardingConfig(offload_base="cpu")
+    )
+    assert list(less_host_memory(busy))[:2] == [
+        "activation.offload=false",
+        "sharding.offload_base=disk",
+    ]

@@ -1,0 +1,389 @@
+"""What is kept for backward, and where, changes no bit of any gradient."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+
+from qfsdp.checkpoint.export import adapter_parameters
+from qfsdp.errors import InvalidField
+from qfsdp.modules import activations
+from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.shards import whole_tensor
+from qfsdp.modules.transformer import Decoder
+from tests.models import adapted_model, randomize_adapters
+from tests.ranks import run_ranks
+from tests.tiny import needs_compiler, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+LAYERS = 4
+MODES = {
+    "full": ActivationConfig("full"),
+    "selective": ActivationConfig("selective"),
+    "full, every 2nd": ActivationConfig("full", every_n_layers=2),
+    "selective, every 3rd": ActivationConfig("selective", every_n_layers=3),
+    "offload": ActivationConfig(offload=True),
+    "full, offload": ActivationConfig("full", offload=True),
+    "selective, offload": ActivationConfig("selective", offload=True),
+    "selective, every 2nd, offload": ActivationConfig("selective", 2, offload=True),
+}
+Batch = dict[str, Tensor]
+
+
+@pytest.fixture(autouse=True)
+def offload_everything(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), num_hidden_layers=LAYERS)
+
+
+def tiny(folder: Path, method: str = "dora", dropout: float = 0.0, **build: Any) -> Decoder:
+    adapter = AdapterConfig(method, 5, 7.0, dropout, targets=["all-linear", "lm_head"])
+    model = adapted_model(folder, adapter, **build)
+    randomize_adapters(model)
+    return model.train()
+
+
+def batch(seq: int = 40, packed: bool = False, vocab: int = 577) -> Batch:
+    generator = torch.Generator().manual_seed(1)
+    tokens = torch.randint(0, vocab, (2, seq), generator=generator)
+    if not packed:
+        return {"tokens": tokens, "labels": tokens}
+    lengths = [13, seq - 13, 5, seq - 5]
+    ends = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
+    positions = torch.cat([torch.arange(n) for n in lengths]).view(2, seq)
+    return {"tokens": tokens, "labels": tokens, "positions": positions, "cu_seqlens": ends}
+
+
+def gradients(model: Decoder, config: ActivationConfig, given: Batch) -> dict[str, Tensor]:
+    """Of two micro-batches, the second one of another length."""
+    model.set_activations(config)
+    model.zero_grad()
+    torch.manual_seed(5)  # dropout
+    model(**given).backward()
+    other = {name: t[:, :24] for name, t in given.items()} if "cu_seqlens" not in given else given
+    model(**other).backward()
+    params = adapter_parameters(model)
+    return {name: whole_tensor(param.grad).clone() for name, param in params.items()}
+
+
+def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor], what: str) -> None:
+    assert found.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.norm() > 0, name
+        assert torch.equal(found[name], value), f"{what}: {name}"
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("dropout", [0.0, 0.3])
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_gradients_are_equal_to_the_last_bit(
+    method: str, dropout: float, packed: bool, folder: Path
+) -> None:
+    model = tiny(folder, method, dropout)
+    given = batch(packed=packed)
+    expected = gradients(model, ActivationConfig(), given)
+    for name, config in MODES.items():
+        assert_equal(gradients(model, config, given), expected, name)
+
+
+@pytest.mark.parametrize("format", ["none", "nf4_fp32_absmax"])
+def test_other_bases_and_bf16(format: str, folder: Path) -> None:
+    model = tiny(folder, format=format, dtype="bf16")
+    expected = gradients(model, ActivationConfig(), batch())
+    for name, config in MODES.items():
+        assert_equal(gradients(model, config, batch()), expected, name)
+
+
+def on_ranks(folder: Path, wrap: str) -> list[str]:
+    """Modes whose gradients differ; runs on every rank."""
+    activations.SMALLEST_OFFLOADED = 1
+    model = tiny(folder, dropout=0.2, wrap=wrap)
+    expected = gradients(model, ActivationConfig(), batch())
+    differ = []
+    for name, config in MODES.items():
+        found = gradients(model, config, batch())
+        if any(not torch.equal(found[key], value) for key, value in expected.items()):
+            differ.append(name)
+    return differ
+
+
+@pytest.mark.parametrize("wrap", ["decoder_layer", "linear"])
+def test_sharded_on_two_ranks(wrap: str, folder: Path) -> None:
+    assert run_ranks(2, on_ranks, folder, wrap) == [[], []]
+
+
+# ---- what is kept ------------------------------------------------------------------------------
+
+
+@contextmanager
+def counting(model: nn.Module) -> Iterator[dict[int, int]]:
+    """Bytes of every storage that autograd keeps, but those of parameters."""
+    weights = {p.untyped_storage()._cdata for p in model.parameters()}
+    weights |= {p.packed.untyped_storage()._cdata for p in model.parameters() if is_packed(p)}
+    kept: dict[int, int] = {}
+    alive = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            alive.append(storage)
+            kept[storage._cdata] = storage.nbytes()
+        return tensor.detach()
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield kept
+
+
+def is_packed(param: Tensor) -> bool:
+    return hasattr(param, "packed")
+
+
+def bytes_kept(model: Decoder, config: ActivationConfig, given: Batch) -> int:
+    model.set_activations(config)
+    with counting(model) as kept:
+        loss = model(**given)
+    total = sum(kept.values())
+    del loss
+    return total
+
+
+def test_selective_keeps_less_than_everything_and_more_than_inputs(folder: Path) -> None:
+    for method in ("lora", "dora"):
+        model = tiny(folder, method)
+        modes = ("none", "selective", "full")
+        kept = {mode: bytes_kept(model, ActivationConfig(mode), batch()) for mode in modes}
+        print(method, kept)
+        assert kept["full"] < 0.3 * kept["selective"]
+        assert kept["selective"] < 0.7 * kept["none"]
+        half = bytes_kept(model, ActivationConfig("full", every_n_layers=2), batch())
+        assert half == pytest.approx((kept["none"] + kept["full"]) / 2, rel=0.1)
+
+
+class Ledger:
+    """What a model's offloading has in host memory, and what it copies."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.to_host: list[tuple[torch.Size, torch.dtype]] = []
+        self.to_device = 0
+        to_host = activations.to_host
+
+        def counted(tensor: Tensor) -> Tensor:
+            self.to_host.append((tensor.shape, tensor.dtype))
+            return to_host(tensor)
+
+        def moved(way: str, size: int) -> None:
+            self.to_device += size
+
+        monkeypatch.setattr(activations, "to_host", counted)
+        monkeypatch.setattr(activations, "moved", moved)
+
+    def bytes_to_host(self) -> int:
+        return sum(shape.numel() * dtype.itemsize for shape, dtype in self.to_host)
+
+
+def test_every_storage_is_copied_once_and_comes_back_once(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(folder, "dora")
+    kept = bytes_kept(model, ActivationConfig(), batch())
+    ledger = Ledger(monkeypatch)
+    model.set_activations(ActivationConfig(offload=True))
+    loss = model(**batch())
+    sent = ledger.bytes_to_host()
+    # The last layer's stay, so do the loss's, cosines and sines.
+    assert 0.9 * kept * (LAYERS - 1) / LAYERS < sent < kept
+    loss.backward()
+    assert ledger.to_device == sent == ledger.bytes_to_host()
+    assert all(dtype == torch.float32 for _, dtype in ledger.to_host)
+
+
+def test_with_full_checkpointing_only_inputs_travel(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = tiny(folder)
+    model.set_activations(ActivationConfig("full", offload=True))
+    ledger = Ledger(monkeypatch)
+    model(**batch()).backward()
+    assert ledger.to_host == [(torch.Size([2 * 40 * 192]), torch.float32)] * (LAYERS - 1)
+
+
+def test_parameters_and_small_tensors_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 2 * 40 * 192 * 4)
+    for format in ("nf4", "none"):
+        model = tiny(folder, format=format)
+        of_weights = {p.numel() for p in model.parameters()}
+        model.set_activations(ActivationConfig(offload=True))
+        ledger = Ledger(monkeypatch)
+        model(**batch()).backward()
+        sizes = {shape.numel() for shape, _ in ledger.to_host}
+        assert min(sizes) == 2 * 40 * 192 and not sizes & of_weights
+
+
+def test_memory_leaves_with_the_graph(folder: Path) -> None:
+    """Nothing but autograd holds on to what is kept: not after backward, nor without one."""
+    model = tiny(folder)
+    for config in MODES.values():
+        model.set_activations(config)
+        for backward in (True, False):
+            loss = model(**batch())
+            kept = kept_pieces()
+            assert bool(kept) == config.offload
+            if backward:
+                loss.backward()
+            del loss, kept
+            assert not kept_pieces(), config
+
+
+def kept_pieces() -> list[Any]:
+    return [o for o in gc.get_objects() if type(o) is activations._Kept]
+
+
+def test_backward_twice(folder: Path) -> None:
+    model = tiny(folder)
+    for config in (ActivationConfig(), *MODES.values()):
+        model.set_activations(config)
+        model.zero_grad()
+        loss = model(**batch())
+        loss.backward(retain_graph=True)
+        once = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        loss.backward()
+        twice = [p.grad for p in model.parameters() if p.grad is not None]
+        assert all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True)), config
+
+
+def test_two_passes_before_backward(folder: Path) -> None:
+    """As where a loss compares two batches."""
+    model = tiny(folder)
+    results = []
+    for config in (ActivationConfig(), *MODES.values()):
+        model.set_activations(config)
+        model.zero_grad()
+        (model(**batch()) + model(**batch(24)) * 2).backward()
+        results.append([p.grad for p in model.parameters() if p.grad is not None])
+    for config, found in zip(MODES, results[1:], strict=True):
+        assert all(torch.equal(a, b) for a, b in zip(found, results[0], strict=True)), config
+
+
+def test_without_gradients_nothing_is_kept(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, ledger = tiny(folder), Ledger(monkeypatch)
+    expected = model(**batch())
+    for config in MODES.values():
+        model.set_activations(config)
+        with torch.no_grad():
+            assert torch.equal(model(**batch()), expected)
+    assert not ledger.to_host
+
+
+def test_every_n_layers_is_checked() -> None:
+    with pytest.raises(InvalidField, match="every_n_layers"):
+        ActivationConfig(every_n_layers=0).check()
+
+
+# ---- torch.compile -----------------------------------------------------------------------------
+
+
+@needs_compiler
+@pytest.mark.parametrize("packed", [False, True])
+def test_compiled_layers(packed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """To the last bit again: hooks are around the compiled code, and change none of it."""
+    torch._dynamo.reset()
+    model, given = tiny(folder), batch(packed=packed)
+    model.compile_layers()
+    expected = gradients(model, ActivationConfig(), given)
+    builds = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    kept = bytes_kept(model, ActivationConfig(), given)
+    assert bytes_kept(model, MODES["selective"], given) == kept
+    of_weights = {param.numel() for param in model.parameters()}
+    ledger = Ledger(monkeypatch)
+    for name in ("full", "full, offload", "selective, offload", "offload"):
+        ledger.to_host.clear()
+        assert_equal(gradients(model, MODES[name], given), expected, name)
+        assert not {shape.numel() for shape, _ in ledger.to_host} & of_weights
+        assert all(dtype == torch.float32 for _, dtype in ledger.to_host)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == builds
+    ledger.to_host.clear()
+    model(**given).backward()
+    assert 0.8 * kept * (LAYERS - 1) / LAYERS < ledger.bytes_to_host() < kept
+
+
+def compiled_on_ranks(folder: Path) -> bool:
+    activations.SMALLEST_OFFLOADED = 1
+    model = tiny(folder, dropout=0.2)
+    model.compile_layers()
+    expected = gradients(model, ActivationConfig(), batch())
+    found = gradients(model, ActivationConfig(offload=True), batch())
+    return all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@needs_compiler
+def test_compiled_on_two_ranks(folder: Path) -> None:
+    assert run_ranks(2, compiled_on_ranks, folder) == [True, True]
+
+
+# ---- the real model ----------------------------------------------------------------------------
+
+
+def test_the_real_model(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 1 << 16)
+    adapter = AdapterConfig("dora", 8, 16.0, dropout=0.1)
+    model = adapted_model(smollm2_dir, adapter).train()
+    randomize_adapters(model)
+    given = batch(64, vocab=49152)
+    expected = gradients(model, ActivationConfig(), given)
+    for name in ("full, offload", "selective, offload"):
+        assert_equal(gradients(model, MODES[name], given), expected, name)
+    kept = {
+        mode: bytes_kept(model, ActivationConfig(mode), given) for mode in ("none", "selective")
+    }
+    assert kept["selective"] < 0.7 * kept["none"]
+
+
+# ---- accelerators ------------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gradients_and_peak_on_an_accelerator(
+    compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Long rows of a small model, so that activations are what fills the memory."""
+    device = torch.accelerator.current_accelerator()
+    sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
+    sizes |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 4096}
+    model = tiny(write_tiny_model(tmp_path, **sizes), dropout=0.1, dtype="bf16").to(device)
+    monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 1 << 20)
+    if compiled:
+        torch._dynamo.reset()
+        model.compile_layers()
+    given = {name: t.to(device) for name, t in batch(2048).items()}
+    expected, peaks = gradients(model, ActivationConfig(), given), {}
+    for name, config in {"none": ActivationConfig(), **MODES}.items():
+        found = gradients(model, config, given)  # builds code, fills caches of memory
+        torch.accelerator.synchronize()
+        torch.accelerator.reset_peak_memory_stats()
+        found = gradients(model, config, given)
+        peaks[name] = torch.accelerator.max_memory_allocated()
+        for key, value in expected.items():
+            # Attention's gradients are added up in any order there.
+            assert (found[key] - value).norm() < 0.02 * value.norm(), f"{name}: {key}"
+    print({name: f"{peak / 2**20:.0f} MiB" for name, peak in peaks.items()})
+    assert peaks["offload"] < 0.6 * peaks["none"]
+    assert peaks["full, offload"] < peaks["full"] < peaks["none"]
+    if not compiled:
+        assert peaks["full"] < peaks["selective"] < peaks["none"]
+        assert peaks["selective, offload"] < peaks["selective"]
