@@ -14,6 +14,7 @@ from torch import Tensor
 from qfsdp.checkpoint.load import load_base
 from qfsdp.checkpoint.quantize import quantize_folder
 from qfsdp.checkpoint.sources import ModelWeights, base_parameters
+from qfsdp.config import Component
 from qfsdp.distributed import ShardingConfig, World
 from qfsdp.loss import summed_cross_entropy
 from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
@@ -135,3 +136,50 @@ def test_training_equals_the_cpu(method: str, compile: bool, tmp_path: Path) -> 
     expected = losses(load(folder, torch.device("cpu"), method), tokens, steps=8)
     assert losses(on_gpu, tokens.to(GPU), steps=8) == pytest.approx(expected, abs=1e-3)
     assert expected[-1] < expected[0] - 0.05
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
+    """In host memory, on disk, and with everything offloaded: the losses of a resident base, and
+    less memory. One process, so the copies ahead are `DeviceAhead`'s."""
+    from qfsdp.distributed import init_world, shard_model, trainable_parameters
+    from qfsdp.optim import build_optimizer
+
+    source = write_tiny_model(
+        tmp_path / "source", hidden_size=1024, intermediate_size=4096, num_hidden_layers=12
+    )
+    folder = tmp_path / "packed"
+    config = QuantizationConfig("nf4", ["all-linear", "lm_head"])
+    quantize_folder(ModelWeights(source), config, folder, World(GPU))
+    tokens = torch.randint(0, 577, (2, 64), generator=torch.Generator().manual_seed(0)).to(GPU)
+    found = {}
+    for name, sharding in {
+        "resident": ShardingConfig(),
+        "host": ShardingConfig(offload_base="cpu"),
+        "disk": ShardingConfig(offload_base="disk", ring_memory="64MiB"),
+        "all": ShardingConfig(cpu_offload=True),
+    }.items():
+        world = init_world(sharding)
+        model = build_meta_model(folder, adapter=AdapterConfig(method, rank=4), dtype="bf16")
+        shard_model(model, sharding, world)
+        load_base(model, ModelWeights(folder), GPU, sharding)
+        init_adapters(model, seed=0)
+        adamw = Component("torch.optim.AdamW", {"lr": 1e-3, "fused": True})
+        optimizer = build_optimizer(adamw, trainable_parameters(model))
+        torch.cuda.reset_peak_memory_stats()
+        history = []
+        for _ in range(5):
+            loss = model(tokens, labels=tokens) / tokens.numel()
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            refresh_dora_norms(model)
+            history.append(loss.item())
+        found[name] = (history, torch.cuda.max_memory_allocated())
+        del model, optimizer, loss
+        torch.cuda.empty_cache()
+    print({name: f"{peak / 1e6:.0f} MB" for name, (_, peak) in found.items()})
+    losses, peak = found["resident"]
+    for name, (history, used) in found.items():
+        assert history == pytest.approx(losses, abs=2e-2), name
+        assert name == "resident" or used < 0.7 * peak, name

@@ -1,5 +1,4 @@
-"""The ring that reads a base from disk, and the copies ahead of use; strategies are tested with it in
-tests/recipes/test_strategies.py."""
+"""The ring that reads a base from disk, and copies ahead of use; test_strategies.py trains so."""
 
 from __future__ import annotations
 
@@ -66,9 +65,7 @@ def weights_on_disk(
 
 @pytest.mark.parametrize("memory", [2 * 384, 3 * 384, 100 * 384])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_rows_come_whatever_the_order(
-    files: SafetensorsFolder, memory: int, ahead: bool
-) -> None:
+def test_rows_come_whatever_the_order(files: SafetensorsFolder, memory: int, ahead: bool) -> None:
     weights = weights_on_disk(files, memory, DeviceAhead(CPU) if ahead else None)
     held = {name: files.read(stored)[1:4] for name, stored in files.tensors.items()}
     generator = torch.Generator().manual_seed(0)

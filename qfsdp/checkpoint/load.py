@@ -125,10 +125,11 @@ def _leave_on_disk(model: Decoder, source: ModelWeights, memory: int) -> None:
 
 
 def check_disk(model: Decoder, source: ModelWeights) -> None:
-    """Raises UserError unless `source` has every linear's weight as the bytes that are held."""
+    """Raises UserError unless `source` has the weights that are offloaded as the bytes that are
+    held: those of the layers' linears, and `lm_head` where it is packed."""
     for name, param in base_parameters(model):
         local, plain = local_part(param), source.plain.get(name)
-        if not name.endswith("_proj.weight"):
+        if not name.endswith("_proj.weight") and not isinstance(local, PackedTensor):
             continue
         if isinstance(local, PackedTensor) and local.format != PlainRows.format:
             if len(getattr(source.packed.get(name), "columns", "no")) != 1:
