@@ -8,11 +8,16 @@ CPU, learns from here which of them would lie in host memory and what would be m
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from collections.abc import Sequence
 from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGE_BLOCK = 1 << 20
 
 Way = Literal["to_device", "to_host", "from_disk"]
 
@@ -60,3 +65,15 @@ def to_device(tensor: Tensor, device: torch.device) -> Tensor:
     """A copy on `device`, in the current stream and not waited for."""
     moved("to_device", tensor.nbytes)
     return tensor.to(device, non_blocking=True, copy=True)
+
+
+def return_freed_memory() -> None:
+    """Has the C library give large blocks back to the system as soon as they are freed.
+
+    glibc by itself raises the size from which it does to that of the largest block freed so far,
+    up to 32 MB, and its heaps fragment: 1500 MB were resident of which 320 were used, on a CPU with
+    the base on disk. Fresh pages cost time, so this is for where memory is what counts.
+    """
+    if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
+        library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
+        library.mallopt(_M_TRIM_THRESHOLD, 4 * _LARGE_BLOCK)

@@ -131,11 +131,12 @@ def _memory_of_two_steps(folder: Path, ring: int) -> int:
 
 
 @pytest.mark.slow
-def test_memory_is_bounded_by_the_setting(tmp_path: Path) -> None:
+def test_memory_is_bounded_by_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A base of 3 times what the process takes above its start."""
     from tests.ranks import run_ranks
 
-    packed = write_packed_model(tmp_path, 32)
-    (taken,) = run_ranks(1, _memory_of_two_steps, tmp_path, packed // 12)
+    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "0")
+    packed = write_packed_model(tmp_path, 60)
+    (taken,) = run_ranks(1, _memory_of_two_steps, tmp_path, packed // 16)
     print(f"packed {packed / 1e6:.0f} MB, taken {taken / 1e6:.0f} MB")
     assert taken < packed / 3
