@@ -28,7 +28,7 @@ test-slow: venv
 
 # With the interpreter at hand, not .venv: machines with accelerators bring their own torch.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/test_gpu_packing.py tests/test_accounting.py tests/test_profiler.py
+	$(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/test_gpu_packing.py tests/test_accounting.py tests/test_profiler.py tests/modules/test_activations.py
 
 # Everything that needs a GPU, under 8 minutes; gpu-bundle first where that machine has no network.
 gpu-suite:

@@ -30,9 +30,9 @@ import torch
 ROOT = Path(__file__).parent.parent
 WHEELS = ROOT / "gpu_wheels"
 STEPS = ("ours_qlora", "ours_qdora", "ours_lora", "peft_qlora", "peft_qdora")
-BENCHMARKS = ("dequantize", "linear", "loss")
+BENCHMARKS = ("dequantize", "linear", "loss", "bandwidth", "tiers")
 TESTS = ["tests/test_gpu.py", "tests/test_gpu_packing.py"]
-TESTS += ["tests/test_accounting.py", "tests/test_profiler.py"]
+TESTS += ["tests/test_accounting.py", "tests/test_profiler.py", "tests/modules/test_activations.py"]
 TIMES = {  # key: seconds of the first over those of the second
     "qdora_over_qlora_time": ("ours_qdora", "ours_qlora"),
     "qlora_over_lora_tokens": ("ours_lora", "ours_qlora"),

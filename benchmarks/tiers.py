@@ -33,7 +33,7 @@ from benchmarks.timing import arguments, ratios, spread, table, tell
 from qfsdp.launch import load_recipe
 
 ROOT = Path(__file__).parents[1]
-SIZES = {
+SIZES: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "vocab_size": 4096,
     "hidden_size": 2048,
@@ -44,7 +44,7 @@ SIZES = {
     "rms_norm_eps": 1e-5,
     "tie_word_embeddings": True,
 }
-TIERS = {"resident": "none", "host": "cpu", "disk": "disk", "disk, cold": "disk"}
+TIERS: dict[str, Any] = {"resident": "none", "host": "cpu", "disk": "disk", "disk, cold": "disk"}
 
 
 def write_packed_model(folder: Path, layers: int) -> int:
@@ -79,7 +79,7 @@ def _repeat_layer(one: Path, folder: Path, layers: int) -> int:
     for path in one.glob("*.safetensors"):
         with safe_open(path, "pt") as file:
             tensors |= {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    weight_map = {}
+    weight_map: dict[str, str] = {}
     for at in range(layers):
         chosen = {k: v for k, v in tensors.items() if at == 0 or k.startswith(first)}
         renamed = {k.replace(first, f"model.layers.{at}."): v for k, v in chosen.items()}
@@ -160,7 +160,8 @@ def _drop_from_cache(folder: Path) -> None:
 def main() -> None:
     args = arguments(__doc__).parse_args()
     layers, tokens, steps = (6, 128, 2) if args.quick else (60, 128, 5)
-    context, found = mp.get_context("spawn"), {tier: [] for tier in TIERS}
+    context = mp.get_context("spawn")
+    found: dict[str, list[tuple[float, float, int]]] = {tier: [] for tier in TIERS}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as work_dir:
         folder = Path(work_dir)
         packed = write_packed_model(folder, layers)

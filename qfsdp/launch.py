@@ -187,12 +187,13 @@ def rank_failures(max_restarts: int = 0) -> Iterator[None]:
 
 
 def is_recipe(path: str | Path) -> bool:
-    """Whether a file is a qfsdp recipe: whether it ends in the call that all of them end in."""
+    """Whether a file is a qfsdp recipe: whether it ends in a call that all of them end in, this
+    module's or that of tools (`qfsdp.memory.training_config`)."""
     try:
         text = Path(path).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
         return False
-    return re.search(r"\blaunch\(\s*__file__", text) is not None
+    return re.search(r"\b(launch\(\s*__file__|run_tool\(\s*Config)", text) is not None
 
 
 def load_recipe(recipe_file: str | Path) -> ModuleType:

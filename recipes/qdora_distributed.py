@@ -40,6 +40,7 @@ from qfsdp.distributed import (
 )
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.launch import launch
+from qfsdp.memory.preflight import check_memory
 from qfsdp.metrics import RunLog, write_run_files
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
@@ -117,6 +118,7 @@ def check(cfg: Config) -> None:
     if "source" in cfg.dataset.kwargs:
         check_source("dataset.source", cfg.dataset.kwargs["source"])
     check_resume(cfg.resume, cfg.output_dir, lambda: config_facts(cfg))
+    check_memory(__file__, cfg)
 
 
 def build_model(cfg: Config, weights: ModelWeights) -> Decoder:

@@ -183,3 +183,45 @@ def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
     for name, (history, used) in found.items():
         assert history == pytest.approx(losses, abs=2e-2), name
         assert name == "resident" or used < 0.7 * peak, name
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("checkpointing", ["none", "full"])
+def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_path: Path) -> None:
+    """Peak bytes of the dry run against those of the allocator; the bound is the CPU's."""
+    from qfsdp.accounting import StepClock
+    from qfsdp.data.loader import Batch
+    from qfsdp.memory.estimate import estimate
+    from qfsdp.modules.activations import ActivationConfig
+    from qfsdp.optim import build_optimizer
+    from tests.tiny import load_recipe
+
+    folder = write_tiny_model(
+        tmp_path, hidden_size=1024, intermediate_size=4096, num_hidden_layers=6, vocab_size=32000
+    )
+    recipe: Any = load_recipe()
+    cfg = recipe.Config(
+        output_dir="unused",
+        model=recipe.ModelConfig(str(folder)),
+        tokenizer=None,
+        dataset=None,
+        optimizer=Component("torch.optim.AdamW", {"lr": 1e-4, "fused": True}),
+        adapter=AdapterConfig(method, rank=16),
+        activation=ActivationConfig(checkpointing),
+        batch_size=4,
+        max_seq_len=256,
+    )
+    expected = estimate(recipe, cfg, world_size=1)
+    world = World(GPU)
+    model = recipe.load_model(cfg, world)
+    optimizer = build_optimizer(cfg.optimizer, recipe.trainable_parameters(model))
+    tokens = torch.randint(0, 32000, (4, 256), device=GPU)
+    batch, clock = Batch(tokens, tokens, tokens.numel()), StepClock(GPU)
+    for step in range(3):
+        if step == 1:
+            torch.cuda.reset_peak_memory_stats()
+        recipe.train_step(model, optimizer, None, [batch], 1.0, world, clock)
+    measured = torch.cuda.max_memory_allocated()
+    error = expected.peak / measured - 1
+    print(f"{expected.peak / 1e6:.1f} MB of {measured / 1e6:.1f}: {error:+.3f} {expected.at_peak}")
+    assert -0.01 < error < 0.06

@@ -43,6 +43,7 @@ lr_scheduler:
 batch_size: 12
 max_seq_len: 64
 epochs: 3
+preflight: false
 checkpoint: {{every_n_steps: 5, keep_last: 99}}
 """
 STEPS = 9  # 26 samples, 12 a step: 12, 12 and 2, three times
@@ -344,6 +345,7 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def real(model: Path, data: Path, run: Path, *words: str) -> list[str]:
     more = [f"model.path={model}", f"dataset.source={data}", f"output_dir={run}", "batch_size=2"]
+    more.append("preflight=false")  # 2.5 s each time
     config = ["--config", "configs/smollm2_135m_qdora.yaml", *more, *words]
     return [str(TUNE), "run", "--nproc_per_node", "2", RECIPE, *config]
 

@@ -1,0 +1,158 @@
+"""Rates of this machine, for `recipes/find_fit`: products, copies, gathering, disk.
+
+    python benchmarks/bandwidth.py [--quick] [--json here.json] [--device cpu] [--file FILE]
+    tune run recipes/find_fit --config ... hardware=here.json
+
+The JSON file has the fields of `qfsdp.memory.hardware.Hardware` that could be measured; the words
+that are printed say the same on a command line. The best of several rounds counts, as for a
+roofline it should.
+
+    device_memory      bytes of the smallest GPU
+    matmul_rate        FLOP/s of large bf16 products (`qfsdp.accounting.matmul_rate`)
+    memory_bandwidth   of one GPU, bytes read and written by a copy within it
+    pcie               from pinned host memory to one GPU, while all others are fed as well
+    interconnect       that one GPU sends, in an all-gather of all GPUs by NCCL
+    host_memory        bytes of this machine (or of its container)
+    host_bandwidth     bytes read and written by copies within host memory, on all cores
+    disk               from FILE (or one that is written for it in the working directory), past the
+                       page cache
+
+Without a GPU the rates of host memory and disk remain, and `matmul_rate` of the CPU.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.timing import Figures, arguments
+from qfsdp.accounting import matmul_rate
+from qfsdp.memory.hardware import machine_memory
+
+ROUNDS = 5
+PIECE = 16 << 20  # bytes of a read, as the loader reads
+
+
+def best_rate(size: int, copy: Callable[[], object], wait: Callable[[], object]) -> float:
+    """Bytes per second of the fastest of some calls that move `size` bytes each."""
+    copy()
+    wait()
+    seconds = []
+    for _ in range(ROUNDS):
+        since = time.perf_counter()
+        copy()
+        wait()
+        seconds.append(time.perf_counter() - since)
+    return size / min(seconds)
+
+
+def of_host(size: int) -> Figures:
+    source, target = torch.ones(size, dtype=torch.uint8), torch.ones(size, dtype=torch.uint8)
+    rate = best_rate(2 * size, lambda: target.copy_(source), lambda: None)
+    return {"host_memory": machine_memory(), "host_bandwidth": rate}
+
+
+def of_disk(file: Path | None, size: int) -> Figures:
+    """Reads `size` bytes, or the file if that has less, past the page cache where this works."""
+    with tempfile.NamedTemporaryFile(dir=".") as own:
+        if file is None:
+            block = os.urandom(PIECE)
+            for _ in range(size // PIECE):
+                own.write(block)
+            own.flush()
+            os.fsync(own.fileno())
+        path = Path(own.name) if file is None else file
+        try:
+            handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
+        except OSError:  # no such file system
+            handle = os.open(path, os.O_RDONLY)
+        buffer, read = mmap.mmap(-1, PIECE), 0  # direct reads want whole pages
+        since = time.perf_counter()
+        while read < size and (got := os.preadv(handle, [buffer], read)) > 0:
+            read += got
+        elapsed = time.perf_counter() - since
+        os.close(handle)
+    return {"disk": read / elapsed}
+
+
+def of_gpus(size: int) -> Figures:
+    """Of one GPU, all of them working at once where they share something."""
+    devices = [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
+    figures: Figures = {
+        "device_memory": min(torch.cuda.get_device_properties(d).total_memory for d in devices),
+        "matmul_rate": min(matmul_rate(device, torch.bfloat16) for device in devices),
+    }
+    figures |= of_copies(devices, size)
+    if len(devices) > 1:
+        with tempfile.TemporaryDirectory() as folder:
+            torch.multiprocessing.spawn(gather, (len(devices), size, folder), len(devices))
+            figures["interconnect"] = float((Path(folder) / "rate").read_text())
+    return figures
+
+
+def of_copies(devices: list[torch.device], size: int) -> Figures:
+    pinned = [torch.ones(size, dtype=torch.uint8, pin_memory=True) for _ in devices]
+    on_gpu = [torch.empty(size, dtype=torch.uint8, device=device) for device in devices]
+    other = torch.empty_like(on_gpu[0])
+
+    def copy_in() -> None:
+        for to, held in zip(on_gpu, pinned, strict=True):
+            to.copy_(held, non_blocking=True)
+
+    def wait() -> None:
+        for device in devices:
+            torch.cuda.synchronize(device)
+
+    return {
+        "memory_bandwidth": best_rate(2 * size, lambda: other.copy_(on_gpu[0]), wait),
+        "pcie": best_rate(size, copy_in, wait),
+    }
+
+
+def gather(rank: int, count: int, size: int, folder: str) -> None:
+    """On every rank; the first writes what one rank sends per second."""
+    torch.cuda.set_device(rank)
+    store = dist.FileStore(f"{folder}/store", count)
+    dist.init_process_group("nccl", store=store, rank=rank, world_size=count)
+    mine = torch.ones(size // count, dtype=torch.uint8, device="cuda")
+    everyone = torch.empty(count * mine.numel(), dtype=torch.uint8, device="cuda")
+    sent = mine.numel() * (count - 1)  # a ring passes on all parts but one
+    rate = best_rate(
+        sent, lambda: dist.all_gather_into_tensor(everyone, mine), torch.cuda.synchronize
+    )
+    if rank == 0:
+        (Path(folder) / "rate").write_text(str(rate))
+    dist.destroy_process_group()
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--file", type=Path, help="a large file on the disk of the model folder")
+    args = parser.parse_args()
+    size = (64 if args.quick else 1024) << 20
+    figures = of_host(size) | of_disk(args.file, size)
+    if args.device == "cuda":
+        figures |= of_gpus(size)
+    else:
+        figures["matmul_rate"] = matmul_rate(torch.device("cpu"), torch.bfloat16)
+    for name, value in figures.items():
+        unit = "TFLOPS" if name == "matmul_rate" else "GB"
+        scale = 1e12 if name == "matmul_rate" else 1e9
+        print(f"{name}={value / scale:.3g}{unit}")
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,235 @@
+"""What steps run on: memory and rates of known GPUs and of the machine around them.
+
+All rates are such as programs reach. Vendors' figures count for `REACHED` of what they say; what is
+given on the command line, or measured by `benchmarks/bandwidth.py`, is taken as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from dataclasses import dataclass, fields, replace
+from difflib import get_close_matches
+from itertools import combinations
+from pathlib import Path
+from typing import Any
+
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.sizes import parse_size
+
+REACHED = 0.8  # of vendors' figures: large products, copies and rings come to 0.75 to 0.9
+
+# Memory that programs see (GiB, as PyTorch's out-of-memory messages have it: less than on the box),
+# dense bf16 products with fp32 sums (TFLOP/s), memory bandwidth (GB/s), the link to other GPUs
+# (GB/s in one direction; None: PCIe), PCIe x16 (GB/s in one direction). Rates are the vendor's:
+# NVIDIA's whitepapers of GA102, Ada, Blackwell RTX and Hopper, and the data sheets of the others;
+# halved where they count sparsity or both directions.
+GPUS: dict[str, tuple[float, float, float, float | None, float]] = {
+    "rtx3090": (23.6, 71, 936, None, 32),
+    "rtx4090": (23.6, 165, 1008, None, 32),
+    "rtx5090": (31.3, 210, 1792, None, 64),
+    "a10": (22.0, 125, 600, None, 32),
+    "l4": (22.0, 121, 300, None, 32),
+    "a6000": (47.4, 155, 768, None, 32),
+    "rtx6000ada": (47.4, 364, 960, None, 32),
+    "l40s": (44.4, 362, 864, None, 32),
+    "a100-40": (39.4, 312, 1555, 300, 32),
+    "a100-80": (79.1, 312, 2039, 300, 32),
+    "h100": (79.1, 989, 3350, 450, 64),
+    "h200": (139.8, 989, 4800, 450, 64),
+    "b200": (178.3, 2250, 8000, 900, 64),
+}
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine and its GPUs.
+
+    Fields:
+        device_memory: bytes of one GPU.
+        matmul_rate: FLOP/s of large bf16 products on one GPU.
+        memory_bandwidth: bytes/s that one GPU reads and writes of its memory.
+        interconnect: bytes/s that one GPU sends to others; None: by PCIe, which it then shares
+            with everything else.
+        pcie: bytes/s between one GPU and the host, in one direction.
+        host_memory: bytes of the machine, for all of its ranks; None: enough.
+        host_bandwidth: bytes/s that all ranks together read and write of host memory.
+        disk: bytes/s that all ranks together read from disk.
+    """
+
+    device_memory: int
+    matmul_rate: float
+    memory_bandwidth: float
+    interconnect: float | None
+    pcie: float
+    host_memory: int | None = None
+    host_bandwidth: float = 40e9  # two channels of DDR4-3200, the least that such cards sit in
+    disk: float = 3e9  # an NVMe drive on PCIe 3
+
+
+@dataclass
+class HardwareConfig:
+    """What a user can tell of the hardware. Sizes are such as 24GiB, rates such as 25GB (a second).
+
+    Fields:
+        gpu: a known one, such as rtx4090, whose figures those below change.
+        hardware: a JSON file of `benchmarks/bandwidth.py`; its figures, too, are changed below.
+        device_memory: of one GPU. null: the training config's, else the gpu's.
+        host_memory: of one machine, for all its ranks. null: enough.
+        matmul_rate: of large bf16 products on one GPU, such as 130TFLOPS.
+        memory_bandwidth: of one GPU's memory.
+        interconnect: from one GPU to others; "pcie" where they share that.
+        pcie: between one GPU and the host, in one direction.
+        host_bandwidth, disk: of one machine, for all its ranks.
+    """
+
+    gpu: str | None = None
+    hardware: str | None = None
+    device_memory: str | int | None = None
+    host_memory: str | int | None = None
+    matmul_rate: str | float | None = None
+    memory_bandwidth: str | float | None = None
+    interconnect: str | float | None = None
+    pcie: str | float | None = None
+    host_bandwidth: str | float | None = None
+    disk: str | float | None = None
+
+    def check(self) -> None:
+        self._figures()
+
+    def _figures(self) -> dict[str, Any]:
+        """The fields that have been given, as `Hardware` has them."""
+        given: dict[str, Any] = {}
+        for field in fields(Hardware):
+            text = getattr(self, field.name)
+            if field.name == "interconnect" and str(text).lower() == "pcie":
+                given[field.name] = None
+            elif text is not None:
+                is_size = field.name.endswith("_memory")
+                try:
+                    given[field.name] = parse_size(text) if is_size else parse_rate(text)
+                except ValueError as error:
+                    expected = str(error).partition("expected ")[2]
+                    raise InvalidField(field.name, text, expected) from None
+        return given
+
+    def build(self, device_memory: int | None = None) -> Hardware:
+        """All figures: the known gpu's, changed by those of the file, changed by those given.
+
+        Without a gpu they are those of a known one with as much memory. `device_memory` is in
+        place of what has not been told otherwise.
+
+        Raises:
+            UserError: the gpu is unknown, the file cannot be read, or nothing tells the memory.
+        """
+        given = from_file(self.hardware) if self.hardware is not None else {}
+        given |= self._figures()
+        if device_memory is not None:
+            given.setdefault("device_memory", device_memory)
+        if self.gpu is not None:
+            return replace(known_gpu(self.gpu), **given)
+        if "device_memory" not in given:
+            raise UserError("which GPU? Give gpu=rtx4090, device_memory=24GiB or hardware=FILE")
+        return replace(with_memory(given["device_memory"]), **given)
+
+
+def known_gpu(name: str) -> Hardware:
+    """The figures of one of `GPUS`, by its name here or by the driver's ("NVIDIA H100 80GB HBM3").
+
+    Raises:
+        UserError: it is not among them.
+    """
+    parts = [re.sub(r"(\d)gb$", r"\1", part) for part in re.split(r"[\s_-]+", name.lower())]
+    runs = {"".join(parts[a:b]) for a, b in combinations(range(len(parts) + 1), 2)}
+    known = {gpu.replace("-", ""): gpu for gpu in GPUS}
+    found = max(runs & known.keys(), key=len, default=None)
+    if found is None:
+        near = get_close_matches("".join(parts), known, n=1)
+        hint = f"; did you mean '{known[near[0]]}'?" if near else f"; known: {', '.join(GPUS)}"
+        raise UserError(f"gpu: '{name}' is unknown{hint}")
+    memory, tflops, bandwidth, link, pcie = GPUS[known[found]]
+    return Hardware(
+        device_memory=int(memory * 2**30),
+        matmul_rate=REACHED * tflops * 1e12,
+        memory_bandwidth=REACHED * bandwidth * 1e9,
+        interconnect=None if link is None else REACHED * link * 1e9,
+        pcie=REACHED * pcie * 1e9,
+    )
+
+
+def with_memory(size: int) -> Hardware:
+    """The known GPU whose memory is nearest to `size` bytes, with just that; the first in the table
+    where several are as near. For figures of a card that nobody has named."""
+    name = min(GPUS, key=lambda name: abs(GPUS[name][0] * 2**30 - size))
+    return replace(known_gpu(name), device_memory=size)
+
+
+def from_file(path: str) -> dict[str, Any]:
+    """The figures in a JSON file of `benchmarks/bandwidth.py`: names of `Hardware`, numbers.
+
+    Raises:
+        UserError: it cannot be read, or holds something else.
+    """
+    try:
+        found = json.loads(Path(path).expanduser().read_text())
+    except OSError as error:
+        raise UserError(f"hardware: '{path}': {error.strerror}") from None
+    except ValueError as error:
+        raise UserError(f"hardware: '{path}' is not valid JSON: {error}") from None
+    if not isinstance(found, dict):
+        raise UserError(f"hardware: '{path}' holds no JSON object")
+    names = {field.name for field in fields(Hardware)}
+    for name, value in found.items():
+        if name not in names:
+            raise UserError(f"hardware: '{path}' has {name!r}; known: {', '.join(sorted(names))}")
+        if not isinstance(value, int | float) or value <= 0:
+            raise UserError(f"hardware: '{path}': {name} is {value!r}; expected a number above 0")
+    return found
+
+
+def parse_rate(text: str | float) -> float:
+    """Per second: "25GB" or "25GB/s" (bytes), "100TFLOPS" or "100TFLOP/s", or a plain number.
+
+    Raises:
+        ValueError: it is none of these, or not above 0.
+    """
+    word = str(text).strip()
+    match = re.fullmatch(r"([0-9.]+)\s*([TG])FLOP(?:S|/s)?", word, re.IGNORECASE)
+    try:
+        if match:
+            rate = float(match[1]) * (1e12 if match[2].upper() == "T" else 1e9)
+        elif re.fullmatch(r"[0-9.]+e[0-9+]+", word):
+            rate = float(word)
+        else:
+            return parse_size(word.removesuffix("/s"))
+    except ValueError:
+        rate = 0.0
+    if rate <= 0:
+        raise ValueError(f"{text!r}; expected a rate such as 25GB/s or 100TFLOPS")
+    return rate
+
+
+def told_device_memory(cfg: Any) -> int | None:
+    """Bytes of `device_memory` in a training config; None where that is null.
+
+    Raises:
+        UserError: it is no size.
+    """
+    if cfg.device_memory is None:
+        return None
+    try:
+        return parse_size(cfg.device_memory)
+    except ValueError as error:
+        raise UserError(f"device_memory: {error}") from None
+
+
+def machine_memory() -> int:
+    """Bytes of host memory that this process and its like may have: the machine's, or what a
+    container is limited to."""
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
+    except OSError:
+        return physical
+    return min(physical, int(limit)) if limit.isdecimal() else physical

@@ -1,0 +1,241 @@
+"""What a config, and the same config with a few values changed, would take in memory and time.
+
+Memory and traffic are those of a dry run (`qfsdp.memory.estimate`), seconds those of a roofline.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import ModuleType
+from typing import Any
+
+from omegaconf import OmegaConf
+
+from qfsdp.accounting import step_flops
+from qfsdp.config import Component
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.memory.estimate import Estimate, estimate_fast, model_folder
+from qfsdp.memory.hardware import Hardware
+from qfsdp.memory.roofline import Load, StepTime, step_time
+from qfsdp.modules.transformer import Decoder
+from qfsdp.sizes import parse_size
+from qfsdp.tensor_subclasses.packed import PackedTensor
+
+# Host memory of a rank beside what is offloaded: libraries and batches (measured with SmolLM2 on a
+# CPU), and with a GPU CUDA's and NCCL's part (not measured).
+PROCESS_BYTES, CPU_PROCESS_BYTES = 3 << 30, 300 << 20
+
+Changes = dict[str, Any]  # key of the config -> value, e.g. {"sharding.strategy": "ddp"}
+
+
+# ---- changes of a config -------------------------------------------------------------------
+
+
+def get_key(cfg: Any, key: str) -> Any:
+    """The value of "section.name" in a config; None where it has no such key."""
+    for name in key.split("."):
+        cfg = getattr(cfg, name, None)
+    return cfg
+
+
+def changed(cfg: Any, changes: Changes) -> Any:
+    """A copy of a config with other values, checked as `load_config` checks them.
+
+    Raises:
+        AttributeError: the config has no such key.
+        UserError: a section does not take these values together.
+    """
+    cfg = copy.deepcopy(cfg)
+    for key, value in changes.items():
+        *sections, name = key.split(".")
+        node = cfg
+        for section in sections:
+            node = getattr(node, section)
+        getattr(node, name)
+        setattr(node, name, value)
+    try:
+        for section in (cfg, *vars(cfg).values()):
+            if hasattr(section, "check") and not isinstance(section, Component):
+                section.check()
+    except InvalidField as error:
+        raise UserError(f"with {as_words(changes)}, {error}") from None
+    return cfg
+
+
+def as_words(changes: Changes) -> str:
+    """ "sharding.strategy=ddp batch_size=4", for a command line."""
+    return " ".join(f"{key}={_text(value)}" for key, value in changes.items())
+
+
+def as_yaml(changes: Changes) -> str:
+    """The same as a fragment of a YAML file."""
+    tree = OmegaConf.create({})
+    for key, value in changes.items():
+        OmegaConf.update(tree, key, value)
+    return OmegaConf.to_yaml(tree)
+
+
+def _text(value: Any) -> str:
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+# ---- predictions ---------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What a config would take.
+
+    Fields:
+        changes: from the config that it started as.
+        device_bytes: of one GPU, with what the process itself takes of it.
+        host_bytes: of a machine, by all its ranks: what is offloaded, and the processes.
+        kinds: what the device would hold at its fullest, by kind of tensor.
+        time: of a step.
+        tokens_per_second: of all ranks together.
+    """
+
+    changes: Changes
+    device_bytes: int
+    host_bytes: int
+    kinds: dict[str, int]
+    time: StepTime
+    tokens_per_second: float
+
+    def fits(self, hardware: Hardware) -> bool:
+        return self.fits_device(hardware) and self.fits_host(hardware)
+
+    def fits_device(self, hardware: Hardware) -> bool:
+        return self.device_bytes <= hardware.device_memory
+
+    def fits_host(self, hardware: Hardware) -> bool:
+        return hardware.host_memory is None or self.host_bytes <= hardware.host_memory
+
+
+def between(one: Prediction, other: Prediction, share: float) -> Prediction:
+    """What lies on the line from `one` (0) to `other` (1), as micro-batches of a size between."""
+
+    def at(a: float, b: float) -> float:
+        return a + share * (b - a)
+
+    kinds = one.kinds | other.kinds
+    return replace(
+        one,
+        device_bytes=int(at(one.device_bytes, other.device_bytes)),
+        host_bytes=int(at(one.host_bytes, other.host_bytes)),
+        kinds={k: int(at(one.kinds.get(k, 0), other.kinds.get(k, 0))) for k in kinds},
+        time=replace(one.time, seconds=at(one.time.seconds, other.time.seconds)),
+    )
+
+
+Predict = Callable[[Changes], Prediction]
+
+
+class Predictor:
+    """Predictions for one config and what is changed in it; each is made once.
+
+    Args:
+        recipe: the module whose config it is.
+        cfg: the config.
+        world_size: number of ranks, `local_world_size` of them on a machine.
+        hardware: of every machine.
+        target: "cuda", or "cpu" for a run without accelerators.
+        estimate: `estimate_fast`, or what takes its place.
+    """
+
+    def __init__(
+        self,
+        recipe: ModuleType,
+        cfg: Any,
+        world_size: int,
+        local_world_size: int,
+        hardware: Hardware,
+        target: str = "cuda",
+        estimate: Callable[..., Estimate] = estimate_fast,
+    ) -> None:
+        self.recipe, self.cfg = recipe, cfg
+        self.world_size, self.local_world_size = world_size, local_world_size
+        self.hardware, self.target = hardware, target
+        self._estimate = estimate
+        self._known: dict[str, Prediction] = {}
+        self._models: dict[str, Decoder] = {}
+
+    def on(self, world_size: int) -> Predictor:
+        """The same for another number of ranks, on more or fewer such machines."""
+        recipe, cfg, local = self.recipe, self.cfg, self.local_world_size
+        return Predictor(recipe, cfg, world_size, local, self.hardware, self.target, self._estimate)
+
+    @property
+    def count(self) -> int:
+        """Dry runs so far."""
+        return len(self._known)
+
+    def __call__(self, changes: Changes) -> Prediction:
+        """Of the config with `changes`. Raises what `changed` and the estimate raise."""
+        changes = {key: value for key, value in changes.items() if get_key(self.cfg, key) != value}
+        key = repr(sorted(changes.items()))
+        if key not in self._known:
+            self._known[key] = self._predict(changes)
+        return self._known[key]
+
+    def _predict(self, changes: Changes) -> Prediction:
+        cfg = changed(self.cfg, changes)
+        ranks = self.local_world_size
+        found = self._estimate(self.recipe, cfg, self.world_size, ranks, self.target)
+        load = step_load(self._model(cfg), cfg, found, self.world_size)
+        time = step_time(load, self.hardware, ranks)
+        host = sum(found.host.values())
+        if cfg.sharding.offload_base == "disk":
+            host += parse_size(cfg.sharding.ring_memory)  # a dry run has no ring
+        return Prediction(
+            changes=changes,
+            device_bytes=found.reserved or found.peak + host + CPU_PROCESS_BYTES,
+            host_bytes=ranks * (PROCESS_BYTES + host),
+            kinds=found.at_peak,
+            time=time,
+            tokens_per_second=step_tokens(cfg) * self.world_size / time.seconds,
+        )
+
+    def _model(self, cfg: Any) -> Decoder:
+        """On the meta device; one serves all configs whose layers run alike."""
+        key = repr(cfg.activation)
+        if key not in self._models:
+            cfg = replace(cfg, compile=False)
+            with model_folder(cfg.model.path, None) as (folder, formats):
+                cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
+                self._models[key] = self.recipe.build_model(cfg, formats)
+        return self._models[key]
+
+
+def step_tokens(cfg: Any) -> int:
+    """Tokens of one rank in one step, where every row is `max_seq_len` long."""
+    return cfg.batch_size * cfg.gradient_accumulation_steps * cfg.max_seq_len
+
+
+def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Load:
+    """What a rank does in a step, from a model on the meta device and the estimate of its memory.
+
+    Every token counts as a target, and every row as full.
+    """
+    rows = cfg.batch_size * cfg.gradient_accumulation_steps
+    flops = step_flops(model, [cfg.max_seq_len] * rows, step_tokens(cfg)).hardware
+    weights = [p.data for p in model.parameters() if isinstance(p.data, PackedTensor)]
+    unpacked = sum(w.packed.numel() + w.numel() * w.dtype.itemsize for w in weights)
+    # For forward, for backward, and where a whole layer is computed again once more.
+    passes = 3 if cfg.activation.checkpointing == "full" else 2
+    return Load(
+        flops=flops,
+        dequantized_bytes=unpacked * passes * cfg.gradient_accumulation_steps,
+        wire_bytes=sum(found.wire.values()),
+        to_device_bytes=found.moved.get("to_device", 0),
+        to_host_bytes=found.moved.get("to_host", 0),
+        disk_bytes=found.moved.get("from_disk", 0),
+        trained=sum(p.numel() for p in model.parameters() if p.requires_grad) / world_size,
+        units=model.config.num_hidden_layers,
+        prefetched=cfg.sharding.prefetch > 0,
+        host_optimizer=cfg.sharding.cpu_offload,
+    )

@@ -1,0 +1,117 @@
+"""An estimate as text, and as a picture of memory over a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from qfsdp.memory.estimate import Estimate, Point
+from qfsdp.memory.tracker import KINDS
+from qfsdp.sizes import format_size
+
+COLUMNS = 300  # of the picture, a few pixels wide
+# Colours of Paul Tol's "muted" scheme (https://sronpersonalpages.nl/~pault/), told apart by colour-
+# blind readers too: what stays in blue and green, what comes and goes in warm ones.
+COLOURS = (
+    *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
+    *("#DDCC77", "#CC6677", "#882255", "#AA4499"),
+)
+
+
+def lines(found: Estimate, device_memory: int | None) -> list[str]:
+    """What a person wants to know, line by line; a verdict if `device_memory` (bytes) is given."""
+    place = f"{found.where.phase}, {found.where.module or 'between modules'}"
+    told = [f"peak per rank: {format_size(found.peak)} ({place})", ""]
+    told += _columns(sorted(found.at_peak.items(), key=lambda item: -item[1]))
+    told += ["", f"between steps: {format_size(found.steady)}"]
+    if found.reserved:
+        whole = format_size(found.reserved)
+        told.append(f"with fragmentation, CUDA context and NCCL: about {whole}")
+    for title, sizes in (
+        ("host memory per rank, offloaded", found.host),
+        ("sent per rank and step", found.wire),
+        ("moved per rank and step", found.moved),
+    ):
+        if any(sizes.values()):
+            parts = [f"{name} {format_size(size)}" for name, size in sizes.items() if size]
+            told.append(f"{title}: {', '.join(parts)}")
+    if device_memory is not None:
+        told.append(_verdict(found, device_memory))
+    return told
+
+
+def _columns(sizes: Sequence[tuple[str, int]]) -> list[str]:
+    total = max(1, sum(size for _, size in sizes))
+    return [
+        f"  {name:<22}{format_size(size):>12}{size / total:>8.1%}" for name, size in sizes if size
+    ]
+
+
+def _verdict(found: Estimate, device_memory: int) -> str:
+    needs = found.reserved or found.peak
+    there = format_size(device_memory)
+    if needs <= device_memory:
+        return f"fits into {there}: {format_size(device_memory - needs)} are left"
+    return f"does not fit into {there}: {format_size(needs - device_memory)} are missing"
+
+
+def draw(found: Estimate, path: Path, title: str, device_memory: int | None) -> None:
+    """Writes a PNG: memory over a step by kind, phases marked, and the limit as a line."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    points = _thinned(found.timeline)
+    at = [point.at for point in points]
+    kinds = [kind for kind in KINDS if any(point.by_kind.get(kind) for point in points)]
+    colours = [COLOURS[KINDS.index(kind)] for kind in kinds]
+    heights = [[point.by_kind.get(kind, 0) / 2**30 for point in points] for kind in kinds]
+
+    figure = Figure(figsize=(11, 5), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.stackplot(at, heights, labels=kinds, colors=colours, linewidth=0)
+    axes.plot([found.where.at], [found.peak / 2**30], "v", color="black", markersize=6)
+    axes.annotate(
+        f"peak {format_size(found.peak)}",
+        (found.where.at, found.peak / 2**30),
+        xytext=(0, 8),
+        textcoords="offset points",
+        ha="center",
+    )
+    top = found.peak / 2**30 * 1.12
+    if device_memory is not None and device_memory < 3 * found.peak:
+        limit = device_memory / 2**30
+        axes.axhline(limit, color="black", linestyle="--", linewidth=1)
+        axes.text(at[0], limit, f" {format_size(device_memory)} device memory", va="bottom")
+        top = max(top, limit * 1.08)
+    for begin, phase in _phases(points):
+        axes.axvline(begin, color="grey", linewidth=0.6)
+        axes.text(begin, top, f" {phase}", va="top", fontsize=8, color="dimgrey")
+    axes.set(xlim=(at[0], at[-1]), ylim=(0, top), ylabel="GiB per rank", title=title)
+    axes.set_xlabel("operations of one step")
+    handles, labels = axes.get_legend_handles_labels()
+    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=120)
+
+
+def _thinned(points: Sequence[Point]) -> list[Point]:
+    """The fullest moments of `COLUMNS` parts of the step: a short peak is to be seen."""
+    fullest: dict[int, Point] = {}
+    for point in points:
+        column = int(COLUMNS * point.at / max(1, points[-1].at))
+        if column not in fullest or point.total > fullest[column].total:
+            fullest[column] = point
+    return [fullest[column] for column in sorted(fullest)]
+
+
+def _phases(points: Sequence[Point]) -> list[tuple[float, str]]:
+    """Where a phase begins, and its name; short ones at the end would stand on each other."""
+    begins = [
+        (point.at, point.phase)
+        for before, point in zip([None, *points], points, strict=False)
+        if point.phase and (before is None or before.phase != point.phase)
+    ]
+    ends = [at for at, _ in begins[1:]] + [points[-1].at]
+    least = points[-1].at / 20
+    return [begin for begin, end in zip(begins, ends, strict=True) if end - begin[0] > least]

@@ -1,0 +1,116 @@
+"""Find the fastest way to run a training config on given GPUs, before there are any.
+
+    tune run recipes/find_fit --config configs/llama3_70b_qdora.yaml \\
+        gpu=rtx4090 world_size=2 host_memory=64GiB [key=value ...]
+
+Climbs the ladder from plain data parallelism to a base on disk, each rung with the largest
+micro-batch that fits, and keeps the samples of a step as the config has them. Memory by dry runs of
+the training recipe (no GPU, no weights), time by a roofline. Prints what it found, the fastest
+first, and the best as overrides to paste. Words that `Config` does not have change the training
+config; `benchmarks/bandwidth.py` measures a machine for `hardware=FILE.json`.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.memory.hardware import Hardware, HardwareConfig, told_device_memory
+from qfsdp.memory.ladder import Found, climb, ladder
+from qfsdp.memory.predict import Predictor, as_words, as_yaml
+from qfsdp.memory.training_config import Training, run_tool
+from qfsdp.sizes import format_size
+
+
+@dataclass
+class Config(HardwareConfig):
+    """What is told of the hardware: the fields of `HardwareConfig`, and how much of it there is."""
+
+    world_size: int = 1  # GPUs
+    local_world_size: int | None = None  # of them in one machine; null: all
+
+    def check(self) -> None:
+        super().check()
+        if self.world_size < 1:
+            raise InvalidField("world_size", self.world_size, "an integer of at least 1")
+        local = self.local_world_size or self.world_size
+        if local < 1 or self.world_size % local:
+            raise InvalidField("local_world_size", local, f"a divisor of {self.world_size}")
+
+
+def show_hardware(cfg: Config, hardware: Hardware) -> None:
+    def rate(value: float | None) -> str:
+        return "PCIe" if value is None else f"{value / 1e9:.0f} GB/s"
+
+    host = "enough" if hardware.host_memory is None else format_size(hardware.host_memory)
+    print(
+        f"{cfg.world_size} GPUs of {format_size(hardware.device_memory)}, "
+        f"{hardware.matmul_rate / 1e12:.0f} TFLOP/s, memory {rate(hardware.memory_bandwidth)}, "
+        f"to each other {rate(hardware.interconnect)}, PCIe {rate(hardware.pcie)}; "
+        f"machine: {host} memory of {rate(hardware.host_bandwidth)}, disk {rate(hardware.disk)}"
+    )
+
+
+def show_tried(found: Found, hardware: Hardware) -> None:
+    """One line, as soon as it is known."""
+    prediction = found.prediction
+    device, host = format_size(prediction.device_bytes), format_size(prediction.host_bytes)
+    if found.fits:
+        verdict = f"micro-batch {found.batch}, {prediction.time.seconds:.1f} s per step"
+    elif not prediction.fits_device(hardware):
+        verdict = f"does not fit: one sample takes {device} of every GPU"
+    else:
+        verdict = f"does not fit: one sample takes {host} of host memory"
+    print(f"  {found.rung.name}: {verdict}", flush=True)
+
+
+def show_table(found: Sequence[Found]) -> None:
+    rows = [("way to run", "batch", "per GPU", "host RAM", "s/step", "tokens/s", "bound by")]
+    for each in found:
+        p = each.prediction
+        sizes = format_size(p.device_bytes), format_size(p.host_bytes)
+        speed = f"{p.time.seconds:.1f}", f"{p.tokens_per_second:.0f}"
+        rows.append((each.rung.name, str(each.batch), *sizes, *speed, p.time.bound))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print()
+    for name, *cells in rows:
+        padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        print("  ".join([name.ljust(widths[0]), *padded]))
+
+
+def show_best(best: Found) -> None:
+    changes = best.prediction.changes
+    if not changes:
+        print("\nThe config as it is, is the best.")
+        return
+    print(f"\nThe best as overrides:\n\n{as_words(changes)}\n\nor in the config:\n")
+    print(as_yaml(changes))
+    if best.rung.store == "disk":
+        print("A base on disk needs a packed model folder: tune run recipes/quantize writes it.")
+
+
+def main(cfg: Config, training: Training) -> None:
+    began, train = time.perf_counter(), training.cfg
+    hardware = cfg.build(told_device_memory(train))
+    samples = train.batch_size * train.gradient_accumulation_steps
+    show_hardware(cfg, hardware)
+    print(f"{samples} samples of {train.max_seq_len} tokens per GPU and step, as the config has it")
+    local = cfg.local_world_size or cfg.world_size
+    predict = Predictor(training.recipe, train, cfg.world_size, local, hardware)
+    found = []
+    for tried in climb(ladder(cfg.world_size), predict, samples, hardware):
+        show_tried(tried, hardware)
+        found.append(tried)
+    fitting = sorted((f for f in found if f.fits), key=lambda f: f.prediction.time.seconds)
+    if not fitting:
+        least = min(f.prediction.device_bytes for f in found)
+        raise UserError(f"nothing fits; what takes least takes {format_size(least)} of every GPU")
+    show_table(fitting)
+    show_best(fitting[0])
+    print(f"found in {time.perf_counter() - began:.0f} s, by {predict.count} dry runs")
+
+
+if __name__ == "__main__":
+    run_tool(Config, main)

@@ -1,0 +1,213 @@
+"""The estimate against real runs, and against itself."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import qfsdp.compiled
+from benchmarks.estimate import STEP, _peak_within_steps
+from qfsdp.config import load_config
+from qfsdp.errors import UserError
+from qfsdp.memory.estimate import Estimate, estimate, estimate_fast
+from qfsdp.memory.models import _FILE, find_config
+from qfsdp.memory.tracker import KINDS
+from qfsdp.modules.transformer import DecoderConfig
+from tests.ranks import run_ranks
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+CONFIG = str(ROOT / "configs/smollm2_135m_qdora.yaml")
+DEEP = {"num_hidden_layers": 8, "hidden_size": 128, "num_attention_heads": 4}
+
+
+def load(model: Path | str, *words: str) -> tuple[Any, Any]:
+    recipe = load_recipe()
+    small = ["max_seq_len=64", "batch_size=2", "gradient_accumulation_steps=2"]
+    argv = ["--config", CONFIG, f"model.path={model}", *small, *words]
+    return recipe, load_config(recipe.Config, argv)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    return write_tiny_model(tmp_path / "model", vocab_size=2048, intermediate_size=512)
+
+
+# ---- against runs --------------------------------------------------------------------------
+
+
+def measured(model: Path, words: tuple[str, ...]) -> int:
+    """Of this rank: bytes that PyTorch's allocator held at most in two real steps."""
+    recipe, cfg = load(model, *words)
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        world = recipe.init_world()
+        net = recipe.load_model(cfg, world)
+        optimizer = recipe.build_optimizer(cfg.optimizer, recipe.trainable_parameters(net))
+        tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
+        batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
+        for _ in range(2):
+            clock = recipe.StepClock(world.device)
+            with torch.profiler.record_function(STEP):
+                recipe.train_step(net, optimizer, None, [batch] * 2, 1.0, world, clock)
+    return _peak_within_steps(profiler)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ("adapter.method=dora",)),
+        (2, ("adapter.method=dora", "activation.checkpointing=full")),
+    ],
+)
+def test_what_a_run_holds(
+    ranks: int, words: tuple[str, ...], tiny: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on the ranks
+    held = max(run_ranks(ranks, measured, tiny, words))
+    found = estimate(*load(tiny, *words), ranks, target="cpu")
+    assert found.peak == pytest.approx(held, rel=0.03)
+    assert found.peak >= 0.98 * held
+
+
+# ---- against itself ------------------------------------------------------------------------
+
+
+def facts(found: Estimate) -> dict[str, Any]:
+    sizes = {"peak": found.peak, "steady": found.steady}
+    named = {"at": found.at_peak, "host": found.host, "wire": found.wire, "moved": found.moved}
+    return sizes | {f"{kind} {name}": n for kind, of in named.items() for name, n in of.items()}
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("adapter.method=dora", "sharding.cpu_offload=true"),
+        ("adapter.method=lora", "activation.every_n_layers=2", "activation.checkpointing=full"),
+    ],
+)
+def test_few_layers_tell_of_many(words: tuple[str, ...], tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", **DEEP)
+    given = load(model, *words, "gradient_accumulation_steps=1")
+    fast, full = estimate_fast(*given, 3), estimate(*given, 3)
+    assert (fast.where.phase, fast.where.module) == (full.where.phase, full.where.module)
+    assert facts(fast) == pytest.approx(facts(full), rel=0.005, abs=1024)
+    if "activation.every_n_layers=2" not in words:  # else layers between are not all alike
+        modules = [point.module for point in full.timeline]
+        assert [point.module for point in fast.timeline] == modules
+        for told, true in zip(fast.timeline, full.timeline, strict=True):
+            assert told.total == pytest.approx(true.total, rel=0.005, abs=4096)
+
+
+def test_what_it_tells(tiny: Path) -> None:
+    one, four = (estimate(*load(tiny), ranks) for ranks in (1, 4))
+    assert four.peak < one.peak and four.steady < one.steady
+    for found in (one, four):
+        assert found.peak == sum(found.at_peak.values()) and set(found.at_peak) <= set(KINDS)
+        assert found.steady < found.peak < found.reserved
+        assert found.where.phase in ("forward", "backward")
+        phases = {point.phase for point in found.timeline}
+        assert {"forward", "backward", "optimizer", "norm_refresh"} <= phases
+        assert max(point.total for point in found.timeline) == found.peak
+    assert not any(one.wire.values()) and four.wire["all_gather"] > four.wire["reduce_scatter"] > 0
+
+
+def test_traffic_is_that_of_all_micro_batches(tiny: Path) -> None:
+    two, eight = (
+        estimate(*load(tiny, f"gradient_accumulation_steps={n}", "adapter.method=lora"), 2)
+        for n in (2, 8)
+    )
+    assert eight.peak == two.peak
+    assert eight.wire["all_gather"] == pytest.approx(4 * two.wire["all_gather"], rel=1e-3)
+
+
+def test_offloaded_parameters_are_host_memory(tiny: Path) -> None:
+    given = load(tiny, "sharding.cpu_offload=true", "adapter.method=lora")
+    found, on_device = estimate(*given, 2), estimate(*load(tiny, "adapter.method=lora"), 2)
+    assert found.peak < on_device.peak
+    assert found.host["parameters, packed"] == on_device.at_peak["parameters, packed"]
+    assert found.host["optimizer state"] > 0 and "optimizer state" not in found.at_peak
+    assert found.moved["to_host"] < found.moved["to_device"]
+
+
+def test_packed_rows_and_compile(tiny: Path) -> None:
+    plain, packed = estimate(*load(tiny), 1), estimate(*load(tiny, "packed=true"), 1)
+    assert packed.peak == pytest.approx(plain.peak, rel=0.05)
+    recipe, cfg = load(tiny, "compile=true")
+    assert estimate(recipe, cfg, 1).peak == plain.peak and cfg.compile
+
+
+def test_nothing_global_is_left(tiny: Path) -> None:
+    random, dtype = torch.random.get_rng_state(), torch.get_default_dtype()
+    threads = threading.active_count()
+    estimate(*load(tiny), 3)
+    assert not dist.is_initialized() and qfsdp.compiled.dry_run is None
+    assert torch.equal(torch.random.get_rng_state(), random)
+    assert torch.get_default_dtype() == dtype and threading.active_count() <= threads
+    assert type(torch.empty(1)) is torch.Tensor
+    with FakeTensorMode():
+        pass
+
+
+def test_a_process_group_is_in_the_way(tiny: Path) -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RuntimeError, match="process group"):
+            estimate(*load(tiny), 2)
+        assert dist.is_initialized()
+    finally:
+        dist.destroy_process_group()
+
+
+# ---- known models --------------------------------------------------------------------------
+
+
+def test_shipped_configs_are_decoders() -> None:
+    import json
+
+    for name, config in json.loads(_FILE.read_text()).items():
+        assert DecoderConfig.from_dict(config).num_hidden_layers > 0
+        assert find_config(name) == config
+
+
+@pytest.mark.parametrize(
+    ("path", "hidden", "vocabulary"),
+    [
+        ("models/Meta-Llama-3-70B-Instruct", 8192, 128256),
+        ("meta-llama/Llama-2-7b-chat-hf", 4096, 32000),
+        ("meta-llama/Meta-Llama-3.1-8B", 4096, 128256),
+        ("models/Mistral-7B-Instruct-v0.3", 4096, 32768),
+        ("mistral-7b", 4096, 32000),
+        ("Qwen/Qwen2.5-72B-Instruct", 8192, 152064),
+        ("HuggingFaceTB/SmolLM2-135M-Instruct", 576, 49152),
+        ("me/yi-34b-my-finetune", 7168, 64000),
+    ],
+)
+def test_models_are_known_by_name(path: str, hidden: int, vocabulary: int) -> None:
+    config = find_config(path)
+    assert (config["hidden_size"], config["vocab_size"]) == (hidden, vocabulary)
+
+
+def test_an_unknown_model(tmp_path: Path) -> None:
+    for name in ("GPT-5", "llama", "Qwen2.5-14B", str(tmp_path)):
+        with pytest.raises(UserError, match=r"model.path: .* known model: Llama-2-7B, .*SmolLM2"):
+            find_config(name)
+    (tmp_path / "config.json").write_text("{")
+    with pytest.raises(UserError, match="config.json: cannot be read"):
+        find_config(str(tmp_path))
+
+
+@pytest.mark.skipif(os.environ.get("QFSDP_EAGER_KERNELS") == "1", reason="kernels are compiled")
+def test_compiled_kernels_take_what_they_return(tiny: Path, monkeypatch: Any) -> None:
+    """Uncompiled, dequantizing has intermediates of some 100 MB; they are followed as well."""
+    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: True)
+    compiled = estimate(*load(tiny, "activation.checkpointing=full"), 1)
+    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
+    assert estimate(*load(tiny, "activation.checkpointing=full"), 1).peak > compiled.peak

@@ -1,0 +1,66 @@
+"""`tune run recipes/estimate_memory`, from its words to a table, a verdict and a picture."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qfsdp.memory.training_config import run_tool
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+CONFIG = ["--config", str(ROOT / "configs/llama2_7b_qdora.yaml")]
+
+
+def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
+    recipe = load_recipe("estimate_memory")
+    monkeypatch.setattr(sys, "argv", ["estimate_memory", *CONFIG, *words])
+    run_tool(recipe.Config, recipe.main)
+
+
+def test_as_typed(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    command = [str(Path(sys.executable).parent / "tune"), "run", "recipes/estimate_memory", *CONFIG]
+    words = [f"model.path={model}", "world_size=3", "device_memory=24GiB", "sharding.wrap=linear"]
+    done = subprocess.run(
+        [*command, *words, f"output_dir={tmp_path}/run"], capture_output=True, text=True, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr
+    for told in ("model, 3 ranks", "peak per rank:", "parameters, packed", "fits into 24.00 GiB:"):
+        assert told in done.stdout
+    assert (tmp_path / "run/memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_what_does_not_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    words = [f"model.path={model}", "device_memory=500MiB", "compile=true"]
+    run(monkeypatch, *words, f"picture={tmp_path}/step.png")
+    told = capsys.readouterr().out
+    assert "does not fit into 500.00 MiB" in told and "estimated without compile" in told
+    assert (tmp_path / "step.png").is_file()
+
+
+@pytest.mark.parametrize(
+    ("word", "told"),
+    [
+        ("world_size=0", "world_size: 0 is not valid; expected an integer of at least 1"),
+        ("world_sizes=2", "unknown key 'world_sizes'"),
+        ("adapter.rnak=2", "unknown key 'adapter.rnak'; did you mean 'adapter.rank'?"),
+        ("local_world_size=2", "local_world_size: 2 is not valid; expected a divisor of 1"),
+        ("model.path=models/GPT-5", "model.path: 'models/GPT-5' is no model folder, and not"),
+        ("device_memory=many", "device_memory: 'many'; expected a size such as 24GiB"),
+        ("target=tpu", "target: 'tpu' is not valid; expected one of 'cuda', 'cpu'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    word: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as end:
+        run(monkeypatch, word)
+    assert end.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: {told}") and error.count("\n") == 1

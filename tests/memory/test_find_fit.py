@@ -1,0 +1,90 @@
+"""`tune run recipes/find_fit` from the words to overrides that fit, on a tiny model folder."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from qfsdp.config import load_config
+from qfsdp.memory.estimate import estimate_fast
+from qfsdp.memory.training_config import run_tool
+from qfsdp.sizes import parse_size
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+CONFIG = ["--config", str(ROOT / "configs/llama3_8b_lora.yaml")]
+
+
+def find_fit(*words: str, recipe: str = "recipes/find_fit") -> subprocess.CompletedProcess[str]:
+    command = [str(Path(sys.executable).parent / "tune"), "run", recipe]
+    return subprocess.run([*command, *words], capture_output=True, text=True, cwd=ROOT)
+
+
+def test_the_best_is_a_config_that_fits(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    training = [*CONFIG, f"model.path={model}", "gradient_accumulation_steps=4"]
+    hardware = ["gpu=rtx4090", "device_memory=1GiB", "world_size=2", "pcie=10GB/s"]
+    done = find_fit(*training, *hardware)
+    assert done.returncode == 0, done.stderr
+    assert "2 GPUs of 1.00 GiB" in done.stdout and "PCIe 10 GB/s" in done.stdout
+    assert "4 samples of 2048 tokens per GPU and step" in done.stdout
+    table = done.stdout.partition("way to run")[2].partition("\n\n")[0].splitlines()[1:]
+    seconds = [float(re.split(r"  +", line)[-3]) for line in table]
+    assert seconds == sorted(seconds)
+
+    words = re.search(r"as overrides:\n\n(.*)\n", done.stdout)
+    assert words is not None
+    recipe = load_recipe()
+    cfg = load_config(recipe.Config, [*training, *words[1].split()])
+    assert cfg.batch_size * cfg.gradient_accumulation_steps == 4
+    assert estimate_fast(recipe, cfg, 2).reserved <= parse_size("1GiB")
+    yaml = done.stdout.partition("in the config:\n\n")[2].partition("\n\n")[0]
+    for word in words[1].split():
+        key, _, value = word.partition("=")
+        assert re.search(rf"^ *{key.split('.')[-1]}: {value}$", yaml, re.MULTILINE)
+
+
+def test_where_nothing_fits(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    done = find_fit(*CONFIG, f"model.path={model}", "device_memory=300MiB")
+    assert done.returncode == 2
+    told = done.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(r"error: nothing fits; what takes least takes .* of every GPU", told)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["gpu=rtx4080"], "gpu: 'rtx4080' is unknown; did you mean 'rtx4090'?"),
+        (["device_memory=much"], "device_memory: 'much' is not valid; expected a size such as"),
+        (["gpu=l4", "disk=slow"], "disk: 'slow' is not valid; expected a rate such as 25GB/s"),
+        (["gpu=l4", "world_size=3", "local_world_size=2"], "local_world_size: 2 is not valid"),
+        (["gpu=l4", "batch_sise=2"], "unknown key 'batch_sise'; did you mean 'batch_size'?"),
+        (["device_memory=null"], "which GPU?"),
+    ],
+)
+def test_mistakes_are_one_line(
+    words: list[str],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["find_fit", *CONFIG, *words])
+    tool = load_recipe("find_fit")
+    with pytest.raises(SystemExit) as ended:
+        run_tool(tool.Config, tool.main)
+    assert ended.value.code == 2
+    stderr = capsys.readouterr().err
+    assert stderr.startswith(f"error: {told}") and stderr.count("\n") == 1
+
+
+def test_a_copy_and_a_config_that_trains_nothing(tmp_path: Path) -> None:
+    copy = tmp_path / "my_find_fit.py"
+    copy.write_text((ROOT / "recipes/find_fit.py").read_text())
+    done = find_fit("--config", "configs/quantize.yaml", "gpu=l4", recipe=str(copy))
+    assert done.returncode == 2
+    told = r"error: .*quantize.yaml: it belongs to recipes/quantize, which trains nothing\n"
+    assert re.fullmatch(told, done.stderr)

@@ -1,0 +1,218 @@
+"""Runs that cannot fit are refused, with changes that do fit; by the real dry run of a small model,
+and by a formula where many are needed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from qfsdp import launch
+from qfsdp.config import load_config
+from qfsdp.errors import UserError
+from qfsdp.memory import preflight
+from qfsdp.memory.estimate import Estimate, Point
+from qfsdp.memory.hardware import known_gpu, machine_memory
+from qfsdp.memory.predict import PROCESS_BYTES, Predictor, as_words, changed
+from qfsdp.memory.preflight import check_memory, options, refusal, suggest
+from tests.tiny import ROOT, TINY_CONFIG, load_recipe
+
+MIB = 1 << 20
+SHAPE = {"num_hidden_layers": 4, "hidden_size": 384, "max_position_embeddings": 4096}
+
+
+@pytest.fixture
+def argv(tmp_path: Path) -> list[str]:
+    """A config of a model without weights."""
+    model = tmp_path / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(TINY_CONFIG | SHAPE))
+    words = [f"model.path={model}", "batch_size=4", "max_seq_len=4096", "adapter.method=lora"]
+    return ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml"), *words]
+
+
+def formula(
+    recipe: ModuleType, cfg: Any, world_size: int, local_world_size: int, target: str
+) -> Estimate:
+    """1024 MiB of base, 100 of activations per sample and 100 that only `cpu_offload` moves; in
+    place of the dry run."""
+    base = 1024 // (world_size if cfg.sharding.strategy == "full_shard" else 1)
+    kept = {"none": 100, "selective": 60, "full": 30}[cfg.activation.checkpointing]
+    kinds = {"base": base, "activations": cfg.batch_size * kept, "trained": 100}
+    host = {}
+    if cfg.activation.offload:
+        host["activations"] = kinds.pop("activations")
+    if cfg.sharding.offload_base != "none" or cfg.sharding.cpu_offload:
+        host["base"] = kinds.pop("base")
+    if cfg.sharding.cpu_offload:
+        host["trained"] = kinds.pop("trained")
+    kinds, host = ({k: size * MIB for k, size in part.items()} for part in (kinds, host))
+    peak = sum(kinds.values())
+    moved = {"to_device": sum(host.values()) * cfg.gradient_accumulation_steps}
+    where = Point("", "", 0, {})
+    return Estimate(peak, kinds, where, 0, host, {}, moved, [], peak)
+
+
+@pytest.fixture
+def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "Predictor", partial(Predictor, estimate=formula))
+
+
+def read(argv: list[str], *words: str) -> tuple[ModuleType, Any]:
+    recipe = load_recipe()
+    return recipe, load_config(recipe.Config, [*argv, *words])
+
+
+def refused(argv: list[str], *words: str) -> str:
+    with pytest.raises(UserError) as told:
+        check_memory(*read(argv, *words))
+    message = str(told.value)
+    assert "\n" not in message
+    return message
+
+
+def ways(message: str) -> list[list[str]]:
+    """The words of every suggestion."""
+    return [found.split() for found in re.findall(r"with ((?:\S+=\S+ )+)\(", message)]
+
+
+def test_what_fits_is_told_in_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    check_memory(*read(argv, "device_memory=8GiB"))
+    told = capsys.readouterr().out
+    assert re.fullmatch(r"memory: about [\d.]+ GiB of 8.00 GiB per rank \(preflight\)\n", told)
+
+
+def check_suggestions(argv: list[str], memory: str) -> list[list[str]]:
+    """Applies every suggestion as a user would; returns their words."""
+    suggested = ways(refused(argv, memory))
+    for words in suggested:
+        recipe, cfg = read(argv, memory, *words)
+        assert cfg.batch_size * cfg.gradient_accumulation_steps == 4
+        check_memory(recipe, cfg)
+    return suggested
+
+
+def test_every_suggestion_fits(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    check_memory(*read(argv, "device_memory=8GiB"))
+    size = re.search(r"about ([\d.]+) GiB", capsys.readouterr().out)
+    assert size is not None
+    assert len(check_suggestions(argv, f"device_memory={float(size[1]) * 0.95}GiB")) == 3
+
+
+@pytest.mark.usefixtures("by_formula")
+def test_what_is_needed_and_why(argv: list[str]) -> None:
+    message = refused(argv, "device_memory=1.4GiB")
+    assert message.startswith(
+        "memory: a step needs 1.49 GiB per rank, of which base 1.00 GiB, and there are 1.40 GiB; "
+        "it would fit with "
+    )
+
+
+@pytest.mark.usefixtures("by_formula")
+@pytest.mark.parametrize(("size", "count"), [(1500, 3), (1300, 3), (900, 2), (320, 3), (120, 3)])
+def test_every_combination_fits(argv: list[str], size: int, count: int) -> None:
+    found = check_suggestions(argv, f"device_memory={size}MiB")
+    assert len(found) == count
+    if size < 1024:
+        outside = {"sharding.offload_base=cpu", "sharding.cpu_offload=true"}
+        assert all(outside & {*words} for words in found)
+
+
+@pytest.mark.usefixtures("by_formula")
+def test_where_nothing_is_enough(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "options", lambda predict: [])
+    message = refused(argv, "device_memory=800MiB")
+    assert message.endswith(
+        "not even another config would fit: it takes GPUs of 1.49 GiB, or 4 ranks"
+    )
+
+
+def test_preflight_false(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    check_memory(*read(argv, "device_memory=1MiB", "preflight=false"))
+    assert capsys.readouterr().out == ""
+
+
+def test_a_bad_size(argv: list[str]) -> None:
+    assert "device_memory: 'much'; expected a size such as 24GiB" in refused(
+        argv, "device_memory=much"
+    )
+
+
+def test_a_cpu_has_its_part_of_this_machines_memory(
+    argv: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
+    hardware, target = preflight.this_machine(read(argv)[1], ranks=4)
+    assert (hardware.device_memory, target) == (machine_memory() // 4, "cpu")
+
+
+# ---- the search ----------------------------------------------------------------------------
+
+
+def predictor(argv: list[str], size: int, *words: str, world_size: int = 2) -> Predictor:
+    recipe, cfg = read(argv, *words)
+    hardware = replace(known_gpu("rtx4090"), device_memory=size * MIB)
+    return Predictor(recipe, cfg, world_size, world_size, hardware, estimate=formula)
+
+
+def test_options_come_after_what_the_config_has(argv: list[str]) -> None:
+    words = ("activation.checkpointing=selective", "sharding.strategy=ddp")
+    found = options(predictor(argv, 1000, *words))
+    assert [as_words(option) for option in found[0]] == [
+        "batch_size=2 gradient_accumulation_steps=2",
+        "batch_size=1 gradient_accumulation_steps=4",
+    ]
+    assert found[1] == [{"activation.checkpointing": "full"}]
+    for group in found:  # all of them are configs
+        for option in group:
+            changed(read(argv, *words)[1], option)
+    alone = options(predictor(argv, 1000, world_size=1))
+    assert not any(key == "sharding.strategy" for group in alone for o in group for key in o)
+
+
+def test_the_fastest_come_first_and_none_only_adds(argv: list[str]) -> None:
+    predict = predictor(argv, 900)
+    found, _ = suggest(predict, predict({}))
+    assert len(found) == 3
+    times = [p.time.seconds for p in found]
+    assert times == sorted(times)
+    for one in found:
+        others = [other.changes.items() for other in found if other is not one]
+        assert not any(one.changes.items() <= other for other in others)
+
+
+def test_host_memory_can_be_what_is_short(argv: list[str]) -> None:
+    predict = predictor(argv, 4000, "activation.offload=true")
+    now = predict({})
+    assert now.host_bytes == 2 * (PROCESS_BYTES + 400 * MIB)
+    predict.hardware = replace(predict.hardware, host_memory=2 * PROCESS_BYTES + 500 * MIB)
+    message = refusal(predict, now)
+    assert message.startswith("memory: a step needs 6.78 GiB of host memory on a machine and there")
+    assert ["activation.checkpointing=selective"] in ways(message)
+
+
+# ---- how many ranks ------------------------------------------------------------------------
+
+
+@pytest.fixture
+def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setattr(launch, "local_world_size", lambda: 2)
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    yield
+
+
+@pytest.mark.usefixtures("two_devices")
+def test_ranks_of_a_plain_start_and_of_torchruns_flags() -> None:
+    assert launch.planned_ranks() == (2, 2)
+    for flags, ranks in ((("1", "4"), (4, 4)), (("2:3", "4"), (8, 4)), (("2", "gpu"), (4, 2))):
+        with launch.torchrun_flags(*flags):
+            assert launch.planned_ranks() == ranks
+    assert launch.planned_ranks() == (2, 2)

@@ -1,0 +1,156 @@
+"""Step times against arithmetic by hand; figures of hardware as people write them."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.memory.hardware import (
+    GPUS,
+    Hardware,
+    HardwareConfig,
+    known_gpu,
+    parse_rate,
+    with_memory,
+)
+from qfsdp.memory.roofline import Load, step_time
+
+# 100 TFLOP/s are 75 in a step.
+CARD = Hardware(
+    device_memory=24 << 30,
+    matmul_rate=100e12,
+    memory_bandwidth=1e12,
+    interconnect=50e9,
+    pcie=25e9,
+    host_bandwidth=80e9,
+    disk=5e9,
+)
+
+
+def test_arithmetic_alone() -> None:
+    time = step_time(Load(flops=150e12, dequantized_bytes=0.5e12), CARD, ranks=1)
+    assert time.seconds == pytest.approx(2 + 0.5)
+    assert time.bound == "compute"
+    assert time.parts["dequantize"] == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("moves", "ranks", "bound", "moving"),
+    [
+        ({"wire_bytes": 200e9}, 1, "wire", 4),
+        ({"to_device_bytes": 60e9, "to_host_bytes": 40e9}, 1, "PCIe", 4),
+        ({"to_device_bytes": 100e9}, 4, "host memory", 5),  # 400 GB through 80 GB/s
+        ({"disk_bytes": 25e9}, 2, "disk", 10),
+    ],
+)
+def test_transfers_beside_arithmetic(
+    moves: dict[str, float], ranks: int, bound: str, moving: float
+) -> None:
+    load = Load(flops=150e12, units=10, **moves)
+    time = step_time(load, CARD, ranks)
+    assert time.bound == bound
+    assert time.seconds == pytest.approx(moving + moving / 10)  # one unit's is beside nothing
+    added = step_time(replace(load, prefetched=False), CARD, ranks)
+    assert added.seconds == pytest.approx(2 + moving)
+    hidden = step_time(replace(load, flops=75e12 * 20), CARD, ranks)
+    assert (hidden.bound, hidden.seconds) == ("compute", pytest.approx(20 + moving / 10))
+
+
+def test_without_a_link_of_their_own_gpus_share_pcie() -> None:
+    load = Load(flops=0, wire_bytes=50e9, to_device_bytes=50e9, units=10**9)
+    assert step_time(load, CARD, 1).seconds == pytest.approx(2)
+    shared = step_time(load, replace(CARD, interconnect=None), 1)
+    assert (shared.bound, shared.seconds) == ("PCIe", pytest.approx(4))
+
+
+def test_optimizer_where_its_states_are() -> None:
+    load = Load(flops=0, trained=1e9)  # 28 GB
+    assert step_time(load, CARD, 2).seconds == pytest.approx(0.028)
+    on_host = step_time(replace(load, host_optimizer=True), CARD, 2)
+    assert on_host.seconds == pytest.approx(28 / 40)
+
+
+# ---- hardware ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
+def test_names_as_people_write_them(name: str) -> None:
+    card = known_gpu(name)
+    assert card.device_memory == int(23.6 * 2**30)
+    assert card.matmul_rate == pytest.approx(0.8 * 165e12)
+    assert card.interconnect is None
+
+
+@pytest.mark.parametrize(
+    ("driver", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", "h100"),
+        ("NVIDIA A100 80GB PCIe", "a100-80"),
+        ("NVIDIA A10", "a10"),
+        ("NVIDIA L40S", "l40s"),
+        ("NVIDIA RTX A6000", "a6000"),
+        ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+    ],
+)
+def test_names_as_drivers_tell_them(driver: str, name: str) -> None:
+    assert known_gpu(driver) == known_gpu(name)
+
+
+@pytest.mark.parametrize("name", GPUS)
+def test_every_known_gpu(name: str) -> None:
+    assert 1 < known_gpu(name).matmul_rate / 1e13 < 200
+
+
+def test_unknown_gpu() -> None:
+    with pytest.raises(UserError, match="gpu: 'rtx4080' is unknown; did you mean 'rtx40?90'"):
+        known_gpu("rtx4080")
+    with pytest.raises(UserError, match="gpu: 'abacus' is unknown; known: rtx3090, "):
+        known_gpu("abacus")
+
+
+def test_a_card_that_nobody_has_named() -> None:
+    assert with_memory(24 << 30) == replace(known_gpu("rtx3090"), device_memory=24 << 30)
+    assert with_memory(80 << 30) == replace(known_gpu("a100-80"), device_memory=80 << 30)
+    assert with_memory(1 << 40).matmul_rate == known_gpu("b200").matmul_rate
+
+
+def test_words_change_the_file_changes_the_gpu(tmp_path: Path) -> None:
+    file = tmp_path / "here.json"
+    file.write_text(json.dumps({"pcie": 11e9, "disk": 7e9}))
+    told = HardwareConfig(gpu="h100", hardware=str(file), pcie="20GB/s", interconnect="pcie")
+    told.check()
+    found = told.build(device_memory=1 << 30)
+    assert (found.pcie, found.disk, found.interconnect) == (20e9, 7e9, None)
+    assert found.device_memory == 1 << 30
+    assert found.matmul_rate == known_gpu("h100").matmul_rate
+
+
+def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="which GPU?"):
+        HardwareConfig().build()
+    with pytest.raises(InvalidField, match="pcie: 'fast' is not valid; expected a "):
+        HardwareConfig(pcie="fast").check()
+    with pytest.raises(InvalidField, match="host_memory: 'all' is not valid; expected a size"):
+        HardwareConfig(host_memory="all").check()
+    file = tmp_path / "wrong.json"
+    for text, told in (
+        ("{", "not valid JSON"),
+        ("[]", "holds no JSON object"),
+        ('{"pci": 1}', "has 'pci'; known: "),
+        ('{"pcie": "25GB"}', "pcie is '25GB'; expected a number above 0"),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=told):
+            HardwareConfig(hardware=str(file)).build(1 << 30)
+
+
+def test_rates() -> None:
+    assert parse_rate("25GB") == parse_rate("25 GB/s") == 25e9
+    assert parse_rate("165TFLOPS") == parse_rate("165 TFLOP/s") == parse_rate("1.65e14") == 165e12
+    for text in ("", "fast", "0GB", "-1GB", "1.2.3TFLOPS"):
+        with pytest.raises(ValueError):
+            parse_rate(text)

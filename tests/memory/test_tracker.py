@@ -1,0 +1,140 @@
+"""What the tracker says of a few allocations whose sizes are known."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.profiler import record_function
+
+import qfsdp.compiled
+import qfsdp.host
+from qfsdp.memory.tracker import ACTIVATIONS, GRADIENTS, TEMPORARIES, MemoryTracker
+from qfsdp.tensor_subclasses import packed
+
+KB = 1024
+
+
+@pytest.fixture
+def tracker() -> Iterator[MemoryTracker]:
+    tracker = MemoryTracker("cpu")
+    with FakeTensorMode(), tracker.following(nn.Identity()):
+        yield tracker
+
+
+def held(tracker: MemoryTracker) -> int:
+    return sum(tracker.now.values())
+
+
+def test_storages_count_from_birth_to_death(tracker: MemoryTracker) -> None:
+    a = torch.empty(KB, dtype=torch.uint8)
+    b = torch.empty(2 * KB, dtype=torch.uint8)
+    assert held(tracker) == 3 * KB
+    del a
+    assert held(tracker) == 2 * KB
+    c = b + b
+    del b, c
+    assert held(tracker) == 0
+    assert tracker.peak.total == 4 * KB
+
+
+def test_views_and_results_in_place_are_no_new_memory(tracker: MemoryTracker) -> None:
+    a = torch.zeros(8, 128, dtype=torch.uint8)
+    views = [a[2:], a.view(-1), a.t(), a.add_(1), a.detach()]
+    del a
+    assert held(tracker) == KB
+    del views
+    assert held(tracker) == 0
+
+
+def test_memory_that_is_taken_away_and_given_back(tracker: MemoryTracker) -> None:
+    a = torch.empty(KB, dtype=torch.uint8)
+    a.untyped_storage().resize_(0)
+    assert held(tracker) == 0
+    a.untyped_storage().resize_(3 * KB)
+    assert held(tracker) == 3 * KB
+    del a
+    assert held(tracker) == 0
+
+
+def test_cuda_allocates_in_multiples_of_512_bytes() -> None:
+    tracker = MemoryTracker("cuda")
+    with FakeTensorMode(), tracker.following(nn.Identity()):
+        a = torch.empty(1, dtype=torch.uint8)
+        assert held(tracker) == 512
+        del a
+
+
+def test_host_memory_does_not_count_as_the_devices(tracker: MemoryTracker) -> None:
+    a = torch.empty(KB, dtype=torch.uint8)
+    kept = qfsdp.host.to_host(a)
+    back = qfsdp.host.to_device(kept, a.device)
+    del a, kept
+    assert tracker.peak.total <= 2 * KB and held(tracker) == KB
+    assert sum(tracker.host_peak.values()) == KB and not any(tracker.host.values())
+    assert tracker.per_step(tracker.ways, 1) == {"to_host": KB, "to_device": KB}
+    del back
+
+
+def test_numbers_that_do_not_exist(tracker: MemoryTracker) -> None:
+    x = torch.randn(4, 8, requires_grad=True)
+    mask = torch.zeros(4, dtype=torch.bool)
+    assert x[mask].shape == (4, 8)  # everything may be chosen
+    x[mask].sum().backward()
+    assert x.grad is not None and x.grad.shape == x.shape
+    assert x.sum().item() == 1.0 and int(mask.sum()) == 1
+
+
+def test_kinds_phases_and_modules() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(16, 32, bias=False), nn.Linear(32, 16, bias=False))
+    tracker = MemoryTracker("cpu")
+    with FakeTensorMode(allow_non_fake_inputs=True), tracker.following(model):
+        model.to_empty(device="cpu")
+        for param in model.parameters():
+            param.register_post_accumulate_grad_hook(tracker.mark_gradient)
+        with record_function("forward"):
+            loss = F.silu(model(torch.randn(8, 16))).sum()
+            assert tracker.now[ACTIVATIONS] >= 8 * (32 + 16 + 16) * 4
+        with record_function("backward"):
+            loss.backward()
+        del loss
+        tracker.look()
+        assert tracker.now[ACTIVATIONS] == 0
+        assert tracker.now[GRADIENTS] == 2 * 16 * 32 * 4
+    places = [(point.phase, point.module) for point in tracker.points]
+    assert [p for p in places if p[1]] == [
+        ("forward", "0"),
+        ("forward", "1"),
+        ("backward", "1"),
+        ("backward", "0"),
+    ]
+    assert [point.at for point in tracker.points] == sorted(p.at for p in tracker.points)
+    assert TEMPORARIES in tracker.peak.by_kind
+
+
+def test_a_gradient_is_added_in_place(tracker: MemoryTracker) -> None:
+    """As real tensors do, where fake ones would make a third."""
+    x = torch.randn(KB, requires_grad=True)
+    y = x * 1
+    with record_function("backward"):
+        (y.sin().sum() + y.cos().sum()).backward()
+    del y
+    tracker.look()
+    # x, y, their ends; then a gradient for each way, and what the way is computed in
+    assert tracker.peak.total <= 4 * KB * 5 + 64
+
+
+def test_nothing_global_is_left() -> None:
+    resize, norm, scratch = torch.UntypedStorage.resize_, F.rms_norm, packed._scratch
+    following = MemoryTracker("cuda").following(nn.Identity())
+    with pytest.raises(RuntimeError, match="stop"), FakeTensorMode(), following:
+        assert F.rms_norm is not norm
+        raise RuntimeError("stop")
+    assert (torch.UntypedStorage.resize_, F.rms_norm) == (resize, norm)
+    assert packed._scratch is scratch
+    assert qfsdp.compiled.dry_run is None and qfsdp.host.observer is None
