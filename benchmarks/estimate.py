@@ -21,7 +21,6 @@ NAME_estimated in bytes.
 from __future__ import annotations
 
 import gc
-import itertools
 import json
 import os
 import sys
@@ -161,43 +160,64 @@ def _measure(case: Case, folders: dict[str, str]) -> int:
     return _peak_within_steps(profiler)
 
 
-def _peak_within_steps(profiler: torch.profiler.profile) -> int:
-    """Most that was held at a time since the first step began.
+@dataclass(frozen=True, order=True)
+class Change:
+    """Memory that is taken, or given back with a negative size; `piece` tells which (0: any)."""
 
-    gloo gives the memory of a collective back in a thread of its own, which the profiler may not
-    see: it counts until the collective asks for more (it never held two pieces where it was seen)
-    or returns. What is freed unseen beside that is noticed when its address is given out again.
+    when: int
+    address: int
+    size: int
+    piece: int
+
+
+def _peak_within_steps(profiler: torch.profiler.profile) -> int:
+    """Most that was held at a time since the first step began."""
+    begin, changes = _changes(profiler)
+    live: dict[int, tuple[int, int]] = {}
+    held = peak = 0
+    for change in sorted(changes):
+        there, piece = live.get(change.address, (0, 0))
+        if change.size > 0 or change.piece in (0, piece):
+            # What lay there has been freed unseen, if it is still known.
+            held += max(0, change.size) - there
+            live[change.address] = (max(0, change.size), change.piece)
+        peak = max(peak, held) if change.when >= begin else peak
+    return peak
+
+
+def _changes(profiler: torch.profiler.profile) -> tuple[int, list[Change]]:
+    """When the first step begins, and what memory this thread takes and gives back.
+
+    gloo works with threads of its own: what these take is not the training's, and what they give
+    back the profiler may not see. A collective's memory counts until it asks for more (it never
+    held two pieces where all was seen) or returns.
     """
-    begin, pieces = sys.maxsize, itertools.count(1)
-    changes: list[tuple[int, int, int, int]] = []  # when, address, size, which piece or 0 for any
-    of_gloo = defaultdict(list)  # when a collective returns -> its pieces
+    steps: list[Any] = []
+    taken: list[tuple[int, int, Change]] = []  # by which thread, when its collective returns
+    of_gloo = defaultdict(list)
     tree = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
     pending: list[tuple[Any, int]] = [(event, 0) for event in tree]
     while pending:
         event, returns = pending.pop()
         if event.tag == torch._C._profiler._EventType.Allocation:
             address, size = event.extra_fields.ptr, event.extra_fields.alloc_size
-            piece = next(pieces) if size > 0 else 0
-            changes.append((event.start_time_ns, address, size, piece))
-            if size > 0 and returns:
-                of_gloo[returns].append((event.start_time_ns, address, size, piece))
+            piece = len(taken) + 1 if size > 0 else 0
+            change = Change(event.start_time_ns, address, size, piece)
+            taken.append((event.start_tid, returns, change))
             continue
-        begin = min(begin, event.start_time_ns) if event.name == STEP else begin
+        steps += [event] if event.name == STEP else []
         inside = event.end_time_ns if event.name.startswith("c10d::") else returns
         pending += [(child, inside) for child in event.children]
+    first = min(steps, key=lambda step: step.start_time_ns)
+    changes = [c for thread, _, c in taken if c.size < 0 or thread == first.start_tid]
+    for thread, returns, change in taken:
+        if change.size > 0 and returns and thread == first.start_tid:
+            of_gloo[returns].append(change)
     for returns, given in of_gloo.items():
-        ends = [*(when for when, *_ in sorted(given)[1:]), returns]
-        for (_, address, size, piece), end in zip(sorted(given), ends, strict=True):
-            changes.append((end, address, -size, piece))
-    live: dict[int, tuple[int, int]] = {}
-    held = peak = 0
-    for when, address, size, piece in sorted(changes):
-        there, known = live.get(address, (0, 0))
-        if size > 0 or piece in (0, known):
-            held += max(0, size) - there
-            live[address] = (max(0, size), piece)
-        peak = max(peak, held) if when >= begin else peak
-    return peak
+        ends = [*(change.when for change in sorted(given)[1:]), returns]
+        for change, end in zip(sorted(given), ends, strict=True):
+            changes.append(Change(end, change.address, -change.size, change.piece))
+    return first.start_time_ns, changes
 
 
 def write_wide_model(folder: Path) -> None:

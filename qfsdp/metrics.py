@@ -36,7 +36,7 @@ def write_run_files(output_dir: Path, cfg: Any, recipe_file: str) -> None:
 
 
 class RunLog:
-    """The numbers of one run; rank 0 makes one.
+    """The numbers of one run, of which rank 0 tells; on other ranks nothing happens.
 
     Each logged step is a line of `<output_dir>/metrics.jsonl`, a call of the metric logger,
     and a position of the progress bar; where standard error is no terminal, a plain line. Numbers
@@ -48,16 +48,25 @@ class RunLog:
         first_step: steps that a continued run has behind it. Lines of later ones, which a killed
             run has left, are removed, as these steps will be taken again.
         total_steps: of this run.
+        rank: of this process.
     """
 
     def __init__(
-        self, output_dir: Path, logger: Component | None, first_step: int, total_steps: int
+        self,
+        output_dir: Path,
+        logger: Component | None,
+        first_step: int,
+        total_steps: int,
+        rank: int = 0,
     ) -> None:
+        self._silent = rank != 0
+        self._bar: tqdm[Any] | None = None
+        if self._silent:
+            return
         _drop_after(first_step, output_dir / "metrics.jsonl")
         self._file = open(output_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
         self._logger: MetricLogger | None = logger.build() if logger is not None else None
         self._total = total_steps
-        self._bar = None
         if sys.stderr.isatty():
             self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
 
@@ -68,6 +77,8 @@ class RunLog:
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records `metrics` of step `step` (counted from 1)."""
+        if self._silent:
+            return
         with suppress(OSError):  # a full disk: the line stays in the buffer, for the next attempt
             self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self._logger is not None:
@@ -79,8 +90,15 @@ class RunLog:
         else:
             print(f"step {step}/{self._total}  {text}", file=sys.stderr, flush=True)
 
+    def say(self, text: str) -> None:
+        """Prints a line."""
+        if not self._silent:
+            print(text)
+
     def close(self) -> None:
         """Flushes everything."""
+        if self._silent:
+            return
         if self._bar is not None:
             self._bar.close()
         if self._logger is not None:

@@ -216,9 +216,7 @@ def main(cfg: Config) -> None:
     state = TrainState(model, optimizer, scheduler)
     first_step = checkpoints.load(origin, state)  # 0 without one
 
-    log = None
-    if world.rank == 0:
-        log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps)
+    log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps, world.rank)
     clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
     with StopRequest() as signals:
@@ -232,11 +230,8 @@ def main(cfg: Config) -> None:
             meter.add(batches)
             with clock.phase("logging"):
                 if step % cfg.log_every_n_steps == 0 or step == total_steps:
-                    metrics |= meter.read()
-                    if log is not None:
-                        log.log(step, metrics)
-                if log is not None:
-                    log.advance()
+                    log.log(step, metrics | meter.read())
+                log.advance()
             stop, due = checkpoints.agree(step, signals.received)
             if due or stop or step == total_steps:
                 checkpoints.save(step, state)
@@ -244,11 +239,9 @@ def main(cfg: Config) -> None:
                 break
         else:
             save_adapter(model, cfg.adapter, cfg.model.path, output_dir / "adapter", world)
-            if log is not None:
-                print(f"adapter (PEFT format): {output_dir / 'adapter'}")
+            log.say(f"adapter (PEFT format): {output_dir / 'adapter'}")
         checkpoints.close()
-    if log is not None:
-        log.close()
+    log.close()
 
 
 if __name__ == "__main__":

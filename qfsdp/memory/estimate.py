@@ -136,6 +136,8 @@ def estimate(
             tracker.workspace(CUBLAS_WORKSPACES, keep=True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker.following(model))
+        # Nothing is compiled; an optimizer that compiles its step (torchao's) runs it as it is.
+        stack.enter_context(torch.compiler.set_stance("force_eager"))
         return _run(recipe, cfg, model, world, tracker)
 
 

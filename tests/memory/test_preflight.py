@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from functools import partial
@@ -13,6 +14,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 
 from qfsdp import launch
 from qfsdp.config import load_config
@@ -216,3 +218,21 @@ def test_ranks_of_a_plain_start_and_of_torchruns_flags() -> None:
         with launch.torchrun_flags(*flags):
             assert launch.planned_ranks() == ranks
     assert launch.planned_ranks() == (2, 2)
+
+
+class Unforeseen(torch.optim.SGD):
+    """Looks at numbers, of which a dry run has none."""
+
+    def step(self, closure: Any = None) -> None:
+        assert self.param_groups[0]["params"][0].flatten()[:2].tolist() != [1.0, 1.0]
+
+
+def test_what_cannot_run_dry_still_trains(
+    argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe()
+    words = [f"optimizer._component_={__name__}.Unforeseen", "~optimizer.fused"]
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[Unforeseen.__module__])
+    check_memory(recipe, load_config(recipe.Config, [*argv, *words]))
+    told = capsys.readouterr().err
+    assert told.startswith("memory: not estimated, going on without it (") and "\n" in told

@@ -117,8 +117,8 @@ def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_f
     model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir)
     assert tune("cp", RECIPE, "my_recipe.py", cwd=tmp_path).returncode == 0
     copy = tmp_path / "my_recipe.py"
-    edit = 'print("edited!")\n    world = init_world()'
-    copy.write_text(copy.read_text().replace("world = init_world()", edit))
+    edit = 'print("edited!")\n    world = init_world('
+    copy.write_text(copy.read_text().replace("world = init_world(", edit))
     words = ["--config", "configs/smollm2_135m_qlora.yaml", "max_steps=2", f"model.path={model}"]
     done = tune("run", "my_recipe", *words, f"dataset.source={train_file}", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -183,7 +183,7 @@ def test_what_only_ranks_find_is_one_line_too(smollm2_dir: Path, tmp_path: Path)
         (["dataset.packed=true"], "takes no argument 'packed'"),
         (["max_seq_len=9000"], "max_seq_len: 9000; the model has 8192 positions"),
         (["quantization.targets=[lm_head]"], "'lm_head' is tied to the token embeddings"),
-        (["fsdp_cpu_offload=true"], "qfsdp calls it 'sharding.cpu_offload', which this recipe"),
+        (["fsdp_cpu_offload=true"], "qfsdp calls it 'sharding.cpu_offload'"),
         (["tokenizer.path=nowhere"], "tokenizer.path: 'nowhere' does not exist"),
         (["adapter.start_from=nowhere"], "nowhere does not exist; expected an adapter in PEFT's"),
         (["tokenizer._component_=qfsdp.data.hf_tokeniser"], "did you mean 'qfsdp.data.hf_tokeni"),
