@@ -168,14 +168,14 @@ def test_a_tied_output_layer_cannot_be_packed(folders: dict[str, Path]) -> None:
 def rows_read(folder: Path) -> list[tuple[str, list[int]]]:
     """Which rows of which tensor this rank's loading asks the operating system for."""
     reads: list[tuple[str, list[int]]] = []
-    read_exactly = safetensors_read._read_exactly
+    read_exactly = safetensors_read.read_rows
 
     def recorded(descriptor: int, tensor: StoredTensor, row: int, into: Tensor) -> None:
         read_exactly(descriptor, tensor, row, into)
         assert into.numel() * into.element_size() == len(into) * tensor.row_bytes
         reads.append((tensor.name, list(range(row, row + len(into)))))
 
-    safetensors_read._read_exactly = recorded  # in a process of its own
+    safetensors_read.read_rows = recorded  # in a process of its own
     load_model(folder)
     return reads
 
