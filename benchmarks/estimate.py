@@ -3,10 +3,10 @@
     python benchmarks/estimate.py [--quick] [--json estimate.json]
     python benchmarks/estimate.py --published
 
-Every case is two updates of two micro-batches by the recipe's own functions, on 1, 2 or 4 processes
-with one thread each, and the same config run dry (`qfsdp.memory.estimate`, target "cpu"). Measured
-is what PyTorch's CPU allocator held at most within the train steps, by the memory events of its
-profiler, which starts before the model is built; of the rank that held most. SmolLM2-135M, and
+Every case is three updates of two micro-batches by the recipe's own functions, on 1, 2 or 4
+processes with one thread each, and the same config run dry (`qfsdp.memory.estimate`, target "cpu").
+Measured is what PyTorch's CPU allocator held at most within a train step, by the memory events of
+its profiler, which starts before the model is built; of the rank that held most. SmolLM2-135M, and
 4 layers of a 7B model's kind, 2048 wide, with random weights.
 
 `--published` compares with what others measured on two 24 GB GPUs (Answer.AI, "You can now train a
@@ -26,6 +26,7 @@ import os
 import sys
 import tempfile
 import time
+from bisect import bisect
 from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
@@ -67,6 +68,7 @@ WIDE_MODEL = {
     "max_position_embeddings": 2048,
 }
 STEP = "measured_step"  # the range in the profiler's trace
+STEPS = 3
 
 
 @dataclass(frozen=True)
@@ -153,7 +155,7 @@ def _measure(case: Case, folders: dict[str, str]) -> int:
         optimizer = recipe.build_optimizer(cfg.optimizer, trained)
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
-        for _ in range(2):
+        for _ in range(STEPS):
             clock = recipe.StepClock(world.device)
             with torch.profiler.record_function(STEP):
                 recipe.train_step(model, optimizer, None, [batch] * 2, 1.0, world, clock)
@@ -171,22 +173,25 @@ class Change:
 
 
 def _peak_within_steps(profiler: torch.profiler.profile) -> int:
-    """Most that was held at a time since the first step began."""
-    begin, changes = _changes(profiler)
+    """Most that was held at a time within a step: within that one, of those after the first, of
+    which it is least. They are alike, but for what gloo's threads give back late, or unseen."""
+    begins, changes = _changes(profiler)
+    peaks = [0] * (len(begins) + 1)
     live: dict[int, tuple[int, int]] = {}
-    held = peak = 0
+    held = 0
     for change in sorted(changes):
         there, piece = live.get(change.address, (0, 0))
         if change.size > 0 or change.piece in (0, piece):
             # What lay there has been freed unseen, if it is still known.
             held += max(0, change.size) - there
             live[change.address] = (max(0, change.size), change.piece)
-        peak = max(peak, held) if change.when >= begin else peak
-    return peak
+        step = bisect(begins, change.when)
+        peaks[step] = max(peaks[step], held)
+    return min(peaks[2:])
 
 
-def _changes(profiler: torch.profiler.profile) -> tuple[int, list[Change]]:
-    """When the first step begins, and what memory this thread takes and gives back.
+def _changes(profiler: torch.profiler.profile) -> tuple[list[int], list[Change]]:
+    """When steps begin, and what memory this thread takes and gives back.
 
     gloo works with threads of its own: what these take is not the training's, and what they give
     back the profiler may not see. A collective's memory counts until it asks for more (it never
@@ -208,16 +213,16 @@ def _changes(profiler: torch.profiler.profile) -> tuple[int, list[Change]]:
         steps += [event] if event.name == STEP else []
         inside = event.end_time_ns if event.name.startswith("c10d::") else returns
         pending += [(child, inside) for child in event.children]
-    first = min(steps, key=lambda step: step.start_time_ns)
-    changes = [c for thread, _, c in taken if c.size < 0 or thread == first.start_tid]
+    thread_of_steps = steps[0].start_tid
+    changes = [c for thread, _, c in taken if c.size < 0 or thread == thread_of_steps]
     for thread, returns, change in taken:
-        if change.size > 0 and returns and thread == first.start_tid:
+        if change.size > 0 and returns and thread == thread_of_steps:
             of_gloo[returns].append(change)
     for returns, given in of_gloo.items():
         ends = [*(change.when for change in sorted(given)[1:]), returns]
         for change, end in zip(sorted(given), ends, strict=True):
             changes.append(Change(end, change.address, -change.size, change.piece))
-    return first.start_time_ns, changes
+    return sorted(step.start_time_ns for step in steps), changes
 
 
 def write_wide_model(folder: Path) -> None:

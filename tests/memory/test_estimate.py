@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import qfsdp.compiled
-from benchmarks.estimate import STEP, _peak_within_steps
+from benchmarks.estimate import STEP, STEPS, _peak_within_steps
 from qfsdp.config import load_config
 from qfsdp.errors import UserError
 from qfsdp.memory.estimate import Estimate, estimate, estimate_fast
@@ -43,7 +43,7 @@ def tiny(tmp_path: Path) -> Path:
 
 
 def measured(model: Path, words: tuple[str, ...]) -> int:
-    """Of this rank: bytes that PyTorch's allocator held at most in two real steps."""
+    """Of this rank: bytes that PyTorch's allocator held at most in real steps."""
     recipe, cfg = load(model, *words)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
@@ -52,7 +52,7 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
         optimizer = recipe.build_optimizer(cfg.optimizer, recipe.trainable_parameters(net))
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
-        for _ in range(2):
+        for _ in range(STEPS):
             clock = recipe.StepClock(world.device)
             with torch.profiler.record_function(STEP):
                 recipe.train_step(net, optimizer, None, [batch] * 2, 1.0, world, clock)
