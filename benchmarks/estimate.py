@@ -68,7 +68,7 @@ WIDE_MODEL = {
     "max_position_embeddings": 2048,
 }
 STEP = "measured_step"  # the range in the profiler's trace
-STEPS = 3
+STEPS = 2
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ class Case:
     ranks: int
     seq: int
     checkpointing: str
+    micro_batches: int = 2
 
     @property
     def name(self) -> str:
@@ -90,7 +91,7 @@ def cases(quick: bool) -> list[Case]:
     if quick:
         chosen = [("lora", 1, "none"), ("qlora", 1, "full"), ("qdora", 1, "none")]
         chosen += [("qlora", 2, "none"), ("qdora", 2, "full"), ("lora", 2, "full")]
-        return [Case("smollm2", method, ranks, 256, kept) for method, ranks, kept in chosen]
+        return [Case("smollm2", method, ranks, 256, kept, 1) for method, ranks, kept in chosen]
     small = product(["smollm2"], METHODS, (1, 2, 4), (256, 1024), ("none", "full"))
     wide = product(["wide"], METHODS, (1, 2), (256, 1024), ("none", "full"))
     return [Case(*fields) for fields in (*small, *wide)]
@@ -100,7 +101,8 @@ def config_of(case: Case, folders: dict[str, str]) -> tuple[Any, Any]:
     recipe = load_recipe(ROOT / "recipes/qdora_distributed.py")
     argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml"), *METHODS[case.method]]
     argv += [f"model.path={folders[case.model]}", f"max_seq_len={case.seq}", "batch_size=1"]
-    argv += ["gradient_accumulation_steps=2", f"activation.checkpointing={case.checkpointing}"]
+    argv.append(f"gradient_accumulation_steps={case.micro_batches}")
+    argv.append(f"activation.checkpointing={case.checkpointing}")
     if case.method != "lora":
         argv.append(f"model.quantize_cache={folders[case.model]}-packed")
     return recipe, load_config(recipe.Config, argv)
@@ -158,7 +160,8 @@ def _measure(case: Case, folders: dict[str, str]) -> int:
         for _ in range(STEPS):
             clock = recipe.StepClock(world.device)
             with torch.profiler.record_function(STEP):
-                recipe.train_step(model, optimizer, None, [batch] * 2, 1.0, world, clock)
+                batches = [batch] * case.micro_batches
+                recipe.train_step(model, optimizer, None, batches, 1.0, world, clock)
     return _peak_within_steps(profiler)
 
 
