@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qfsdp.checkpoint.safetensors_read import StoredTensor, read_rows
 from qfsdp.errors import UserError
-from qfsdp.host import host_empty, in_host_memory, moved, return_freed_memory, to_device
+from qfsdp.host import host_empty, in_host_memory, moved, to_device
 from qfsdp.sizes import format_size
 from qfsdp.tensor_subclasses.packed import PackedTensor
 
@@ -242,8 +242,7 @@ class DiskRing:
         self._places[store] = ranges[-1]
 
     def start(self) -> None:
-        """Makes the buffers and reads the first units. From here on this process gives memory
-        that it frees back to the system.
+        """Makes the buffers and reads the first units.
 
         Raises:
             UserError: the memory is less than two buffers take.
@@ -255,7 +254,6 @@ class DiskRing:
                 f"sharding.ring_memory: {format_size(self._memory)}; one rank's part of a layer is "
                 f"{format_size(largest)}, and two must fit: expected {2 * largest} bytes or more"
             )
-        return_freed_memory()
         self._slots = [_Slot(host_empty([largest], torch.uint8)) for _ in range(count)]
         for store in self._places:
             store.ring = self

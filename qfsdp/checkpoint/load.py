@@ -22,6 +22,7 @@ from qfsdp.checkpoint.safetensors_read import Read, RowStream, StoredTensor
 from qfsdp.checkpoint.sources import ModelWeights, base_parameters
 from qfsdp.distributed import ShardingConfig
 from qfsdp.errors import UserError
+from qfsdp.host import return_freed_memory
 from qfsdp.modules.shards import gather_rows, local_part, local_rows
 from qfsdp.modules.transformer import Decoder
 from qfsdp.offload import DiskRing, DiskStore
@@ -77,7 +78,8 @@ def load_base(
         source: weights of the same architecture.
         device: this rank's, where weights are quantized.
         sharding: that `model` was sharded with: where parameters are held. What stays on disk is
-            not read, and waits in a ring for its first use.
+            not read, and waits in a ring for its first use. With the base elsewhere this process
+            gives memory that it frees back to the system from here on.
         progress: show a bar (or, where standard error is no terminal, a line at the end).
 
     Raises:
@@ -89,6 +91,8 @@ def load_base(
     source.check(model)
     model.to_empty(device="cpu" if sharding.cpu_offload else device)
     model.tie_weights()
+    if sharding.offload_base != "none":
+        return_freed_memory()
     if sharding.offload_base == "disk":
         _leave_on_disk(model, source, parse_size(sharding.ring_memory))
     params = list(base_parameters(model))

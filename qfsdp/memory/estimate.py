@@ -48,6 +48,7 @@ from qfsdp.memory.tracker import (
 )
 from qfsdp.modules.shards import local_part
 from qfsdp.optim import build_optimizer
+from qfsdp.sizes import parse_size
 from qfsdp.tensor_subclasses.packed import PackedTensor
 
 __all__ = [
@@ -61,6 +62,7 @@ __all__ = [
 ]
 
 Kinds = dict[str, int]  # bytes by kind of tensor
+RING = "ring of the base"
 MICRO_BATCHES = 2  # that a step is made of at most: one finds gradients, the first does not
 _LAYER = re.compile(r"(?<=layers\.)-?\d+")
 # Not measured here: what the caching allocator holds beside what is allocated, and a process's
@@ -253,6 +255,8 @@ def _run(
             for value in state.values():
                 for inner in inner_tensors(value) if isinstance(value, Tensor) else ():
                     tracker.follow(inner, OPTIMIZER)
+    if cfg.sharding.offload_base == "disk":
+        tracker.host_peak[RING] = parse_size(cfg.sharding.ring_memory)
     repeats = cfg.gradient_accumulation_steps / len(batches)
     peak = tracker.peak
     return Estimate(
