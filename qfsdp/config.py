@@ -512,6 +512,13 @@ def _section(kind: Any) -> Any:
 # ---- writing and checking a finished config ------------------------------------------------
 
 
+def get_key(config: Any, key: str) -> Any:
+    """The value of "section.name" in a config; None where it has no such key."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
 def to_yaml(config: Any) -> str:
     """The config as YAML text, every default and interpolation written out.
 

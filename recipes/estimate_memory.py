@@ -15,15 +15,15 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.memory.estimate import estimate_fast
+from qfsdp.memory.hardware import told_device_memory
 from qfsdp.memory.report import draw, lines
 from qfsdp.memory.training_config import Training, run_tool
-from qfsdp.sizes import parse_size
 
 
 @dataclass
@@ -43,21 +43,17 @@ class Config:
             raise InvalidField("local_world_size", local, f"a divisor of {self.world_size}")
 
 
-def device_memory(told: str | None) -> int | None:
-    """Bytes: as told, else of this machine's accelerator; None without one."""
-    try:
-        if told is not None:
-            return parse_size(told)
-    except ValueError as error:
-        raise UserError(f"device_memory: {error}") from None
-    if torch.cuda.is_available():
+def device_memory(train: Any) -> int | None:
+    """Bytes: as the config tells, else of this machine's accelerator; None without one."""
+    told = told_device_memory(train)
+    if told is None and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
-    return None
+    return told
 
 
 def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
-    limit = device_memory(train.device_memory)
+    limit = device_memory(train)
     found = estimate_fast(training.recipe, train, cfg.world_size, cfg.local_world_size, cfg.target)
     title = f"{Path(train.model.path).name}, {cfg.world_size} ranks"
     print(

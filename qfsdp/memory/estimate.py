@@ -44,8 +44,8 @@ from qfsdp.memory.tracker import (
     TRAINED,
     MemoryTracker,
     Point,
-    inner_tensors,
 )
+from qfsdp.memory.usage import plain_tensors
 from qfsdp.modules.shards import local_part
 from qfsdp.optim import build_optimizer
 from qfsdp.sizes import parse_size
@@ -253,7 +253,7 @@ def _run(
         tracker.look()
         for state in optimizer.state.values():
             for value in state.values():
-                for inner in inner_tensors(value) if isinstance(value, Tensor) else ():
+                for inner in plain_tensors(value) if isinstance(value, Tensor) else ():
                     tracker.follow(inner, OPTIMIZER)
     if cfg.sharding.offload_base == "disk":
         tracker.host_peak[RING] = parse_size(cfg.sharding.ring_memory)
@@ -276,7 +276,7 @@ def _mark_parameters(model: nn.Module, tracker: MemoryTracker) -> None:
     for param in model.parameters():
         kind = TRAINED if param.requires_grad else PLAIN
         local = local_part(param)
-        for inner in inner_tensors(local):
+        for inner in plain_tensors(local):
             tracker.follow(inner, PACKED if isinstance(local, PackedTensor) else kind)
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(tracker.mark_gradient)

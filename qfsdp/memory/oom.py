@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qfsdp.accounting import StepClock
+from qfsdp.config import get_key
 from qfsdp.errors import UserError
 from qfsdp.memory.usage import IN_HOST, OPTIMIZER, bytes_by_kind, peak_memory_bytes, plain_tensors
 from qfsdp.modules.transformer import Decoder
@@ -179,7 +180,7 @@ def less_memory(
         kinds: what is held, by kind.
         training: it was no memory of loading.
     """
-    get, total = partial(_get, cfg), sum(kinds.values())
+    get, total = partial(get_key, cfg), sum(kinds.values())
     on_gpu, ranks = device.type != "cpu", int(os.environ.get("WORLD_SIZE", 1))
     if training and kinds[REST] > SMALL_SHARE * total:
         if get("activation.checkpointing") in ("none", "selective"):
@@ -206,26 +207,19 @@ def less_memory(
 
 def less_host_memory(cfg: Any) -> Iterator[str]:
     """Changes that take less host memory, where the device is another."""
-    if _get(cfg, "activation.offload"):
+    if get_key(cfg, "activation.offload"):
         yield "activation.offload=false"
-    if _get(cfg, "sharding.offload_base") == "cpu":
+    if get_key(cfg, "sharding.offload_base") == "cpu":
         yield "sharding.offload_base=disk"
-    if _get(cfg, "sharding.offload_base") == "disk":
+    if get_key(cfg, "sharding.offload_base") == "disk":
         yield "a smaller sharding.ring_memory"
-    if _get(cfg, "sharding.cpu_offload"):
+    if get_key(cfg, "sharding.cpu_offload"):
         yield "sharding.cpu_offload=false"
     yield "fewer ranks on this machine"
 
 
 def _smaller_batches(cfg: Any) -> str:
     """As many samples in a step, in more micro-batches."""
-    size, count = _get(cfg, "batch_size") or 1, _get(cfg, "gradient_accumulation_steps") or 1
+    size, count = get_key(cfg, "batch_size") or 1, get_key(cfg, "gradient_accumulation_steps") or 1
     smaller = size // 2 if size % 2 == 0 else 1
     return f"batch_size={smaller} gradient_accumulation_steps={count * size // smaller}"
-
-
-def _get(cfg: Any, key: str) -> Any:
-    """The value of "section.name"; None where a config has no such key."""
-    for name in key.split("."):
-        cfg = getattr(cfg, name, None)
-    return cfg

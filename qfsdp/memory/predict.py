@@ -14,13 +14,12 @@ from typing import Any
 from omegaconf import OmegaConf
 
 from qfsdp.accounting import step_flops
-from qfsdp.config import Component
+from qfsdp.config import Component, get_key
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.memory.estimate import Estimate, estimate_fast, model_folder
 from qfsdp.memory.hardware import Hardware
 from qfsdp.memory.roofline import Load, StepTime, step_time
 from qfsdp.modules.transformer import Decoder
-from qfsdp.sizes import parse_size
 from qfsdp.tensor_subclasses.packed import PackedTensor
 
 # Host memory of a rank beside what is offloaded: libraries and batches (measured with SmolLM2 on a
@@ -31,13 +30,6 @@ Changes = dict[str, Any]  # key of the config -> value, e.g. {"sharding.strategy
 
 
 # ---- changes of a config -------------------------------------------------------------------
-
-
-def get_key(cfg: Any, key: str) -> Any:
-    """The value of "section.name" in a config; None where it has no such key."""
-    for name in key.split("."):
-        cfg = getattr(cfg, name, None)
-    return cfg
 
 
 def changed(cfg: Any, changes: Changes) -> Any:
@@ -189,8 +181,6 @@ class Predictor:
         load = step_load(self._model(cfg), cfg, found, self.world_size)
         time = step_time(load, self.hardware, ranks)
         host = sum(found.host.values())
-        if cfg.sharding.offload_base == "disk":
-            host += parse_size(cfg.sharding.ring_memory)  # a dry run has no ring
         return Prediction(
             changes=changes,
             device_bytes=found.reserved or found.peak + host + CPU_PROCESS_BYTES,

@@ -29,12 +29,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 import qfsdp.compiled
 import qfsdp.host
 from qfsdp.memory.kernels import DATA_DEPENDENT, WORKSPACE, Target, fused_rms_norm
+from qfsdp.memory.usage import plain_tensors
 from qfsdp.tensor_subclasses import packed
 
 aten = torch.ops.aten
@@ -354,7 +355,7 @@ class MemoryTracker(TorchDispatchMode):
     def mark_gradient(self, param: Tensor) -> None:
         """A hook of a parameter, called when its gradient is there."""
         assert param.grad is not None
-        for inner in inner_tensors(param.grad):
+        for inner in plain_tensors(param.grad):
             block = self._live.get(inner.untyped_storage()._cdata)
             if self._in_host and block is not None and not block.in_host:
                 self.moved("to_host", block.size)
@@ -373,11 +374,3 @@ class MemoryTracker(TorchDispatchMode):
     def _enter_backward(self, name: str, _: Tensor) -> None:
         self.look()
         self._of_backward = name
-
-
-def inner_tensors(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a DTensor, a packed weight or one in the other are made of."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    parts = [getattr(tensor, name) for name in tensor.__tensor_flatten__()[0]]
-    return [t for part in parts if isinstance(part, Tensor) for t in inner_tensors(part)]
