@@ -1,0 +1,94 @@
+"""Loss over samples that are not trained on: the mean over their target tokens, over all ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+from qfsdp.data.loader import Batch, MapDataset, StepLoader
+from qfsdp.distributed import World
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in eval mode and records no gradients; afterwards as it was before.
+
+    Sharded units are freed at the end: without a backward pass FSDP2 keeps the root (and with
+    strategy "shard_grad_op" every unit) gathered, and a parameter that is gathered is no DTensor,
+    which whoever reads parameters next (optimizer, checkpoint) expects it to be.
+    """
+    trained = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(trained)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
+def held_out_batches(
+    dataset: MapDataset, batch_size: int, world: World, pad_id: int, max_seq_len: int | None
+) -> Iterator[Batch]:
+    """This rank's batches of one pass over `dataset`, in its order; as many on every rank.
+
+    Args:
+        dataset: of samples or packs, as the training loader takes them.
+        batch_size: samples per rank and batch. A rank that has none left gets a row without
+            targets.
+        pad_id, max_seq_len: as in `collate`.
+    """
+    loader = StepLoader(
+        dataset,
+        batch_size=batch_size,
+        gradient_accumulation_steps=1,
+        rank=world.rank,
+        world_size=world.size,
+        seed=0,
+        pad_id=pad_id,
+        max_seq_len=max_seq_len,
+        shuffle=False,
+    )
+    for step in range(loader.steps_per_epoch):
+        yield from loader.step(step)
+
+
+def batch_losses(
+    model: nn.Module, batches: Iterable[Batch], world: World
+) -> list[tuple[float, int]]:
+    """Summed loss and number of targets of each of this rank's batches.
+
+    All ranks call it with the same number of batches: every forward pass has collectives.
+    """
+    losses: list[torch.Tensor] = []
+    targets: list[int] = []
+    with evaluating(model):
+        for batch in batches:
+            b = batch.to(world.device)
+            losses.append(model(b.tokens, b.positions, labels=b.labels, cu_seqlens=b.cu_seqlens))
+            targets.append(batch.num_targets)
+    # Read at the end, so that an accelerator is never waited for between batches.
+    sums = torch.stack(losses).tolist() if losses else []
+    return list(zip(sums, targets, strict=True))
+
+
+def held_out_loss(model: nn.Module, batches: Iterable[Batch], world: World) -> tuple[float, int]:
+    """Cross entropy summed over the targets of all ranks' batches (nats), and their number.
+
+    Divide for the mean loss; `math.exp` of that is the perplexity. The model may be in the middle
+    of training: it comes back in the mode, and sharded as, it was.
+
+    Args:
+        model: a `Decoder`, sharded or not.
+        batches: this rank's, as many as every other rank's (`held_out_batches`).
+    """
+    parts = batch_losses(model, batches, world)
+    loss = world.sum(math.fsum(loss for loss, _ in parts))
+    return loss, int(world.sum(sum(targets for _, targets in parts)))
