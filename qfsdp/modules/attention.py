@@ -39,6 +39,20 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=share)
 
 
+def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+    """Grouped-query attention of one new token per row to what is cached of the row.
+
+    `q` is `[batch, heads, 1, head_dim]`, `k` and `v` are `[batch, kv_heads, slots, head_dim]` with
+    at least as many slots as `mask`, bool `[batch, 1, 1, seen]` (True: attend), has. Returns q's
+    shape.
+    """
+    # The heads of a group stand as queries of one head: nothing of the cache is expanded.
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    seen = mask.shape[3]
+    y = F.scaled_dot_product_attention(grouped, k[:, :, :seen], v[:, :, :seen], mask)
+    return y.reshape(q.shape)
+
+
 def attend_documents(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int | None = None
 ) -> Tensor:

@@ -24,7 +24,8 @@ from torch.distributed.fsdp import FSDPModule
 from qfsdp.errors import UserError
 from qfsdp.loss import head_loss
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
-from qfsdp.modules.attention import attend, attend_documents
+from qfsdp.modules.attention import attend, attend_cached, attend_documents
+from qfsdp.modules.cache import KVCache, LayerCache
 
 # Per architecture: what Hugging Face assumes for a key that config.json leaves out, and what its
 # model code fixes, whatever config.json says.
@@ -272,14 +273,25 @@ class Attention(nn.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
     def forward(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
         heads = (*x.shape[:2], -1, self.head_dim)
         q = self.q_norm(self.q_proj(x).view(heads)).transpose(1, 2)
         k = self.k_norm(self.k_proj(x).view(heads)).transpose(1, 2)
         v = self.v_proj(x).view(heads).transpose(1, 2)
         q, k = _rotate(q, cos, sin), _rotate(k, cos, sin)
-        if cu_seqlens is None:
+        if cache is not None:
+            cache.put(k, v)
+        if cache is not None and cache.slots is not None:
+            assert mask is not None
+            y = attend_cached(q, cache.keys, cache.values, mask)
+        elif cu_seqlens is None:
             y = attend(q, k, v, mask)
         else:
             y = attend_documents(q, k, v, cu_seqlens, x.shape[1], self.window)
@@ -350,8 +362,9 @@ class DecoderLayer(nn.Module):
         sin: Tensor,
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cu_seqlens)
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin, mask, cu_seqlens, cache)
         return x + self.mlp(self.post_attention_layernorm(x))
 
     def forward(
@@ -361,7 +374,10 @@ class DecoderLayer(nn.Module):
         sin: Tensor,
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
+        cache: LayerCache | None = None,
     ) -> Tensor:
+        if cache is not None:
+            return self._cached_block(x, cos, sin, mask, cache)
         if self.compiled:  # here, as FSDP2 hands the layer other tensors than it was called with
             _mark_lengths(x, cos, sin, mask, cu_seqlens)
         args = (x, cos, sin, mask, cu_seqlens)
@@ -371,6 +387,19 @@ class DecoderLayer(nn.Module):
             return checkpointed(self.block, self.recomputed, *args)
         with self.offload.layer((*self.parameters(), cos, sin)):
             return checkpointed(self.block, self.recomputed, *args)
+
+    def _cached_block(
+        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache
+    ) -> Tensor:
+        """Compiled, if anything is, for new tokens only: a prompt is one call, a build many."""
+        if self.compiled and cache.slots is None:
+            return DecoderLayer.block(self, x, cos, sin, mask, None, cache)
+        if self.compiled:
+            for tensor in (x, cos, sin, cache.slots):
+                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+            for tensor, dim in ((mask, 3), (cache.keys, 2), (cache.values, 2)):
+                torch._dynamo.maybe_mark_dynamic(tensor, [0, dim])
+        return self.block(x, cos, sin, mask, None, cache)
 
 
 class Backbone(nn.Module):
@@ -436,6 +465,7 @@ class Decoder(nn.Module):
         mask: Tensor | None = None,
         labels: Tensor | None = None,
         cu_seqlens: Tensor | None = None,
+        cache: KVCache | None = None,
     ) -> Tensor:
         """Logits of the next token, `[batch, seq, vocab]` in the dtype of the weights; given
         `labels` (int64 `[batch, seq]`, -100 for none) their summed cross entropy instead, an fp32
@@ -449,7 +479,13 @@ class Decoder(nn.Module):
         `cu_seqlens` (int32, see `attend_documents`) instead of a mask keeps apart the samples that
         are packed into a row; `positions` must then start at 0 in each. Raises ValueError where it
         comes with a mask or without positions.
+
+        With a `cache`, and nothing else, `tokens` are added to it: in the first call prompts,
+        padded on the right, then `[batch, 1]` one after another. Returns `[batch, vocab]`, the
+        logits of the token after each row's last one. For inference only: no gradients.
         """
+        if cache is not None:
+            return self._next_logits(tokens, cache)
         if cu_seqlens is not None and (mask is not None or positions is None):
             raise ValueError("cu_seqlens takes positions with it, and no mask")
         x = self.model.embed_tokens(tokens)
@@ -462,6 +498,20 @@ class Decoder(nn.Module):
             x = layer(x, cos, sin, seen, cu_seqlens)
         x = self.model.norm(x)
         return self.lm_head(x) if labels is None else self._loss(x, labels)
+
+    def _next_logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
+        x = self.model.embed_tokens(tokens)
+        rows, columns = (torch.arange(size, device=tokens.device) for size in tokens.shape)
+        positions, last = columns.unsqueeze(0), cache.lengths - 1
+        mask, windowed_mask = None, self._within_window(None, tokens)
+        if cache.filled:
+            positions, last = cache.lengths.unsqueeze(1), torch.zeros_like(rows)
+            mask, windowed_mask = cache.mask(), cache.mask(self.config.sliding_window)
+        cos, sin = self._rotary_tables(positions, x.dtype)
+        for layer, kept in zip(self.model.layers, cache.layers(x.dtype), strict=True):
+            x = layer(x, cos, sin, windowed_mask if layer.windowed else mask, None, kept)
+        cache.advance()
+        return self.lm_head(self.model.norm(x[rows, last]))
 
     def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
         head = self.lm_head
