@@ -123,6 +123,28 @@ class HFTokenizer:
         except TemplateError as error:
             raise UserError(f"{self._source}: the chat template refuses: {error}") from error
 
+    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+        """Ids of a conversation that is to be answered, with the header of the answer at its end.
+
+        Messages, and what is raised, are as in `render`.
+        """
+        text = self.render(messages, add_generation_prompt=True)
+        return self.encode(text, add_bos=False, add_eos=False)
+
+    @property
+    def end_of_turn_id(self) -> int | None:
+        """The special token that the chat template writes after an answer, if it writes one.
+
+        Not `eos_id` in every model: Llama-3's is of the whole text, and a turn ends in <|eot_id|>.
+        """
+        if self._template is None:
+            return None
+        answer = {"role": "assistant", "content": "An answer."}
+        text = self.render([{"role": "user", "content": "A question."}, answer])
+        after = text.rpartition(answer["content"])[2].lstrip()
+        ends = [token for token in self.special_tokens if after.startswith(token)]
+        return self.special_tokens[max(ends, key=len)] if ends else None
+
     def tokenize_messages(
         self, messages: Sequence[Any], *, add_generation_prompt: bool = False
     ) -> tuple[list[int], list[bool]]:

@@ -1,0 +1,193 @@
+"""Answer one prompt, or a file of them, with a base model and an adapter.
+
+    tune run recipes/generate --config configs/generate.yaml \\
+        model.path=models/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter prompt="Why is it dark?"
+    tune run recipes/generate --config configs/generate.yaml \\
+        prompts=questions.jsonl prompt_column=question output=answers.jsonl
+
+One prompt is answered on the terminal, as the answer is made. Of a file every row is answered, and
+written to `output` with its answer as `completion`, in the file's order. A column of prompts holds
+texts, or lists of `{"role": ..., "content": ...}`. The base may be plain, packed as it is loaded,
+or stored packed; with an adapter it should be what the adapter was trained over.
+
+Several ranks share the prompts out: one process per visible accelerator, or `--nproc_per_node N`.
+With `sharding.strategy: ddp` each has the whole packed base; others gather a layer for every token.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from qfsdp.checkpoint.load import ModelConfig
+from qfsdp.compiled import has_compiler, use_cache_dir
+from qfsdp.config import Component
+from qfsdp.distributed import ShardingConfig, World, init_world
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.generation import SamplingConfig, check_lengths, generate
+from qfsdp.inference import check_for_inference, load_for_inference
+from qfsdp.launch import launch
+from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.modules.transformer import Decoder
+from qfsdp.prompts import TextStream, prompt_tokens, read_rows, stop_ids
+
+COMPLETION = "completion"
+
+
+@dataclass
+class Config:
+    """What the YAML file and the command line can say; sections explain themselves."""
+
+    model: ModelConfig
+    tokenizer: Component
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
+    sampling: SamplingConfig = field(default_factory=SamplingConfig)
+    adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or what PEFT wrote
+    prompt: str | None = None  # this one, or
+    prompts: str | None = None  # a .jsonl file of them
+    prompt_column: str = "prompt"  # of `prompts`
+    system_prompt: str | None = None  # before every prompt
+    chat_template: bool = True  # false: prompts are texts to be continued
+    batch_size: int = 8  # prompts per rank at a time
+    output: str | None = None  # a .jsonl file, for `prompts`; null: standard output
+    compile: bool = False  # every decoder layer, for new tokens; worth it for many prompts
+    compile_cache_dir: str | None = None  # of compiled code; null: PyTorch's choice
+
+    def check(self) -> None:
+        if self.batch_size < 1:
+            raise InvalidField("batch_size", self.batch_size, "an integer of at least 1")
+        if self.prompt is not None and self.prompts is not None:
+            raise InvalidField("prompts", self.prompts, "null beside prompt; one of the two")
+        if self.output is not None and self.prompt is not None:
+            raise InvalidField("output", self.output, "null beside prompt; it is for prompts")
+        if self.system_prompt is not None and not self.chat_template:
+            raise InvalidField("system_prompt", self.system_prompt, "null without chat_template")
+
+
+def check(cfg: Config) -> None:
+    """What can be wrong outside the config file, found before any weight is loaded."""
+    if cfg.prompt is None and cfg.prompts is None:
+        raise UserError('prompt: none is given; expected prompt="TEXT" or prompts=FILE.jsonl')
+    cfg.tokenizer.check("tokenizer")
+    if cfg.compile and not has_compiler():
+        raise UserError("compile: true needs a C++ compiler; install g++, or set compile=false")
+    if cfg.output is not None:
+        check_output(Path(cfg.output).expanduser())
+    model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
+    tokenizer = cfg.tokenizer.build()
+    stop_ids(tokenizer, cfg.model.folder)
+    check_lengths(tokenized(cfg, tokenizer, rows_of(cfg)), cfg.sampling, model)
+
+
+def check_output(path: Path) -> None:
+    """Raises UserError unless `path` can be written, and nothing is there."""
+    if path.exists():
+        raise UserError(f"output: '{path}' exists already; name another file")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: '{path}' cannot be written: {error.strerror}") from None
+
+
+def rows_of(cfg: Config) -> list[dict[str, Any]]:
+    """The rows of the file, or one of the single prompt."""
+    if cfg.prompts is None:
+        return [{cfg.prompt_column: cfg.prompt}]
+    rows = read_rows("prompts", cfg.prompts, cfg.prompt_column)
+    if any(COMPLETION in row for row in rows):
+        raise UserError(f"prompts: '{cfg.prompts}' has a column {COMPLETION!r}, which is written")
+    return rows
+
+
+def tokenized(cfg: Config, tokenizer: Any, rows: list[dict[str, Any]]) -> list[list[int]]:
+    """The tokens of every row's prompt."""
+    prompts = []
+    for number, row in enumerate(rows, start=1):
+        prompt = row[cfg.prompt_column]
+        try:
+            tokens = prompt_tokens(tokenizer, prompt, cfg.chat_template, cfg.system_prompt)
+        except UserError as error:
+            raise UserError(f"prompt {number} of {len(rows)}: {error}") from None
+        prompts.append(tokens)
+    return prompts
+
+
+def stream(
+    model: Decoder, prompt: list[int], cfg: Config, tokenizer: Any, stops: set[int], world: World
+) -> None:
+    """Answers one prompt on the terminal, by rank 0; the others help with its layers."""
+    text = TextStream(tokenizer)
+
+    def show(new: list[int | None]) -> None:
+        if new and new[0] is not None:
+            print(text.push(new[0]), end="", flush=True)
+
+    generate(model, [prompt] if world.rank == 0 else [], cfg.sampling, stops, world, show)
+    if world.rank == 0:
+        print(text.end(), flush=True)
+
+
+def answer_all(
+    model: Decoder, prompts: list[list[int]], cfg: Config, stops: set[int], world: World
+) -> list[list[int]]:
+    """New tokens of every prompt, on every rank. A batch has prompts of like lengths; the longest
+    come first, so what does not fit into memory is known at once."""
+    order = sorted(range(len(prompts)), key=lambda at: -len(prompts[at]))
+    step = cfg.batch_size * world.size
+    found: list[tuple[int, list[int]]] = []
+    shown = world.rank == 0 and sys.stderr.isatty()
+    with tqdm(total=len(prompts), desc="answers", disable=not shown, dynamic_ncols=True) as bar:
+        for start in range(0, len(prompts), step):
+            batch = order[start : start + step]
+            mine = batch[world.rank :: world.size]
+            answers = generate(model, [prompts[at] for at in mine], cfg.sampling, stops, world)
+            found += zip(mine, answers, strict=True)
+            bar.update(len(batch))
+    by_row = dict(pair for of_rank in world.gather(found) for pair in of_rank)
+    return [by_row[at] for at in range(len(prompts))]
+
+
+def write_answers(rows: list[dict[str, Any]], texts: list[str], output: str | None) -> None:
+    """The rows with their answers, as JSON lines."""
+    answered = [row | {COMPLETION: text} for row, text in zip(rows, texts, strict=True)]
+    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answered)
+    if output is None:
+        print(lines, end="")
+    else:
+        Path(output).expanduser().write_text(lines, encoding="utf-8")
+
+
+def main(cfg: Config) -> None:
+    world = init_world(cfg.sharding)
+    use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
+    tokenizer = cfg.tokenizer.build()
+    rows = rows_of(cfg)
+    prompts = tokenized(cfg, tokenizer, rows)
+    stops = stop_ids(tokenizer, cfg.model.folder)
+    model = load_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world)
+    if cfg.compile:
+        model.compile_layers()
+    if cfg.prompts is None:
+        return stream(model, prompts[0], cfg, tokenizer, stops, world)
+    since = time.perf_counter()
+    answers = answer_all(model, prompts, cfg, stops, world)
+    seconds = time.perf_counter() - since
+    if world.rank == 0:
+        write_answers(rows, [tokenizer.decode(answer) for answer in answers], cfg.output)
+        count = sum(map(len, answers))
+        print(
+            f"{len(answers)} answers, {count} tokens in {seconds:.1f} s "
+            f"({count / seconds:.1f} tokens/s): {cfg.output or 'standard output'}",
+            file=sys.stderr,
+        )
+
+
+if __name__ == "__main__":
+    launch(__file__, Config, check, main)
