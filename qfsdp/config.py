@@ -36,8 +36,10 @@ T = TypeVar("T")
 TORCHTUNE_KEYS = {
     "apply_lora_to_mlp": "adapter.targets",
     "apply_lora_to_output": "adapter.targets",
+    "batch_size_val": "validation.batch_size",
     "checkpointer": "model.path",
     "custom_sharded_layers": "sharding.wrap",
+    "dataset_val": "validation.sets",
     "device": "an accelerator is used wherever there is one",
     "dtype": "model.dtype",
     "enable_activation_checkpointing": "activation.checkpointing=full",
@@ -57,6 +59,7 @@ TORCHTUNE_KEYS = {
     "model.lora_rank": "adapter.rank",
     "model.quantize_base": "quantization.format=nf4",
     "model.use_dora": "adapter.method=dora",
+    "run_val_every_n_steps": "validation.eval_every",
 }
 
 
@@ -312,7 +315,8 @@ def _overlay(schema: type, below: dict[str, Any], above: dict[str, Any]) -> dict
         low, high, kind = below.get(name), above[name], hints[name]
         section = _section(kind)
         if section is None:
-            tree[name] = _onto_component(low, high)
+            emptied = high is None and (get_origin(kind) or kind) is dict
+            tree[name] = low if emptied else _onto_component(low, high)
         elif isinstance(high, dict):
             tree[name] = _overlay(section, low if low is not None else _defaults(section), high)
         elif high is None and not _is_union(kind):  # `adapter:` with every line commented out
@@ -372,13 +376,17 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
             return value
         raise _mismatch(key, value, kind)
     if kind is Component:
-        return _convert_component(value, key)
+        return as_component(value, key)
     if is_dataclass(kind):
         return _build(kind, value, key)
     base = get_origin(kind) or kind
     if base is list and isinstance(value, list):
         (item,) = get_args(kind) or (Any,)
         return [_convert(item, entry, f"{key}[{at}]") for at, entry in enumerate(value)]
+    if base is dict and isinstance(value, dict):
+        _, item = get_args(kind) or (Any, Any)
+        whole = {str(name): _with_defaults(item, entry) for name, entry in value.items()}
+        return {name: _convert(item, entry, _join(key, name)) for name, entry in whole.items()}
     if base is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
             return float(value)
@@ -387,6 +395,14 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     if type(value) is base:
         return value
     raise _mismatch(key, value, kind)
+
+
+def _with_defaults(kind: Any, value: Any) -> Any:
+    """An entry of a mapping of sections, whose defaults `_overlay` does not know."""
+    section = _section(kind)
+    if section is None or not isinstance(value, dict):
+        return value
+    return _overlay(section, _defaults(section), value)
 
 
 def _convert_union(kind: Any, value: Any, key: str) -> Any:
@@ -412,7 +428,8 @@ def _takes_shape(kind: Any, value: dict[Any, Any] | list[Any]) -> bool:
     return (get_origin(kind) or kind) is dict or is_dataclass(kind)
 
 
-def _convert_component(value: Any, key: str) -> Component:
+def as_component(value: Any, key: str) -> Component:
+    """The component that a node of a config at `key` names; raises UserError if it names none."""
     if isinstance(value, str):
         return Component(value)
     if not isinstance(value, dict):
@@ -540,6 +557,9 @@ def check_components(config: Any, key: str = "") -> None:
     elif isinstance(config, list):
         for at, entry in enumerate(config):
             check_components(entry, f"{key}[{at}]")
+    elif isinstance(config, dict):
+        for name, entry in config.items():
+            check_components(entry, _join(key, name))
 
 
 def _plain(value: Any, text: Callable[[str], str] = str) -> Any:

@@ -6,9 +6,24 @@ imported by the functions that use them.
 
 from __future__ import annotations
 
-from qfsdp.data.datasets import TokenizedDataset, chat_dataset, check_source, instruct_dataset
+from qfsdp.data.components import build_dataset, check_data, check_dataset
+from qfsdp.data.datasets import chat_dataset, instruct_dataset
+from qfsdp.data.dummy import dummy_dataset
+from qfsdp.data.formats import (
+    alpaca_dataset,
+    gsm8k_dataset,
+    guanaco_dataset,
+    openassistant_dataset,
+    orca_math_dataset,
+    sharegpt_dataset,
+    sql_create_context_dataset,
+)
 from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
+from qfsdp.data.mixed import mixed_dataset
 from qfsdp.data.packing import PackedDataset
+from qfsdp.data.sources import check_source
+from qfsdp.data.text import text_dataset
+from qfsdp.data.tokenized import TokenizedDataset
 from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
 
 __all__ = [
@@ -18,9 +33,22 @@ __all__ = [
     "PackedDataset",
     "StepLoader",
     "TokenizedDataset",
+    "alpaca_dataset",
+    "build_dataset",
     "chat_dataset",
+    "check_data",
+    "check_dataset",
     "check_source",
     "collate",
+    "dummy_dataset",
+    "gsm8k_dataset",
+    "guanaco_dataset",
     "hf_tokenizer",
     "instruct_dataset",
+    "mixed_dataset",
+    "openassistant_dataset",
+    "orca_math_dataset",
+    "sharegpt_dataset",
+    "sql_create_context_dataset",
+    "text_dataset",
 ]

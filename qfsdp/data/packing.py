@@ -46,9 +46,7 @@ class PackedDataset:
         if max_seq_len < 1:
             raise ValueError(f"max_seq_len is {max_seq_len}; expected at least 1")
         self.dataset, self.max_seq_len = dataset, max_seq_len
-        given: Sequence[int] | None = getattr(dataset, "lengths", None)
-        if given is None:
-            given = [len(dataset[i]["tokens"]) for i in range(len(dataset))]
+        given = sample_lengths(dataset)
         lengths = torch.as_tensor(given, dtype=torch.int64).clamp(max=max_seq_len)
         self._samples, self._ends = array("q"), array("q")
         for pack in best_fit(lengths, max_seq_len, seed):
@@ -69,6 +67,14 @@ class PackedDataset:
         parts = [tokens_and_labels(item, self.max_seq_len) for item in items]
         tokens, labels = (torch.cat(part) for part in zip(*parts, strict=True))
         return {"tokens": tokens, "labels": labels, "lengths": [len(part) for part, _ in parts]}
+
+
+def sample_lengths(dataset: MapDataset) -> Sequence[int]:
+    """Tokens of every sample; asks for every item of a dataset that has no `lengths`."""
+    given: Sequence[int] | None = getattr(dataset, "lengths", None)
+    if given is None:
+        given = [len(dataset[i]["tokens"]) for i in range(len(dataset))]
+    return given
 
 
 def best_fit(lengths: torch.Tensor, space: int, seed: int) -> list[list[int]]:

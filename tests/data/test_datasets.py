@@ -13,8 +13,10 @@ from typing import Any
 
 import pytest
 
-from qfsdp.data.datasets import TokenizedDataset, chat_dataset, check_source, instruct_dataset
+from qfsdp.data.datasets import chat_dataset, instruct_dataset
 from qfsdp.data.loader import StepLoader
+from qfsdp.data.sources import check_source
+from qfsdp.data.tokenized import TokenizedDataset
 from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
 from qfsdp.errors import UserError
 
@@ -206,7 +208,7 @@ def test_faulty_files(tokenizer: HFTokenizer, tmp_path: Path) -> None:
 def test_check_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "empty.jsonl").touch()
-    (tmp_path / "notes.txt").write_text("x", encoding="utf-8")
+    (tmp_path / "notes.doc").write_text("x", encoding="utf-8")
     (tmp_path / "folder").mkdir()
     write(tmp_path / "good.jsonl", PAIRS)
     for source in ("missing.jsonl", "./missing", "/missing", "~/missing", "a/b/c", "a/b.csv", ""):
@@ -214,8 +216,8 @@ def test_check_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             check_source("data.source", source)
     with pytest.raises(UserError, match=r"empty\.jsonl is empty"):
         check_source("data.source", "empty.jsonl")
-    with pytest.raises(UserError, match=r"unknown suffix '\.txt'"):
-        check_source("data.source", "notes.txt")
+    with pytest.raises(UserError, match=r"unknown suffix '\.doc'"):
+        check_source("data.source", "notes.doc")
     with pytest.raises(UserError, match="folder holds no data file"):
         check_source("data.source", "folder")
     for source in ("good.jsonl", str(tmp_path / "good.jsonl"), ".", "tatsu-lab/alpaca", "squad"):

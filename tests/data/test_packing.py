@@ -9,8 +9,8 @@ import torch
 
 from qfsdp.checkpoint.facts import data_facts
 from qfsdp.data import StepLoader
-from qfsdp.data.datasets import TokenizedDataset
 from qfsdp.data.packing import PackedDataset, best_fit
+from qfsdp.data.tokenized import TokenizedDataset
 
 PAD = 0
 

@@ -1,0 +1,67 @@
+"""Random samples, for benchmarks: no file, and the same work in every step."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import torch
+
+from qfsdp.errors import UserError
+
+
+class DummyDataset:
+    """`samples` samples of `length` random tokens each, all of them trained.
+
+    Items are `{"tokens", "labels"}`, int64 `[length]`, a function of `seed` and the index.
+    """
+
+    def __init__(self, samples: int, length: int, vocab_size: int, seed: int) -> None:
+        self._samples, self._length = samples, length
+        self._vocab_size, self._seed = vocab_size, seed
+
+    def __len__(self) -> int:
+        return self._samples
+
+    @property
+    def lengths(self) -> list[int]:
+        """Tokens of every sample."""
+        return [self._length] * self._samples
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        index = range(self._samples)[index]  # negative indices, and IndexError
+        mixed = random.Random(f"dummy {self._seed} {index}").getrandbits(32)
+        generator = torch.Generator().manual_seed(mixed)
+        tokens = torch.randint(self._vocab_size, (self._length,), generator=generator)
+        return {"tokens": tokens, "labels": tokens}
+
+
+def dummy_dataset(
+    tokenizer: Any,
+    *,
+    length: int | None = None,
+    samples: int = 10_000,
+    vocab_size: int | None = None,
+    seed: int = 0,
+) -> DummyDataset:
+    """Samples of one length with random tokens.
+
+    Args:
+        tokenizer: whose `vocab_size` and `max_seq_len` are the defaults.
+        length: tokens of a sample; by default the tokenizer's `max_seq_len`.
+        samples: how many.
+        vocab_size: ids are below it.
+        seed: of the ids.
+
+    Raises:
+        UserError: a number is too small, or is given neither here nor by the tokenizer.
+    """
+    given = {
+        "length": (length or getattr(tokenizer, "max_seq_len", None), 2),
+        "samples": (samples, 1),
+        "vocab_size": (vocab_size or getattr(tokenizer, "vocab_size", None), 1),
+    }
+    for name, (number, least) in given.items():
+        if number is None or number < least:
+            raise UserError(f"dataset.{name}: {number}; an integer of at least {least} is right")
+    return DummyDataset(samples, int(given["length"][0]), int(given["vocab_size"][0]), seed)
