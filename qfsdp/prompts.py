@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.errors import UserError
 
-Messages = Sequence[dict[str, str]]
+Messages = list[dict[str, str]]
 """`{"role": ..., "content": ...}` each."""
 
 
@@ -52,16 +51,18 @@ def prompt_tokens(
         if not isinstance(prompt, str):
             raise UserError("a list of messages needs the chat template; set chat_template=true")
         return list(tokenizer.encode(prompt, add_bos=True, add_eos=False))
-    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-    roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
-    if not messages or not all(isinstance(role, str) for role in roles):
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    roles = []
+    if isinstance(messages, list):
+        roles = [m.get("role") if isinstance(m, dict) else None for m in messages]
+    if not roles or not all(isinstance(role, str) for role in roles):
         raise UserError('expected a text, or a list of {"role": ..., "content": ...}')
     if roles[-1] == "assistant":
         raise UserError("the last message is the assistant's; expected one to be answered")
     if system_prompt is not None:
         if "system" in roles:
             raise UserError("a system message of its own beside system_prompt; give one of them")
-        messages.insert(0, {"role": "system", "content": system_prompt})
+        messages = [{"role": "system", "content": system_prompt}, *messages]
     return chat_tokens(tokenizer, messages)
 
 

@@ -1,0 +1,138 @@
+"""Greedy answers beside transformers, on the same weights: are the tokens the same, and how fast.
+
+    python benchmarks/generate.py [--quick] [--json generate.json] [--compile]
+
+50 questions (GSM8K's where its file is there, else generated ones) to SmolLM2-135M-Instruct, 64 new
+tokens each, in batches of 10 and, some of them, one by one. Rates count the prompts' pass too. Each
+batch is answered by all in turn.
+
+    prompts, identical_prompts          in fp32, by token, whole answers
+    tokens_per_s/WHO/DTYPE/BATCH        WHO: transformers, ours, ours_nf4, ours_compiled
+    ours_over_transformers/DTYPE/BATCH  of the same batches
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.timing import Figures, arguments, ratios, spread, table, tell
+from qfsdp.checkpoint.load import ModelConfig
+from qfsdp.data import hf_tokenizer
+from qfsdp.demo import arithmetic, cache_dir
+from qfsdp.demo.smollm2 import prepare_model
+from qfsdp.distributed import ShardingConfig, World
+from qfsdp.generation import SamplingConfig, generate
+from qfsdp.inference import load_for_inference
+from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.prompts import chat_tokens
+
+GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k/test.jsonl"
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+BATCH = 10
+
+Answer = Callable[[list[list[int]], int], list[list[int]]]
+"""Prompts and how many new tokens -> the new tokens of each."""
+
+
+def questions(count: int) -> list[str]:
+    if GSM8K.is_file():
+        lines = GSM8K.read_text(encoding="utf-8").splitlines()[:count]
+        return [json.loads(line)["question"] for line in lines]
+    return [problem["question"] for problem in arithmetic.generate(count, seed=0)]
+
+
+def transformers(folder: Path, dtype: str, device: str) -> Answer:
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
+    model.generation_config.eos_token_id = None
+
+    def answer(prompts: list[list[int]], new: int) -> list[list[int]]:
+        longest = max(map(len, prompts))
+        tokens = torch.zeros(len(prompts), longest, dtype=torch.int64)
+        mask = torch.zeros_like(tokens)
+        for row, prompt in enumerate(prompts):
+            tokens[row, longest - len(prompt) :] = torch.tensor(prompt)
+            mask[row, longest - len(prompt) :] = 1
+        given = {"input_ids": tokens.to(device), "attention_mask": mask.to(device)}
+        whole = model.generate(**given, do_sample=False, max_new_tokens=new, pad_token_id=0)
+        return whole[:, longest:].tolist()
+
+    return answer
+
+
+def ours(folder: Path, dtype: Any, device: str, format: Any, compile: bool = False) -> Answer:
+    world = World(torch.device(device))
+    config, quantization = ModelConfig(str(folder), dtype), QuantizationConfig(format)
+    model = load_for_inference(config, quantization, None, ShardingConfig(), world)
+    if compile:
+        model.compile_layers()
+    return lambda prompts, new: generate(model, prompts, SamplingConfig(new), set(), world)
+
+
+def measure(
+    who: dict[str, Answer], prompts: list[list[int]], batch: int, new: int
+) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
+    """Seconds of every batch, and all answers."""
+    seconds: dict[str, list[float]] = {name: [] for name in who}
+    answers: dict[str, list[list[int]]] = {name: [] for name in who}
+    for answer in who.values():
+        for _ in range(2):  # compiled code is made for one batch, and again for any
+            answer(prompts[:batch], 3)
+    for start in range(0, len(prompts), batch):
+        for name, answer in who.items():
+            since = time.perf_counter()
+            answers[name] += answer(prompts[start : start + batch], new)
+            seconds[name].append(time.perf_counter() - since)
+    return seconds, answers
+
+
+def main() -> None:
+    parser = arguments(__doc__)
+    parser.add_argument("--compile", action="store_true", help="compiled layers too")
+    args = parser.parse_args()
+    count, new, single = (6, 12, 2) if args.quick else (50, 64, args.repeat)
+    folder = prepare_model(cache_dir())
+    tokenizer = hf_tokenizer(str(folder))
+    asked = [[{"role": "user", "content": question}] for question in questions(count)]
+    prompts = [chat_tokens(tokenizer, messages) for messages in asked]
+    figures: Figures = {"prompts": count}
+    rows = [["tokens/s", "batch", "transformers", "ours", "ours, NF4", "ours, compiled"]]
+    for dtype in DTYPES:
+        who = {
+            "transformers": transformers(folder, dtype, args.device),
+            "ours": ours(folder, dtype, args.device, "none"),
+            "ours_nf4": ours(folder, dtype, args.device, "nf4"),
+        }
+        if args.compile:
+            who["ours_compiled"] = ours(folder, dtype, args.device, "none", compile=True)
+        for batch in (1, min(BATCH, count)):
+            chosen = prompts[:single] if batch == 1 else prompts
+            seconds, answers = measure(who, chosen, batch, new)
+            row = [dtype, str(batch)]
+            for name, of_name in seconds.items():
+                rates = [batch * new / s for s in of_name]
+                figures |= spread(f"tokens_per_s/{name}/{dtype}/{batch}", rates)
+                row.append(f"{figures[f'tokens_per_s/{name}/{dtype}/{batch}']:.1f}")
+            rows.append(row + [""] * (len(rows[0]) - len(row)))
+            key = f"ours_over_transformers/{dtype}/{batch}"
+            figures |= ratios(key, seconds["transformers"], seconds["ours"])
+            if dtype == "fp32" and batch > 1:
+                pairs = zip(answers["ours"], answers["transformers"], strict=True)
+                figures["identical_prompts"] = sum(a == b for a, b in pairs)
+    print(f"{count} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens")
+    table(rows)
+    tell(figures, args.json)
+
+
+if __name__ == "__main__":
+    main()
