@@ -1,4 +1,4 @@
-"""Fold LoRA or DoRA adapters into their base: one model folder, for any inference engine.
+"""Fold LoRA, DoRA or IA3 adapters into their base: one model folder, for any inference engine.
 
     tune run recipes/merge --config configs/merge.yaml \\
         model.path=models/Meta-Llama-3-70B adapter=runs/x/adapter output_dir=models/x
@@ -9,7 +9,7 @@ the run; a warning tells where they are not. (Packed on the fly, one scale in 70
 GPUs and CPUs: merge where the run was, or have a packed folder as `model.path` in both.)
 
 `requantize=nf4-bnb` writes 4-bit weights, which transformers loads with bitsandbytes, and qfsdp
-as `model.path`. Where an adapter was folded in, they are rounded once more.
+as `model.path`. Where an adapter was folded in, or the base was HQQ, they are rounded once more.
 
 Streamed: whatever the model's size, a rank holds one packed weight. Several ranks share the files
 out: one process per visible accelerator, or `--nproc_per_node N`.
@@ -22,7 +22,8 @@ from pathlib import Path
 from typing import Literal
 
 from qfsdp.checkpoint.load import DTYPES, ModelConfig
-from qfsdp.checkpoint.merge import Merge, Requantize, check_output, warn_of_another_base
+from qfsdp.checkpoint.merge import Merge, Requantize, warn_of_another_base
+from qfsdp.checkpoint.model_folder import check_output
 from qfsdp.checkpoint.safetensors_write import MAX_FILE_BYTES
 from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.distributed import init_world

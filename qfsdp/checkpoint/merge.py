@@ -1,7 +1,9 @@
-"""Folding LoRA or DoRA into the weights: a model folder that needs no adapter.
+"""Folding LoRA, DoRA or IA3 into the weights: a model folder that needs no adapter.
 
     W' = W + s B A                               LoRA
     W' = magnitude / norm * (W + s B A)          DoRA; norm: of each row of W + s B A
+    W' = l * W, and bias' = l * bias             IA3 of the outputs; l: one factor per row
+    W' = W * l                                   IA3 of the inputs; l: one factor per column
 
 W is the weight that training multiplied by: dequantized where it was packed. All of it is
 computed in fp32 and rounded once.
@@ -16,7 +18,6 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator, Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -38,9 +39,9 @@ from qfsdp.checkpoint.export import (
     read_adapter_header,
 )
 from qfsdp.checkpoint.load import check_finite, fill_packed, streamed
-from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
+from qfsdp.checkpoint.model_folder import write_model_folder
 from qfsdp.checkpoint.quantize import packed_model
-from qfsdp.checkpoint.safetensors_read import INDEX, Read
+from qfsdp.checkpoint.safetensors_read import Read
 from qfsdp.checkpoint.safetensors_write import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
@@ -48,16 +49,13 @@ from qfsdp.checkpoint.safetensors_write import (
     Group,
     PlannedFile,
     SafetensorsFile,
-    copy_companions,
     plan_files,
     write_files,
-    write_index,
-    write_json,
 )
 from qfsdp.checkpoint.sources import ModelWeights, base_parameters
 from qfsdp.distributed import World
 from qfsdp.errors import UserError
-from qfsdp.modules.adapters import adapted_linears, add_adapters
+from qfsdp.modules.adapters import ScaledLinear, adapted_linears, add_adapters
 from qfsdp.modules.packed_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.nf4 import BLOCK
@@ -65,7 +63,6 @@ from qfsdp.tensor_subclasses.packed import FORMATS, PackedTensor
 
 Requantize = Literal["none", "nf4-bnb"]
 CHUNK_WEIGHTS = 1 << 20  # merged at a time: fp32 temporaries of 4 MB
-BEGUN = "qfsdp_merge.begun"  # a merge that was begun, and not finished
 HEAD = "lm_head.weight"
 EMBEDDINGS = "model.embed_tokens.weight"
 
@@ -87,6 +84,15 @@ def merged_rows(
         return merged
     norm = torch.linalg.vector_norm(merged, dim=1).clamp_(min=torch.finfo(merged.dtype).tiny)
     return merged.mul_((magnitude / norm).unsqueeze(1))
+
+
+def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
+    """Rows of a weight, `[n, in]`, or of a bias, `[n]`, with IA3's factors folded in, fp32.
+
+    Args:
+        factors: fp32, of the same rows, `[n, 1]`, or of the inputs, `[1, in]`.
+    """
+    return rows.float() * (factors if rows.dim() == 2 else factors.squeeze(1))
 
 
 @dataclass(frozen=True)
@@ -120,7 +126,7 @@ class Merge:
         adapter: its folder, in PEFT's format.
         dtype: what is written.
         requantize: "nf4-bnb": the weights that `quantization` means are written as bitsandbytes'
-            NF4; those without an adapter keep the very bytes that they have.
+            NF4; those in NF4 without an adapter keep the very bytes that they have.
     """
 
     weights: ModelWeights
@@ -144,6 +150,10 @@ class Merge:
         add_adapters(model, config)
         check_adapter(config, self.adapter, model)
         adapted = {f"{name}.weight" for name, _ in adapted_linears(model)}
+        for name, module in adapted_linears(model):
+            scales_output = isinstance(module, ScaledLinear) and not module.scales_input
+            if scales_output and module.bias is not None:
+                adapted.add(f"{name}.bias")
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
         sources = {name: name for name in shapes}
         if HEAD in adapted and HEAD not in shapes:  # tied: the embeddings stay as they are
@@ -152,6 +162,7 @@ class Merge:
         if self.requantize == "nf4-bnb":
             nf4 = replace(self.quantization, format="nf4")
             written = formats or _formats(packed_model(self.weights, nf4))
+            written = {n: f if f.startswith("nf4") else "nf4" for n, f in written.items()}
         plan = [
             MergedWeight(n, s, shapes[n], formats.get(n), written.get(n), n in adapted)
             for n, s in sources.items()
@@ -173,18 +184,15 @@ class Merge:
         """
         plan = self.plan()
         files = plan_files({weight.name: self._group(weight) for weight in plan}, max_file_bytes)
-        with FolderLock(folder, "output_dir") if world.rank == 0 else nullcontext():
-            if world.rank == 0:
-                _begin(folder)
-            world.gather(None)  # no rank writes before the folder is there
-            mine = files[world.rank :: world.size]
-            self._write_files(folder, {weight.name: weight for weight in plan}, mine, world)
-            world.gather(None)  # nor is it complete before all of them have written
-            if world.rank == 0:
-                copy_companions(self.weights.folder, folder)
-                write_index(folder, files)
-                write_json(folder / "config.json", self._model_config(plan))
-                (folder / BEGUN).unlink()
+        by_name = {weight.name: weight for weight in plan}
+        write_model_folder(
+            folder,
+            files,
+            lambda mine: self._write_files(folder, by_name, mine, world),
+            self.weights.folder,
+            lambda: self._model_config(plan),
+            world,
+        )
 
     def _group(self, weight: MergedWeight) -> Group:
         """The tensors that a weight becomes."""
@@ -226,9 +234,9 @@ class Merge:
         device: torch.device,
     ) -> None:
         held = self._held(weight, pieces, device)
-        if isinstance(held, PackedTensor) and weight.written is not None and not weight.adapted:
+        if isinstance(held, PackedTensor) and held.format == weight.written and not weight.adapted:
             return write_bnb(file, weight.name, held)
-        rows = _in_chunks(weight.name, held, self.base_dtype)
+        rows = in_chunks(weight.name, held, self.base_dtype)
         if weight.adapted:
             rows = self._merged(weight.name, rows, device)
         if weight.written is not None:
@@ -259,19 +267,24 @@ class Merge:
 
     def _merged(self, name: str, rows: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
         """These rows, which are all of a weight's, with its adapter folded in."""
-        stem = f"base_model.model.{name.removesuffix('weight')}"
-        found = self._adapter_tensors
+        stem, found = f"base_model.model.{name.rpartition('.')[0]}", self._adapter_tensors
         with safe_open(self.adapter / WEIGHTS_FILE, framework="pt") as file:
-            a, b, magnitude = (
-                file.get_tensor(found[key][0]).to(device, torch.float32) if key in found else None
-                for key in (stem + field for field in PEFT_FIELDS.values())
-            )
-        assert a is not None and b is not None, name
+            tensors = {
+                field: file.get_tensor(found[key][0]).to(device, torch.float32)
+                for field, peft_field in PEFT_FIELDS.items()
+                if (key := f"{stem}.{peft_field}") in found
+            }
+        # Of A and of factors of the inputs every row needs all.
+        whole = {n for n, t in tensors.items() if n == "lora_A" or (n == "ia3_l" and len(t) == 1)}
         at = 0
         for chunk in rows:
             some = slice(at, at + len(chunk))
-            m = None if magnitude is None else magnitude[some]
-            merged = merged_rows(chunk, a, b[some], self._scaling, m)
+            parts = {n: t if n in whole else t[some] for n, t in tensors.items()}
+            if "ia3_l" in parts:
+                merged = scaled_rows(chunk, parts["ia3_l"])
+            else:
+                a, b, magnitude = parts["lora_A"], parts["lora_B"], parts.get("magnitude")
+                merged = merged_rows(chunk, a, b, self._scaling, magnitude)
             check_finite(f"{name} with its adapter", merged)
             yield merged
             at += len(chunk)
@@ -285,10 +298,7 @@ class Merge:
         return read_adapter_config(self.adapter).scaling
 
     def _model_config(self, plan: list[MergedWeight]) -> dict[str, Any]:
-        config = json.loads((self.weights.folder / "config.json").read_text(encoding="utf-8"))
-        for key in ("quantization_config", "dtype"):
-            config.pop(key, None)
-        config["torch_dtype"] = str(self.dtype).removeprefix("torch.")  # any version reads it
+        config = plain_config(self.weights.folder, self.dtype)
         if any(weight.name != weight.source for weight in plan):
             config["tie_word_embeddings"] = False
         formats = {weight.name: weight.written for weight in plan if weight.written is not None}
@@ -306,7 +316,15 @@ def _formats(model: Decoder) -> dict[str, str]:
     return {name: data.format for name, data in params.items() if isinstance(data, PackedTensor)}
 
 
-def _in_chunks(
+def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """The `config.json` of a model folder, for weights that are all plain and of `dtype`."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key in ("quantization_config", "dtype"):
+        config.pop(key, None)
+    return config | {"torch_dtype": str(dtype).removeprefix("torch.")}  # any version reads it
+
+
+def in_chunks(
     name: str, held: PackedTensor | Iterator[Tensor], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """The numbers that training multiplied by, some rows at a time.
@@ -348,21 +366,3 @@ def warn_of_another_base(adapter: Path, base: Mapping[str, Any]) -> None:
                 "merged model is not what training ran",
                 file=sys.stderr,
             )
-
-
-def check_output(folder: Path) -> None:
-    """Raises `UserError` if the folder holds anything but an unfinished merge."""
-    if folder.exists() and not folder.is_dir():
-        raise UserError(f"output_dir: '{folder}' is a file; name a new folder")
-    files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    if files - {LOCK_FILE} and BEGUN not in files:
-        raise UserError(f"output_dir: '{folder}' is not empty; name a new folder")
-
-
-def _begin(folder: Path) -> None:
-    """Marks the folder, and removes what an interrupted merge, maybe of something else, left."""
-    check_output(folder)
-    write_json(folder / BEGUN, {})
-    left = [*folder.glob("*.partial"), *folder.glob("model*.safetensors")]
-    for file in (folder / "config.json", folder / INDEX, *left):
-        file.unlink(missing_ok=True)

@@ -174,7 +174,7 @@ def _write(
         def fill(name: str, file: SafetensorsFile) -> None:
             into = params[name].data
             if not isinstance(into, PackedTensor):
-                return _copy(name, next(pieces), file)
+                return copy_pieces(name, next(pieces), file)
             rows, cols = into.shape
             dtype = _source_dtype(weights, name)
             packed = FORMATS[into.format].empty(rows, cols, dtype, "cpu")
@@ -207,7 +207,8 @@ def _reads(
     return [Read(stored, range(stored.rows), device if to_be_packed else cpu)]
 
 
-def _copy(name: str, pieces: Iterator[Tensor], file: SafetensorsFile) -> None:
+def copy_pieces(name: str, pieces: Iterator[Tensor], file: SafetensorsFile) -> None:
+    """Writes the pieces of a tensor as they are; ValueError if one holds NaN or infinity."""
     at = 0
     for piece in pieces:
         check_finite(name, piece)

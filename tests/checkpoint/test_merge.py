@@ -15,10 +15,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from qfsdp.checkpoint import merge
+from qfsdp.checkpoint import model_folder
 from qfsdp.checkpoint.export import CONFIG_FILE, WEIGHTS_FILE, save_adapter
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.checkpoint.merge import BEGUN, Merge, merged_rows
+from qfsdp.checkpoint.merge import Merge, merged_rows
+from qfsdp.checkpoint.model_folder import BEGUN
 from qfsdp.checkpoint.quantize import quantize_folder
 from qfsdp.checkpoint.safetensors_read import INDEX, SINGLE
 from qfsdp.checkpoint.sources import ModelWeights
@@ -392,7 +393,8 @@ def test_an_interrupted_merge_is_no_model(
     def interrupt(*_: Any) -> None:
         raise Interrupted
 
-    for where, name in ((Merge, "_merged"), (merge, "write_index"), (Merge, "_model_config")):
+    stops = (Merge, "_merged"), (model_folder, "write_index"), (Merge, "_model_config")
+    for where, name in stops:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupt)
             with pytest.raises(Interrupted):  # with other numbers than those that are to come

@@ -1,0 +1,98 @@
+"""Put new decoder blocks between those of a model, without changing what it computes (Llama-Pro).
+
+    tune run recipes/block_expansion --config configs/block_expansion.yaml \\
+        model.path=models/Meta-Llama-3-8B rate=0.25 output_dir=models/Meta-Llama-3-8B-pro
+
+The result is a model folder: 40 blocks instead of 32, of which 8 are new and add zero. Its
+config.json lists them as `expanded_layers`; a training config takes the folder as `model.path`.
+Pack it with recipes/quantize afterwards, not before.
+
+Streamed: whatever the model's size, a rank holds some megabytes. Several ranks share the files
+out: one process per visible accelerator, or `--nproc_per_node N`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from qfsdp.checkpoint.expand import (
+    blocks_of_rate,
+    check_plain,
+    expand_folder,
+    expanded_positions,
+)
+from qfsdp.checkpoint.model_folder import check_output
+from qfsdp.checkpoint.safetensors_write import MAX_FILE_BYTES
+from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.distributed import init_world
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.launch import launch
+
+
+@dataclass
+class Source:
+    """Section `model`: what is expanded.
+
+    Fields:
+        path: a Hugging Face model folder with weights that are not packed; they keep their dtype.
+    """
+
+    path: str
+
+
+@dataclass
+class Config:
+    """What the YAML file and the command line can say; one of `rate` and `new_blocks`."""
+
+    model: Source
+    output_dir: str
+    rate: float | None = None  # new blocks per old one; their number is rounded, halves up
+    new_blocks: int | None = None  # or their number
+    max_file_bytes: int = MAX_FILE_BYTES
+
+    def check(self) -> None:
+        if (self.rate is None) == (self.new_blocks is None):
+            given = "both are given" if self.rate is not None else "neither is given"
+            fix = "rate=null new_blocks=8, or rate=0.25 new_blocks=null"
+            raise UserError(f"rate, new_blocks: {given}; expected one of them, e.g. {fix}")
+        if self.rate is not None and not 0 < self.rate < float("inf"):
+            raise InvalidField("rate", self.rate, "a number above 0")
+        if self.new_blocks is not None and self.new_blocks < 1:
+            raise InvalidField("new_blocks", self.new_blocks, "an integer of at least 1")
+        if self.max_file_bytes < 1:
+            raise InvalidField("max_file_bytes", self.max_file_bytes, "a number of bytes above 0")
+
+
+def count_blocks(cfg: Config, depth: int) -> int:
+    """How many new blocks the config means for a model of `depth` blocks."""
+    if cfg.new_blocks is not None:
+        return cfg.new_blocks
+    assert cfg.rate is not None
+    count = blocks_of_rate(depth, cfg.rate)
+    if count < 1:
+        one = f"{1 / depth:.2g} for one, or more"
+        raise UserError(f"rate: {cfg.rate:g} of {depth} blocks is no new block; expected {one}")
+    return count
+
+
+def check(cfg: Config) -> None:
+    """What can be wrong outside the config file, found before any weight is read."""
+    count_blocks(cfg, check_plain(ModelWeights(cfg.model.path)))
+    check_output(Path(cfg.output_dir).expanduser())
+
+
+def main(cfg: Config) -> None:
+    world = init_world()
+    folder = Path(cfg.output_dir).expanduser()
+    weights = ModelWeights(cfg.model.path)
+    depth = check_plain(weights)
+    count = count_blocks(cfg, depth)
+    expand_folder(weights, count, folder, world, cfg.max_file_bytes)
+    if world.rank == 0:
+        places = ", ".join(map(str, expanded_positions(depth, count)))
+        print(f"{depth} blocks, and {count} new ones at {places}: {folder}")
+
+
+if __name__ == "__main__":
+    launch(__file__, Config, check, main)
