@@ -11,7 +11,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    fully_shard,
+)
 from torch.distributed.tensor import DTensor
 
 from qfsdp.checkpoint.sources import base_parameters
@@ -28,6 +33,9 @@ from qfsdp.tensor_subclasses.plain import PlainRows
 
 T = TypeVar("T")
 
+# Attribute of a parameter whose gradient was used up in backward: its norm on this rank, fp32.
+USED_GRAD_NORM = "_used_grad_norm"
+
 
 @dataclass
 class ShardingConfig:
@@ -37,7 +45,7 @@ class ShardingConfig:
         strategy: "full_shard": parameters, gradients and optimizer state are spread over all
             ranks. "shard_grad_op": parameters are gathered for forward and kept until backward is
             through; faster, and as large as the model. "ddp": the frozen base whole on every rank;
-            adapters, gradients and optimizer state spread. "hybrid_full_shard",
+            what is trained, gradients and optimizer state spread. "hybrid_full_shard",
             "hybrid_shard_grad_op": as the first two within a group of ranks, and alike in all
             groups.
         replicate, shard: for hybrid strategies, the number of groups and of ranks in one. By
@@ -91,7 +99,7 @@ class World:
         device: where this rank computes.
         rank: 0 .. size - 1. Rank 0 writes files and prints.
         size: number of processes.
-        mesh: 1-D device mesh over all of them; None with one process and nothing offloaded.
+        mesh: 1-D device mesh over all of them; None with one process, where FSDP2 does nothing.
         local_size: number of processes on this machine.
     """
 
@@ -134,11 +142,12 @@ class World:
         return values
 
 
-def init_world(sharding: ShardingConfig | None = None) -> World:
+def init_world(sharding: ShardingConfig | None = None, casts: bool = False) -> World:
     """Joins the processes that torchrun started (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`).
 
     Uses the accelerator `LOCAL_RANK` of this machine where there is one, else the CPU. A
-    single process joins nothing and gets no mesh, unless `sharding` offloads something.
+    single process joins nothing and gets no mesh, unless `sharding` offloads something or the
+    model is held in another dtype than it computes in (`casts`).
 
     Raises:
         UserError: this machine has fewer accelerators than processes, or the sizes in `sharding`
@@ -158,7 +167,7 @@ def init_world(sharding: ShardingConfig | None = None) -> World:
         kind = torch.accelerator.current_accelerator()
         assert kind is not None
         device = torch.device(kind.type, local_rank)
-    if not _needs_fsdp(sharding or ShardingConfig(), size):
+    if not _needs_fsdp(sharding or ShardingConfig(), size, casts):
         return World(device)
     if not dist.is_initialized():
         # An explicit device lets NCCL connect at once, and not inside the first collective.
@@ -196,14 +205,15 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
 
     The units, each gathered as one: decoder layers (or their linears), the embeddings, and the
     output layer. Where the embeddings are also the output layer they belong to the root, as the
-    last norm does, and stay gathered for the step. Nothing is cast while it is gathered: frozen
-    weights are held in the compute dtype and adapters cast themselves, so that one rank and many
-    run the same arithmetic.
+    last norm does, and stay gathered for the step. Frozen weights are held in the compute dtype
+    and adapters cast themselves: none of them is cast while it is gathered, so that one rank and
+    many run the same arithmetic. Weights that are trained are cast to `model.compute_dtype`, and
+    their gradients reduced in fp32.
 
-    With a single process and nothing offloaded nothing is wrapped: FSDP2 would copy every
-    parameter. With strategy "ddp" its units have the adapters only.
+    With a single process, nothing offloaded and nothing to cast nothing is wrapped: FSDP2 would
+    copy every parameter. With strategy "ddp" its units have what is trained only.
     """
-    if not _needs_fsdp(config, world.size):
+    if not _needs_fsdp(config, world.size, _casts(model)):
         return
     if config.offload_base != "none":
         _keep_base_elsewhere(model, config, world)
@@ -229,8 +239,14 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
     _set_prefetch([m for m in body.modules() if isinstance(m, FSDPModule)], config.prefetch)
 
 
-def _needs_fsdp(config: ShardingConfig, world_size: int) -> bool:
-    return world_size > 1 or config.cpu_offload or config.offload_base != "none"
+def _needs_fsdp(config: ShardingConfig, world_size: int, casts: bool = False) -> bool:
+    return world_size > 1 or config.cpu_offload or config.offload_base != "none" or casts
+
+
+def _casts(model: Decoder) -> bool:
+    """Whether something is trained in another dtype than the model computes in."""
+    trained = {param.dtype for param in trainable_parameters(model)}
+    return model.compute_dtype is not None and trained != {model.compute_dtype}
 
 
 def _unit_options(model: Decoder, config: ShardingConfig, world: World) -> dict[str, Any]:
@@ -245,7 +261,13 @@ def _unit_options(model: Decoder, config: ShardingConfig, world: World) -> dict[
         names = ("replicate", "shard")
         options["mesh"] = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
     if config.strategy == "ddp":
-        options["ignored_params"] = {param for _, param in base_parameters(model)}
+        frozen = {param for _, param in base_parameters(model) if not param.requires_grad}
+        options["ignored_params"] = frozen
+    if model.compute_dtype is not None:
+        # Packed weights come through as they are: what they report as dtype is the compute dtype.
+        options["mp_policy"] = MixedPrecisionPolicy(
+            param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
     if config.cpu_offload:
         # Pinned where there is an accelerator: without one, pinning raises.
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
@@ -310,13 +332,19 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
 def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> float:
     """Scales the gradients in place so that their global L2 norm is at most `max_norm`.
 
-    Returns the norm before clipping, over all parameters of all ranks; None clips nothing.
+    Returns the norm before clipping, over all parameters of all ranks, in fp32; None clips nothing.
+    A gradient that was used up in backward counts by the norm that it left (`USED_GRAD_NORM`).
     """
-    grads = [param.grad for param in parameters if param.grad is not None]
+    parameters = list(parameters)
     # On this rank's rows: as an operation on DTensors it took 2 to 5 times as long (420 adapters).
-    rows = [local_part(grad) for grad in grads]
-    norm = nn.utils.get_total_norm(rows)
-    if sharded := [grad for grad in grads if isinstance(grad, DTensor)]:
+    rows = [local_part(param.grad) for param in parameters if param.grad is not None]
+    norms = list(torch._foreach_norm(rows, 2, torch.float32)) if rows else []
+    for param in parameters:
+        if (used := getattr(param, USED_GRAD_NORM, None)) is not None:
+            norms.append(used)
+            delattr(param, USED_GRAD_NORM)
+    norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
+    if sharded := [param for param in parameters if isinstance(param, DTensor)]:
         norm = norm.square()
         mesh = sharded[0].device_mesh
         norm = norm.to(mesh_device(mesh))

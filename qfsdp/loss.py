@@ -3,12 +3,14 @@
 A vocabulary of 128k makes the logits the largest tensor of a step: 8,192 tokens are 4.2 GB in
 fp32, and cross entropy keeps them and their gradient. Here the output layer and the loss are
 computed for some hundred tokens at a time, together with the gradient of the hidden state, which
-is all that backward needs when the output layer is frozen. Positions without a target (prompts,
-padding) never reach the output layer.
+is all that backward needs when the output layer is frozen. Where its weight is trained, what the
+chunks contribute to its gradient is added up in fp32. Positions without a target (prompts, padding)
+never reach the output layer.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,6 +21,7 @@ from qfsdp.compiled import compiled
 from qfsdp.data.loader import IGNORE_INDEX
 
 CHUNK_LOGITS = 1 << 26  # numbers: 128 MB in bf16, 523 tokens of a vocabulary of 128,256
+CHUNK_WEIGHTS = 1 << 24  # of the output layer, whose gradient is added at a time: 32 MB in bf16
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -44,8 +47,9 @@ def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
     """`summed_cross_entropy(head(hidden), labels)`, in chunks of `CHUNK_LOGITS` logits.
 
     Args:
-        head: the output layer, of any kind: plain, packed, adapted. Its `forward` is called
-            without hooks: a sharded one must have been gathered (`FSDPModule.unshard`).
+        head: the output layer, of any kind: plain (frozen or trained), packed, adapted. Its
+            `forward` is called without hooks: a sharded one must have been gathered
+            (`FSDPModule.unshard`).
         hidden: `[batch, seq, hidden]`.
         labels: int64 `[batch, seq]`.
 
@@ -53,7 +57,7 @@ def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
         fp32 scalar, with gradients for `hidden` and the trained parameters of `head`.
     """
     chosen = labels != IGNORE_INDEX
-    trained = [param for param in head.parameters() if param.requires_grad]
+    trained = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
     return _HeadLoss.apply(hidden[chosen], labels[chosen], head, *trained)
 
 
@@ -66,32 +70,60 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3:])
         trained = given if wanted else ()
+        gradients = _of_plain if isinstance(head, nn.Linear) and trained else _of_any
         vocabulary = head.weight.size(0)  # type: ignore[union-attr, operator]
         step = max(1, CHUNK_LOGITS // vocabulary)
         loss = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.zeros_like(hidden) if wanted else None
-        grads = [torch.zeros_like(param) for param in trained]
+        grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
         for start in range(0, len(hidden), step):
             part = slice(start, start + step)
-            chunk = hidden[part].detach().requires_grad_(wanted)
-            with torch.set_grad_enabled(wanted):
-                logits = head.forward(chunk)
-            # DoRA keeps its output for backward; nothing else does, so it may be overwritten.
-            numbers = logits.detach().clone() if trained else logits.detach()
-            chunk_loss, grad_logits = _loss_and_gradient_(numbers, labels[part])
-            loss += chunk_loss
-            if grad_hidden is not None:
-                of_chunk, *of_params = torch.autograd.grad(logits, [chunk, *trained], grad_logits)
-                grad_hidden[part] = of_chunk
-                for grad, of_param in zip(grads, of_params, strict=True):
-                    grad += of_param
+            if grad_hidden is None:
+                loss += _loss_and_gradient_(head.forward(hidden[part]), labels[part])[0]
+                continue
+            chunk = (hidden[part], labels[part])
+            of_chunk, grad_hidden[part] = gradients(head, *chunk, trained, grads)
+            loss += of_chunk
+        ctx.dtypes = [param.dtype for param in trained]
         ctx.save_for_backward(*([] if grad_hidden is None else [grad_hidden, *grads]))
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         grad_hidden, *grads = ctx.saved_tensors
-        return grad_hidden * grad, None, None, *(of_param * grad for of_param in grads)
+        scaled = (
+            torch.mul(of_param, grad, out=torch.empty_like(of_param, dtype=dtype))
+            for of_param, dtype in zip(grads, ctx.dtypes, strict=True)
+        )
+        return grad_hidden * grad, None, None, *scaled
+
+
+def _of_any(
+    head: nn.Module, hidden: Tensor, labels: Tensor, trained: Sequence[Tensor], grads: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The loss of a chunk and the gradient of its hidden state; adds those of `trained` to
+    `grads`."""
+    chunk = hidden.detach().requires_grad_()
+    with torch.enable_grad():
+        logits = head.forward(chunk)
+    # DoRA keeps its output for backward; nothing else does, so it may be overwritten.
+    numbers = logits.detach().clone() if trained else logits.detach()
+    loss, grad_logits = _loss_and_gradient_(numbers, labels)
+    of_chunk, *of_params = torch.autograd.grad(logits, [chunk, *trained], grad_logits)
+    for grad, of_param in zip(grads, of_params, strict=True):
+        grad += of_param
+    return loss, of_chunk
+
+
+def _of_plain(
+    head: nn.Linear, hidden: Tensor, labels: Tensor, trained: Sequence[Tensor], grads: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """The same for a trained weight, without a second tensor of the weight's size."""
+    loss, grad_logits = _loss_and_gradient_(F.linear(hidden, head.weight), labels)
+    (grad,), rows = grads, max(1, CHUNK_WEIGHTS // hidden.size(1))
+    for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
+        into += columns.t() @ hidden
+    return loss, grad_logits @ head.weight
 
 
 def _loss_and_gradient_(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

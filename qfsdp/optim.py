@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.config import Component
+from qfsdp.distributed import USED_GRAD_NORM
 from qfsdp.errors import UserError
 from qfsdp.modules.shards import sharded
 
@@ -23,13 +24,88 @@ TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a sched
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
-def build_optimizer(component: Component, parameters: Iterable[Tensor]) -> Optimizer:
-    """The optimizer over `parameters`, which are its first argument."""
-    parameters = list(parameters)
-    optimizer = component.build(parameters)
-    if any(isinstance(param, DTensor) for param in parameters) and type(optimizer) in ELEMENTWISE:
+def build_optimizer(
+    component: Component,
+    parameters: Iterable[Tensor | dict[str, Any]],
+    in_backward: bool = False,
+) -> Optimizer:
+    """The optimizer over `parameters`, which are its first argument.
+
+    Args:
+        parameters: or groups of them; the learning rate of one that has `lr_ratio` is so many times
+            the configured one.
+        in_backward: a parameter is updated as soon as its gradient is there (`StepsInBackward`).
+    """
+    optimizer = component.build(list(parameters))
+    for group in optimizer.param_groups:
+        if "lr_ratio" in group:
+            group["lr"] = group["lr"] * group.pop("lr_ratio")
+    every = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(isinstance(param, DTensor) for param in every) and type(optimizer) in ELEMENTWISE:
         LocalSteps(optimizer)
-    return optimizer
+    return StepsInBackward(optimizer) if in_backward else optimizer
+
+
+class StepsInBackward(Optimizer):
+    """Updates every parameter as soon as its gradient is there, and frees the gradient.
+
+    So the gradients of a model never exist together: of fp32 weights that is a quarter of what
+    parameters, gradients and the two states of Adam take. Only where one backward pass makes the
+    whole gradient, and nothing needs to know all of it first, as clipping does. A parameter's
+    gradient leaves its norm behind (`qfsdp.distributed.USED_GRAD_NORM`).
+
+    Groups, state and everything that is saved are those of `optimizer`; `step` and `zero_grad`,
+    at the end of a training step, find nothing left to do.
+
+    Args:
+        optimizer: any that updates a parameter by its own gradient and state.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                # FSDP2 calls these hooks of a sharded parameter once its gradient is reduced.
+                param.register_post_accumulate_grad_hook(self._update)
+
+    @torch.no_grad()
+    def _update(self, param: Tensor) -> None:
+        assert param.grad is not None
+        norm = torch.linalg.vector_norm(_rows(param.grad), dtype=torch.float32)
+        setattr(param, USED_GRAD_NORM, norm)
+        groups = self._optimizer.param_groups
+        group = next(group for group in groups if any(param is p for p in group["params"]))
+        every, group["params"] = group["params"], [param]
+        self._optimizer.param_groups = [group]
+        try:
+            self._optimizer.step()
+        finally:
+            group["params"], self._optimizer.param_groups = every, groups
+        param.grad = None
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: done."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: there are none."""
 
 
 class LocalSteps:
@@ -45,6 +121,7 @@ class LocalSteps:
     def __init__(self, optimizer: Optimizer) -> None:
         self._state: Any = None  # optimizer.state between steps, and during them
         self._plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._known = 0  # how many of the plain ones have come from `optimizer.state` or gone there
         self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # parameters and their rows
         optimizer.register_step_pre_hook(self._enter)
         optimizer.register_step_post_hook(self._leave)
@@ -53,8 +130,11 @@ class LocalSteps:
         self._state, self._plain = optimizer.state, defaultdict(dict)
         of_groups = [group["params"] for group in optimizer.param_groups]
         self._groups = [(params, [_rows(param) for param in params]) for params in of_groups]
-        for param, fields in self._state.items():
-            self._plain[_rows(param)] = {name: _rows(value) for name, value in fields.items()}
+        for param in (param for params in of_groups for param in params):
+            if param in self._state:
+                fields = self._state[param].items()
+                self._plain[_rows(param)] = {name: _rows(value) for name, value in fields}
+        self._known = len(self._plain)
 
     def _is_known(self, optimizer: Optimizer) -> bool:
         now = [group["params"] for group in optimizer.param_groups]
@@ -84,8 +164,9 @@ class LocalSteps:
             for param, mine in zip(params, rows, strict=True):
                 if mine is not param:
                     mine.grad = None
-        if len(self._plain) == len(self._state):
+        if len(self._plain) == self._known:
             return
+        self._known = len(self._plain)
         for params, rows in self._groups:
             for param, mine in zip(params, rows, strict=True):
                 if mine in self._plain and param not in self._state:

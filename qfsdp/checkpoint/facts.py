@@ -1,7 +1,7 @@
 """What a run was trained on, in facts that a continued run must share with it.
 
-A checkpoint goes on bit by bit only where these are the same: the weights below the adapters, what
-is trained, how, and on which samples in which order. Where things lie is not among them: models,
+A checkpoint goes on bit by bit only where these are the same: the weights of the base, what is
+trained, how, and on which samples in which order. Where things lie is not among them: models,
 tokenizers and data files are compared by content. Nor is how the work is spread over ranks and
 micro-batches, nor how long the run is to be.
 """
@@ -22,7 +22,10 @@ from qfsdp.config import to_yaml
 from qfsdp.data import StepLoader
 from qfsdp.errors import UserError
 
-COMPARED = ("adapter", "quantization", "optimizer", "lr_scheduler", "tokenizer", "dataset")
+COMPARED = (
+    *("adapter", "trainable", "quantization", "optimizer", "lr_scheduler"),
+    *("tokenizer", "dataset"),
+)
 COMPARED_KEYS = ("model.dtype", "seed", "max_seq_len")
 SAMPLE_BYTES = 4096
 SAMPLED_ROWS = 8

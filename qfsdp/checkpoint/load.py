@@ -27,7 +27,7 @@ from qfsdp.modules.shards import gather_rows, local_part, local_rows
 from qfsdp.modules.transformer import Decoder
 from qfsdp.offload import DiskRing, DiskStore
 from qfsdp.sizes import parse_size
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.tensor_subclasses.packed import FORMATS, PackedTensor
 from qfsdp.tensor_subclasses.plain import PlainRows
 
 DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
@@ -109,6 +109,8 @@ def load_base(
                     fill_packed(local, source, source.packed[name], pieces)
                 elif isinstance(local, PackedTensor):
                     local.quantize_(next(pieces), name, partial(gather_rows, param))
+                elif name in source.packed:
+                    _fill_dequantized(local, local_rows(param), source, name, pieces)
                 else:
                     _fill_plain(local, name, next(pieces))
             except ValueError as error:
@@ -133,7 +135,8 @@ def check_disk(model: Decoder, source: ModelWeights) -> None:
     held: those of the layers' linears, and `lm_head` where it is packed."""
     for name, param in base_parameters(model):
         local, plain = local_part(param), source.plain.get(name)
-        if not name.endswith("_proj.weight") and not isinstance(local, PackedTensor):
+        offloaded = name.endswith("_proj.weight") and not param.requires_grad
+        if not offloaded and not isinstance(local, PackedTensor):
             continue
         if isinstance(local, PackedTensor) and local.format != PlainRows.format:
             if len(getattr(source.packed.get(name), "columns", "no")) != 1:
@@ -161,9 +164,9 @@ def _reads(
     if isinstance(local, PackedTensor) and isinstance(local.store, DiskStore):
         return []
     if (weight := source.packed.get(name)) is not None:
-        assert isinstance(local, PackedTensor)
-        where = local.packed.device
-        into = local.packed if len(weight.columns) == 1 and where.type == "cpu" else None
+        packed = local.packed if isinstance(local, PackedTensor) else None
+        where = (local if packed is None else packed).device
+        into = packed if len(weight.columns) == 1 and where.type == "cpu" else None
         return [Read(column, rows, where, into) for column in weight.columns]
     stored = source.plain[name]
     if isinstance(local, PackedTensor):
@@ -206,6 +209,19 @@ def fill_extras(local: PackedTensor, source: ModelWeights, name: str) -> None:
             extra.fill_(stored)
         if not torch.isfinite(extra).all():
             raise ValueError(f"{name}: its scales hold NaN or infinity")
+
+
+def _fill_dequantized(
+    local: Tensor, rows: slice, source: ModelWeights, name: str, pieces: Iterator[Iterator[Tensor]]
+) -> None:
+    """Fills these rows of a weight that is trained, but stored packed."""
+    weight = source.packed[name]
+    height, width = weight.shape
+    whole = FORMATS[weight.format].empty(height, width, local.dtype, local.device)
+    packed = whole[rows]
+    assert isinstance(packed, PackedTensor)
+    fill_packed(packed, source, weight, pieces)
+    local.copy_(packed.dequantize())
 
 
 def _fill_plain(local: Tensor, name: str, pieces: Iterator[Tensor]) -> None:

@@ -1,8 +1,9 @@
 """Checkpoints of a run, and going on from one.
 
     <output_dir>/checkpoints/step_00000040/
-        state/        torch.distributed.checkpoint: adapters, optimizer, schedule, random states
-        adapter/      the same adapters in PEFT's format
+        state/        torch.distributed.checkpoint: what is trained, optimizer, schedule, random
+                      states
+        adapter/      adapters in PEFT's format, where it is these that are trained
         facts.json    the step, and what a run that goes on must share (`qfsdp.checkpoint.facts`)
 
 A checkpoint is written as `step_00000040.partial` and renamed when every byte of it is on disk,
@@ -26,15 +27,18 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from qfsdp.checkpoint.export import write_adapter
 from qfsdp.checkpoint.facts import FACTS_FILE, check_facts, read_facts, write_facts
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.checkpoint.state import Staging, TrainState, read_adapters, restore
+from qfsdp.checkpoint.state import Staging, TrainState, read_trained, restore
 from qfsdp.distributed import World
 from qfsdp.errors import InvalidField, UserError
-from qfsdp.modules.adapters import AdapterConfig, refresh_dora_norms
+from qfsdp.modules.adapters import refresh_dora_norms
+
+Export = Callable[[dict[str, Tensor], Path], None]
+"""Writes trained tensors, by name and whole, to a folder of its own within a checkpoint's."""
 
 AUTO = "auto"
 FOLDER = "checkpoints"
@@ -145,8 +149,7 @@ class Checkpointer:
     runs have left half-written.
 
     Args:
-        adapter, base: what the adapters in PEFT's format, a part of every checkpoint, say of
-            themselves.
+        export: writes what every checkpoint has beside its state (`adapter_export`), if anything.
     """
 
     def __init__(
@@ -154,11 +157,9 @@ class Checkpointer:
         config: CheckpointConfig,
         output_dir: Path,
         world: World,
-        adapter: AdapterConfig,
-        base: str,
+        export: Export | None = None,
     ) -> None:
-        self._config, self._world = config, world
-        self._adapter, self._base = adapter, base
+        self._config, self._world, self._export = config, world, export
         self._output_dir, self._folder = output_dir, output_dir / FOLDER
         self._lock = None
         if world.rank == 0:
@@ -290,16 +291,15 @@ class Checkpointer:
 
     def _publish(self, step: int, partial: Path, final: Path) -> None:
         """Rank 0, once all ranks have written: the rest, the name, and what it replaces."""
-        # From the files and not from other ranks: so they have been read once, too.
-        tensors = read_adapters(partial / "state")
-        write_adapter(tensors, self._adapter, self._base, partial / "adapter")
+        if self._export is not None:
+            # From the files and not from other ranks: so they have been read once, too.
+            self._export(read_trained(partial / "state"), partial)
         write_facts(
             partial, self._facts, step=step, world_size=self._world.size, torch=torch.__version__
         )
-        for path in [*(partial / "adapter").iterdir(), partial / FACTS_FILE]:
+        for path in sorted(partial.rglob("*"), reverse=True):  # what is in a folder before it
             _sync(path)
-        for path in (partial / "state", partial / "adapter", partial):
-            _sync(path)
+        _sync(partial)
         partial.rename(final)
         _sync(self._folder)
         for old in published(self._output_dir)[: -self._config.keep_last]:

@@ -130,6 +130,8 @@ class ModelWeights:
                 f"{list(weight.shape)}; config.json means {list(param.shape)}"
             )
         local = local_part(param)
+        if param.requires_grad:
+            return  # trained as numbers: the loader dequantizes it
         if not isinstance(local, PackedTensor) or local.format != weight.format:
             raise UserError(
                 f"{weight.columns[0].file}: tensor {weight.name!r} is packed as "

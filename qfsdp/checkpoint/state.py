@@ -1,8 +1,9 @@
 """What a run needs to go on bit by bit, copied out of training and put back into it.
 
-Adapters and optimizer states are hundreds of small tensors of a few shapes. A checkpoint holds
-those of one meaning and shape as a single entry `[number of tensors, rows, ...]`, of which each
-rank has its rows. Rows can be read back on any number of ranks.
+What is trained (adapters, or weights themselves) and optimizer states are hundreds of tensors of a
+few shapes. A checkpoint holds those of one meaning and shape as a single entry
+`[number of tensors, rows, ...]`, of which each rank has its rows. Rows can be read back on any
+number of ranks.
 
 For SmolLM2 with DoRA that is 27 entries instead of 2520. To plan and write them takes
 torch.distributed.checkpoint 24 ms of CPU time per rank (of two) instead of 550 to 930, or 370 to
@@ -32,7 +33,7 @@ from qfsdp.errors import UserError
 from qfsdp.modules.shards import local_part, local_rows, sharded
 
 HOST = "host"  # the entry of what is no tensor
-ADAPTER = "adapter"  # `Stack.field` of the adapters themselves
+TRAINED = "trained"  # `Stack.field` of the trained tensors themselves
 
 
 @dataclass
@@ -40,10 +41,10 @@ class Stack:
     """Tensors of one meaning, shape and dtype: an entry of a checkpoint.
 
     Fields:
-        field: "adapter", or the optimizer's name of it.
-        names: PEFT's key of the adapter tensor that each is, or belongs to.
+        field: "trained", or the optimizer's name of it.
+        names: of the trained tensor that each is, or belongs to (`trained_tensors`).
         shape: of each, whole.
-        rows: whether ranks hold rows of each, as of the adapter tensor; else all hold all.
+        rows: whether ranks hold rows of each, as of the trained tensor; else all hold all.
         dtype: of each.
     """
 
@@ -54,7 +55,7 @@ class Stack:
     dtype: torch.dtype
 
     def local_shape(self, params: dict[str, Tensor]) -> tuple[int, ...]:
-        """The shape of this rank's part of the entry, given the model's adapter tensors."""
+        """The shape of this rank's part of the entry, given the model's trained tensors."""
         if not self.rows:
             return (len(self.names), *self.shape)
         held = local_rows(params[self.names[0]])
@@ -76,14 +77,24 @@ class TrainState:
     """All that training changes.
 
     Fields:
-        model: its adapters; DoRA's norms follow from them and are not kept.
-        optimizer: over the adapters, of any kind.
+        model: what of it is trained; DoRA's norms follow from adapters and are not kept.
+        optimizer: over that, of any kind.
         scheduler: or None.
+        progress: numbers and strings by name that are part of it, too (or None); changed in place.
     """
 
     model: nn.Module
     optimizer: Optimizer
     scheduler: LRScheduler | None
+    progress: dict[str, Any] | None = None
+
+
+def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
+    """Name -> parameter of all that is trained: adapters by PEFT's keys, weights by their own."""
+    adapters: dict[str, Tensor] = adapter_parameters(model)
+    known = {id(param) for param in adapters.values()}
+    weights = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
+    return adapters | {name: param for name, param in weights if id(param) not in known}
 
 
 class Staging:
@@ -97,7 +108,7 @@ class Staging:
     def copy(self, state: TrainState, step: int) -> dict[str, Any]:
         """Entries for `dcp.save`. On an accelerator the copies may still be under way: they are
         ordered before what the current stream does next."""
-        params = adapter_parameters(state.model)
+        params = trained_tensors(state.model)
         stacks: dict[str, Stack] = {}
         tensors: dict[str, list[Tensor]] = {}
         alone: dict[str, dict[str, Any]] = {name: {} for name in params}
@@ -123,6 +134,7 @@ class Staging:
             "values": values,
             "groups": [{k: copy.deepcopy(g[k]) for k in g if k != "params"} for g in groups],
             "scheduler": copy.deepcopy(state.scheduler.state_dict()) if state.scheduler else None,
+            "progress": dict(state.progress or {}),
         }
         random = _random_state(self._world.device)
         only = {name: fields for name, fields in alone.items() if fields}
@@ -149,7 +161,7 @@ def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> 
     Raises:
         UserError: part of the optimizer's state can be read by as many ranks only as wrote it.
     """
-    params = adapter_parameters(state.model)
+    params = trained_tensors(state.model)
     same = saved_ranks == world.size
     own = _of_rank(world.rank if same else 0)
     parts = _load(folder, {HOST: None, own: None})
@@ -165,7 +177,7 @@ def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> 
     states: dict[str, dict[str, Any]] = {name: dict(host["values"][name]) for name in params}
     for key, stack in stacks.items():
         for name, value in zip(stack.names, local[key].unbind(), strict=True):
-            if stack.field == ADAPTER:
+            if stack.field == TRAINED:
                 local_part(params[name]).copy_(value)
             else:
                 like = params[name] if stack.rows else None
@@ -176,21 +188,23 @@ def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> 
     _restore_optimizer(state.optimizer, params, states, host["groups"])
     if state.scheduler is not None:
         state.scheduler.load_state_dict(host["scheduler"])
+    if state.progress is not None:
+        state.progress.update(host.get("progress", {}))
     if same:
         _set_random_state(mine["random"], world.device)
     else:  # as at a start, but not the same numbers once more
         torch.manual_seed(torch.initial_seed() + 1_000_003 * host["step"])
 
 
-def read_adapters(folder: Path) -> dict[str, Tensor]:
-    """PEFT's key -> whole tensor of every adapter in what `dcp.save` wrote."""
+def read_trained(folder: Path) -> dict[str, Tensor]:
+    """Name -> whole tensor of all that is trained, from what `dcp.save` wrote."""
     stacks = _load(folder, {HOST: None})[HOST]["stacks"]
-    adapters = {k: Stack(**fields) for k, fields in stacks.items() if fields["field"] == ADAPTER}
-    whole = {key: torch.empty(len(s.names), *s.shape) for key, s in adapters.items()}
+    trained = {k: Stack(**fields) for k, fields in stacks.items() if fields["field"] == TRAINED}
+    whole = {k: torch.empty(len(s.names), *s.shape, dtype=s.dtype) for k, s in trained.items()}
     _load(folder, dict(whole))
     return {
         name: tensor
-        for key, stack in adapters.items()
+        for key, stack in trained.items()
         for name, tensor in zip(stack.names, whole[key].unbind(), strict=True)
     }
 
@@ -201,9 +215,9 @@ def read_adapters(folder: Path) -> dict[str, Tensor]:
 def _tensors(
     params: dict[str, Tensor], optimizer: Optimizer
 ) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """(name of the adapter tensor, what of it, the value, the adapter tensor)."""
+    """(name of the trained tensor, what of it, the value, the trained tensor)."""
     for name, param in params.items():
-        yield name, ADAPTER, param, param
+        yield name, TRAINED, param, param
         for field, value in optimizer.state.get(param, {}).items():
             yield name, field, value, param
 
@@ -292,7 +306,7 @@ def _restore_optimizer(
         for field, value in fields.items():
             loaded = optimizer.state[params[name]][field]
             if isinstance(value, Tensor) and loaded.dtype != value.dtype:
-                optimizer.state[params[name]][field] = loaded.to(value.dtype)
+                optimizer.state[params[name]][field] = value.to(loaded.device)
 
 
 def _random_state(device: torch.device) -> dict[str, Tensor]:

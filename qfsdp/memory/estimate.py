@@ -160,10 +160,15 @@ def estimate_fast(
     shallow = max(2 * every, 2 * cfg.sharding.prefetch + 2, 4)
     shallow += (depth - shallow) % every
     sizes = (shallow, shallow + every)
-    if depth <= sizes[1]:
+    if depth <= sizes[1] or not _layers_alike(cfg):
         return estimate(recipe, cfg, world_size, local_world_size, target)
     given = (recipe, cfg, world_size, local_world_size, target)
     return _extrapolate(estimate(*given, sizes[0]), estimate(*given, sizes[1]), sizes, depth)
+
+
+def _layers_alike(cfg: Any) -> bool:
+    """Whether no layer is trained that another one is not."""
+    return not hasattr(cfg, "trainable") or cfg.trainable.layers == "all"
 
 
 def _extrapolate(one: Estimate, two: Estimate, sizes: tuple[int, int], depth: int) -> Estimate:
@@ -244,7 +249,8 @@ def _run(
     model.train()
     _mark_parameters(model, tracker)
     tracker.host_peak = tracker.host.copy()  # nothing had its kind before
-    optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model))
+    in_backward = getattr(cfg, "optimizer_in_backward", False)
+    optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model), in_backward)
     batches = _batches(cfg)
     clock = StepClock(world.device)
     for _ in range(2):

@@ -423,11 +423,14 @@ class Decoder(nn.Module):
     Has no buffers: rotary tables are computed in every forward. With `tie_word_embeddings`,
     `lm_head.weight` *is* `model.embed_tokens.weight`; whatever replaces parameters (`to_empty`,
     `load_state_dict(assign=True)`) breaks that, and `tie_weights` restores it.
+
+    `compute_dtype` is what trained weights are cast to where they are gathered; None: no cast.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
+        self.compute_dtype: torch.dtype | None = None
         self.model = Backbone(config)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()

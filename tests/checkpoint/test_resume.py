@@ -18,6 +18,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qfsdp.checkpoint.export import adapter_export
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, find_checkpoint, published
 from qfsdp.errors import InvalidField, UserError
@@ -109,7 +110,8 @@ def whole(state: Any) -> dict[str, torch.Tensor]:
 
 
 def checkpointer(folder: Path, **config: Any) -> Checkpointer:
-    made = Checkpointer(CheckpointConfig(**config), folder, cpu_world(), ADAPTER, "base")
+    export = adapter_export(ADAPTER, "base")
+    made = Checkpointer(CheckpointConfig(**config), folder, cpu_world(), export)
     made.find("auto", dict)
     return made
 
@@ -223,8 +225,8 @@ def test_neither_base_nor_norms_are_saved_and_entries_are_few(
         *[state.optimizer, state.scheduler],
     )
     shallow = Staging(cpu_world()).copy(TrainState(state.model, state.optimizer, None), 1)
-    adapters = [key for key in shallow if key.startswith("adapter")]
-    assert [k for k in Staging(cpu_world()).copy(deep_state, 1) if k.startswith("adapter")] == (
+    adapters = [key for key in shallow if key.startswith("trained")]
+    assert [k for k in Staging(cpu_world()).copy(deep_state, 1) if k.startswith("trained")] == (
         adapters
     )
 
@@ -348,10 +350,10 @@ def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
     """Saves at 1, 2 (which fails somewhere, as on a full disk) and 3; what was told."""
     import torch.distributed.checkpoint as dcp
 
-    from qfsdp.checkpoint import resume
+    from qfsdp.checkpoint import export
 
     state, results = train_state(model_dir), []
-    write, export = dcp.FileSystemWriter.write_data, resume.write_adapter
+    write, write_adapter = dcp.FileSystemWriter.write_data, export.write_adapter
 
     def full(*args: Any) -> Any:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -363,7 +365,7 @@ def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
             if step == 2 and where == f"rank {cpu_world().rank}":
                 dcp.FileSystemWriter.write_data = full  # type: ignore[method-assign]
             if step == 2 and where == "adapter":
-                resume.write_adapter = full  # type: ignore[assignment]
+                export.write_adapter = full  # type: ignore[assignment]
             try:
                 take_steps(state, range(step, step + 1))
                 saver.save(step, state)
@@ -373,7 +375,7 @@ def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
             except UserError as error:
                 told.append(f"{step}: {error}")
             dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
-            resume.write_adapter = export
+            export.write_adapter = write_adapter
         saver.close()
         left = sorted(path.name for path in (folder / where / "checkpoints").iterdir())
         results.append([*told, *left])

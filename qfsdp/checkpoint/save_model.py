@@ -1,0 +1,113 @@
+"""A model whose weights were trained, as a Hugging Face folder."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qfsdp.checkpoint.load import fill_packed, streamed
+from qfsdp.checkpoint.merge import in_chunks, plain_config
+from qfsdp.checkpoint.model_folder import write_model_folder
+from qfsdp.checkpoint.safetensors_read import Read
+from qfsdp.checkpoint.safetensors_write import (
+    DTYPE_NAMES,
+    MAX_FILE_BYTES,
+    Entry,
+    PlannedFile,
+    SafetensorsFile,
+    plan_files,
+    write_files,
+)
+from qfsdp.checkpoint.sources import ModelWeights, base_parameters
+from qfsdp.distributed import World
+from qfsdp.modules.shards import whole_tensor
+from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses.packed import FORMATS
+
+
+@torch.no_grad()
+def save_model(
+    model: Decoder,
+    weights: ModelWeights,
+    dtype: torch.dtype,
+    folder: Path,
+    world: World,
+    max_file_bytes: int = MAX_FILE_BYTES,
+) -> None:
+    """Writes `model` to `folder`, in place of what was there: config, tokenizer, safetensors.
+
+    Every rank must call it, and see `folder`; each writes a part of the files. Trained weights are
+    gathered one at a time. Frozen ones are those of the folder that the run loaded: exactly these
+    where they are plain, though the run may have packed them for itself; dequantized where that
+    folder has them packed. `config.json` comes last.
+
+    Args:
+        weights: what the run loaded.
+        dtype: of everything that is written.
+
+    Raises:
+        UserError: `folder` cannot be written.
+    """
+    params = dict(base_parameters(model))
+    trained = {name: param for name, param in params.items() if param.requires_grad}
+    groups = {n: {n: Entry(DTYPE_NAMES[dtype], tuple(p.shape))} for n, p in params.items()}
+    files = plan_files(groups, max_file_bytes)
+    partial = folder.with_name(f"{folder.name}.partial")
+
+    def write(mine: list[PlannedFile]) -> None:
+        own = {file.name for file in mine}
+        frozen = [name for file in mine for name in file.groups if name not in trained]
+        reads = [read for name in frozen for read in _reads(weights, name)]
+        with streamed(reads, progress=False) as pieces:
+
+            def fill(name: str, file: SafetensorsFile) -> None:
+                if name in trained:
+                    return file.write(name, whole_tensor(trained[name].to(dtype)))
+                at = 0
+                for rows in _frozen_rows(weights, name, pieces, dtype):
+                    file.write(name, rows, at)
+                    at += len(rows)
+
+            for file in files:
+                if file.name in own:
+                    list(write_files(partial, [file], fill))
+                    continue
+                for name in filter(trained.__contains__, file.groups):
+                    whole_tensor(trained[name].to(dtype))  # for the rank that writes this file
+
+    write_model_folder(
+        partial,
+        files,
+        write,
+        weights.folder,
+        lambda: plain_config(weights.folder, dtype),
+        world,
+    )
+    if world.rank == 0:
+        shutil.rmtree(folder, ignore_errors=True)
+        partial.rename(folder)
+
+
+def _reads(weights: ModelWeights, name: str) -> list[Read]:
+    stored = weights.packed.get(name)
+    columns = [weights.plain[name]] if stored is None else stored.columns
+    return [Read(tensor, range(tensor.rows), torch.device("cpu")) for tensor in columns]
+
+
+def _frozen_rows(
+    weights: ModelWeights, name: str, pieces: Iterator[Iterator[Tensor]], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """A weight of the folder, some rows at a time."""
+    stored = weights.packed.get(name)
+    if stored is None:
+        yield from in_chunks(name, next(pieces), dtype)
+        return
+    rows_of, cols = stored.shape
+    packed = FORMATS[stored.format].empty(rows_of, cols, dtype, "cpu")
+    fill_packed(packed, weights, stored, pieces)
+    for rows in in_chunks(name, packed, dtype):
+        yield rows.to(dtype)
