@@ -4,49 +4,75 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch.distributed as dist
 
 from qfsdp.checkpoint.export import save_adapter
 from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.config import load_config
 from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.tune_hook import recipe_named_by
 from tests.models import adapted_model, cpu_world
 from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-TRAINING = [config for config in CONFIGS if config.stem not in ("merge", "quantize")]
+FOLDERS = ("block_expansion", "merge", "quantize")  # what write a model folder
+OTHERS = (*FOLDERS, "evaluate", "generate")  # that train nothing; these have tests of their own
+TRAINING = [config for config in CONFIGS if config.stem not in OTHERS]
+TRAINERS = ("recipes/qdora_distributed", "recipes/full_finetune_distributed")
 FAMILIES = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen2_5": {"architectures": ["Qwen2ForCausalLM"]},
 }
+# By the end of a config's name; else nf4.
+FORMATS = {"_lora": "none", "_full": "none", "_hqq_dora": "hqq"}
 ROW = {"instruction": "Add.", "input": "2 + 3", "output": "5", "question": "2 + 3?", "answer": "5"}
 
 
+@pytest.fixture
+def no_process_group() -> Iterator[None]:
+    """A run of one rank makes one where FSDP2 casts; it must not outlive the test."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
 @pytest.mark.parametrize("config", TRAINING, ids=[c.stem for c in TRAINING])
+@pytest.mark.usefixtures("no_process_group")
 def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     family = next((f for name, f in FAMILIES.items() if config.stem.startswith(name)), {})
     model = write_tiny_model_with_tokenizer(
-        tmp_path / "model", smollm2_dir, hidden_size=96, **family
+        tmp_path / "model", smollm2_dir, hidden_size=96, expanded_layers=[1], **family
     )
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(ROW) + "\n" for _ in range(64)))
-    recipe = load_recipe()
+    name = recipe_named_by(str(config)) or ""
+    recipe = load_recipe(name.removeprefix("recipes/"))
     argv = ["--config", str(config), "max_steps=2", "max_seq_len=128", "batch_size=2"]
     argv += ["gradient_accumulation_steps=2", "lr_scheduler.num_warmup_steps=0"]
     argv += [f"output_dir={tmp_path}/run", f"model.path={model}", f"dataset.source={data}"]
+    full = name == TRAINERS[1]
+    argv += ["optimizer.lr=1e-3"] if full else []  # else too little for two updates
     cfg = load_config(recipe.Config, argv)
     recipe.check(cfg)
     recipe.main(cfg)
     lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert len(lines) == 2 and lines[1]["loss"] < lines[0]["loss"]
+    of_name = (f for end, f in FORMATS.items() if config.stem.endswith(end))
+    assert cfg.quantization.format == next(of_name, "nf4")
+    if full:
+        written, before = ModelWeights(tmp_path / "run/model"), ModelWeights(model)
+        assert written.plain.keys() == before.plain.keys() and not written.packed
+        assert cfg.trainable.layers == ("all" if config.stem.endswith("_full") else "expanded")
+        return
     adapter = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
     assert adapter["use_dora"] == config.stem.endswith("dora")
-    assert cfg.quantization.format == ("none" if config.stem.endswith("_lora") else "nf4")
 
 
-@pytest.mark.parametrize("name", ["merge", "quantize"])
+@pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.usefixtures("eager")
 def test_model_folders_are_written(name: str, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", hidden_size=96)
@@ -57,6 +83,8 @@ def test_model_folders_are_written(name: str, tmp_path: Path) -> None:
         folder = tmp_path / "adapter"
         save_adapter(adapted_model(model, adapter), adapter, str(model), folder, cpu_world())
         argv.append(f"adapter={folder}")
+    if name == "block_expansion":
+        argv.append("rate=0.5")
     recipe = load_recipe(name)
     cfg = load_config(recipe.Config, argv)
     recipe.check(cfg)
@@ -71,4 +99,4 @@ def test_header_is_the_command_that_runs_it(config: Path) -> None:
     first = config.read_text().splitlines()[0]
     found = re.fullmatch(rf"# tune run (recipes/\w+) --config configs/{config.name}", first)
     assert found is not None and (ROOT / f"{found[1]}.py").is_file()
-    assert (found[1] == "recipes/qdora_distributed") == (config in TRAINING)
+    assert (found[1] in TRAINERS) == (config in TRAINING)
