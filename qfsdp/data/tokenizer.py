@@ -88,6 +88,12 @@ class HFTokenizer:
         bos = [self.bos_id] if add_bos and self.bos_id is not None else []
         return bos + ids + ([self.eos_id] if add_eos else [])
 
+    def encode_as_stored(self, text: str) -> list[int]:
+        """Ids of plain text with the special tokens that `tokenizer.json` itself puts around it,
+        as transformers encodes."""
+        ids: list[int] = self._backend.encode(text).ids
+        return ids
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`."""
         text: str = self._backend.decode(

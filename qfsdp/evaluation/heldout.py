@@ -35,7 +35,12 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 def held_out_batches(
-    dataset: MapDataset, batch_size: int, world: World, pad_id: int, max_seq_len: int | None
+    dataset: MapDataset,
+    batch_size: int,
+    world: World,
+    pad_id: int,
+    max_seq_len: int | None,
+    fill_rows: bool = False,
 ) -> Iterator[Batch]:
     """This rank's batches of one pass over `dataset`, in its order; as many on every rank.
 
@@ -44,6 +49,7 @@ def held_out_batches(
         batch_size: samples per rank and batch. A rank that has none left gets a row without
             targets.
         pad_id, max_seq_len: as in `collate`.
+        fill_rows: as in `StepLoader`.
     """
     loader = StepLoader(
         dataset,
@@ -55,6 +61,7 @@ def held_out_batches(
         pad_id=pad_id,
         max_seq_len=max_seq_len,
         shuffle=False,
+        fill_rows=fill_rows,
     )
     for step in range(loader.steps_per_epoch):
         yield from loader.step(step)

@@ -1,0 +1,201 @@
+"""Exact match: how often a model's answer to a question is the right one, by k-shot prompts."""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from qfsdp.data import check_source
+from qfsdp.distributed import World
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.evaluation.answers import parse_answer, same_answer
+from qfsdp.evaluation.intervals import Interval, wilson
+from qfsdp.evaluation.sharing import batches_by_length, rounds
+from qfsdp.generation import SamplingConfig, generate
+from qfsdp.modules.transformer import Decoder
+from qfsdp.prompts import chat_tokens, read_rows
+
+
+@dataclass
+class ExactMatchConfig:
+    """One entry of section `exact_match`: questions, and how they are asked.
+
+    Fields:
+        source: a .jsonl file of questions with their answers.
+        question_column, answer_column: its columns; an answer may be worked out, as in GSM8K.
+        compare: "number": the numbers that both answers end in are equal; "text": the answers are,
+            but for space around them and upper and lower case.
+        shots: how many solved examples stand before each question, as earlier turns of the chat.
+        examples: a .jsonl file with the same columns that they are drawn from, at random, the same
+            ones for every question. A row whose question is asked is never drawn.
+        seed: of that draw.
+        system_prompt: a system message; null: none.
+        max_rows: ask the first so many only; null: all.
+        max_new_tokens: of an answer.
+    """
+
+    source: str
+    question_column: str = "question"
+    answer_column: str = "answer"
+    compare: Literal["number", "text"] = "number"
+    shots: int = 0
+    examples: str | None = None
+    seed: int = 0
+    system_prompt: str | None = None
+    max_rows: int | None = None
+    max_new_tokens: int = 256
+
+    def check(self) -> None:
+        for name in ("max_rows", "max_new_tokens"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidField(name, value, "an integer of at least 1")
+        if self.shots < 0:
+            raise InvalidField("shots", self.shots, "an integer of at least 0")
+        if self.shots and self.examples is None:
+            raise InvalidField("examples", None, f"a file to draw {self.shots} shots from")
+
+
+@dataclass(frozen=True)
+class Question:
+    """A question with its right answer, and the tokens that ask it, examples before it."""
+
+    text: str
+    answer: str
+    prompt: list[int]
+
+
+@dataclass(frozen=True)
+class ExactMatch:
+    """The share of right answers, with its confidence interval."""
+
+    accuracy: float
+    interval: Interval
+    right: int
+    rows: int
+    unanswered: int
+    """Answers without a number, where numbers are compared."""
+
+
+def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Question]:
+    """The questions of a file, as prompts by the chat template.
+
+    Args:
+        key: the section's place in the config, for messages.
+        tokenizer: of the model, ours or torchtune's.
+
+    Raises:
+        UserError: a file or column is wrong, an answer has no number, there are too few examples,
+            or the chat template refuses.
+    """
+    rows = _read(f"{key}.source", config.source, config)[: config.max_rows]
+    for number, row in enumerate(rows, start=1):
+        if config.compare == "number" and parse_answer(row[config.answer_column]) is None:
+            raise UserError(
+                f"{key}.source: {config.source}, row {number}: no number in the answer "
+                f"{row[config.answer_column][:60]!r}; compare=text compares words"
+            )
+    turns = [] if config.system_prompt is None else [_turn("system", config.system_prompt)]
+    for example in _draw_examples(key, config, {row[config.question_column] for row in rows}):
+        turns.append(_turn("user", example[config.question_column]))
+        turns.append(_turn("assistant", example[config.answer_column]))
+    return [
+        Question(
+            row[config.question_column],
+            row[config.answer_column],
+            chat_tokens(tokenizer, [*turns, _turn("user", row[config.question_column])]),
+        )
+        for row in rows
+    ]
+
+
+def _read(key: str, source: str, config: ExactMatchConfig) -> list[dict[str, str]]:
+    """Rows with both columns as text; numbers are written out."""
+    check_source(key, source)
+    rows = read_rows(key, source, config.question_column)
+    read_rows(key, source, config.answer_column)
+    columns = (config.question_column, config.answer_column)
+    return [{column: str(row[column]) for column in columns} for row in rows]
+
+
+def _draw_examples(key: str, config: ExactMatchConfig, asked: set[str]) -> list[dict[str, str]]:
+    if not config.shots or config.examples is None:
+        return []
+    pool = _read(f"{key}.examples", config.examples, config)
+    pool = [row for row in pool if row[config.question_column] not in asked]
+    if len(pool) < config.shots:
+        raise UserError(
+            f"{key}.shots: {config.shots}; {config.examples} has {len(pool)} rows that are not "
+            "asked themselves"
+        )
+    return random.Random(config.seed).sample(pool, config.shots)
+
+
+def _turn(role: str, content: str) -> dict[str, str]:
+    return {"role": role, "content": content}
+
+
+def exact_match(
+    model: Decoder,
+    questions: list[Question],
+    config: ExactMatchConfig,
+    tokenizer: Any,
+    stops: set[int],
+    world: World,
+    batch_size: int,
+    file: Path | None = None,
+    title: str = "exact match",
+) -> ExactMatch:
+    """Asks all questions, greedily; the same result on every rank.
+
+    Args:
+        questions: of `read_questions`, the same on every rank. Batches of prompts of like length
+            are shared out.
+        stops: tokens that end an answer.
+        batch_size: questions that a rank answers at a time.
+        file: a .jsonl file that rank 0 writes a line into for every question, as they are
+            answered: its row, the question, both answers, and whether it is right.
+        title: of the progress bar.
+    """
+    sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
+    batches = batches_by_length([len(question.prompt) for question in questions], batch_size)
+    results: list[dict[str, Any]] = []
+    if file is not None and world.rank == 0:
+        file.write_text("")
+    for chosen in rounds(batches, world, title):
+        prompts = [questions[index].prompt for index in chosen]
+        answers = generate(model, prompts, sampling, stops, world)
+        mine = [
+            _judge(index, questions[index], tokenizer.decode(answer), config.compare)
+            for index, answer in zip(chosen, answers, strict=True)
+        ]
+        new = [result for of_rank in world.gather(mine) for result in of_rank]
+        results += new
+        if file is not None and world.rank == 0:
+            _append(file, new)
+    right = sum(result["right"] for result in results)
+    unanswered = sum(result["number"] is None for result in results if "number" in result)
+    interval = wilson(right, len(results))
+    return ExactMatch(right / len(results), interval, right, len(results), unanswered)
+
+
+def _judge(index: int, question: Question, answer: str, compare: str) -> dict[str, Any]:
+    result: dict[str, Any] = {"row": index, "question": question.text, "gold": question.answer}
+    result["answer"] = answer
+    if compare == "text":
+        result["right"] = answer.strip().casefold() == question.answer.strip().casefold()
+        return result
+    number = parse_answer(answer)
+    result["number"] = None if number is None else str(number)
+    result["right"] = same_answer(number, parse_answer(question.answer))
+    return result
+
+
+def _append(file: Path, results: Iterable[dict[str, Any]]) -> None:
+    with file.open("a", encoding="utf-8") as lines:
+        for result in results:
+            lines.write(json.dumps(result, ensure_ascii=False) + "\n")

@@ -1,0 +1,162 @@
+"""A decoder as lm-eval sees a model. Imports lm-eval; `lm_harness.py` is what recipes import."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import (
+    handle_stop_sequences,
+    normalize_gen_kwargs,
+    postprocess_generated_text,
+)
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from qfsdp.data.tokenizer import HFTokenizer
+from qfsdp.distributed import World
+from qfsdp.errors import UserError
+from qfsdp.evaluation.scoring import log_likelihoods
+from qfsdp.evaluation.sharing import batches_by_length, rounds
+from qfsdp.generation import SamplingConfig, generate
+from qfsdp.modules.transformer import Decoder
+
+DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task says nothing
+
+
+class HarnessModel(TemplateLM):
+    """Answers lm-eval's three kinds of requests, with the tokens that its `hf` model would take.
+
+    To lm-eval every rank is alone and has all requests; the work is shared out below that, so
+    every rank gets all answers, and all run the same number of forward passes.
+
+    Args:
+        tokenizer: `hf_tokenizer(...)`, or one of torchtune's.
+        stops: tokens that end an answer.
+        batch_size: contexts, or prompts, of a forward pass.
+    """
+
+    def __init__(
+        self, model: Decoder, tokenizer: Any, stops: set[int], world: World, batch_size: int
+    ) -> None:
+        super().__init__()
+        self.tokenizer = tokenizer
+        self._model, self._stops, self._world = model, stops, world
+        self._batch_size = batch_size
+        self._prefix_text = tokenizer.decode([self.prefix_token_id], skip_special_tokens=False)
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.tokenizer.eos_id)
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text without a context."""
+        bos_id = self.tokenizer.bos_id
+        return self.eot_token_id if bos_id is None else int(bos_id)
+
+    @property
+    def max_length(self) -> int:
+        return self._model.config.max_position_embeddings
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: Any
+    ) -> list[int]:
+        """Tokens of a text; by default with the special tokens that the tokenizer puts around it,
+        if the text does not begin with one itself."""
+        if add_special_tokens is None:
+            add_special_tokens = not string.startswith(self._prefix_text)
+        if add_special_tokens and isinstance(self.tokenizer, HFTokenizer):
+            return self.tokenizer.encode_as_stored(string)
+        tokens = self.tokenizer.encode(string, add_bos=add_special_tokens, add_eos=False)
+        return list(tokens)
+
+    def loglikelihood(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[tuple[float, bool]]:
+        return super().loglikelihood(requests, disable_tqdm=True)  # a bar on every rank
+
+    def _loglikelihood_tokens(
+        self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
+    ) -> list[tuple[float, bool]]:
+        pairs = [(context, continuation) for _, context, continuation in requests]
+        return log_likelihoods(self._model, pairs, self._world, self._batch_size)
+
+    def loglikelihood_rolling(
+        self, requests: list[Instance], disable_tqdm: bool = True
+    ) -> list[float]:
+        """Every token of a text is predicted once, in windows of all of the model's positions."""
+        pairs, owners = [], []
+        for number, request in enumerate(requests):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(request.args[0]),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for window in windows:
+                pairs.append(make_disjoint_window(window))
+                owners.append(number)
+        totals = [0.0] * len(requests)
+        scores = log_likelihoods(self._model, pairs, self._world, self._batch_size)
+        for owner, (value, _) in zip(owners, scores, strict=True):
+            totals[owner] += value
+        return totals
+
+    def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
+        """Prompts lose their beginning where they leave no room for the answer. An answer is cut at
+        its first stop string after it has been made, up to the most tokens that it may have."""
+        kinds: dict[str, list[int]] = {}
+        for number, request in enumerate(requests):
+            kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
+        answers = [""] * len(requests)
+        for key, numbers in kinds.items():
+            contexts = [requests[number].args[0] for number in numbers]
+            for number, text in zip(numbers, self._answers(contexts, json.loads(key)), strict=True):
+                answers[number] = text
+        return answers
+
+    def _answers(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
+        """Answers to contexts of one kind; `options` are a task's `generation_kwargs`."""
+        given = normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS)
+        end = self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
+        until = handle_stop_sequences(given.get("until"), eos=end)
+        sampling = SamplingConfig(
+            max_new_tokens=int(given["max_gen_toks"]),
+            temperature=float(given.get("temperature", 0.0)) if given["do_sample"] else 0.0,
+            top_p=float(given.get("top_p", 1.0)),
+        )
+        room = self.max_length - sampling.max_new_tokens
+        if room < 1:
+            raise UserError(
+                f"lm_eval.tasks: one asks for {sampling.max_new_tokens} new tokens; "
+                f"the model has {self.max_length} positions"
+            )
+        prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        batches = batches_by_length([len(prompt) for prompt in prompts], self._batch_size)
+        found: dict[int, str] = {}
+        for chosen in rounds(batches, self._world, "answering"):
+            mine = [prompts[index] for index in chosen]
+            made = generate(self._model, mine, sampling, self._stops, self._world)
+            for index, tokens in zip(chosen, made, strict=True):
+                text = self.tokenizer.decode(tokens)
+                found[index] = postprocess_generated_text(text, until, None)
+        for of_rank in self._world.gather(found):
+            found.update(of_rank)
+        return [found[index] for index in range(len(contexts))]
+
+    @property
+    def tokenizer_name(self) -> str:
+        return type(self.tokenizer).__name__
+
+    def apply_chat_template(
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
+    ) -> str:
+        """A conversation as text. Without the header of an answer it ends with its last message,
+        to be continued."""
+        text: str = self.tokenizer.render(chat_history, add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"].strip()
+        return text[: text.rindex(last) + len(last)]

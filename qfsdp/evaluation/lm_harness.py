@@ -1,0 +1,266 @@
+"""Tasks of lm-eval (the LM evaluation harness of EleutherAI), on our decoder.
+
+Prompts, metrics and tokens are lm-eval's own. With `local_data` only the rows come from elsewhere:
+from files of a folder, which must have the columns of the data set on the hub.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import io
+import json
+import logging
+import random
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext, redirect_stderr
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from qfsdp.distributed import World
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.evaluation.intervals import Interval, mean_interval
+from qfsdp.modules.transformer import Decoder
+
+SPLITS = ("train", "validation", "test")
+TRUTHFULQA = "TruthfulQA.csv"
+FEWSHOT_SEED = 1234  # lm-eval's default, and that of what a task draws with numpy
+
+
+@dataclass
+class LMEvalConfig:
+    """Section `lm_eval`: tasks of lm-eval.
+
+    Fields:
+        tasks: their names, such as arc_easy, arc_challenge, hellaswag, truthfulqa_mc1.
+        limit: rows of each task, the first ones; null: all.
+        num_fewshot: solved examples before each question; null: as many as the task says. A task
+            that fixes none keeps to that.
+        local_data: a folder to take rows from instead of the hub: TASK.SPLIT.jsonl (or
+            TASK.SPLIT.ANYTHING.jsonl), SPLIT being train, validation or test, and TruthfulQA.csv.
+        chat_template: ask each question as a turn of a chat.
+    """
+
+    tasks: list[str] = field(default_factory=list)
+    limit: int | None = None
+    num_fewshot: int | None = None
+    local_data: str | None = None
+    chat_template: bool = False
+
+    def check(self) -> None:
+        if self.limit is not None and self.limit < 1:
+            raise InvalidField("limit", self.limit, "an integer of at least 1, or null")
+        if self.num_fewshot is not None and self.num_fewshot < 0:
+            raise InvalidField("num_fewshot", self.num_fewshot, "an integer of at least 0, or null")
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one task; the interval is None where it is no mean over rows."""
+
+    task: str
+    metric: str
+    value: float
+    interval: Interval | None
+    rows: int
+
+
+def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
+    """lm-eval's task objects by name, with their rows; before anything else is loaded.
+
+    Raises:
+        UserError: the package is missing, a task does not exist, or its rows cannot be had.
+    """
+    if importlib.util.find_spec("lm_eval") is None:
+        raise UserError("lm_eval.tasks: needs the package lm-eval; pip install qfsdp[eval]")
+    from lm_eval.tasks import TaskManager
+
+    with _quiet():
+        manager = TaskManager()
+        for name in config.tasks:
+            if name not in manager.all_tasks:
+                near = get_close_matches(name, manager.all_tasks, n=1)
+                hint = f"; did you mean '{near[0]}'?" if near else ""
+                raise UserError(f"lm_eval.tasks: lm-eval has no task '{name}'{hint}")
+        specs: list[Any] = list(config.tasks)
+        if config.local_data is not None:
+            folder = Path(config.local_data).expanduser()
+            members = [_with_local_rows(name, folder) for name in config.tasks]
+            # A group of ours is lm-eval's way to load a task with some of its keys replaced.
+            specs = [{"group": "local", "task": members}]
+        try:
+            tasks: dict[str, Any] = manager.load(specs)["tasks"]
+        except (OSError, ValueError, KeyError) as error:
+            reason = str(error).strip().splitlines() or [type(error).__name__]
+            raise UserError(
+                f"lm_eval.tasks: {', '.join(config.tasks)}: {reason[0]}; without the hub's data "
+                "sets, lm_eval.local_data is right"
+            ) from error
+    for task in tasks.values():
+        if config.num_fewshot is not None and task.get_config("num_fewshot") != 0:
+            task.set_config(key="num_fewshot", value=config.num_fewshot)
+        elif task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=FEWSHOT_SEED)
+    return tasks
+
+
+def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
+    """What replaces a task's own source of rows; its splits are those that there are files for."""
+    files = {
+        split: sorted(
+            [*folder.glob(f"{name}.{split}.jsonl"), *folder.glob(f"{name}.{split}.*.jsonl")]
+        )
+        for split in SPLITS
+    }
+    of_split = {split: found[0] for split, found in files.items() if found}
+    if name in ("truthfulqa_mc1", "truthfulqa_mc2") and (folder / TRUTHFULQA).is_file():
+        of_split.setdefault("validation", folder / TRUTHFULQA)
+    if not of_split.keys() & {"validation", "test"}:
+        raise UserError(
+            f"lm_eval.local_data: {folder} has no rows of {name}; {name}.validation.jsonl is right"
+        )
+
+    def rows(**_: Any) -> dict[str, Any]:
+        from datasets import Dataset
+
+        return {split: Dataset.from_list(_read(file)) for split, file in of_split.items()}
+
+    return {
+        "task": name,
+        "custom_dataset": rows,
+        "training_split": "train" if "train" in of_split else None,
+        "validation_split": "validation" if "validation" in of_split else None,
+        "test_split": "test" if "test" in of_split else None,
+        "fewshot_split": None,  # of train, else of the rows themselves without the one asked
+    }
+
+
+def _read(file: Path) -> list[dict[str, Any]]:
+    if file.name == TRUTHFULQA:
+        return truthfulqa_rows(file)
+    rows = []
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
+        try:
+            rows.append(json.loads(line))
+        except json.JSONDecodeError as error:
+            raise UserError(f"{file}, line {number}: not valid JSON: {error.msg}") from None
+    return rows
+
+
+def truthfulqa_rows(file: Path) -> list[dict[str, Any]]:
+    """Multiple-choice targets from the CSV of the TruthfulQA repository, as its own evaluation
+    makes them (arXiv:2109.07958): MC1 is the best answer against all incorrect ones, MC2 all
+    correct ones against all incorrect ones, each ended by a period.
+
+    The hub's `multiple_choice` rows are another version: their choices were picked by hand, and
+    cannot be had from this file; scores on the two differ.
+
+    Raises:
+        UserError: the file lacks one of the four columns.
+    """
+    needed = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
+    rows = []
+    with file.open(encoding="utf-8-sig", newline="") as lines:
+        reader = csv.DictReader(lines)
+        missing = [name for name in needed if name not in (reader.fieldnames or ())]
+        if missing:
+            raise UserError(f"{file}: no column {missing[0]!r}; needed are {', '.join(needed)}")
+        for row in reader:
+            best, right, wrong = (_answers(row[name]) for name in needed[1:])
+            best = best[:1]
+            if best[0] not in right:
+                right = best + right
+            rows.append(
+                {
+                    "question": row["Question"],
+                    "mc1_targets": _targets(best, wrong),
+                    "mc2_targets": _targets(right, wrong),
+                }
+            )
+    return rows
+
+
+def _answers(cell: str) -> list[str]:
+    """The answers of a cell, separated by semicolons, each ended by a period, none twice."""
+    found = [answer.strip() for answer in cell.split(";")]
+    ended = [answer if answer.endswith(".") else f"{answer}." for answer in found if answer]
+    return list(dict.fromkeys(ended))
+
+
+def _targets(right: list[str], wrong: list[str]) -> dict[str, list[Any]]:
+    return {"choices": right + wrong, "labels": [1] * len(right) + [0] * len(wrong)}
+
+
+def run_tasks(
+    config: LMEvalConfig,
+    tasks: dict[str, Any],
+    model: Decoder,
+    tokenizer: Any,
+    stops: set[int],
+    world: World,
+    batch_size: int,
+) -> tuple[list[Score], dict[str, list[dict[str, Any]]]]:
+    """Scores of all metrics of all tasks, and lm-eval's record of every row by task; the same on
+    every rank.
+
+    Args:
+        tasks: of `load_tasks`.
+        stops: tokens that end an answer.
+        batch_size: contexts (with all of their choices) or prompts of a forward pass.
+    """
+    from qfsdp.evaluation.lm_eval_model import HarnessModel
+
+    return evaluate(
+        config, tasks, HarnessModel(model, tokenizer, stops, world, batch_size), world.rank
+    )
+
+
+def evaluate(
+    config: LMEvalConfig, tasks: dict[str, Any], lm: Any, rank: int = 0
+) -> tuple[list[Score], dict[str, list[dict[str, Any]]]]:
+    """`run_tasks` for any model that lm-eval knows."""
+    import numpy
+    from lm_eval import evaluator
+
+    random.seed(0)
+    numpy.random.seed(FEWSHOT_SEED)
+    with _quiet(rank == 0 and sys.stderr.isatty()):
+        found: Any = evaluator.evaluate(
+            lm=lm,
+            task_dict={"tasks": tasks, "groups": {}},
+            limit=config.limit,
+            bootstrap_iters=0,  # intervals are ours
+            log_samples=True,
+            apply_chat_template=config.chat_template,
+            fewshot_as_multiturn=config.chat_template,
+        )
+    samples: dict[str, list[dict[str, Any]]] = found["samples"]
+    scores = []
+    for task, metrics in found["results"].items():
+        for key, value in metrics.items():
+            metric, _, filtered = key.partition(",")
+            if not filtered or metric.endswith("_stderr") or not isinstance(value, float):
+                continue
+            rows = [row for row in samples[task] if row["filter"] == filtered and metric in row]
+            numbers = [row[metric] for row in rows if isinstance(row[metric], int | float)]
+            whole = bool(rows) and len(numbers) == len(rows)
+            interval = mean_interval([float(number) for number in numbers]) if whole else None
+            scores.append(Score(task, metric, float(value), interval, len(rows)))
+    return scores, samples
+
+
+@contextmanager
+def _quiet(bars: bool = True) -> Iterator[None]:
+    """Without lm-eval's information and warnings, and, unless `bars`, its progress bars."""
+    logger = logging.getLogger("lm_eval")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        with nullcontext() if bars else redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,135 @@
+"""Loss and perplexity of a held-out dataset, or of plain text in windows."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qfsdp.data.loader import IGNORE_INDEX, MapDataset
+from qfsdp.distributed import World
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.evaluation.heldout import batch_losses, held_out_batches
+from qfsdp.evaluation.intervals import Interval, loss_interval
+from qfsdp.evaluation.sharing import with_bar
+
+
+@dataclass
+class TextConfig:
+    """One entry of section `text`: the perplexity of a text file.
+
+    Fields:
+        file: plain text, UTF-8.
+        window: tokens that the model sees at a time. The first token of a window has no
+            prediction.
+        stride: how far the next window is; null: `window`. Less, and a token has at least
+            `window - stride` tokens before it, but each is run `window / stride` times.
+        max_tokens: use the first so many tokens only; null: all.
+        add_bos: begin the text with the beginning-of-sequence token.
+    """
+
+    file: str
+    window: int = 1024
+    stride: int | None = None
+    max_tokens: int | None = None
+    add_bos: bool = False
+
+    def check(self) -> None:
+        if self.window < 2:
+            raise InvalidField("window", self.window, "an integer of at least 2")
+        if self.stride is not None and not 1 <= self.stride <= self.window:
+            raise InvalidField("stride", self.stride, "an integer from 1 to window, or null")
+        if self.max_tokens is not None and self.max_tokens < 2:
+            raise InvalidField("max_tokens", self.max_tokens, "an integer of at least 2, or null")
+
+
+class TextWindows:
+    """A dataset of windows over one long text. Every token but the first of the text is a target
+    once, except that without overlap (`stride == window`) the first of each window is none.
+
+    Items are `{"tokens", "labels"}`, int64 `[window]` or, the last, shorter.
+    """
+
+    def __init__(self, tokens: list[int], window: int, stride: int) -> None:
+        self._tokens = torch.tensor(tokens, dtype=torch.int32)
+        self._window, self._stride = window, stride
+
+    def __len__(self) -> int:
+        return 1 + max(0, math.ceil((len(self._tokens) - self._window) / self._stride))
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        start = range(len(self))[index] * self._stride  # negative indices, and IndexError
+        tokens = self._tokens[start : start + self._window].long()
+        labels = tokens.clone()
+        if start:
+            labels[: self._window - self._stride] = IGNORE_INDEX  # the window before had them
+        return {"tokens": tokens, "labels": labels}
+
+
+def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
+    """The windows of a file, by a tokenizer of ours or torchtune's.
+
+    Args:
+        key: the entry's place in the config, for messages.
+
+    Raises:
+        UserError: the file cannot be read, or has fewer than two tokens.
+    """
+    try:
+        text = Path(config.file).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise UserError(f"{key}.file: '{config.file}': {reason}; expected a text file") from None
+    tokens = tokenizer.encode(text, add_bos=config.add_bos, add_eos=False)[: config.max_tokens]
+    if len(tokens) < 2:
+        raise UserError(
+            f"{key}.file: '{config.file}' has {len(tokens)} tokens; expected at least two"
+        )
+    return TextWindows(tokens, config.window, config.stride or config.window)
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A mean over target tokens, in nats, with its confidence interval, and their number."""
+
+    loss: float
+    interval: Interval
+    tokens: int
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.loss)
+
+
+def dataset_loss(
+    model: nn.Module,
+    dataset: MapDataset,
+    batch_size: int,
+    world: World,
+    pad_id: int,
+    max_seq_len: int | None,
+    title: str = "loss",
+) -> Loss:
+    """The mean loss over all target tokens of a dataset, the same on every rank.
+
+    Args:
+        dataset: samples or packs as for training (items of `StepLoader`), or `TextWindows`.
+        batch_size: samples per rank and forward pass. The parts that the interval is made of.
+        pad_id, max_seq_len: as in `collate`.
+        title: of the progress bar.
+
+    Raises:
+        UserError: no sample has a target.
+    """
+    batches = held_out_batches(dataset, batch_size, world, pad_id, max_seq_len)
+    total = math.ceil(len(dataset) / (batch_size * world.size))
+    mine = batch_losses(model, with_bar(batches, title, world, total), world)
+    parts = [part for of_rank in world.gather(mine) for part in of_rank]
+    tokens = sum(count for _, count in parts)
+    if not tokens:
+        raise UserError(f"{title}: no token to predict in {len(dataset)} samples")
+    return Loss(math.fsum(loss for loss, _ in parts) / tokens, loss_interval(parts), tokens)

@@ -1,0 +1,90 @@
+"""The figures of an evaluation: a table for people, JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from qfsdp.evaluation.exact_match import ExactMatch
+from qfsdp.evaluation.intervals import LEVEL, Interval
+from qfsdp.evaluation.perplexity import Loss
+
+
+@dataclass(frozen=True)
+class Result:
+    """One figure.
+
+    Fields:
+        section, name: the place in the config of what was evaluated; a task of lm-eval is a name.
+        metric: what the value is.
+        interval: its confidence interval; None where there is none.
+        count, unit: over how many "tokens" or "rows".
+    """
+
+    section: str
+    name: str
+    metric: str
+    value: float
+    interval: Interval | None
+    count: int
+    unit: str
+
+
+def of_loss(section: str, name: str, found: Loss) -> list[Result]:
+    """The mean loss (nats per token) and the perplexity."""
+    low, high = found.interval
+    rest = (found.tokens, "tokens")
+    perplexities = (math.exp(low), math.exp(high))
+    return [
+        Result(section, name, "loss", found.loss, found.interval, *rest),
+        Result(section, name, "perplexity", found.perplexity, perplexities, *rest),
+    ]
+
+
+def of_exact_match(name: str, found: ExactMatch) -> list[Result]:
+    """The share of right answers."""
+    score = (found.accuracy, found.interval, found.rows, "rows")
+    return [Result("exact_match", name, "exact_match", *score)]
+
+
+def table(results: Sequence[Result]) -> str:
+    """One line per figure, in columns."""
+    rows = [("", "metric", "value", f"{LEVEL:.0%} interval", "over")]
+    for result in results:
+        low, high = result.interval or (math.nan, math.nan)
+        told = "" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
+        what = f"{result.section}.{result.name}"
+        rows.append((what, result.metric, f"{result.value:.4f}", told, _count(result)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return "\n".join(
+        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def _count(result: Result) -> str:
+    return f"{result.count:,} {result.unit}"
+
+
+def write_results(path: Path, results: Sequence[Result], about: dict[str, Any]) -> None:
+    """A JSON object: `about` and, under "results", a list of the figures. An interval that is not
+    known is null."""
+    found = [asdict(result) for result in results]
+    for entry in found:
+        if entry["interval"] is not None and any(map(math.isnan, entry["interval"])):
+            entry["interval"] = None
+    partial = path.with_name(f"{path.name}.partial")
+    partial.write_text(json.dumps(about | {"level": LEVEL, "results": found}, indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
+    """One line of JSON per row; what JSON does not know becomes text."""
+    with path.open("w", encoding="utf-8") as lines:
+        for row in rows:
+            lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")

@@ -1,0 +1,204 @@
+"""Measure a base model, with or without an adapter: losses, perplexities, answers, benchmarks.
+
+    tune run recipes/evaluate --config configs/evaluate.yaml \\
+        model.path=models/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter output=x.json
+    tune run recipes/evaluate --config configs/evaluate.yaml \\
+        'lm_eval.tasks=[arc_easy,arc_challenge,hellaswag]' lm_eval.limit=200
+
+Four kinds of measurements, each for as many sets as the config names:
+
+    loss          held-out loss of training datasets, over their target tokens
+    text          perplexity of text files, in windows
+    exact_match   answers to questions, compared as numbers (GSM8K, Orca-Math)
+    lm_eval       tasks of lm-eval (ARC, HellaSwag, TruthfulQA, ...): pip install qfsdp[eval]
+
+One table with confidence intervals is printed, and written to `output` as JSON; every question,
+with its answer, to a .jsonl file beside it. Several ranks share the work: one process per visible
+accelerator, or `--nproc_per_node N`. The base may be plain, packed as it is loaded, or stored
+packed; with an adapter it should be what the adapter was trained over.
+"""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from qfsdp.checkpoint.load import ModelConfig
+from qfsdp.config import Component
+from qfsdp.data import build_dataset, check_dataset, check_tokenizer
+from qfsdp.distributed import ShardingConfig, World, init_world
+from qfsdp.errors import InvalidField, UserError
+from qfsdp.evaluation.exact_match import ExactMatchConfig, Question, exact_match, read_questions
+from qfsdp.evaluation.lm_harness import LMEvalConfig, load_tasks, run_tasks
+from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
+from qfsdp.evaluation.results import (
+    Result,
+    of_exact_match,
+    of_loss,
+    table,
+    write_results,
+    write_rows,
+)
+from qfsdp.generation import SamplingConfig, check_lengths
+from qfsdp.inference import check_for_inference, load_for_inference
+from qfsdp.launch import launch
+from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.modules.transformer import Decoder
+from qfsdp.prompts import stop_ids
+
+
+@dataclass
+class Config:
+    """What the YAML file and the command line can say; sections explain themselves."""
+
+    model: ModelConfig
+    tokenizer: Component
+    output: str  # a .json file
+    quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
+    sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
+    adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or what PEFT wrote
+    loss: dict[str, Component] = field(default_factory=dict)  # name: a dataset as for training
+    text: dict[str, TextConfig] = field(default_factory=dict)
+    exact_match: dict[str, ExactMatchConfig] = field(default_factory=dict)
+    lm_eval: LMEvalConfig = field(default_factory=LMEvalConfig)
+    batch_size: int = 8  # samples, windows, questions or contexts per rank and forward pass
+    max_seq_len: int = 2048  # tokens of a sample of `loss`; longer ones are cut
+
+    def check(self) -> None:
+        if self.batch_size < 1:
+            raise InvalidField("batch_size", self.batch_size, "an integer of at least 1")
+        if self.max_seq_len < 2:
+            raise InvalidField("max_seq_len", self.max_seq_len, "an integer of at least 2")
+
+
+@dataclass
+class Sets:
+    """What is evaluated, by name, tokenized: read before any weight is."""
+
+    tokenizer: Any
+    stops: set[int]
+    loss: dict[str, Any]
+    text: dict[str, TextWindows]
+    questions: dict[str, list[Question]]
+    tasks: dict[str, Any]  # lm-eval's
+
+
+def check(cfg: Config) -> None:
+    """What can be wrong outside the config file, found before any weight is loaded."""
+    if not (cfg.loss or cfg.text or cfg.exact_match or cfg.lm_eval.tasks):
+        raise UserError("loss, text, exact_match, lm_eval.tasks: all empty; expected one to be set")
+    check_tokenizer("tokenizer", cfg.tokenizer)
+    for name, dataset in cfg.loss.items():
+        check_dataset(f"loss.{name}", dataset)
+    check_output(Path(cfg.output).expanduser())
+    model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
+    positions = model.config.max_position_embeddings
+    windows = {f"text.{name}.window": text.window for name, text in cfg.text.items()}
+    if cfg.loss:
+        windows["max_seq_len"] = cfg.max_seq_len
+    for key, length in windows.items():
+        if length > positions:
+            raise UserError(f"{key}: {length}; the model has {positions} positions")
+    sets = read_sets(cfg)
+    for name, questions in sets.questions.items():
+        sampling = SamplingConfig(max_new_tokens=cfg.exact_match[name].max_new_tokens)
+        try:
+            check_lengths([question.prompt for question in questions], sampling, model)
+        except UserError as error:
+            raise UserError(f"exact_match.{name}: {error}") from None
+
+
+def check_output(path: Path) -> None:
+    """Raises UserError unless `path` can be written, and nothing is there."""
+    if path.exists():
+        raise UserError(f"output: '{path}' exists already; name another file")
+    if path.suffix != ".json":
+        raise UserError(f"output: '{path}'; a file that ends in .json is right")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"output: '{path}' cannot be written: {error.strerror}") from None
+
+
+def read_sets(cfg: Config) -> Sets:
+    """Everything that is evaluated; raises UserError for what is wrong with it."""
+    tokenizer = cfg.tokenizer.build()
+    return Sets(
+        tokenizer,
+        stop_ids(tokenizer, cfg.model.folder),
+        loss={name: build_dataset(f"loss.{name}", d, tokenizer) for name, d in cfg.loss.items()},
+        text={
+            name: text_windows(f"text.{name}", text, tokenizer) for name, text in cfg.text.items()
+        },
+        questions={
+            name: read_questions(f"exact_match.{name}", entry, tokenizer)
+            for name, entry in cfg.exact_match.items()
+        },
+        tasks=load_tasks(cfg.lm_eval) if cfg.lm_eval.tasks else {},
+    )
+
+
+def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Result]:
+    """All figures, the same on every rank."""
+    results: list[Result] = []
+    pad_id = sets.tokenizer.pad_id
+    for name, dataset in sets.loss.items():
+        loss = dataset_loss(
+            model, dataset, cfg.batch_size, world, pad_id, cfg.max_seq_len, f"loss.{name}"
+        )
+        results += of_loss("loss", name, loss)
+    for name, windows in sets.text.items():
+        loss = dataset_loss(model, windows, cfg.batch_size, world, pad_id, None, f"text.{name}")
+        results += of_loss("text", name, loss)
+    for name, questions in sets.questions.items():
+        found = exact_match(
+            model,
+            questions,
+            cfg.exact_match[name],
+            sets.tokenizer,
+            sets.stops,
+            world,
+            cfg.batch_size,
+            rows_file(cfg, f"exact_match.{name}"),
+            f"exact_match.{name}",
+        )
+        results += of_exact_match(name, found)
+    if sets.tasks:
+        scores, rows = run_tasks(
+            cfg.lm_eval, sets.tasks, model, sets.tokenizer, sets.stops, world, cfg.batch_size
+        )
+        for s in scores:
+            results.append(Result("lm_eval", s.task, s.metric, s.value, s.interval, s.rows, "rows"))
+        for task, of_task in rows.items() if world.rank == 0 else ():
+            write_rows(rows_file(cfg, f"lm_eval.{task}"), of_task)
+    return results
+
+
+def rows_file(cfg: Config, what: str) -> Path:
+    """Where single questions and answers go: beside `output`."""
+    output = Path(cfg.output).expanduser()
+    return output.with_name(f"{output.stem}.{what}.jsonl")
+
+
+def main(cfg: Config) -> None:
+    world = init_world(cfg.sharding)
+    sets = read_sets(cfg)
+    model = load_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world)
+    started = time.perf_counter()
+    results = evaluate(cfg, model, sets, world)
+    if world.rank == 0:
+        about = {
+            "model": cfg.model.path,
+            "dtype": cfg.model.dtype,
+            "quantization": cfg.quantization.format,
+            "adapter": cfg.adapter,
+            "seconds": time.perf_counter() - started,
+        }
+        write_results(Path(cfg.output).expanduser(), results, about)
+        print(f"{table(results)}\nevaluation: {cfg.output}")
+
+
+if __name__ == "__main__":
+    launch(__file__, Config, check, main)

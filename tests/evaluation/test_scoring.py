@@ -1,0 +1,95 @@
+"""Log-likelihoods of continuations that share a row: those of transformers, one at a time."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from qfsdp.evaluation.scoring import Score, log_likelihoods
+from tests.models import cpu_world, load_model
+from tests.ranks import run_ranks
+from tests.tiny import write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+FAMILIES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "window": {
+        "architectures": ["MistralForCausalLM"],
+        "model_type": "mistral",
+        "sliding_window": 9,
+    },
+    "tied": {"tie_word_embeddings": True, "max_position_embeddings": 32},
+}
+
+
+def pairs() -> list[tuple[list[int], list[int]]]:
+    """Questions with choices of one token and of many, prefixes of each other, the same twice, one
+    without any, and contexts of one token and beyond 32 positions."""
+    draw = torch.Generator().manual_seed(0)
+
+    def tokens(count: int) -> list[int]:
+        return torch.randint(1, 577, (count,), generator=draw).tolist()
+
+    found = []
+    for length in (1, 5, 12, 30, 40):
+        context, stem = tokens(length), tokens(3)
+        choices = [tokens(1), tokens(1), stem, [*stem, *tokens(2)], tokens(8)]
+        found += [(context, choice) for choice in choices]
+    return [*found, found[3], (found[0][0], []), found[12], ([7], tokens(40))]
+
+
+def score(folder: Path, batch_size: int) -> list[Score]:
+    return log_likelihoods(load_model(folder, format="none"), pairs(), cpu_world(), batch_size)
+
+
+@torch.no_grad()
+def by_transformers(folder: Path) -> list[Score]:
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    positions = model.config.max_position_embeddings
+    found = []
+    for context, continuation in pairs():
+        if not continuation:
+            found.append((0.0, True))
+            continue
+        tokens = torch.tensor([*context, *continuation])[-(positions + 1) :]
+        numbers = model(tokens[None, :-1]).logits[0].log_softmax(-1)
+        count = min(len(continuation), len(tokens) - 1)
+        numbers, targets = numbers[len(numbers) - count :], tokens[len(tokens) - count :]
+        value = numbers.gather(1, targets[:, None]).sum().item()
+        found.append((value, bool((numbers.argmax(-1) == targets).all())))
+    return found
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_scores_of_transformers(tmp_path: Path, family: str) -> None:
+    folder = write_tiny_model(tmp_path / "model", **FAMILIES[family])
+    expected = by_transformers(folder)
+    for batch_size in (1, 3):
+        found = score(folder, batch_size)
+        assert [hit for _, hit in found] == [hit for _, hit in expected]
+        values = [value for value, _ in found]
+        assert values == pytest.approx([value for value, _ in expected], abs=2e-4)
+
+
+def test_what_greedy_decoding_gives_is_known(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path / "model"), format="none")
+    context = tokens = [3, 1, 4]
+    for _ in range(5):
+        with torch.no_grad():
+            tokens = [*tokens, int(model(torch.tensor([tokens]))[0, -1].argmax())]
+    best, other = tokens[3:], [*tokens[3:7], tokens[7] ^ 1]
+    scores = log_likelihoods(model, [(context, best), (context, other)], cpu_world(), 4)
+    assert [hit for _, hit in scores] == [True, False] and scores[0] > scores[1]
+
+
+def test_ranks_agree_with_one_process(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "model")
+    alone = score(folder, 2)
+    for of_rank in run_ranks(3, score, folder, 2):
+        assert json.dumps(of_rank) == json.dumps(alone)  # to the last bit
