@@ -51,6 +51,9 @@ def questions(count: int) -> list[str]:
 
 
 def transformers(folder: Path, dtype: str, device: str) -> Answer:
+    # Without the scripts beside this one: transformers imports packages of the same names.
+    here = Path(__file__).resolve().parent
+    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
@@ -100,7 +103,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--compile", action="store_true", help="compiled layers too")
     args = parser.parse_args()
-    count, new, single = (6, 12, 2) if args.quick else (50, 64, args.repeat)
+    count, new, single = (6, 8, 2) if args.quick else (50, 64, args.repeat)
     folder = prepare_model(cache_dir())
     tokenizer = hf_tokenizer(str(folder))
     asked = [[{"role": "user", "content": question}] for question in questions(count)]
