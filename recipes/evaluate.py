@@ -27,7 +27,7 @@ from typing import Any
 
 from qfsdp.checkpoint.load import ModelConfig
 from qfsdp.config import Component
-from qfsdp.data import build_dataset, check_dataset, check_tokenizer
+from qfsdp.data import build_dataset, check_dataset
 from qfsdp.distributed import ShardingConfig, World, init_world
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.evaluation.exact_match import ExactMatchConfig, Question, exact_match, read_questions
@@ -89,7 +89,7 @@ def check(cfg: Config) -> None:
     """What can be wrong outside the config file, found before any weight is loaded."""
     if not (cfg.loss or cfg.text or cfg.exact_match or cfg.lm_eval.tasks):
         raise UserError("loss, text, exact_match, lm_eval.tasks: all empty; expected one to be set")
-    check_tokenizer("tokenizer", cfg.tokenizer)
+    cfg.tokenizer.check("tokenizer")
     for name, dataset in cfg.loss.items():
         check_dataset(f"loss.{name}", dataset)
     check_output(Path(cfg.output).expanduser())

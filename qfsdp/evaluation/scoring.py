@@ -85,8 +85,8 @@ def _longest_row(model: Decoder) -> int:
 
 
 def _rows(pairs: list[Pair], longest: int) -> list[_Row]:
-    """Every pair once. Rows hold at most twice their context or 512 tokens, and `longest`: work
-    on the attention of long rows grows with their square."""
+    """Every pair once. Rows that several share hold at most 512 tokens, or twice their context, and
+    `longest`: what attention takes grows with the square."""
     by_context: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
     for context, continuation in pairs:
         if continuation:
@@ -139,7 +139,8 @@ def _inputs(rows: list[_Row]) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Te
     shape = (len(rows), max(row.inputs for row in rows))
     tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
     branch = torch.full(shape, -1)  # 0: context, then the number of the continuation
-    scored, targets = [], []
+    scored: list[tuple[int, int]] = []
+    targets: list[int] = []
     for at, row in enumerate(rows):
         last = len(row.context) - 1
         tokens[at, : last + 1] = torch.tensor(row.context)
