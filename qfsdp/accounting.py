@@ -25,7 +25,7 @@ from torch.profiler import record_function
 from qfsdp.data.loader import Batch
 from qfsdp.distributed import World
 from qfsdp.memory.usage import MemoryUsage
-from qfsdp.modules.adapters import AdaptedLinear
+from qfsdp.modules.adapters import LowRankLinear, ScaledLinear
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 
 RATE_SECONDS = 0.3  # that products are repeated for in `matmul_rate`
@@ -161,7 +161,10 @@ class _Work:
         for linear in linears:
             # Each weight, and whether backward wants the gradient of what it multiplies.
             weights = [(cast(Tensor, linear.weight), self.trained)]
-            if isinstance(linear, AdaptedLinear):
+            if isinstance(linear, ScaledLinear):
+                weights = [(linear.weight, self.trained or linear.scales_input)]
+                trained = True
+            if isinstance(linear, LowRankLinear):
                 weights += [(linear.lora_A, self.trained), (linear.lora_B, True)]
             for weight, wanted in weights:
                 product = 2 * tokens * weight.numel()
@@ -203,7 +206,8 @@ class Meter:
     ) -> None:
         self._model, self._world, self._clock = model, world, clock
         self._memory = MemoryUsage(model, optimizer, world)
-        self._rate = matmul_rate(world.device, model.model.norm.weight.dtype)
+        dtype = model.compute_dtype or model.model.norm.weight.dtype
+        self._rate = matmul_rate(world.device, dtype)
         self._memory.reset()  # of what measuring took
         self._start()
 
@@ -220,6 +224,14 @@ class Meter:
             self._slots += batch.num_slots
             self._targets += batch.num_targets
             self._lengths += document_lengths(batch)
+
+    @contextmanager
+    def paused(self, phase: str) -> Iterator[None]:
+        """Around what is no part of training steps: a phase whose time lowers no rate."""
+        since = time.perf_counter()
+        with self._clock.phase(phase):
+            yield
+        self._since += time.perf_counter() - since
 
     def read(self) -> dict[str, float]:
         """What the steps since the last call were like; every rank must call it.

@@ -22,12 +22,15 @@ class MetricLogger(Protocol):
     def close(self) -> None: ...
 
 
-def write_run_files(output_dir: Path, cfg: Any, recipe_file: str) -> None:
-    """Puts what makes the run into its directory: the whole config and the recipe's file.
+def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0) -> None:
+    """Puts what makes the run into its directory, from rank 0: the whole config and the recipe's
+    file.
 
     Raises:
         UserError: it cannot be written.
     """
+    if rank != 0:
+        return
     try:
         (output_dir / "config.yaml").write_text(to_yaml(cfg))
         (output_dir / "recipe.py").write_text(Path(recipe_file).read_text())
@@ -79,16 +82,25 @@ class RunLog:
         """Records `metrics` of step `step` (counted from 1)."""
         if self._silent:
             return
-        with suppress(OSError):  # a full disk: the line stays in the buffer, for the next attempt
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
-        if self._logger is not None:
-            self._logger.log_dict(metrics, step=step)
+        self._record(step, metrics)
         shown = ((name, value) for name, value in metrics.items() if "/" not in name)
         text = "  ".join(f"{name} {value:.4g}" for name, value in shown)
         if self._bar is not None:
             self._bar.set_postfix_str(text)
         else:
             print(f"step {step}/{self._total}  {text}", file=sys.stderr, flush=True)
+
+    def log_apart(self, step: int, metrics: dict[str, float], text: str) -> None:
+        """Records `metrics` that are not a training step's own, and shows `text` on a line."""
+        if not self._silent:
+            self._record(step, metrics)
+            tqdm.write(text, file=sys.stderr)  # above the bar, if there is one
+
+    def _record(self, step: int, metrics: dict[str, float]) -> None:
+        with suppress(OSError):  # a full disk: the line stays in the buffer, for the next attempt
+            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        if self._logger is not None:
+            self._logger.log_dict(metrics, step=step)
 
     def say(self, text: str) -> None:
         """Prints a line."""

@@ -13,6 +13,7 @@ what is adapted, what is sharded and what one update does all stand below.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -21,15 +22,16 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.accounting import Meter, StepClock
-from qfsdp.checkpoint.export import check_adapter, load_adapter, save_adapter
+from qfsdp.checkpoint.export import adapter_export, save_adapter
 from qfsdp.checkpoint.facts import config_facts, data_facts
 from qfsdp.checkpoint.load import DTYPES, ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.quantize import open_weights
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
 from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.checkpoint.start import check_start, start_adapters
 from qfsdp.compiled import has_compiler, use_cache_dir
 from qfsdp.config import Component
-from qfsdp.data import Batch, PackedDataset, StepLoader, check_source
+from qfsdp.data import Batch, PackedDataset, StepLoader, check_data
 from qfsdp.distributed import (
     ShardingConfig,
     World,
@@ -42,12 +44,13 @@ from qfsdp.errors import InvalidField, UserError
 from qfsdp.launch import launch
 from qfsdp.memory.preflight import check_memory
 from qfsdp.metrics import RunLog, write_run_files
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, parameter_groups, refresh_dora_norms
 from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
 from qfsdp.modules.transformer import ActivationConfig, Decoder, DecoderConfig
 from qfsdp.optim import build_optimizer, build_scheduler, check_optimizer
 from qfsdp.profiler import Profiler, ProfilerConfig
 from qfsdp.signals import StopRequest
+from qfsdp.validation import Validation, ValidationConfig
 
 
 @dataclass
@@ -66,6 +69,7 @@ class Config:
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     resume: str | None = None  # "auto", a checkpoint, or the output_dir of another run
     batch_size: int = 1  # samples per rank and micro-batch
@@ -96,8 +100,6 @@ class Config:
 
 def check(cfg: Config) -> None:
     """What can be wrong outside the config file, found before any weight or row is loaded."""
-    cfg.tokenizer.check("tokenizer")
-    cfg.dataset.check("dataset", provided=["tokenizer"])
     if cfg.metric_logger is not None:
         cfg.metric_logger.check("metric_logger")
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
@@ -108,15 +110,10 @@ def check(cfg: Config) -> None:
     weights.check(model)
     if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
         check_disk(model, weights)
-    if cfg.adapter.start_from is not None:
-        check_adapter(cfg.adapter, cfg.adapter.start_from, model)
+    check_start(cfg.adapter, model, weights)
     if cfg.max_seq_len > (positions := model.config.max_position_embeddings):
         raise UserError(f"max_seq_len: {cfg.max_seq_len}; the model has {positions} positions")
-    tokenizer_path = cfg.tokenizer.kwargs.get("path")
-    if tokenizer_path and not Path(tokenizer_path).expanduser().exists():
-        raise UserError(f"tokenizer.path: '{tokenizer_path}' does not exist")
-    if "source" in cfg.dataset.kwargs:
-        check_source("dataset.source", cfg.dataset.kwargs["source"])
+    check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_facts(cfg))
     check_memory(__file__, cfg)
 
@@ -134,16 +131,13 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     return model
 
 
-def load_model(cfg: Config, world: World) -> Decoder:
+def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
     """The model, sharded and loaded; every rank reads and quantizes its own rows."""
     weights = open_weights(cfg.model, cfg.quantization, world)
     model = build_model(cfg, weights)
     shard_model(model, cfg.sharding, world)
     load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
-    init_adapters(model, cfg.seed)
-    if cfg.adapter.start_from is not None:
-        load_adapter(model, cfg.adapter.start_from)
-        refresh_dora_norms(model)
+    start_adapters(model, cfg.adapter, cfg.model.path, cfg.seed, resumed)
     return model.train()
 
 
@@ -204,23 +198,26 @@ def main(cfg: Config) -> None:
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
     profiler = Profiler(cfg.profiler, output_dir, world)
-    checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, cfg.adapter, cfg.model.path)
+    export = adapter_export(cfg.adapter, cfg.model.path)
+    checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, export)
     loader = build_loader(cfg, world)
-    origin = checkpoints.find(cfg.resume, lambda: config_facts(cfg) | data_facts(loader))
-    if world.rank == 0:
-        write_run_files(output_dir, cfg, __file__)
-    model = load_model(cfg, world)
-    optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model))
     total_steps = min(cfg.epochs * loader.steps_per_epoch, cfg.max_steps or 2**62)
+    validation = Validation(cfg, world, output_dir, total_steps)
+    origin = checkpoints.find(cfg.resume, lambda: config_facts(cfg) | data_facts(loader))
+    write_run_files(output_dir, cfg, __file__, world.rank)
+    model = load_model(cfg, world, resumed=origin is not None)
+    optimizer = build_optimizer(cfg.optimizer, parameter_groups(model, cfg.adapter))
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, total_steps)
-    state = TrainState(model, optimizer, scheduler)
+    state = TrainState(model, optimizer, scheduler, validation.progress)
     first_step = checkpoints.load(origin, state)  # 0 without one
 
     log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps, world.rank)
     clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
+    save = partial(save_adapter, model, cfg.adapter, cfg.model.path, world=world)
     with StopRequest() as signals:
-        for step in range(first_step + 1, total_steps + 1):
+        validation.run(first_step, model, log, meter, save)
+        for step in validation.steps(first_step):  # up to total_steps, or until it is over
             with profiler.step(step):
                 with clock.phase("data"):
                     batches = loader.step(step - 1)
@@ -232,13 +229,15 @@ def main(cfg: Config) -> None:
                 if step % cfg.log_every_n_steps == 0 or step == total_steps:
                     log.log(step, metrics | meter.read())
                 log.advance()
+            validation.run(step, model, log, meter, save)  # if it is due
             stop, due = checkpoints.agree(step, signals.received)
-            if due or stop or step == total_steps:
+            last = step == total_steps or validation.is_over
+            if due or stop or last:
                 checkpoints.save(step, state)
-            if stop and step < total_steps:
+            if stop and not last:
                 break
         else:
-            save_adapter(model, cfg.adapter, cfg.model.path, output_dir / "adapter", world)
+            save(output_dir / "adapter")
             log.say(f"adapter (PEFT format): {output_dir / 'adapter'}")
         checkpoints.close()
     log.close()
