@@ -27,8 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-# In place of this folder, whose files have names that packages have too.
-sys.path[0] = str(Path(__file__).parent.parent)
+sys.path.insert(0, str(Path(__file__).parent.parent))
+sys.path.remove(str(Path(__file__).parent))  # its files have names that packages have too
 
 from qfsdp.checkpoint.expand import (
     block_sources,

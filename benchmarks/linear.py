@@ -8,7 +8,7 @@ PEFT computes them in every forward.
 
     bf16      F.linear with a frozen weight
     nf4       our PackedLinear                      bnb        bitsandbytes' Linear4bit
-    lora      our AdaptedLinear on NF4              peft_lora  PEFT's LoRA on Linear4bit
+    lora      our LowRankLinear on NF4            peft_lora  PEFT's LoRA on Linear4bit
     dora      the same with DoRA                    peft_dora  PEFT's DoRA on Linear4bit
 
 Keys of the JSON file, for each shape (`OUTxIN_` before the key) and as the geometric mean over
@@ -37,7 +37,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, geometric, in_turns, ratios, table, tell
-from qfsdp.modules.adapters import AdaptedLinear, AdapterConfig, init_adapters
+from qfsdp.modules.adapters import AdapterConfig, LowRankLinear, init_adapters
 from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.packed import PackedTensor
@@ -60,7 +60,7 @@ def ours(weight: Tensor) -> dict[str, nn.Module]:
     packed = PackedLinear(nf4.quantize(weight), None)
     made: dict[str, nn.Module] = {"bf16": plain, "nf4": packed}
     for method in ("lora", "dora"):
-        adapted = AdaptedLinear(packed, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
+        adapted = LowRankLinear(packed, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
         init_adapters(adapted, seed=0)
         nn.init.normal_(adapted.lora_B, std=0.02)
         made[method] = adapted

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory, private_bytes
-from qfsdp.modules.adapters import AdapterConfig, adapted_linears, add_adapters, init_adapters
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, low_rank_linears
 from qfsdp.modules.targets import LINEAR_NAMES
 from qfsdp.modules.transformer import Decoder, DecoderConfig
 
@@ -207,10 +207,10 @@ def initial_adapters(job: Job) -> dict[str, Tensor]:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dir(job.model))
     add_adapters(model, AdapterConfig("lora", job.rank, ALPHA))
-    for _, module in adapted_linears(model):
+    for _, module in low_rank_linears(model):
         module.lora_A = nn.Parameter(torch.empty_like(module.lora_A, device="cpu"))
     init_adapters(model, SEED)
-    return {name: module.lora_A.data for name, module in adapted_linears(model)}
+    return {name: module.lora_A.data for name, module in low_rank_linears(model)}
 
 
 def random_batch(job: Job, vocabulary: int, index: int) -> tuple[Tensor, Tensor]:

@@ -71,6 +71,8 @@ def randomize_adapters(model: nn.Module) -> None:
         local = local_part(param)
         if "magnitude" in key:
             local.mul_(1 + 0.02 * noise)
+        elif "ia3_l" in key:
+            local.mul_(1 + 0.2 * noise)
         else:
             local.add_(0.03 * noise)
     refresh_dora_norms(model)

@@ -7,6 +7,7 @@ behind `base_model.model.`:
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight            [rank, in]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight            [out, rank]
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector    [out]
+    base_model.model.model.layers.0.self_attn.k_proj.ia3_l                    [out, 1] or [1, in]
 
 `save_adapter` writes one. `check_adapter` and `load_adapter` take one, ours or PEFT's, as the
 start of a run. PEFT can train much that is not in the formulas of qfsdp/modules/adapters.py;
@@ -16,6 +17,7 @@ what of it would change the numbers is refused by name.
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +29,12 @@ from torch import Tensor, nn
 
 from qfsdp.distributed import World
 from qfsdp.errors import UserError
-from qfsdp.modules.adapters import AdapterConfig, adapted_linears
+from qfsdp.modules.adapters import (
+    SCALED_INPUTS,
+    AdapterConfig,
+    adapted_linears,
+    low_rank_linears,
+)
 from qfsdp.modules.shards import local_part, local_rows, whole_tensor
 from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES
 
@@ -38,7 +45,10 @@ PEFT_FIELDS = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
     "magnitude": "lora_magnitude_vector",
+    "ia3_l": "ia3_l",
 }
+# What every adapted linear has one tensor of, by the adapter's `peft_type`.
+ONE_EACH = {"LORA": ".lora_A.weight", "IA3": ".ia3_l"}
 # What a run must have in common with the adapter that it starts from: our field, PEFT's key.
 COMPARED = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
 # Keys of PEFT that may say anything: names, how the training went, and which linears are adapted,
@@ -46,6 +56,7 @@ COMPARED = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslora": 
 HARMLESS = {
     *("auto_mapping", "inference_mode", "runtime_config", "velora_config"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
+    *("feedforward_modules", "init_ia3_weights"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see HARMLESS_INIT
 }
 # Starts that leave the base as it is. PiSSA, LoftQ and others train beside a changed base.
@@ -58,7 +69,7 @@ def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
         f"base_model.model.{name}.{peft_field}": param
         for name, module in adapted_linears(model)
         for field, peft_field in PEFT_FIELDS.items()
-        if (param := getattr(module, field)) is not None
+        if (param := getattr(module, field, None)) is not None
     }
 
 
@@ -86,7 +97,7 @@ def write_adapter(
     tensors: dict[str, Tensor], config: AdapterConfig, base: str, folder: Path
 ) -> None:
     """Writes adapter tensors on the CPU, by PEFT's keys, to `folder` in PEFT's format."""
-    targets = sorted({key.split(".")[-3] for key in tensors if ".lora_A." in key})
+    targets = _names_adapted(tensors)
     folder.mkdir(parents=True, exist_ok=True)
     # The config last and by rename: a folder that has it has all of its weights.
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
@@ -95,23 +106,43 @@ def write_adapter(
     partial.replace(folder / CONFIG_FILE)
 
 
+def adapter_export(
+    config: AdapterConfig, base: str
+) -> Callable[[dict[str, Tensor], Path], None]:
+    """What `Checkpointer` writes beside the state of adapters: `adapter/`, in PEFT's format."""
+    return lambda tensors, folder: write_adapter(tensors, config, base, folder / "adapter")
+
+
 def _peft_config(config: AdapterConfig, targets: list[str], base: str) -> dict[str, object]:
-    return {
-        "peft_type": "LORA",
+    settings: dict[str, object] = {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
+        "target_modules": targets,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+    if config.method == "ia3":
+        scaled = [name for name in targets if name in SCALED_INPUTS]
+        more = {"peft_type": "IA3", "feedforward_modules": scaled, "init_ia3_weights": True}
+        return more | settings
+    return {
+        "peft_type": "LORA",
         "r": config.rank,
         "lora_alpha": config.alpha,
         "lora_dropout": config.dropout,
         "use_dora": config.method == "dora",
         "use_rslora": config.rslora,
-        "target_modules": targets,
         "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
         "init_lora_weights": True,
-        "modules_to_save": None,
-    }
+    } | settings
+
+
+def _names_adapted(keys: Iterable[str]) -> list[str]:
+    """Last names of the linears that these adapter tensors belong to, sorted."""
+    ends = tuple(ONE_EACH.values())
+    stems = {key.removesuffix(end) for key in keys for end in ends if key.endswith(end)}
+    return sorted({stem.rpartition(".")[2] for stem in stems})
 
 
 # ---- reading -----------------------------------------------------------------------------------
@@ -122,16 +153,19 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     names of the linears that its tensors belong to. Reads settings and a file's header only.
 
     Raises:
-        UserError: a file is missing or broken, or the adapter is more than LoRA or DoRA.
+        UserError: a file is missing or broken, or the adapter is more than LoRA, DoRA or IA3.
     """
     folder = Path(folder).expanduser()
     written, tensors = _read_settings(folder), read_adapter_header(folder)
+    targets = _names_adapted(tensors)
+    if written["peft_type"] == "IA3":
+        return AdapterConfig("ia3", targets=targets)
     try:
         config = AdapterConfig(
             method="dora" if written.get("use_dora") else "lora",
             rank=int(written["r"]),
             alpha=float(written["lora_alpha"]),
-            targets=sorted({key.split(".")[-3] for key in tensors if ".lora_A." in key}),
+            targets=targets,
             rslora=bool(written.get("use_rslora")),
         )
         replace(config, targets=ALL_LINEAR).check()  # whether we have these targets, callers say
@@ -153,14 +187,15 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
             than the run's; its tensors are not those of this model's adapters.
     """
     theirs = read_adapter_config(folder)
-    differing = [field for field in COMPARED if getattr(config, field) != getattr(theirs, field)]
+    fields = ["method"] if "ia3" in (config.method, theirs.method) else list(COMPARED)
+    differing = [field for field in fields if getattr(config, field) != getattr(theirs, field)]
     if differing:
         mine = ", ".join(f"adapter.{field}: {_words(config, field)}" for field in differing)
         trained = ", ".join(_peft_words(theirs, field) for field in differing)
         fix = " ".join(f"adapter.{field}={_words(theirs, field)}" for field in differing)
         raise UserError(f"{mine}, but {folder} was trained with {trained}; set {fix}")
     adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
-    found = set(theirs.targets)
+    found = set(theirs.linears)
     if found != adapted and found <= set(LINEAR_NAMES):
         raise UserError(
             f"adapter.targets: {_target_words(adapted)}, but {folder} adapts "
@@ -182,7 +217,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     folder = Path(folder).expanduser()
     names = _matching_tensors(model, folder)
     scaling = read_adapter_config(folder).scaling
-    for name, module in adapted_linears(model):
+    for name, module in low_rank_linears(model):
         if module.scaling != scaling:
             raise UserError(
                 f"{folder / CONFIG_FILE}: lora_alpha and r make a scaling of {scaling:g}; this "
@@ -239,7 +274,7 @@ def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """`adapter_config.json`; raises UserError where it says more than LoRA and DoRA do."""
+    """`adapter_config.json`; raises UserError where it says more than our adapters do."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise UserError(_what_is_missing(folder))
@@ -248,8 +283,9 @@ def _read_settings(folder: Path) -> dict[str, Any]:
         kind = written["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not an adapter's config ({error!r})") from None
-    if kind != "LORA":
-        raise UserError(f"{file}: peft_type {kind!r}; qfsdp loads 'LORA' (with use_dora or not)")
+    if kind not in ONE_EACH:
+        known = "'LORA' (with use_dora or not) and 'IA3'"
+        raise UserError(f"{file}: peft_type {kind!r}; qfsdp loads {known}")
     if written.get("modules_to_save"):
         raise UserError(
             f"{file}: modules_to_save {written['modules_to_save']}: these were trained as a "
@@ -298,6 +334,8 @@ def _words(config: AdapterConfig, field: str) -> str:
 
 def _peft_words(config: AdapterConfig, field: str) -> str:
     """The same as `adapter_config.json` has it."""
+    if config.method == "ia3":
+        return "peft_type IA3"
     value = str(config.method == "dora").lower() if field == "method" else _words(config, field)
     return f"{COMPARED[field]} {value}"
 

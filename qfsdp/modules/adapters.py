@@ -1,4 +1,4 @@
-"""LoRA and DoRA adapters on the linears of a decoder.
+"""LoRA, DoRA and IA3 adapters on the linears of a decoder.
 
 LoRA (https://arxiv.org/abs/2106.09685) adds a low-rank product to a frozen weight W:
 
@@ -17,6 +17,11 @@ rows of W and B that a rank holds anyway, and all of A; the result is a frozen p
 sharded and gathered with the layer's others. At the start magnitude equals norm, so the
 adapted model is the base model.
 
+IA3 (https://arxiv.org/abs/2205.05638) has no product, but factors l, ones at the start:
+
+    y = l * (W x + bias)           of the outputs: keys and values
+    y = W (l * x) + bias           of the inputs: the feed-forward's last linear
+
 Adapters are fp32 and are cast to the activations' dtype where they multiply them. The ratio
 magnitude / norm is applied in fp32 and the product rounded once: rounded to bf16 first, any
 change of a magnitude below 0.4 % would have no effect.
@@ -27,7 +32,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -40,11 +45,15 @@ from qfsdp.modules.adapted_op import adapted_linear
 from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.modules.shards import local_part, local_rows, on_mesh, whole_tensors
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
-from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
+from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight, linear
 
 # Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache; a GPU takes 128 MB,
 # as it would wait for the launches of smaller ones.
 NORM_CHUNK_WEIGHTS, NORM_CHUNK_ON_GPU = 1 << 22, 1 << 26
+
+
+IA3_TARGETS = ["k_proj", "v_proj", "down_proj"]
+SCALED_INPUTS = ("down_proj",)  # of IA3; PEFT's `feedforward_modules`
 
 
 @dataclass
@@ -52,29 +61,42 @@ class AdapterConfig:
     """Section `adapter`: what is trained.
 
     Fields:
-        method: "dora" or "lora".
+        method: "dora", "lora", or "ia3", which has none of the fields from `rank` to `dropout`.
         rank: inner dimension of the low-rank product.
         alpha: the product is scaled by alpha / rank.
         dropout: probability, on the input of the low-rank product.
         targets: "all-linear" (every linear of every layer), or a list of names; `lm_head`
-            can be named too.
+            can be named too. null: what the method is for, "all-linear", but with ia3
+            [k_proj, v_proj, down_proj]. IA3 scales the inputs of down_proj, the outputs of others.
         rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732): the
             product keeps its size at large ranks.
+        init: "default": A random, B zero. "loftq": the product makes up for what packing the base
+            has lost, as far as its rank goes (qfsdp/modules/loftq.py).
+        lora_plus_ratio: the learning rate of B is so many times that of the rest, e.g. 16 (LoRA+,
+            https://arxiv.org/abs/2402.12354); null: it is the same.
         start_from: a PEFT adapter folder whose tensors are the start; null: fresh adapters.
     """
 
-    method: Literal["lora", "dora"] = "dora"
+    method: Literal["lora", "dora", "ia3"] = "dora"
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
-    targets: str | list[str] = ALL_LINEAR
+    targets: str | list[str] | None = None
     rslora: bool = False
+    init: Literal["default", "loftq"] = "default"
+    lora_plus_ratio: float | None = None
     start_from: str | None = None
 
     @property
     def scaling(self) -> float:
         """What the low-rank product is multiplied by."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def linears(self) -> str | list[str]:
+        """`targets`, or what the method takes without them."""
+        usual = IA3_TARGETS if self.method == "ia3" else ALL_LINEAR
+        return usual if self.targets is None else self.targets
 
     def check(self) -> None:
         if self.rank < 1:
@@ -83,15 +105,41 @@ class AdapterConfig:
             raise InvalidField("alpha", self.alpha, "a number above 0")
         if not 0.0 <= self.dropout < 1.0:
             raise InvalidField("dropout", self.dropout, "a probability of at least 0, below 1")
-        check_targets("adapter.targets", self.targets)
+        ratio = self.lora_plus_ratio
+        if ratio is not None and not 0.0 < ratio < float("inf"):
+            raise InvalidField("lora_plus_ratio", ratio, "a number above 0, or null")
+        if self.init != "default" and self.start_from is not None:
+            raise InvalidField("init", self.init, "default, as start_from gives the start")
+        switches = {"dropout": 0.0, "rslora": False, "init": "default", "lora_plus_ratio": None}
+        for field, off in switches.items():
+            if self.method == "ia3" and (value := getattr(self, field)) != off:
+                words = str("null" if off is None else off).lower()
+                raise InvalidField(field, value, f"{words}, as method ia3 has no low-rank product")
+        check_targets("adapter.targets", self.linears)
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear, packed or plain, with a LoRA or DoRA adapter.
+    """A frozen linear, packed or plain, with an adapter, which subclasses add.
 
     Fields:
         weight: `[out, in]`, frozen, packed or plain.
         bias: `[out]` or None, frozen.
+    """
+
+    def __init__(self, base: nn.Linear | PackedLinear) -> None:
+        super().__init__()
+        self.weight = base.weight.requires_grad_(False)
+        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+
+    def _fp32(self, *shape: int) -> nn.Parameter:
+        """Unset, where the weight is."""
+        return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=self.weight.device))
+
+
+class LowRankLinear(AdaptedLinear):
+    """With a LoRA or DoRA adapter.
+
+    Fields:
         lora_A: fp32 `[rank, in]`; lora_B: fp32 `[out, rank]`.
         magnitude: fp32 `[out]`, DoRA's trained row length, or None.
         weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A, or None.
@@ -99,21 +147,15 @@ class AdaptedLinear(nn.Module):
     """
 
     def __init__(self, base: nn.Linear | PackedLinear, config: AdapterConfig) -> None:
-        super().__init__()
+        super().__init__(base)
         out_features, in_features = base.weight.shape
         self.scaling = config.scaling
         self.dropout = config.dropout
-        self.weight = base.weight.requires_grad_(False)
-        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
-
-        def fp32(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=base.weight.device))
-
-        self.lora_A = fp32(config.rank, in_features)
-        self.lora_B = fp32(out_features, config.rank)
+        self.lora_A = self._fp32(config.rank, in_features)
+        self.lora_B = self._fp32(out_features, config.rank)
         dora = config.method == "dora"
-        self.magnitude = fp32(out_features) if dora else None
-        self.weight_norm = fp32(out_features).requires_grad_(False) if dora else None
+        self.magnitude = self._fp32(out_features) if dora else None
+        self.weight_norm = self._fp32(out_features).requires_grad_(False) if dora else None
         self.base_squares: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
@@ -125,15 +167,40 @@ class AdaptedLinear(nn.Module):
         return y if self.bias is None else y + self.bias  # DoRA must not scale the bias
 
 
+class ScaledLinear(AdaptedLinear):
+    """With an IA3 adapter.
+
+    Fields:
+        ia3_l: fp32, factors of the outputs, `[out, 1]`, or of the inputs, `[1, in]`: PEFT's shapes.
+    """
+
+    def __init__(self, base: nn.Linear | PackedLinear, scales_input: bool) -> None:
+        super().__init__(base)
+        out_features, in_features = base.weight.shape
+        self.scales_input = scales_input
+        self.ia3_l = self._fp32(*((1, in_features) if scales_input else (out_features, 1)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        factors = self.ia3_l.flatten()
+        if self.scales_input:
+            return linear((x * factors).to(x.dtype), self.weight, self.bias)
+        return (linear(x, self.weight, self.bias) * factors).to(x.dtype)
+
+
 def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
     """Freezes `model` and puts an `AdaptedLinear` in place of every targeted linear.
 
     The new parameters are unset: call `init_adapters` once the base weights are loaded.
     """
     model.requires_grad_(False)
-    for name, module in target_modules(model, config.targets, (nn.Linear, PackedLinear)):
+    for name, module in target_modules(model, config.linears, (nn.Linear, PackedLinear)):
         assert isinstance(module, nn.Linear | PackedLinear)
-        replace_module(model, name, AdaptedLinear(module, config))
+        adapted: AdaptedLinear
+        if config.method == "ia3":
+            adapted = ScaledLinear(module, name.rpartition(".")[2] in SCALED_INPUTS)
+        else:
+            adapted = LowRankLinear(module, config)
+        replace_module(model, name, adapted)
 
 
 def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
@@ -143,22 +210,56 @@ def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
             yield name, module
 
 
+def low_rank_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
+    """(name, module) of those with LoRA or DoRA, in model order."""
+    for name, module in adapted_linears(model):
+        if isinstance(module, LowRankLinear):
+            yield name, module
+
+
+def parameter_groups(model: nn.Module, config: AdapterConfig) -> list[Any]:
+    """The trained parameters as `build_optimizer` takes them, in model order; with LoRA+ in two
+    groups, of which the second has every B."""
+    trained = [param for param in model.parameters() if param.requires_grad]
+    if config.lora_plus_ratio is None:
+        return trained
+    fast = {module.lora_B for _, module in low_rank_linears(model)}
+    groups: tuple[list[nn.Parameter], ...] = ([], [])
+    for param in trained:
+        groups[param in fast].append(param)
+    return [{"params": groups[0]}, {"params": groups[1], "lr_ratio": config.lora_plus_ratio}]
+
+
+def seeded(seed: int, name: str) -> torch.Generator:
+    """Random numbers for the module `name`, the same on any rank and in any order of modules."""
+    digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+
+
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
     """Sets every adapter to its start: A uniform within 1 / sqrt(in) (what LoRA's authors
-    and PEFT use), B zero, magnitudes the row norms of the loaded base.
+    and PEFT use), B zero, magnitudes the row norms of the loaded base, the factors of IA3 one.
 
     A's numbers depend on `seed` and the module's name alone, not on ranks or order.
     """
     for name, module in adapted_linears(model):
-        digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
-        bound = module.lora_A.shape[1] ** -0.5
-        a = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator)
-        local_part(module.lora_A).copy_(a[local_rows(module.lora_A)])
-        local_part(module.lora_B).zero_()
+        if isinstance(module, ScaledLinear):
+            local_part(module.ia3_l).fill_(1.0)
+        elif isinstance(module, LowRankLinear):
+            bound, generator = module.lora_A.shape[1] ** -0.5, seeded(seed, name)
+            a = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator)
+            local_part(module.lora_A).copy_(a[local_rows(module.lora_A)])
+            local_part(module.lora_B).zero_()
+    start_magnitudes(model)
+
+
+@torch.no_grad()
+def start_magnitudes(model: nn.Module) -> None:
+    """Sets DoRA's magnitudes to the row norms of W + scaling * B A, as A and B are now: then they
+    change nothing. Every rank must call it."""
     refresh_dora_norms(model)
-    for _, module in adapted_linears(model):
+    for _, module in low_rank_linears(model):
         if module.magnitude is not None and module.weight_norm is not None:
             local_part(module.magnitude).copy_(local_part(module.weight_norm))
 
@@ -169,11 +270,11 @@ def refresh_dora_norms(model: nn.Module) -> None:
 
     On a sharded model each rank does its own rows; every rank must call it (A is gathered).
     """
-    modules = [module for _, module in adapted_linears(model) if module.weight_norm is not None]
+    modules = [module for _, module in low_rank_linears(model) if module.weight_norm is not None]
     for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
         assert module.weight_norm is not None
         b = on_mesh(module.lora_B)
-        weight = _held_rows(module.weight, module.lora_B, b.device)
+        weight = held_rows(module.weight, module.lora_B, b.device)
         if module.base_squares is None:
             module.base_squares = _squared_norms(weight)
         squares = _adapted_squares(weight, a, b, module.scaling, module.base_squares)
@@ -182,7 +283,7 @@ def refresh_dora_norms(model: nn.Module) -> None:
         local_part(module.weight_norm).copy_(squares.sqrt_().clamp_(min=tiny))
 
 
-def _held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
+def held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
     """On `device`, the rows of a frozen weight that this rank holds of `like`: not all that it
     has, where the base is whole on every rank and the adapters are spread."""
     if not isinstance(weight, DTensor):
@@ -193,7 +294,7 @@ def _held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
     return held.to(device)
 
 
-def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
+def row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     """A frozen weight in pieces, as the plain rows that forward multiplies by; each piece is
     overwritten by the next."""
     chunk = NORM_CHUNK_WEIGHTS if on_cpu(weight) else NORM_CHUNK_ON_GPU
@@ -210,7 +311,7 @@ def _row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
 def _squared_norms(weight: Tensor) -> Tensor:
     """fp32 `[rows]`, the squared norm of each row."""
     squares = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
-    for part, rows in _row_chunks(weight):
+    for part, rows in row_chunks(weight):
         torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32, out=squares[part])
     return squares.square_()
 
@@ -225,7 +326,7 @@ def _adapted_squares(
     squares = torch.empty_like(base_squares)
     a = a.to(weight.dtype)
     gram = (a.float() @ a.t().float()) * scaling**2
-    for part, rows in _row_chunks(weight):
+    for part, rows in row_chunks(weight):
         mixed = torch.addmm((rows @ a.t()).float(), b[part], gram, beta=2 * scaling)
         torch.add(base_squares[part], (mixed * b[part]).sum(1), out=squares[part])
     return squares.clamp_(min=0.0)

@@ -19,6 +19,7 @@ from qfsdp.checkpoint.export import (
     load_adapter,
     save_adapter,
 )
+from qfsdp.checkpoint.start import start_adapters
 from qfsdp.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig, refresh_dora_norms
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
@@ -26,7 +27,7 @@ from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 
-METHODS = ("lora", "dora")
+METHODS = ("lora", "dora", "ia3")
 
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -69,21 +70,26 @@ torch.save(result, f"{folder}/result.pt")
 
 
 def compare_with_peft(
-    model_dir: Path, targets: list[str], folder: Path, rslora: bool = False
+    model_dir: Path, targets: list[str], folder: Path, rslora: bool = False, loftq: bool = False
 ) -> None:
-    """LoRA and DoRA on `model_dir`: PEFT's keys and shapes are ours, and so are its logits."""
+    """Every method on `model_dir`: PEFT's keys and shapes are ours, and so are its logits; with
+    `loftq` also at the start that it makes, which no step has moved."""
     tokens = torch.randint(0, 577, (2, 48), generator=torch.Generator().manual_seed(0))
     ours: dict[str, tuple[Tensor, dict[str, tuple[int, ...]]]] = {}
-    for method in METHODS:
-        adapter = replace(config(method, *targets), rslora=rslora)
+    cases = [*METHODS, *(["lora loftq", "dora loftq"] if loftq else [])]
+    for method in cases:
+        name = method.partition(" ")[0]
+        adapter = replace(config(name, *targets), rslora=rslora and name != "ia3")
         model = trained_model(model_dir, adapter)
+        if method != name:
+            start_adapters(model, replace(adapter, init="loftq"), str(model_dir), seed=0)
         save_adapter(model, adapter, str(model_dir), folder / method, cpu_world())
         keys = {key: tuple(param.shape) for key, param in adapter_parameters(model).items()}
         with torch.no_grad():
             ours[method] = model(tokens), keys
     with torch.no_grad():
         base_logits = load_model(model_dir)(tokens)
-    adapters = [folder / method for method in METHODS]
+    adapters = [folder / method for method in cases]
     base = dequantized_base(model)
     theirs = run_peft(PEFT_SCRIPT, model_dir, base, tokens, folder, *adapters)
     assert (theirs["base"] - base_logits).abs().max() < 1e-4
@@ -94,7 +100,7 @@ def compare_with_peft(
         moved = (logits - base_logits).abs().max().item()
         print(f"{method}: differs by {difference:.1e} from PEFT; moves logits by {moved:.1f}")
         assert difference < 1e-4
-        assert moved > 0.5, "the adapter must matter"
+        assert moved > (0.1 if "loftq" in method else 0.5), "the adapter must matter"
     moved = (ours["lora"][0] - ours["dora"][0]).abs().max()
     assert moved > 0.5, "magnitudes must matter"
 
@@ -106,7 +112,7 @@ def test_peft_computes_the_same_on_a_real_model(smollm2_dir: Path, tmp_path: Pat
 def test_peft_computes_the_same_with_an_adapted_output_layer(
     tiny_dir: Path, tmp_path: Path
 ) -> None:
-    compare_with_peft(tiny_dir, ["all-linear", "lm_head"], tmp_path)
+    compare_with_peft(tiny_dir, ["all-linear", "lm_head"], tmp_path, loftq=True)
 
 
 @pytest.mark.parametrize("rslora", [False, True])
@@ -156,7 +162,7 @@ def test_three_ranks_write_what_one_process_writes(tiny_dir: Path, tmp_path: Pat
         folders = [tmp_path / ranks / method for ranks in ("one", "three")]
         one, three = (load_file(folder / WEIGHTS_FILE) for folder in folders)
         assert one.keys() == three.keys()
-        assert len(one) == (2 * 7 + 1) * (3 if method == "dora" else 2)
+        assert len(one) == (2 * 7 + 1) * {"lora": 2, "dora": 3, "ia3": 1}[method]
         for key, value in one.items():
             if "magnitude" in key:
                 torch.testing.assert_close(three[key], value, rtol=1e-6, atol=0)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,18 +14,22 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from qfsdp.checkpoint.export import adapter_parameters
-from qfsdp.errors import UserError
+from qfsdp.config import Component
+from qfsdp.errors import InvalidField, UserError
 from qfsdp.modules import adapters, shards
 from qfsdp.modules.adapters import (
     AdaptedLinear,
     AdapterConfig,
+    LowRankLinear,
     adapted_linears,
     init_adapters,
+    parameter_groups,
 )
 from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.modules.shards import whole_tensor
 from qfsdp.modules.targets import LINEAR_NAMES, check_targets, target_modules
 from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.optim import build_optimizer
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.packed import PackedTensor
 from tests.models import adapted_model, load_model, randomize_adapters
@@ -34,6 +39,12 @@ from tests.tiny import TINY_CONFIG, write_tiny_model
 EVERYWHERE = ["all-linear", "lm_head"]
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"]}  # biases on q, k and v
 METHODS = ("lora", "dora")
+EVERY_METHOD = (*METHODS, "ia3")
+FIELDS = {
+    "lora": ("lora_A", "lora_B"),
+    "dora": ("lora_A", "lora_B", "magnitude"),
+    "ia3": ("ia3_l",),
+}
 FORMATS = ("nf4", "none")
 
 
@@ -62,18 +73,26 @@ def plain_weight(weight: Tensor) -> Tensor:
     return plain.detach().double()
 
 
-def multiplied_out(module: AdaptedLinear) -> tuple[Tensor, dict[str, Tensor]]:
-    """The adapted weight in fp64, and the leaves that it is made of."""
+def multiplied_out(module: AdaptedLinear) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The adapted weight and bias in fp64, and the leaves that they are made of."""
     leaves = {
         field: param.detach().double().requires_grad_()
-        for field in ("lora_A", "lora_B", "magnitude")
-        if (param := getattr(module, field)) is not None
+        for field in ("lora_A", "lora_B", "magnitude", "ia3_l")
+        if (param := getattr(module, field, None)) is not None
     }
-    weight = plain_weight(module.weight) + 7.0 / 5 * leaves["lora_B"] @ leaves["lora_A"]
+    made = {"weight": plain_weight(module.weight)}
+    if module.bias is not None:
+        made["bias"] = plain_weight(module.bias)
+    if "ia3_l" in leaves:
+        made["weight"] = made["weight"] * leaves["ia3_l"]  # broadcast over rows, or over columns
+        if "bias" in made and leaves["ia3_l"].size(1) == 1:
+            made["bias"] = made["bias"] * leaves["ia3_l"][:, 0]
+        return made, leaves
+    weight = made["weight"] + 7.0 / 5 * leaves["lora_B"] @ leaves["lora_A"]
     if "magnitude" in leaves:
         norm = weight.detach().norm(dim=1, keepdim=True)  # a constant: section 4.3 of the paper
         weight = leaves["magnitude"][:, None] / norm * weight
-    return weight, leaves
+    return made | {"weight": weight}, leaves
 
 
 def loss_and_gradients(model: Decoder, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
@@ -83,7 +102,8 @@ def loss_and_gradients(model: Decoder, tokens: Tensor) -> tuple[Tensor, dict[str
     for name, param in model.named_parameters():
         weights[name] = plain_weight(param)
     for name, module in adapted_linears(model):
-        weights[f"{name}.weight"], parts = multiplied_out(module)
+        made, parts = multiplied_out(module)
+        weights |= {f"{name}.{field}": value for field, value in made.items()}
         leaves |= {f"{name}.{field}": leaf for field, leaf in parts.items()}
     plain = Decoder(model.config).double()
     logits = functional_call(plain, {k: weights[k] for k in plain.state_dict()}, (tokens,))
@@ -95,7 +115,7 @@ def loss_and_gradients(model: Decoder, tokens: Tensor) -> tuple[Tensor, dict[str
 
 @pytest.mark.parametrize(
     "method, format, architecture",
-    list(itertools.product(METHODS, FORMATS, ("llama", "qwen2"))),
+    list(itertools.product(EVERY_METHOD, FORMATS, ("llama", "qwen2"))),
 )
 def test_every_gradient_is_that_of_the_model_multiplied_out(
     method: str, format: str, architecture: str, folders: dict[str, Path]
@@ -111,7 +131,7 @@ def test_every_gradient_is_that_of_the_model_multiplied_out(
     expected_loss, expected = loss_and_gradients(model, tokens)
     found = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
     assert found.keys() == expected.keys()
-    assert len(found) == (2 * 7 + 1) * (3 if method == "dora" else 2)
+    assert len(found) == (2 * 7 + 1) * len(FIELDS[method])
     assert loss.item() == pytest.approx(expected_loss.item(), rel=1e-5)
     errors = {
         name: ((grad.double() - expected[name]).norm() / expected[name].norm()).item()
@@ -130,7 +150,7 @@ def test_every_gradient_is_that_of_the_model_multiplied_out(
 def test_finite_differences(method: str, bias: bool) -> None:
     """In fp64, for the input and every trained tensor, the norm of DoRA held constant."""
     torch.manual_seed(0)
-    module = AdaptedLinear(nn.Linear(6, 5, bias=bias), AdapterConfig(method, 2, 3.0)).double()
+    module = LowRankLinear(nn.Linear(6, 5, bias=bias), AdapterConfig(method, 2, 3.0)).double()
     fields = [name for name, param in module.named_parameters() if param.requires_grad]
     assert fields == ["lora_A", "lora_B", *(["magnitude"] if method == "dora" else [])]
     values = [torch.randn_like(module.get_parameter(f)).requires_grad_() for f in fields]
@@ -156,7 +176,7 @@ def test_finite_differences(method: str, bias: bool) -> None:
         ("none", "bf16", "llama"),  # nn.Linear adds a bias before it rounds, adapters after
     ],
 )
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_the_adapted_model_starts_as_the_base_model(
     method: str, format: str, dtype: str, architecture: str, folders: dict[str, Path]
 ) -> None:
@@ -176,7 +196,7 @@ def test_rows_of_zeros_start_and_train_as_numbers(format: str) -> None:
     weight[3] = 0
     base = nn.Linear(64, 9, bias=False)
     base.weight.data = weight
-    module = AdaptedLinear(
+    module = LowRankLinear(
         PackedLinear(nf4.quantize(weight), None) if format == "nf4" else base, adapter("dora")
     )
     init_adapters(nn.ModuleDict({"lm_head": module}), seed=0)
@@ -243,7 +263,7 @@ def test_norms_do_not_depend_on_chunks_and_ranks(
 # ---- torch.compile ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", EVERY_METHOD)
 def test_a_decoder_layer_compiles_as_one_graph(method: str, folders: dict[str, Path]) -> None:
     """Recipes compile `layer.block`; a packed weight must not break its graph."""
     model = adapted_model(folders["llama"], adapter(method))
@@ -258,7 +278,7 @@ def test_a_decoder_layer_compiles_as_one_graph(method: str, folders: dict[str, P
         layer.zero_grad()
         block(x, *rotary, None).square().sum().backward()
         gradients.append([p.grad for p in layer.parameters() if p.requires_grad])
-    assert len(gradients[0]) == 7 * (3 if method == "dora" else 2)
+    assert len(gradients[0]) == 7 * len(FIELDS[method])
     for eager, traced in zip(*gradients, strict=True):
         assert (traced - eager).norm() < 1e-4 * eager.norm()
 
@@ -270,7 +290,7 @@ def test_dropout_scales_what_it_keeps_and_rests_in_eval() -> None:
     """With A and B the identity and no base, the output shows what became of every input."""
     base = nn.Linear(8, 8, bias=False)
     base.weight.data.zero_()
-    module = AdaptedLinear(base, AdapterConfig("lora", rank=8, alpha=8.0, dropout=0.25))
+    module = LowRankLinear(base, AdapterConfig("lora", rank=8, alpha=8.0, dropout=0.25))
     module.lora_A.data.copy_(torch.eye(8))
     module.lora_B.data.copy_(torch.eye(8))
     torch.manual_seed(0)
@@ -287,7 +307,7 @@ def test_dropout_scales_what_it_keeps_and_rests_in_eval() -> None:
 
 def test_dropout_leaves_the_base_alone() -> None:
     base = nn.Linear(8, 8)
-    module = AdaptedLinear(base, AdapterConfig("lora", rank=2, alpha=8.0, dropout=0.9)).train()
+    module = LowRankLinear(base, AdapterConfig("lora", rank=2, alpha=8.0, dropout=0.9)).train()
     nn.init.ones_(module.lora_A)
     nn.init.zeros_(module.lora_B)
     x = torch.randn(50, 8)
@@ -295,6 +315,28 @@ def test_dropout_leaves_the_base_alone() -> None:
 
 
 # ---- the start ---------------------------------------------------------------------------------
+
+
+def test_lora_plus_has_every_b_in_a_group_of_its_own(folders: dict[str, Path]) -> None:
+    """A and magnitudes keep the learning rate, and any schedule scales both."""
+    config = replace(adapter("dora"), lora_plus_ratio=4.0)
+    model = adapted_model(folders["llama"], config)
+    adamw = Component("torch.optim.AdamW", {"lr": 0.25})
+    optimizer = build_optimizer(adamw, parameter_groups(model, config))
+    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
+    named = {id(param): name for name, param in model.named_parameters()}
+    fields = [
+        {named[id(param)].rpartition(".")[2] for param in group["params"]}
+        for group in optimizer.param_groups
+    ]
+    assert fields == [{"lora_A", "magnitude"}, {"lora_B"}]
+    assert [len(group["params"]) for group in optimizer.param_groups] == [30, 15]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.25, 1.0]
+    optimizer.step()
+    schedule.step()
+    assert [group["lr"] for group in optimizer.param_groups] == [0.125, 0.5]
+    without = build_optimizer(adamw, parameter_groups(model, adapter("dora")))
+    assert [len(group["params"]) for group in without.param_groups] == [45]
 
 
 def initial_adapters(folder: Path) -> dict[str, Tensor]:
@@ -366,6 +408,46 @@ def test_targets_mean_these_linears(
     trained = {name for name, param in model.named_parameters() if param.requires_grad}
     fields = ("lora_A", "lora_B", "magnitude")
     assert trained == {f"{name}.{field}" for name in expected for field in fields}
+
+
+def test_what_ia3_takes_without_targets_and_with_them() -> None:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
+    adapters.add_adapters(model, AdapterConfig("ia3"))
+    shapes = {name: tuple(module.ia3_l.shape) for name, module in adapted_linears(model)}
+    assert shapes == {
+        f"model.layers.{layer}.{name}": shape
+        for layer in (0, 1)
+        for name, shape in (
+            ("self_attn.k_proj", (64, 1)),
+            ("self_attn.v_proj", (64, 1)),
+            ("mlp.down_proj", (1, 577)),
+        )
+    }
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
+    adapters.add_adapters(model, AdapterConfig("ia3", targets="all-linear"))
+    assert len(list(adapted_linears(model))) == 14
+    assert AdapterConfig("lora").linears == AdapterConfig("dora").linears == "all-linear"
+
+
+@pytest.mark.parametrize(
+    "config, message",
+    [
+        (AdapterConfig("ia3", dropout=0.1), "dropout: 0.1 is not valid; expected 0.0, as method"),
+        (AdapterConfig("ia3", rslora=True), "rslora: True is not valid; expected false, as method"),
+        (AdapterConfig("ia3", init="loftq"), "init: 'loftq' is not valid; expected default, as me"),
+        (AdapterConfig("ia3", lora_plus_ratio=2.0), "lora_plus_ratio: 2.0 is not valid; expected "
+         "null, as method ia3 has no low-rank product"),
+        (AdapterConfig(lora_plus_ratio=0.0), "lora_plus_ratio: 0.0 is not valid; expected a"),
+        (AdapterConfig(init="loftq", start_from="x"), "init: 'loftq' is not valid; expected "
+         "default, as start_from gives the start"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together_is_told(config: AdapterConfig, message: str) -> None:
+    with pytest.raises(InvalidField) as error:
+        config.check()
+    assert str(error.value).startswith(message)
 
 
 @pytest.mark.parametrize(

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qfsdp.modules.adapters import AdaptedLinear, AdapterConfig
+from qfsdp.modules.adapters import AdapterConfig, LowRankLinear
 from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.nf4 import NF4Tensor
@@ -361,7 +361,7 @@ def test_an_adapted_linear_saves_packed_bytes_and_activations(
     method: str, prepare: Callable[[nn.Module], Callable[..., Tensor]], weight: NF4Tensor
 ) -> None:
     rank = 4
-    module = AdaptedLinear(PackedLinear(weight, None), AdapterConfig(method, rank, 8.0))
+    module = LowRankLinear(PackedLinear(weight, None), AdapterConfig(method, rank, 8.0))
     for param in (module.lora_A, module.lora_B, module.magnitude, module.weight_norm):
         if param is not None:
             nn.init.normal_(param, 1.0, 0.1)
