@@ -4,7 +4,7 @@
         model.path=models/Meta-Llama-3-70B output_dir=models/Meta-Llama-3-70B-nf4
 
 The result is a model folder: weights, config and tokenizer. A training config takes it as
-`model.path`, on any number of ranks. `layout=bnb` writes what transformers loads with
+`model.path`, on any number of ranks. `layout=bnb` writes NF4 as transformers loads it with
 bitsandbytes instead (qfsdp loads that too).
 
 Streamed: whatever the model's size, a rank holds one packed weight. An interrupted run is
@@ -45,7 +45,12 @@ class Config:
 def check(cfg: Config) -> None:
     """What can be wrong outside the config file, found before any weight is read."""
     if cfg.quantization.format == "none":
-        raise UserError("quantization.format: 'none' packs nothing; expected nf4")
+        raise UserError("quantization.format: 'none' packs nothing; expected nf4 or hqq")
+    if cfg.layout == "bnb" and not cfg.quantization.format.startswith("nf4"):
+        raise UserError(
+            f"layout: 'bnb' holds NF4, and quantization.format is {cfg.quantization.format!r}; "
+            "expected layout=qfsdp"
+        )
     weights = ModelWeights(cfg.model.path)
     weights.check(packed_model(weights, cfg.quantization))
     if Path(cfg.output_dir).expanduser().resolve() == weights.folder.resolve():

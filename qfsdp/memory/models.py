@@ -10,7 +10,8 @@ from typing import Any
 from qfsdp.errors import UserError
 
 _FILE = Path(__file__).parent / "models.json"  # name -> what of its config.json says its shape
-_VARIANTS = {"meta", "instruct", "chat", "it", "hf", "base", "bnb", "4bit", "nf4"}  # of one shape
+# Of one shape.
+_VARIANTS = {"meta", "instruct", "chat", "it", "hf", "base", "bnb", "4bit", "nf4", "hqq"}
 
 
 def find_config(path: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Literal
 
@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from qfsdp.errors import UserError
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
-from qfsdp.tensor_subclasses import nf4  # noqa: F401  (registers the format)
+from qfsdp.tensor_subclasses import hqq, nf4  # noqa: F401  (registers the formats)
 from qfsdp.tensor_subclasses.packed import FORMATS, linear
 
 
@@ -20,12 +20,13 @@ class QuantizationConfig:
 
     Fields:
         format: "nf4" (4.127 bits a weight), "nf4_fp32_absmax" (without double quantization, 4.5
-            bits), or "none". Weights that the model folder has packed already stay as they are.
+            bits), "hqq" (affine, 4.5 bits), or "none". Weights that the model folder has packed
+            already stay as they are.
         targets: "all-linear" (every linear of every layer), or a list of names; `lm_head`
             can be named too: `[all-linear, lm_head]`.
     """
 
-    format: Literal["nf4", "nf4_fp32_absmax", "none"] = "nf4"
+    format: Literal["nf4", "nf4_fp32_absmax", "hqq", "none"] = "nf4"
     targets: str | list[str] = ALL_LINEAR
 
     def check(self) -> None:
@@ -50,7 +51,10 @@ class PackedLinear(nn.Module):
 
 
 def pack_linears(
-    model: nn.Module, config: QuantizationConfig, stored: Mapping[str, str] | None = None
+    model: nn.Module,
+    config: QuantizationConfig,
+    stored: Mapping[str, str] | None = None,
+    plain: Collection[str] = (),
 ) -> None:
     """Replaces the targeted `nn.Linear`s of `model` by `PackedLinear`s with unset bytes.
 
@@ -60,12 +64,13 @@ def pack_linears(
     Args:
         stored: weight name -> format, of weights that are stored packed. They are packed in
             that format, targeted or not.
+        plain: names of linears that stay as they are, targeted or stored packed: they are trained.
 
     Raises:
         UserError: `lm_head` is a target, but its weight is the token embedding; or stored
             weights are packed in a format of another kind than `config.format`.
     """
-    stored = stored or {}
+    stored = {n: f for n, f in (stored or {}).items() if n.removesuffix(".weight") not in plain}
     for name, packed_as in stored.items():
         if packed_as.partition("_")[0] != config.format.partition("_")[0]:
             kind = packed_as.partition("_")[0]
@@ -77,7 +82,7 @@ def pack_linears(
     formats: dict[str, str] = {name: config.format for name in targeted}
     formats |= {name.removesuffix(".weight"): packed_as for name, packed_as in stored.items()}
     for name, module in list(model.named_modules()):
-        if name in formats and isinstance(module, nn.Linear):
+        if name in formats and name not in plain and isinstance(module, nn.Linear):
             rows, cols = module.weight.shape
             weight = module.weight
             packed = FORMATS[formats[name]].empty(rows, cols, weight.dtype, weight.device)

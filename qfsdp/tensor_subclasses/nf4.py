@@ -28,14 +28,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import qfsdp.compiled
 from qfsdp.compiled import compiled
+from qfsdp.tensor_subclasses.four_bit import (
+    BLOCK,
+    CHUNK_WEIGHTS,
+    dequantize_pairs,
+    pack_pairs,
+    write_pairs,
+)
 from qfsdp.tensor_subclasses.packed import GatherRows, PackedTensor
 
-BLOCK = 64
 SCALE_BLOCK = 256  # absmax values per second-level scale
 CHUNK_ABSMAX = 1 << 20  # absmax values at a time, a multiple of SCALE_BLOCK
-CHUNK_WEIGHTS = 1 << 21  # weights quantized at a time: temporaries of 30 MB, 110 uncompiled
 
 # The 16 levels, published by the authors of QLoRA (appendix E); exact in fp32.
 NF4_LEVELS = (
@@ -188,17 +192,6 @@ def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     return code.to(torch.uint8).flatten(1), absmax
 
 
-@compiled
-def _pack_pairs(codes: Tensor) -> Tensor:
-    """Codes uint8 `[rows, cols]` -> two in a byte, the first high, `[rows, cols/2]`.
-
-    A kernel of its own, on pairs of bytes as 16-bit numbers: taking even and odd codes apart in
-    `_quantize_blocks` kept that from vectorizing, 138 against 780 M weights/s per core.
-    """
-    pairs = codes.view(torch.int16)
-    return (((pairs & 15) << 4) | (pairs >> 8)).to(torch.uint8)
-
-
 def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     """First level of NF4, for any rows of a weight.
 
@@ -218,7 +211,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         if cols % BLOCK:
             part = F.pad(part, (0, -cols % BLOCK))
         part_codes, part_absmax = _quantize_blocks(part.contiguous())
-        codes[start : start + step] = _pack_pairs(part_codes)[:, : codes.size(1)]
+        codes[start : start + step] = pack_pairs(part_codes)[:, : codes.size(1)]
         absmax[start : start + step] = part_absmax
     return codes, absmax
 
@@ -332,27 +325,12 @@ def dequantize_nf4(
         row_scale: fp32 `[rows]`, multiplied in before rounding, or None.
         out: where to write them, contiguous `[rows, cols]` of `dtype`; None: new memory.
     """
-    rows, per_row = products.shape
-    if out is None:
-        out = codes.new_empty(rows, cols, dtype=dtype)
-    wide = WIDE.get(dtype)
-    if wide is None or cols % BLOCK:
-        codes = F.pad(codes, (0, per_row * BLOCK // 2 - codes.size(1)))
-        padded = per_row * BLOCK
-        whole = dequantize_nf4(codes, products, offset, padded, torch.float32, row_scale, None)
-        return out.copy_(whole[:, :cols])
     levels = _table(NF4_LEVELS, codes)
-    # Uncompiled, intermediates are as large as what is worked on at a time.
-    step = rows if qfsdp.compiled.can_compile() else max(1, CHUNK_WEIGHTS // cols)
-    for start in range(0, rows, step):
-        part = slice(start, start + step)
-        scale = None if row_scale is None else row_scale[part]
-        _write_weights(codes[part], products[part], offset, scale, levels, out[part].view(wide))
-    return out
 
+    def write(rows: slice, codes: Tensor, scale: Tensor | None, out: Tensor) -> None:
+        _write_weights(codes, products[rows], offset, scale, levels, out)
 
-WIDE = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-"""Integers that hold the bits of two neighbouring weights."""
+    return dequantize_pairs(write, codes, cols, dtype, row_scale, out)
 
 
 def _table(values: tuple[float, ...], like: Tensor) -> Tensor:
@@ -391,23 +369,13 @@ def _write_weights(
     levels: Tensor,
     out: Tensor,
 ) -> None:
-    """As `dequantize_nf4`, into `out`: integers `[rows, cols/2]` that hold two weights each.
-
-    Writing pairs as one integer keeps stores contiguous: 4.9 G weights/s per core (AVX-512),
-    against 0.1 (fp32) and 0.7 (bf16) when the halves of a byte are interleaved with `stack`.
-    """
+    """As `dequantize_nf4`, into `out`: integers `[rows, cols/2]` that hold two weights each."""
     absmax = products + offset
     if row_scale is not None:
         absmax = absmax * row_scale.unsqueeze(1)
     absmax = absmax.unsqueeze(-1)
     code = codes.unflatten(1, (products.size(1), BLOCK // 2)).int()
-    first = (_level(code >> 4, levels) * absmax).view(torch.int32)
-    second = (_level(code & 15, levels) * absmax).view(torch.int32)
-    if out.dtype == torch.int32:
-        pair = (_round_to_bf16(second) & -65536) | ((_round_to_bf16(first) >> 16) & 65535)
-    else:
-        pair = (first.long() & 0xFFFFFFFF) | (second.long() << 32)
-    out.copy_(pair.flatten(1))
+    write_pairs(_level(code >> 4, levels) * absmax, _level(code & 15, levels) * absmax, out)
 
 
 def _level(code: Tensor, levels: Tensor) -> Tensor:
@@ -433,8 +401,3 @@ def level_by_selections(code: Tensor, levels: Tensor) -> Tensor:
         pairs = zip(chosen[::2], chosen[1::2], strict=True)
         chosen = [torch.where(is_set, one, zero) for zero, one in pairs]
     return chosen[0]
-
-
-def _round_to_bf16(bits: Tensor) -> Tensor:
-    """Bits of finite fp32 numbers (int32) -> the same, whose upper half is the nearest bf16."""
-    return bits + 0x7FFF + ((bits >> 16) & 1)

@@ -12,7 +12,7 @@ from bitsandbytes import functional as bnb
 from torch import Tensor
 
 from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses import four_bit, nf4
 from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
 from tests.tiny import needs_compiler
 
@@ -146,7 +146,7 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
         assert differing_bytes(compiled, plain) == 0
     whole = nf4.quantize(weight)
     scale = torch.rand(shape[0]) + 0.5
-    monkeypatch.setattr(nf4, "CHUNK_WEIGHTS", 20 * shape[1])  # of the plain functions
+    monkeypatch.setattr(four_bit, "CHUNK_WEIGHTS", 20 * shape[1])  # of the plain functions
     for offset, row_scale in ((0, None), (7, None), (7, scale[7:])):
         args = (whole.packed[offset:], whole.extras, shape[1], offset, dtype, row_scale)
         with monkeypatch.context() as plainly:

@@ -1,0 +1,135 @@
+"""HQQ: half-quadratic quantization to 4 bits, as the `hqq` package 0.2.8 computes it.
+
+Badri and Shaji 2023, https://mobiusml.github.io/hqq_blog/. Affine, without calibration data:
+
+    group      64 consecutive weights of a row share a scale and a zero (`hqq_solver.py`)
+    weight     (code - zero) * scale, code = 0..15
+
+    row of bytes:  [ cols/2 bytes of codes | cols/64 scales, fp16 | cols/64 zeros, fp16 ]
+
+That is 4.5 bits a weight, no extras. fp16 is what the package holds scales and zeros in by default,
+rounded after the codes are chosen; here their products are fp32 and rounded once.
+
+When the solver stops is decided over all rows of all ranks, so shards are rows of the whole, bit
+for bit. Where 64 does not divide `cols`, the last group of a row is shorter: it is solved as if it
+were filled up with its own weights, from its first on. (The package takes no such weights.)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from qfsdp.compiled import compiled
+from qfsdp.tensor_subclasses.four_bit import (
+    BLOCK,
+    CHUNK_WEIGHTS,
+    dequantize_pairs,
+    pack_pairs,
+    write_pairs,
+)
+from qfsdp.tensor_subclasses.hqq_solver import codes_of, solve
+from qfsdp.tensor_subclasses.packed import GatherRows, PackedTensor
+
+
+class HQQTensor(PackedTensor):
+    """A weight in HQQ; see the module's docstring for the bytes of a row."""
+
+    format = "hqq"
+
+    @staticmethod
+    def row_bytes(cols: int) -> int:
+        return -(-cols // 2) + 4 * -(-cols // BLOCK)
+
+    @staticmethod
+    def extra_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
+        return []
+
+    @staticmethod
+    def dequantize_rows(
+        packed: Tensor,
+        extras: Sequence[Tensor],
+        cols: int,
+        row_offset: int,
+        dtype: torch.dtype,
+        row_scale: Tensor | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        code_bytes, fp16_bytes = -(-cols // 2), 2 * -(-cols // BLOCK)
+        codes, scales, zeros = packed.split([code_bytes, fp16_bytes, fp16_bytes], dim=1)
+        scales, zeros = (part.contiguous().view(torch.float16) for part in (scales, zeros))
+
+        def write(rows: slice, codes: Tensor, row_scale: Tensor | None, out: Tensor) -> None:
+            _write_weights(codes, scales[rows], zeros[rows], row_scale, out)
+
+        return dequantize_pairs(write, codes, cols, dtype, row_scale, out)
+
+    def quantize_(
+        self,
+        weight: Tensor | Iterable[Tensor],
+        name: str = "weight",
+        gather_rows: GatherRows | None = None,
+    ) -> None:
+        rows, per_row = self.packed.size(0), -(-self.cols // BLOCK)
+        groups = _groups_of_rows(weight, rows, self.cols)
+        gather = gather_rows or (lambda rows: rows)
+
+        def mean_error(of_groups: Tensor) -> float:
+            of_rows = gather(of_groups.view(rows, per_row).sum(1, keepdim=True))
+            return float((of_rows.sum() / (of_rows.numel() * per_row * BLOCK)).float())
+
+        inverse, zero = solve(groups, mean_error)
+        held = torch.cat([t.half().view(rows, per_row) for t in (1 / inverse, zero)], dim=1)
+        # Looked for in all rows, so that every rank finds what is wrong and none waits for another.
+        if not (finite := gather(held.isfinite().all(1, keepdim=True).float())).all():
+            row = int((finite == 0).flatten().nonzero()[0])
+            raise ValueError(
+                f"{name}: row {row} holds NaN, infinity or numbers too large for scales in fp16; "
+                "it cannot be quantized"
+            )
+        step = max(1, CHUNK_WEIGHTS // (per_row * BLOCK))
+        code_bytes = -(-self.cols // 2)
+        for start in range(0, rows, step):
+            part = slice(start * per_row, (start + step) * per_row)
+            pairs = pack_pairs(codes_of(groups[part], inverse[part], zero[part]))
+            into = self.packed[start : start + step, :code_bytes]
+            into.copy_(pairs.view(into.size(0), per_row * BLOCK // 2)[:, :code_bytes])
+        self.packed[:, code_bytes:] = held.view(torch.uint8)
+
+
+# ---- quantizing ------------------------------------------------------------------------------
+
+
+def _groups_of_rows(weight: Tensor | Iterable[Tensor], rows: int, cols: int) -> Tensor:
+    """A weight `[rows, cols]`, whole or in pieces, as `[groups, 64]` of the same dtype."""
+    filled = cols // BLOCK * BLOCK + torch.arange(-cols % BLOCK) % (cols % BLOCK or 1)
+    at, held = 0, torch.empty(0)
+    for piece in (weight,) if isinstance(weight, Tensor) else weight:
+        if at == 0:  # a piece is overwritten by the next
+            held = piece.new_empty(rows, cols + filled.numel())
+        some = held[at : at + piece.size(0)]
+        some[:, :cols] = piece
+        some[:, cols:] = piece[:, filled.to(piece.device)]
+        at += piece.size(0)
+    assert at == rows, f"{at} rows for {rows}"
+    return held.view(-1, BLOCK)
+
+
+# ---- dequantizing ----------------------------------------------------------------------------
+
+
+@partial(compiled, static_on_gpus=True)
+def _write_weights(
+    codes: Tensor, scales: Tensor, zeros: Tensor, row_scale: Tensor | None, out: Tensor
+) -> None:
+    """Into `out`, integers `[rows, cols/2]` that hold two weights each; see `dequantize_pairs`."""
+    scale = scales.float()
+    if row_scale is not None:
+        scale = scale * row_scale.unsqueeze(1)
+    scale, zero = scale.unsqueeze(-1), zeros.float().unsqueeze(-1)
+    code = codes.unflatten(1, (scales.size(1), BLOCK // 2)).int()
+    first, second = ((half.float() - zero) * scale for half in (code >> 4, code & 15))
+    write_pairs(first, second, out)
