@@ -1,0 +1,209 @@
+"""lm-eval on our decoder: request by request what its own `hf` model answers, and its scores."""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qfsdp.data import hf_tokenizer
+from qfsdp.errors import UserError
+from qfsdp.evaluation.intervals import wilson
+from qfsdp.evaluation.lm_harness import (
+    LMEvalConfig,
+    evaluate,
+    load_tasks,
+    run_tasks,
+    truthfulqa_rows,
+)
+from tests.models import cpu_world, load_model
+from tests.ranks import run_ranks
+from tests.tiny import write_tiny_model_with_tokenizer
+
+pytestmark = pytest.mark.usefixtures("eager")
+needs_lm_eval = pytest.mark.skipif(
+    importlib.util.find_spec("lm_eval") is None, reason="needs the package lm-eval"
+)
+DATA = Path("../shared/data/eval")
+TASKS = ["arc_easy", "arc_challenge", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2"]
+
+PAIRS = [
+    ("Question: What is 2 + 2?\nAnswer:", " 4"),
+    ("Question: What is 2 + 2?\nAnswer:", " five  apples"),
+    ("Question: What is 2 + 2?\nAnswer:", "4"),  # may join the token before
+    ("two trailing spaces  ", "after them"),
+    ("", " nothing before"),
+    ("", "<|im_start|>user"),
+    ("<|im_start|>user\nHi<|im_end|>\n", "<|im_start|>assistant\n"),
+    ("Über 5,000 naïve 数字", " 漢字 🙂"),
+]
+ROLLING = ["A text of its own, rolled over.", "<|im_start|>user\nHi"]
+UNTIL = [
+    ("The capital of France is", {"until": [",", "\n"], "max_gen_toks": 10}),
+    ("1, 2, 3, 4,", {"until": ["7"], "max_gen_toks": 12, "do_sample": False}),
+    ("A much longer text before it than the other one has. The sea is", {"max_gen_toks": 6}),
+]
+
+
+def requests(kind: str, arguments: list[Any]) -> Any:
+    from lm_eval.api.instance import Instance
+
+    return [
+        Instance(request_type=kind, doc={}, arguments=args, idx=at)
+        for at, args in enumerate(arguments)
+    ]
+
+
+def answers(lm: Any) -> tuple[Any, ...]:
+    return (
+        lm.loglikelihood(requests("loglikelihood", PAIRS)),
+        lm.loglikelihood_rolling(requests("loglikelihood_rolling", [(text,) for text in ROLLING])),
+        lm.generate_until(requests("generate_until", UNTIL)),
+    )
+
+
+def ours(folder: Path, batch_size: int) -> tuple[Any, ...]:
+    """Runs on every rank."""
+    from qfsdp.evaluation.lm_eval_model import HarnessModel
+
+    tokenizer = hf_tokenizer(str(folder))
+    model = load_model(folder, format="none")
+    return answers(HarnessModel(model, tokenizer, {tokenizer.eos_id}, cpu_world(), batch_size))
+
+
+def hf(folder: Path, **options: Any) -> Any:
+    from lm_eval.models.huggingface import HFLM
+
+    return HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4, **options)
+
+
+@needs_lm_eval
+def test_answers_of_the_hf_model(smollm2_dir: Path) -> None:
+    expected = answers(hf(smollm2_dir))
+    found = ours(smollm2_dir, 3)
+    assert [hit for _, hit in found[0]] == [hit for _, hit in expected[0]]
+    assert [value for value, _ in found[0]] == pytest.approx([v for v, _ in expected[0]], abs=1e-3)
+    assert found[1] == pytest.approx(expected[1], abs=1e-3)
+    assert found[2] == expected[2] and all(found[2])
+
+
+@needs_lm_eval
+def test_texts_longer_than_the_model_and_ranks(smollm2_dir: Path, tmp_path: Path) -> None:
+    folder = write_tiny_model_with_tokenizer(
+        tmp_path / "model", smollm2_dir, hidden_size=96, max_position_embeddings=16
+    )
+    expected = answers(hf(folder))
+    alone = ours(folder, 2)
+    assert [value for value, _ in alone[0]] == pytest.approx([v for v, _ in expected[0]], abs=1e-3)
+    assert alone[1] == pytest.approx(expected[1], abs=1e-3)
+    assert alone[2] == expected[2]
+    assert run_ranks(2, ours, folder, 2) == [alone] * 2
+
+
+def write_data(folder: Path) -> Path:
+    """Rows with what makes tokenization differ: brackets, double spaces, quotes, semicolons."""
+    arc = [
+        {
+            "id": str(n),
+            "question": f"Which of these  is number {n}?",
+            "choices": {"text": ["one", 'two "2"', "a number", "4"], "label": [*labels]},
+            "answerKey": labels[n],
+        }
+        for n, labels in enumerate(("ABCD", "1234", "ABCD"))
+    ]
+    hellaswag = [
+        {
+            "activity_label": "Roof removal",
+            "ctx_a": "[header] How to [title] Find it.",
+            "ctx_b": "he",
+            "endings": ["is [step] up.", "goes  down.", "sits.", "is gone [substeps] away."],
+            "label": str(n),
+        }
+        for n in range(2)
+    ]
+    for task, rows in (("arc_easy", arc), ("arc_challenge", arc[::-1])):
+        (folder / f"{task}.validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (folder / "hellaswag.validation.2.jsonl").write_text("\n".join(map(json.dumps, hellaswag)))
+    with (folder / "TruthfulQA.csv").open("w", newline="") as lines:
+        csv.writer(lines).writerows(
+            [
+                ["Question", "Best Answer", "Correct Answers", "Incorrect Answers"],
+                ["Is it?", "It is", "It is; Yes.; it may be", 'No; Never, "not"; No'],
+            ]
+        )
+    return folder
+
+
+def test_truthfulqa_targets(tmp_path: Path) -> None:
+    (row,) = truthfulqa_rows(write_data(tmp_path) / "TruthfulQA.csv")
+    wrong = ["No.", 'Never, "not".']
+    assert row["question"] == "Is it?"
+    assert row["mc1_targets"] == {"choices": ["It is.", *wrong], "labels": [1, 0, 0]}
+    right = ["It is.", "Yes.", "it may be."]
+    assert row["mc2_targets"] == {"choices": [*right, *wrong], "labels": [1, 1, 1, 0, 0]}
+    (tmp_path / "x.csv").write_text("Question,Answer\n")
+    with pytest.raises(UserError, match=r"x.csv: no column 'Best Answer'; needed are Question"):
+        truthfulqa_rows(tmp_path / "x.csv")
+
+
+@pytest.mark.skipif(not DATA.exists(), reason=f"needs {DATA}")
+def test_truthfulqa_file() -> None:
+    rows = truthfulqa_rows(DATA / "TruthfulQA.csv")
+    assert len(rows) == 817
+    for row in rows:
+        for name in ("mc1_targets", "mc2_targets"):
+            pairs = list(zip(row[name]["choices"], row[name]["labels"], strict=True))
+            # One question has an answer among the correct and the incorrect ones.
+            assert len(set(pairs)) == len(pairs) and {label for _, label in pairs} == {0, 1}
+        assert sum(row["mc1_targets"]["labels"]) == row["mc1_targets"]["labels"][0] == 1
+
+
+@needs_lm_eval
+@pytest.mark.parametrize("shots", [None, 1])
+def test_scores_of_all_tasks(smollm2_dir: Path, tmp_path: Path, shots: int | None) -> None:
+    folder = write_tiny_model_with_tokenizer(
+        tmp_path / "model", smollm2_dir, hidden_size=96, max_position_embeddings=512
+    )
+    config = LMEvalConfig(TASKS, num_fewshot=shots, local_data=str(write_data(tmp_path)))
+    model, tokenizer = load_model(folder, format="none"), hf_tokenizer(str(folder))
+    scores, rows = run_tasks(config, load_tasks(config), model, tokenizer, {2}, cpu_world(), 2)
+    expected, _ = evaluate(config, load_tasks(config), hf(folder))
+    assert [(s.task, s.metric, s.rows) for s in scores] == [
+        (s.task, s.metric, s.rows) for s in expected
+    ]
+    assert [s.value for s in scores] == pytest.approx([s.value for s in expected], abs=1e-5)
+    found = {(s.task, s.metric): s for s in scores}
+    assert {task for task, _ in found} == set(TASKS) and ("hellaswag", "acc_norm") in found
+    accuracy = found["arc_easy", "acc"]
+    assert accuracy.rows == 3 and accuracy.interval == wilson(round(3 * accuracy.value), 3)
+    assert 0 < found["truthfulqa_mc2", "acc"].value < 1
+    asked = rows["arc_easy"][0]["arguments"][0][0]
+    assert asked.endswith("Question: Which of these  is number 0?\nAnswer:")
+    assert asked.count("Question:") == 1 + (shots or 0)
+    assert asked.count("number 0?") == 1  # the example is another row
+
+
+@needs_lm_eval
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"tasks": ["arc_eazy"]}, r"^lm_eval.tasks: lm-eval has no task 'arc_eazy'; did you mean"),
+        ({"tasks": ["piqa"]}, r"has no rows of piqa; piqa.validation.jsonl is right$"),
+        ({"local_data": "/nowhere"}, r"^lm_eval.local_data: /nowhere has no rows of arc_easy"),
+    ],
+    ids=["task", "rows", "folder"],
+)
+def test_mistakes(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+    config = {"tasks": ["arc_easy"], "local_data": str(write_data(tmp_path)), **changes}
+    with pytest.raises(UserError, match=told):
+        load_tasks(LMEvalConfig(**config))
+
+
+def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"needs the package lm-eval; pip install qfsdp\[eval\]$"):
+        load_tasks(LMEvalConfig(["arc_easy"]))
