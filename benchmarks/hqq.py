@@ -4,7 +4,7 @@
 
 Numbers: the linears of SmolLM2-135M (all 210; with --quick those of every tenth layer) are
 quantized by us and by the package (in fp32, on the CPU), and compared part by part. Perplexity: of
---text in windows of 1024 tokens, bf16 (the first 64 windows, 8 with --quick; --windows 0: all).
+--text in windows of 1024 tokens, bf16 (the first 32 windows, 4 with --quick; --windows 0: all).
 The model's linears lie on a 4-bit grid of their own (blocks of 32): groups of 32 would lose nothing
 there, and none are shown. Times: SmolLM2's linears, and the dequantizing of one of Llama-3-8B's
 into memory that is overwritten by the next.
@@ -54,7 +54,8 @@ WINDOW = 1024
 
 
 def quantize(weight: Tensor, format: str) -> PackedTensor:
-    packed = FORMATS[format].empty(*weight.shape, weight.dtype, weight.device)
+    rows, cols = weight.shape
+    packed = FORMATS[format].empty(rows, cols, weight.dtype, weight.device)
     packed.quantize_(weight)
     return packed
 
@@ -143,10 +144,11 @@ def perplexities(folder: Path, text: Path, windows: int, package: bool) -> Figur
     """Of the model as it is, packed by us, and with the package's dequantized weights."""
     tokenizer = hf_tokenizer(str(folder))
     config = TextConfig(str(text), WINDOW, max_tokens=windows * WINDOW or None)
-    dataset, world = text_windows(config, tokenizer), World(torch.device("cpu"))
+    dataset, world = text_windows("text", config, tokenizer), World(torch.device("cpu"))
     found: Figures = {}
-    for name in ("bf16", "nf4", "hqq", *(["hqq_package"] if package else [])):
-        quantization = QuantizationConfig(name if name in FORMATS else "none")
+    formats: dict[str, Any] = {"bf16": "none", "nf4": "nf4", "hqq": "hqq"}
+    for name, format in (formats | ({"hqq_package": "none"} if package else {})).items():
+        quantization = QuantizationConfig(format)
         model = load_for_inference(
             ModelConfig(str(folder)), quantization, None, ShardingConfig(), world
         )
@@ -197,7 +199,7 @@ def main() -> None:
     parser.add_argument("--windows", type=int, help="of 1024 tokens; 0: all of the text")
     args = parser.parse_args()
     sys.path.remove(str(Path(__file__).parent))  # where `import hqq` would find this script
-    windows = args.windows if args.windows is not None else (8 if args.quick else 64)
+    windows = args.windows if args.windows is not None else (4 if args.quick else 32)
     folder, package = prepare_model(cache_dir()), has_package()
     found = times(args.repeat)
     found |= compare(folder, args.quick) if package else {}

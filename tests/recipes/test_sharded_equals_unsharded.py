@@ -194,6 +194,7 @@ VARIANTS = [
     {"packed": "all-linear"},  # lm_head adapted, but in plain weights
     {"format": "none"},
     {"format": "nf4_fp32_absmax"},
+    {"format": "hqq"},
     {"dtype": "bf16"},
 ]
 
