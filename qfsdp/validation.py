@@ -33,7 +33,7 @@ from qfsdp.metrics import RunLog
 FOLDER = "best"
 BEST_FILE = "best.json"
 PARTIAL, REPLACED = "best.partial", "best.replaced"
-_NOTHING_YET = {"metric": None, "best": None, "best_step": None, "waited": 0}
+_NOTHING_YET = {"metric": None, "best": None, "best_step": None, "kept_in": None, "waited": 0}
 
 
 @dataclass
@@ -87,8 +87,8 @@ class Validation:
 
     Attributes:
         progress: what a resumed run goes on with (`TrainState.progress`): "step", the last one
-            that was evaluated; "metric", the set that decides; "best" and "best_step", its lowest
-            loss so far and where; "waited", evaluations since then.
+            that was evaluated; "metric", the set that decides; "best", "best_step" and "kept_in",
+            its lowest loss so far, when, and the folder; "waited", evaluations since then.
     """
 
     def __init__(self, cfg: Any, world: World, output_dir: Path, total_steps: int) -> None:
@@ -174,6 +174,8 @@ class Validation:
         log.log_apart(step, metrics, self._sentence(step, losses))
         if lower and self._config.keep_best:
             self._keep(step, losses, save)
+        elif self._config.keep_best and self._world.rank == 0:
+            _take_over(self.progress, self._output_dir)
         if self.is_over and step < self._total_steps:
             log.say(
                 f"validation: {self.metric} has not improved in {self.progress['waited']} "
@@ -226,6 +228,7 @@ class Validation:
                 best = {"step": step, "metric": self.metric, "loss": losses}
                 (partial / BEST_FILE).write_text(json.dumps(best, indent=2) + "\n")
                 _replace(partial, self._output_dir)
+            self.progress["kept_in"] = str((self._output_dir / FOLDER).resolve())
         except (OSError, SafetensorError) as error:
             folder = self._output_dir / FOLDER
             raise UserError(f"validation: '{folder}' cannot be written: {error}") from None
@@ -247,6 +250,19 @@ def _replace(partial: Path, output_dir: Path) -> None:
         best.rename(replaced)
     partial.rename(best)
     shutil.rmtree(replaced, ignore_errors=True)
+
+
+def _take_over(progress: dict[str, Any], output_dir: Path) -> None:
+    """Copies the best state of the run that this one goes on from, if that was in another folder
+    and still is there."""
+    source = Path(progress["kept_in"] or "")
+    if (output_dir / FOLDER).exists() or not (source / BEST_FILE).is_file():
+        return
+    if json.loads((source / BEST_FILE).read_text())["step"] == progress["best_step"]:
+        partial = output_dir / PARTIAL
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial)
+        _replace(partial, output_dir)
 
 
 def _recover(output_dir: Path) -> None:

@@ -223,6 +223,7 @@ def train(folder: Path, packed: Path, out: Path, case: dict[str, Any], validate:
     cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
     world = init_world(cfg.sharding)
     torch.manual_seed(world.rank)
+    torch._dynamo.reset()
     model = recipe.load_model(cfg, world)
     trained = recipe.trainable_parameters(model)
     optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-6, fused=True)
@@ -416,7 +417,20 @@ def test_patience_and_the_best_go_on(tmp_path: Path, monkeypatch: Any) -> None:
         )
         rest.validation.progress.update(before.validation.progress)
         assert rest.steps(after) == list(range(after + 1, 6))
-        assert rest.kept[0] == 2 and rest.validation.progress == whole.validation.progress
+        where = {"kept_in": whole.validation.progress["kept_in"]}
+        assert rest.kept[0] == 2
+        assert rest.validation.progress | where == whole.validation.progress
+
+
+def test_the_best_of_a_run_in_another_folder_is_taken_over(
+    tmp_path: Path, monkeypatch: Any
+) -> None:
+    before = Scripted(tmp_path / "one", monkeypatch, [2.0, 3.0])
+    before.steps()
+    rest = Scripted(tmp_path / "two", monkeypatch, [3.0, 3.0, 3.0, 1.0])
+    rest.validation.progress.update(before.validation.progress)
+    assert rest.steps(2) == [3, 4] and rest.kept == (1, "1")
+    assert before.kept == (1, "1")
 
 
 def test_another_set_starts_anew(tmp_path: Path, monkeypatch: Any) -> None:

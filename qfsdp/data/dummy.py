@@ -56,12 +56,13 @@ def dummy_dataset(
     Raises:
         UserError: a number is too small, or is given neither here nor by the tokenizer.
     """
-    given = {
-        "length": (length or getattr(tokenizer, "max_seq_len", None), 2),
-        "samples": (samples, 1),
-        "vocab_size": (vocab_size or getattr(tokenizer, "vocab_size", None), 1),
+    numbers = {
+        "length": getattr(tokenizer, "max_seq_len", None) or 0 if length is None else length,
+        "samples": samples,
+        "vocab_size": getattr(tokenizer, "vocab_size", 0) if vocab_size is None else vocab_size,
     }
-    for name, (number, least) in given.items():
-        if number is None or number < least:
+    for name, number in numbers.items():
+        least = 2 if name == "length" else 1
+        if number < least:
             raise UserError(f"dataset.{name}: {number}; an integer of at least {least} is right")
-    return DummyDataset(samples, int(given["length"][0]), int(given["vocab_size"][0]), seed)
+    return DummyDataset(**numbers, seed=seed)

@@ -6,7 +6,7 @@ import logging
 import math
 import random
 from array import array
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -134,7 +134,7 @@ def _check_weights(
             raise UserError(f"dataset.weights.{name}: {weight!r}; a number above 0 is right")
 
 
-def _shuffled(size: int, seed: str) -> Sequence[int]:
+def _shuffled(size: int, seed: str) -> list[int]:
     mixed = random.Random(f"mixed {seed}").getrandbits(32)  # as in `StepLoader`
     order: list[int] = torch.randperm(size, generator=torch.Generator().manual_seed(mixed)).tolist()
     return order

@@ -112,6 +112,9 @@ def test_kinds_of_source(tokenizer: HFTokenizer, tmp_path: Path, kind: str) -> N
     assert len(dataset) == (4 if kind == "builder" else 6)
     assert "It is 0.<|im_end|>" in {texts(tokenizer, dataset, i)[1] for i in range(len(dataset))}
     assert len(instruct_dataset(tokenizer, **options, max_rows=2)) == 2
+    if kind == "json":  # a part of the training set as a validation set
+        for split, size in (("train[:67%]", 4), ("train[67%:]", 2)):
+            assert len(instruct_dataset(tokenizer, **options, split=split)) == size
 
 
 def test_unusable_rows_are_counted(smollm2_dir: Path, tmp_path: Path, caplog: Any) -> None:

@@ -217,7 +217,7 @@ def test_dummy(smollm2_dir: Path) -> None:
         with pytest.raises(UserError, match=message):
             dummy_dataset(tokenizer, **options)
     tokenizer.max_seq_len = None
-    with pytest.raises(UserError, match="dataset.length: None; an integer of at least 2"):
+    with pytest.raises(UserError, match="dataset.length: 0; an integer of at least 2"):
         dummy_dataset(tokenizer)
 
 
