@@ -95,12 +95,17 @@ FAMILIES: dict[str, dict[str, Any]] = {
         ("llama", AdapterConfig("dora", 5, 7.0, targets=HEAD_TOO), "nf4"),
         ("llama", AdapterConfig("dora", 5, 7.0, targets=["q_proj"], rslora=True), "nf4"),
         ("llama", AdapterConfig("dora", 5, 7.0, targets=HEAD_TOO), "nf4_fp32_absmax"),
+        ("llama", AdapterConfig("dora", 5, 7.0, targets=HEAD_TOO), "hqq"),
         ("llama", AdapterConfig("dora", 5, 7.0, targets=HEAD_TOO), "none"),
         ("biases", AdapterConfig("lora", 5, 7.0), "none"),
         ("biases", AdapterConfig("dora", 5, 7.0), "nf4"),
         ("tied", AdapterConfig("lora", 5, 7.0, targets=HEAD_TOO), "nf4"),
         ("tied", AdapterConfig("dora", 5, 7.0, targets=HEAD_TOO), "nf4"),
         ("tied", AdapterConfig("dora", 5, 7.0), "nf4"),
+        ("llama", AdapterConfig("ia3"), "nf4"),
+        ("biases", AdapterConfig("ia3", targets=HEAD_TOO), "nf4"),
+        ("biases", AdapterConfig("ia3"), "none"),
+        ("tied", AdapterConfig("ia3", targets=HEAD_TOO), "nf4"),
     ],
 )
 def test_transformers_computes_what_training_did(
@@ -258,9 +263,9 @@ def loaded_logits(folder: Path) -> Tensor:
     return logits(recipe.load_model(cfg, cpu_world()).eval())
 
 
-@pytest.mark.parametrize("format", ["nf4", "nf4_fp32_absmax", "none"])
+@pytest.mark.parametrize("format", ["nf4", "nf4_fp32_absmax", "hqq", "none"])
 def test_requantized(format: str, even: tuple[Path, Path], tmp_path: Path) -> None:
-    """What has an adapter is packed once more; the bytes of what has none are as they were."""
+    """What has an adapter, or is HQQ, is packed once more; other bytes are as they were."""
     from transformers import AutoModelForCausalLM
 
     model_dir, adapter = even
@@ -275,7 +280,7 @@ def test_requantized(format: str, even: tuple[Path, Path], tmp_path: Path) -> No
     for name in packed:
         adapted = "q_proj" in name or "up_proj" in name
         expected = kind.empty(*base[name].shape, torch.float32, "cpu")
-        expected.quantize_(plain[name] if adapted else base[name])
+        expected.quantize_(plain[name] if adapted or format == "hqq" else base[name])
         half = base[name].size(1) // 2
         assert torch.equal(tensors[name].flatten(), expected.packed[:, :half].flatten()), name
         absmax = tensors[f"{name}.absmax"].view(torch.uint8)

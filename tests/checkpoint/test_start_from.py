@@ -36,16 +36,19 @@ pytestmark = pytest.mark.usefixtures("eager")
 # Makes adapters with PEFT, moves every number of them, and saves them as PEFT does.
 SCRIPT = """
 import json
-from peft import LoraConfig, get_peft_model
+import peft
 
 torch.manual_seed(0)
 result = {}
 for name, (settings, dtype) in json.loads(arguments[0]).items():
-    model = get_peft_model(base_model(), LoraConfig(task_type="CAUSAL_LM", **settings)).eval()
+    config = getattr(peft, settings.pop("kind", "LoraConfig"))(task_type="CAUSAL_LM", **settings)
+    model = peft.get_peft_model(base_model(), config).eval()
     with torch.no_grad():
         for key, param in model.named_parameters():
             if "magnitude" in key:
                 param.mul_(1 + 0.02 * torch.randn_like(param))
+            elif "ia3_" in key:
+                param.mul_(1 + 0.2 * torch.randn_like(param))
             elif "lora_" in key:
                 param.add_(0.03 * torch.randn_like(param))
             if "lora_" in key:
@@ -79,6 +82,8 @@ TINY = {
         "float32",
         AdapterConfig("dora", 6, 4.0, rslora=True, targets=["v_proj", "lm_head"]),
     ),
+    # Which linears it takes, and which inputs it scales, is PEFT's choice for this architecture.
+    "ia3": ({"kind": "IA3Config"}, "float32", AdapterConfig("ia3")),
 }
 REAL = {
     "lora": (
@@ -245,7 +250,14 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "no rank": (says(r=None), f"{CONFIG_FILE}: not an adapter's config"),
     "negative rank": (says(r=-1), f"{CONFIG_FILE}: not an adapter's config"),
-    "IA3": (says(peft_type="IA3"), f"{CONFIG_FILE}: peft_type 'IA3'; qfsdp loads 'LORA'"),
+    "IA3": (
+        says(peft_type="IA3"),
+        "adapter.method: dora, but {folder} was trained with peft_type IA3; set adapter.method=ia3",
+    ),
+    "LOHA": (
+        says(peft_type="LOHA"),
+        f"{CONFIG_FILE}: peft_type 'LOHA'; qfsdp loads 'LORA' (with use_dora or not) and 'IA3'",
+    ),
     "rank": (says(r=8), "adapter.rank: 5, but {folder} was trained with r 8; set adapter.rank=8"),
     "alpha": (
         says(lora_alpha=16),
@@ -362,6 +374,23 @@ def test_both_names_of_the_magnitude_load(folder: Path, tiny_dir: Path) -> None:
     for name, param in model.named_parameters():
         if "weight_norm" not in name and param.is_floating_point() and param.requires_grad:
             assert torch.equal(param, expected[name]), name
+
+
+def test_ia3_that_scales_other_inputs_is_told(tiny_dir: Path, tmp_path: Path) -> None:
+    """PEFT's `feedforward_modules` may be any; here it is down_proj."""
+    section = AdapterConfig("ia3")
+    model = adapted_model(tiny_dir, section)
+    save_adapter(model, section, str(tiny_dir), tmp_path, cpu_world())
+    check_adapter(section, tmp_path, model)
+    key = "base_model.model.model.layers.0.mlp.down_proj.ia3_l"
+    tensors(lambda found: found.update({key: torch.ones(192, 1)}))(tmp_path)
+    with pytest.raises(UserError, match=r"has shape \[192, 1\]; this model's is \[1, 577\]"):
+        check_adapter(section, tmp_path, model)
+    with pytest.raises(UserError, match=r"adapter.method: lora, but .* set adapter.method=ia3"):
+        check_adapter(AdapterConfig("lora"), tmp_path, model)
+    with pytest.raises(UserError, match=r"adapter.targets: .* set adapter.targets=\[k_proj,v_proj"):
+        every = AdapterConfig("ia3", targets="all-linear")
+        check_adapter(every, tmp_path, adapted_model(tiny_dir, every))
 
 
 def test_a_folder_that_is_none_is_told(folder: Path, tiny_dir: Path) -> None:

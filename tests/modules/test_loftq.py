@@ -127,6 +127,7 @@ def products(folder: Path, sharded: bool = True) -> dict[str, dict[str, Tensor]]
     return results
 
 
+@pytest.mark.slow
 def test_the_start_does_not_depend_on_ranks(tmp_path: Path) -> None:
     """Or on where the base is; 577 rows, of which ranks have different numbers."""
     folder = write_tiny_model(tmp_path, shards=2)

@@ -1,0 +1,160 @@
+"""IA3, rsLoRA, LoRA+ and starts from the error of packing, as runs of the recipe.
+
+The same losses and adapters on 1, 2 and 3 ranks, and the same bits after a break.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qfsdp.checkpoint.export import WEIGHTS_FILE
+from qfsdp.config import load_config
+from qfsdp.errors import UserError
+from tests.ranks import run_ranks
+from tests.tiny import load_recipe, write_tiny_model
+
+CONFIG = """
+output_dir: {folder}/run
+model: {{path: {folder}/model, dtype: fp32}}
+tokenizer: {{_component_: tests.toy_data.tokenizer}}
+dataset: {{_component_: tests.toy_data.Samples}}
+adapter: {{rank: 5, alpha: 7}}
+optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 0
+max_seq_len: 64
+max_steps: 3
+preflight: false
+checkpoint: {{every_n_steps: 2, keep_last: 99}}
+"""
+VARIANTS = {
+    "lora": ["adapter.method=lora"],
+    "rslora": ["adapter.method=lora", "adapter.rslora=true"],
+    "lora_plus": ["adapter.method=dora", "adapter.lora_plus_ratio=8"],
+    "loftq": ["adapter.method=lora", "adapter.init=loftq"],
+    "loftq_dora": ["adapter.method=dora", "adapter.init=loftq"],
+    "ia3": ["adapter.method=ia3", "optimizer.lr=0.01"],
+    "ia3_head": ["adapter.method=ia3", "optimizer.lr=0.01", "adapter.targets=[all-linear,lm_head]"],
+}
+# torchao has 8 bits for tensors of 4096 numbers and more that 256 divides, on each rank.
+EIGHT_BIT = ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused", "adapter.rank=64"]
+EIGHT_BIT.append("adapter.targets=[q_proj,o_proj]")
+RESUMED = {name: VARIANTS[name] for name in ("lora_plus", "loftq_dora", "ia3_head")}
+RESUMED["lora_plus_8bit"] = [*VARIANTS["lora_plus"], *EIGHT_BIT]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("variants")
+    write_tiny_model(folder / "model")
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def run(folder: Path, *words: str) -> None:
+    recipe = load_recipe()
+    cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
+    if os.environ.get("RANK", "0") == "0":
+        recipe.check(cfg)
+    recipe.main(cfg)
+
+
+def no_second_start(*_: object) -> None:
+    raise AssertionError("a run that goes on works no start out")
+
+
+def run_variants(folder: Path) -> None:
+    """Every variant; on two ranks also what goes on from the second step. Runs on every rank."""
+    import qfsdp.checkpoint.start as start
+
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    torch.compiler.set_stance("force_eager")  # AdamW8bit compiles its update
+    batch = f"batch_size={12 // size}"
+    resumed = RESUMED if size == 2 else {}
+    for name, words in (VARIANTS | resumed).items():
+        whole = folder / f"{name}_{size}"
+        run(folder, batch, f"output_dir={whole}", *words)
+        if name in resumed:
+            init, start.init_loftq = start.init_loftq, no_second_start
+            rest = f"output_dir={whole}_rest"
+            run(folder, batch, rest, f"resume={whole}/checkpoints/step_00000002", *words)
+            start.init_loftq = init
+
+
+def logged(run: Path, key: str) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line[key] for line in lines}
+
+
+def adapter(run: Path) -> dict[str, torch.Tensor]:
+    return load_file(run / "adapter" / WEIGHTS_FILE)
+
+
+@pytest.fixture(scope="module")
+def trained(folder: Path) -> Path:
+    os.environ["QFSDP_EAGER_KERNELS"] = "1"
+    for size in (1, 2, 3):
+        run_ranks(size, run_variants, folder)
+    return folder
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ranks_train_the_same(name: str, trained: Path) -> None:
+    alone = trained / f"{name}_1"
+    losses, tensors = logged(alone, "loss"), adapter(alone)
+    assert len(losses) == 3
+    for size in (2, 3):
+        run = trained / f"{name}_{size}"
+        assert logged(run, "loss") == pytest.approx(losses, abs=1e-5)
+        found = adapter(run)
+        assert found.keys() == tensors.keys()
+        for key, value in tensors.items():
+            # By norm, as Adam blows up gradients that are rounding alone; an update of the wrong
+            # sign would change A by 2e-2 of its norm, B and factors by as much as they moved.
+            assert (found[key] - value).norm() < 1e-3 * value.norm(), f"{size} ranks: {key}"
+
+
+@pytest.mark.parametrize("name", RESUMED)
+def test_a_run_goes_on_with_the_same_bits(name: str, trained: Path) -> None:
+    """Two ranks, from the second of three steps; learning rates of both groups come back."""
+    whole, rest = trained / f"{name}_2", trained / f"{name}_2_rest"
+    for key in ("loss", "lr", "grad_norm"):
+        expected = logged(whole, key)
+        assert logged(rest, key) == {3: expected[3]}
+    expected_tensors = adapter(whole)
+    for key, value in adapter(rest).items():
+        assert torch.equal(value, expected_tensors[key]), key
+
+
+def test_the_variants_are_other_runs(trained: Path) -> None:
+    """What is adapted is the same, so first losses are; but not where the start or scale differ."""
+    first = {name: logged(trained / f"{name}_1", "loss")[1] for name in VARIANTS}
+    last = {name: logged(trained / f"{name}_1", "loss")[3] for name in VARIANTS}
+    for name in ("rslora", "lora_plus", "ia3", "ia3_head"):
+        assert first[name] == pytest.approx(first["lora"], rel=1e-6), name
+    assert abs(first["loftq"] - first["lora"]) > 1e-4
+    assert first["loftq_dora"] == pytest.approx(first["loftq"], abs=1e-5)
+    assert len({round(loss, 5) for loss in last.values()}) == len(VARIANTS)
+    lr = logged(trained / "lora_plus_1", "lr")
+    assert lr == logged(trained / "lora_1", "lr"), "what is logged is the rate of A"
+
+
+def test_other_settings_are_not_gone_on_with(trained: Path) -> None:
+    origin = f"resume={trained}/lora_plus_1/checkpoints/step_00000002"
+    words = ["batch_size=12", f"output_dir={trained}/other", origin, "adapter.method=dora"]
+    with pytest.raises(UserError, match="adapter.lora_plus_ratio: was 8.0, is 4.0"):
+        run(trained, *words, "adapter.lora_plus_ratio=4")
+    with pytest.raises(UserError, match="adapter.init: was default, is loftq"):
+        run(trained, *words, "adapter.lora_plus_ratio=8", "adapter.init=loftq")
+
+
+def test_loftq_without_a_packed_base_is_told(folder: Path) -> None:
+    with pytest.raises(UserError, match="adapter.init: 'loftq' makes up for what packing loses"):
+        run(folder, "adapter.init=loftq", "quantization.format=none")
