@@ -87,8 +87,12 @@ def both(
 
 @pytest.mark.parametrize(
     ("size", "sharding"),
-    [(1, {}), (2, {"strategy": "shard_grad_op"}), (3, {})],
-    ids=["1", "2-shard_grad_op", "3"],
+    [
+        (1, {}),
+        (3, {"strategy": "shard_grad_op"}),
+        pytest.param(2, {}, marks=pytest.mark.slow),
+    ],
+    ids=["1", "3-shard_grad_op", "2"],
 )
 def test_the_loss_of_single_samples_and_training_as_if_nothing_was(
     tmp_path: Path, size: int, sharding: dict[str, Any]
