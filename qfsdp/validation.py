@@ -123,8 +123,10 @@ class Validation:
     @property
     def is_over(self) -> bool:
         """Whether the run is to end, as patience is used up."""
-        patience = self._config.patience
-        return bool(self._sets) and patience is not None and self.progress["waited"] >= patience
+        patience, progress = self._config.patience, self.progress
+        if patience is None or not self._sets or progress["metric"] != self.metric:
+            return False
+        return bool(progress["waited"] >= patience)
 
     def steps(self, first_step: int) -> Iterator[int]:
         """The updates to do after `first_step`: up to `total_steps`, or until `is_over`."""

@@ -435,7 +435,7 @@ def test_the_best_of_a_run_in_another_folder_is_taken_over(
 
 def test_another_set_starts_anew(tmp_path: Path, monkeypatch: Any) -> None:
     """What was the best by one set says nothing by another."""
-    run = Scripted(tmp_path, monkeypatch, [5.0])
+    run = Scripted(tmp_path, monkeypatch, [5.0], patience=2)
     run.validation.progress.update(metric="other", best=1.0, best_step=7, waited=9, step=7)
     run.steps()
     assert run.kept[0] == 1 and run.validation.progress["waited"] == 0
