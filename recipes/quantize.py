@@ -7,9 +7,10 @@ The result is a model folder: weights, config and tokenizer. A training config t
 `model.path`, on any number of ranks. `layout=bnb` writes NF4 as transformers loads it with
 bitsandbytes instead (qfsdp loads that too).
 
-Streamed: whatever the model's size, a rank holds one packed weight. An interrupted run is
-finished by the same command; on a finished folder that command checks the files' SHA-256. Several
-ranks share the files out: one process per visible accelerator, or `--nproc_per_node N`.
+Streamed: whatever the model's size, a rank holds one packed weight (of HQQ, its numbers too). An
+interrupted run is finished by the same command; on a finished folder that command checks the files'
+SHA-256. Several ranks share the files out: one process per visible accelerator, or
+`--nproc_per_node N`.
 """
 
 from __future__ import annotations

@@ -21,7 +21,7 @@ from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_no
 from qfsdp.modules.packed_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.packed import PackedTensor, linear
+from qfsdp.tensor_subclasses.packed import FORMATS, PackedTensor, linear
 from tests.models import build_meta_model
 from tests.tiny import write_tiny_model
 
@@ -37,14 +37,28 @@ def random_weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
 
 
+@pytest.mark.parametrize("format", ["nf4", "hqq"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_dequantize_has_the_bits_of_the_cpu(shape: tuple[int, int]) -> None:
-    on_cpu = nf4.quantize(random_weight(*shape))
+def test_dequantize_has_the_bits_of_the_cpu(shape: tuple[int, int], format: str) -> None:
+    on_cpu = FORMATS[format].empty(*shape, torch.bfloat16, "cpu")
+    on_cpu.quantize_(random_weight(*shape))
     on_gpu = on_cpu.to(GPU)
     for dtype in (torch.float32, torch.bfloat16):
         assert torch.equal(on_gpu.dequantize(dtype).cpu(), on_cpu.dequantize(dtype))
         part = on_gpu[100:250]
         assert torch.equal(part.dequantize(dtype).cpu(), on_cpu.dequantize(dtype)[100:250])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_hqq_is_that_of_the_cpu(shape: tuple[int, int]) -> None:
+    """But for codes between two, where fused multiply-adds round once: a neighbouring code."""
+    weight = random_weight(*shape)
+    found = []
+    for device in (torch.device("cpu"), GPU):
+        packed = FORMATS["hqq"].empty(*shape, torch.bfloat16, device)
+        packed.quantize_(weight.to(device))
+        found.append(packed.packed.cpu())
+    assert (found[0] != found[1]).float().mean() < 1e-4
 
 
 @pytest.mark.parametrize("shape", [s for s in SHAPES if s[1] % 64 == 0])

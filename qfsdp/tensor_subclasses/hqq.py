@@ -78,6 +78,7 @@ class HQQTensor(PackedTensor):
         gather = gather_rows or (lambda rows: rows)
 
         def mean_error(of_groups: Tensor) -> float:
+            # In fp64 and rounded: so no order of summation is left in it.
             of_rows = gather(of_groups.view(rows, per_row).sum(1, keepdim=True))
             return float((of_rows.sum() / (of_rows.numel() * per_row * BLOCK)).float())
 
