@@ -200,6 +200,13 @@ def mesh_shape(config: ShardingConfig, size: int, local_size: int) -> tuple[int,
     return replicate, shard
 
 
+def shard_rank(config: ShardingConfig, world: World) -> int:
+    """Which rows this rank holds of what is trained: ranks of hybrid groups that hold the same rows
+    have the same number. What draws random numbers for rows must draw the same on these."""
+    shard = mesh_shape(config, world.size, world.local_size)[1]
+    return world.rank % shard if config.strategy.startswith("hybrid") else world.rank
+
+
 def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
     """Shards the parameters of `model`, on the meta device, by rows over the ranks (FSDP2).
 

@@ -116,14 +116,15 @@ def _of_any(
 
 
 def _of_plain(
-    head: nn.Linear, hidden: Tensor, labels: Tensor, trained: Sequence[Tensor], grads: list[Tensor]
+    head: nn.Module, hidden: Tensor, labels: Tensor, trained: Sequence[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The same for a trained weight, without a second tensor of the weight's size."""
-    loss, grad_logits = _loss_and_gradient_(F.linear(hidden, head.weight), labels)
-    (grad,), rows = grads, max(1, CHUNK_WEIGHTS // hidden.size(1))
+    (weight,), (grad,) = trained, grads
+    loss, grad_logits = _loss_and_gradient_(F.linear(hidden, weight), labels)
+    rows = max(1, CHUNK_WEIGHTS // hidden.size(1))
     for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
         into += columns.t() @ hidden
-    return loss, grad_logits @ head.weight
+    return loss, grad_logits @ weight
 
 
 def _loss_and_gradient_(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:

@@ -37,6 +37,7 @@ from qfsdp.distributed import (
     clip_grad_norm,
     init_world,
     shard_model,
+    shard_rank,
     trainable_parameters,
 )
 from qfsdp.errors import InvalidField, UserError
@@ -195,7 +196,7 @@ def train_step(
 
 def main(cfg: Config) -> None:
     world = init_world(cfg.sharding, casts=cfg.trainable.dtype != cfg.model.dtype)
-    torch.manual_seed(cfg.seed + world.rank)  # stochastic rounding draws from it
+    torch.manual_seed(cfg.seed + shard_rank(cfg.sharding, world))  # for stochastic rounding
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
     profiler = Profiler(cfg.profiler, output_dir, world)

@@ -417,6 +417,13 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
+class OutputLayer(nn.Linear):
+    """Hidden states to logits `[..., vocab]`; given labels, to their summed cross entropy."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
+        return super().forward(x) if labels is None else head_loss(self, x, labels)
+
+
 class Decoder(nn.Module):
     """A causal language model whose parameters carry their Hugging Face names.
 
@@ -432,7 +439,7 @@ class Decoder(nn.Module):
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.model = Backbone(config)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
 
     def tie_weights(self) -> None:
@@ -520,6 +527,9 @@ class Decoder(nn.Module):
         head = self.lm_head
         if not isinstance(head, FSDPModule):
             return head_loss(head, hidden, labels)
+        if isinstance(head, OutputLayer) and head.weight.requires_grad:
+            # FSDP2 sees one call, and reduces and frees the gradient where backward begins.
+            return head(hidden, labels)
         # Gathered by hand, as the loss calls it chunk by chunk; a frozen one is done with after
         # that, where FSDP2 would keep it until backward.
         head.unshard()

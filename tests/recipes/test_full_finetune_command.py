@@ -1,0 +1,247 @@
+"""The recipe for weights themselves, as a command: what comes out, and runs that go on."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.config import load_config
+from qfsdp.errors import UserError
+from qfsdp.modules.shards import local_part
+from qfsdp.tensor_subclasses.packed import PackedTensor
+from tests.models import load_model
+from tests.ranks import run_ranks
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+RECIPE = "full_finetune_distributed"
+TOLERANCE = 1e-5  # of losses, on another number of ranks
+TOKENS = torch.randint(0, 577, (2, 30), generator=torch.Generator().manual_seed(5))
+
+CONFIG = """
+output_dir: {folder}/run
+model: {{path: {folder}/model, dtype: fp32}}
+tokenizer: {{_component_: tests.toy_data.tokenizer}}
+dataset: {{_component_: tests.toy_data.Samples}}
+optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
+lr_scheduler:
+  _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
+  num_warmup_steps: 2
+batch_size: 12
+max_seq_len: 64
+epochs: 2
+preflight: false
+checkpoint: {{every_n_steps: 4, keep_last: 99}}
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("command")
+    write_tiny_model(
+        folder / "model", num_hidden_layers=3, expanded_layers=[1], hidden_size=96, shards=2
+    )
+    (folder / "model/vocab.txt").write_text("beside the weights")
+    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
+    return folder
+
+
+def run_recipe(folder: Path, runs: list[list[str]]) -> None:
+    """The recipe with each of the command lines, one after another; runs on every rank."""
+    recipe = load_recipe(RECIPE)
+    for words in runs:
+        cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
+        if os.environ["RANK"] == "0":
+            recipe.check(cfg)
+        recipe.main(cfg)
+
+
+def losses(run: Path) -> dict[int, float]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line["loss"] for line in lines}
+
+
+def saved(run: Path) -> dict[str, Tensor]:
+    files = (run / "model").glob("*.safetensors")
+    return {name: tensor for file in files for name, tensor in load_file(file).items()}
+
+
+WAYS = {
+    "full": ["trainable.layers=all"],
+    "in backward": ["optimizer_in_backward=true", "clip_grad_norm=null", "model.dtype=bf16"],
+    "pro": ["trainable.layers=expanded", "quantization.format=nf4"],
+}
+
+
+PRO_OVER_PACKED = [*WAYS["pro"], "save_dtype=fp32", "max_steps=3"]
+
+
+@pytest.fixture(scope="module")
+def runs(folder: Path) -> dict[str, tuple[Path, Path]]:
+    """On 1 and 2 ranks each way: a whole run, and one that goes on after step 4 of 6 of that. Also
+    what goes on on 1 rank where 2 stopped, and a run of a packed folder on 2."""
+    quantize(folder / "model", folder / "packed")
+    lines: dict[int, list[list[str]]] = {1: [], 2: []}
+    pairs = {}
+    for ranks in (2, 1):
+        for way, words in WAYS.items():
+            whole, rest = (folder / f"{part}_{ranks}_{way}" for part in ("whole", "rest"))
+            here = [*words, f"batch_size={12 // ranks}"]
+            resume = f"resume={whole}/checkpoints/step_00000004"
+            lines[ranks] += [[*here, f"output_dir={whole}"], [*here, f"output_dir={rest}", resume]]
+            pairs[f"{ranks} {way}"] = whole, rest
+            if ranks == 2:
+                lines[1].append([*words, f"output_dir={folder}/moved_{way}", resume])
+    packed = [f"model.path={folder}/packed", f"output_dir={folder}/over_packed"]
+    lines[2].append([*PRO_OVER_PACKED, *packed])
+    for ranks in (2, 1):
+        run_ranks(ranks, run_recipe, folder, lines[ranks])
+    return pairs
+
+
+def test_a_run_goes_on_with_the_same_bits(runs: dict[str, tuple[Path, Path]]) -> None:
+    for way, (whole, rest) in runs.items():
+        expected = losses(whole)
+        assert list(expected) == [1, 2, 3, 4, 5, 6]
+        assert losses(rest) == {step: expected[step] for step in (5, 6)}, way
+        assert all(torch.equal(saved(rest)[n], t) for n, t in saved(whole).items()), way
+        checkpoint = whole / "checkpoints/step_00000004"
+        assert sorted(path.name for path in checkpoint.iterdir()) == ["facts.json", "state"]
+
+
+def test_another_number_of_ranks_goes_on(
+    folder: Path, runs: dict[str, tuple[Path, Path]]
+) -> None:
+    for way, words in WAYS.items():
+        expected = {step: losses(runs[f"2 {way}"][0])[step] for step in (5, 6)}
+        bound = 0.02 if "model.dtype=bf16" in words else TOLERANCE
+        assert losses(folder / f"moved_{way}") == pytest.approx(expected, abs=bound)
+
+
+def transformers_logits(folder: Path) -> Tensor:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder)  # in the dtype that config.json says
+    with torch.no_grad():
+        return model(TOKENS).logits
+
+
+def test_the_model_that_comes_out(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
+    """The trained weights as the last checkpoint has them, the others as they were; transformers
+    computes with it what our decoder does with these."""
+    from qfsdp.checkpoint.state import read_trained
+    from qfsdp.modules.transformer import Decoder, DecoderConfig
+
+    base = saved(folder)
+    for key, (whole, _) in runs.items():
+        way = key.partition(" ")[2]
+        dtype = torch.bfloat16 if "model.dtype=bf16" in WAYS[way] else torch.float32
+        trained = read_trained(whole / "checkpoints/step_00000006/state")
+        assert len(trained) == (9 if way == "pro" else len(base))
+        expected = {name: tensor.to(dtype) for name, tensor in (base | trained).items()}
+        found = saved(whole)
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), way
+        assert all(not torch.equal(found[name], base[name].to(dtype)) for name in trained), way
+        decoder = Decoder(DecoderConfig.from_dir(folder / "model")).to(dtype)
+        decoder.load_state_dict(expected)
+        with torch.no_grad():
+            ours = decoder(TOKENS)
+        theirs = transformers_logits(whole / "model")
+        assert theirs.dtype == dtype
+        bound = 0.05 if dtype == torch.bfloat16 else 1e-4
+        assert (theirs - ours).abs().max() < bound, way
+        assert (whole / "model/vocab.txt").read_text() == "beside the weights"
+        assert not list(whole.glob("*.partial"))
+
+
+def quantize(model: Path, output: Path) -> Path:
+    recipe = load_recipe("quantize")
+    argv = ["--config", str(ROOT / "configs/quantize.yaml"), f"model.path={model}"]
+    cfg = load_config(recipe.Config, [*argv, f"output_dir={output}"])
+    recipe.check(cfg)
+    recipe.main(cfg)
+    return output
+
+
+def test_packed_folders_before_and_after(
+    folder: Path, runs: dict[str, tuple[Path, Path]], tmp_path: Path
+) -> None:
+    """A packed folder is trained (its frozen layers stay packed, its trained ones are numbers),
+    comes out plain, and is packed once more: quantization after training."""
+    packed, run = folder / "packed", folder / "over_packed"
+    before, out = load_model(packed), run / "model"  # its lm_head is packed on the fly
+    found = {name: local_part(param) for name, param in before.named_parameters()}
+    changed = set()
+    for name, tensor in saved(run).items():
+        was = found[name]
+        was = was.dequantize(torch.float32) if isinstance(was, PackedTensor) else was
+        if not torch.equal(tensor, was):
+            changed.add(name)
+    trained = {name for name in found if name.startswith("model.layers.1.")}
+    assert changed == trained | {"lm_head.weight"}
+    assert torch.equal(saved(run)["lm_head.weight"], saved(folder)["lm_head.weight"])
+    logits = transformers_logits(out)
+    with torch.no_grad():
+        again = load_model(quantize(out, tmp_path / "again"))(TOKENS)
+    assert ModelWeights(tmp_path / "again").formats.keys() == ModelWeights(packed).formats.keys()
+    error = (again - logits).norm() / logits.norm()
+    assert 0 < error < 0.3, error
+    # What was NF4 already is rounded to itself: only trained layers take on an error.
+    assert error < (load_model(packed)(TOKENS) - transformers_logits(folder / "model")).norm() / (
+        logits.norm()
+    )
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["trainable.layers=[3]"], "trainable.layers: 3 is not among this model's layers, which a"),
+        (["trainable.layers=[1,1]"], "trainable.layers: [1, 1] is not valid; expected all, expand"),
+        (["trainable.layers=[]"], "trainable.layers: [] is not valid; expected all, expanded, or"),
+        (["trainable.layers=al"], "trainable.layers: 'al' is not valid"),
+        (["trainable.dtype=bf16"], "trainable.dtype: 'bf16' is coarser than model.dtype, fp32"),
+        (["quantization.format=nf4"], "set quantization.format=none, or trainable.layers to some"),
+        (["sharding.offload_base=cpu"], "there is no frozen layer to offload; set none, or shardi"),
+        (["optimizer_in_backward=true"], "clip_grad_norm: 1.0 is not valid; expected null, as opt"),
+        (
+            ["optimizer_in_backward=true", "gradient_accumulation_steps=2"],
+            "gradient_accumulation_steps: 2 is not valid; expected 1, as optimizer_in_backward",
+        ),
+        (
+            ["trainable.layers=[1]", "quantization.format=nf4", "model.quantize_cache=x"],
+            "model.quantize_cache: 'x' would hold all layers packed, also those that are trained",
+        ),
+        (
+            [
+                "trainable.layers=[1]",
+                "trainable.embeddings=true",
+                "quantization.format=nf4",
+                "quantization.targets=[lm_head]",
+            ],
+            "quantization.targets: ['lm_head'] has lm_head, which is trained",
+        ),
+        (["adapter.rank=3"], "unknown key 'adapter"),
+    ],
+)
+def test_mistakes(folder: Path, words: list[str], message: str) -> None:
+    recipe = load_recipe(RECIPE)
+    argv = ["--config", f"{folder}/config.yaml"]
+    recipe.check(load_config(recipe.Config, argv))  # nothing else is wrong
+    with pytest.raises(UserError) as error:
+        recipe.check(load_config(recipe.Config, [*argv, *words]))
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_model_that_was_not_expanded(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    told = f"expanded_layers in {tmp_path}/model/config.json is None; expected a model that reci"
+    test_mistakes(tmp_path, ["trainable.layers=expanded"], told)
