@@ -42,6 +42,8 @@ SETUPS: dict[str, tuple[AdapterConfig | None, dict[str, Any]]] = {
     "dropout": (AdapterConfig("lora", rank=5, dropout=0.5), {}),
     "some": (AdapterConfig("lora", rank=5, targets=["v_proj", "down_proj"]), {}),
     "late": (AdapterConfig("lora", rank=5, targets=["down_proj"]), {}),
+    "ia3": (AdapterConfig("ia3"), {}),
+    "ia3, late": (AdapterConfig("ia3", targets=["down_proj"]), {}),
     "nothing frozen": (None, {}),
     "nothing frozen, tied": (None, {"tie_word_embeddings": True}),
 }
@@ -112,7 +114,7 @@ def test_flops_are_those_that_pytorch_counts(
     assert flops.hardware == linears + attention
     if checkpointing != "full":
         product = 2 * ROWS * SEQ * (SEQ + 1) // 2 * WIDTH  # of the attention of a layer
-        with_backward = 1 if name == "late" else 2  # nothing before the first down_proj is trained
+        with_backward = 1 if "late" in name else 2  # nothing before the first down_proj is trained
         assert attention == product * (2 * 2 + 5 * with_backward)
         assert flops.model == flops.hardware - product * with_backward
     else:

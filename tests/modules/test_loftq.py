@@ -96,6 +96,21 @@ def loss(model: nn.Module, tokens: Tensor) -> float:
     return F.cross_entropy(model(tokens)[0, :-1], tokens[0, 1:]).item()
 
 
+@pytest.mark.parametrize("format", ["nf4", "nf4_fp32_absmax", "hqq"])
+def test_every_format_and_a_base_that_is_kept_packed(format: str, tmp_path: Path) -> None:
+    """Loaded from a packed copy (`model.quantize_cache`), compared with what that was made from."""
+    folder, packed = write_tiny_model(tmp_path / "plain"), tmp_path / "packed"
+    weights = ModelWeights(folder)
+    quantize_folder(weights, QuantizationConfig(format), packed, cpu_world())
+    model = load_model(packed, adapter=config(), format=format)
+    start_adapters(model, config(), str(folder), seed=0)
+    for name, module in low_rank_linears(model):
+        weight = weights.files.read(weights.plain[f"{name}.weight"])
+        error, product = error_and_product(module, weight)
+        values = torch.linalg.svdvals(error)
+        assert (error - product).norm() < 1.001 * values[8:].norm() < 0.999 * values.norm(), name
+
+
 # ---- ranks -------------------------------------------------------------------------------------
 
 HEAD_TOO = ["all-linear", "lm_head"]
