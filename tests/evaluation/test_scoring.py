@@ -88,6 +88,16 @@ def test_what_greedy_decoding_gives_is_known(tmp_path: Path) -> None:
     assert [hit for _, hit in scores] == [True, False] and scores[0] > scores[1]
 
 
+def test_choices_share_their_context(tmp_path: Path) -> None:
+    model = load_model(write_tiny_model(tmp_path / "model"), format="none")
+    context = list(range(1, 101))
+    questions = [(context, [200 + n, 300, 301]) for n in range(8)] + [(context, [400])]
+    run: list[int] = []
+    model.model.embed_tokens.register_forward_pre_hook(lambda _, args: run.append(args[0].numel()))
+    scores = log_likelihoods(model, questions * 2, cpu_world(), 4)
+    assert run == [100 + 8 * 2] and scores[:9] == scores[9:]
+
+
 def test_ranks_agree_with_one_process(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     alone = score(folder, 2)
