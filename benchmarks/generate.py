@@ -56,7 +56,8 @@ def transformers(folder: Path, dtype: str, device: str) -> Answer:
     sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype]).to(device).eval()
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    model = model.to(device).eval()
     model.generation_config.eos_token_id = None
 
     def answer(prompts: list[list[int]], new: int) -> list[list[int]]:

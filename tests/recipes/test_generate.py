@@ -13,6 +13,8 @@ from qfsdp.checkpoint.export import save_adapter
 from qfsdp.config import load_config
 from qfsdp.data import hf_tokenizer
 from qfsdp.errors import UserError
+from qfsdp.generation import generate
+from qfsdp.inference import load_for_inference
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.recipes.test_qdora_distributed import tune
@@ -82,6 +84,13 @@ def test_a_file_on_two_ranks(
     recipe.check(cfg)
     recipe.main(cfg)
     assert capfd.readouterr().out == text
+
+    world, tokenizer = cpu_world(), cfg.tokenizer.build()
+    model = load_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world)
+    for row in rows:
+        (prompt,) = recipe.tokenized(cfg, tokenizer, [row])
+        (answer,) = generate(model, [prompt], cfg.sampling, set(), world)
+        assert tokenizer.decode(answer) == row["completion"]
 
 
 @pytest.mark.usefixtures("eager")
