@@ -160,12 +160,15 @@ def test_truthfulqa_file() -> None:
 
 
 @needs_lm_eval
-@pytest.mark.parametrize("shots", [None, 1])
-def test_scores_of_all_tasks(smollm2_dir: Path, tmp_path: Path, shots: int | None) -> None:
+@pytest.mark.parametrize(("shots", "chat"), [(None, False), (1, True)], ids=["text", "chat"])
+def test_scores_of_all_tasks(
+    smollm2_dir: Path, tmp_path: Path, shots: int | None, chat: bool
+) -> None:
     folder = write_tiny_model_with_tokenizer(
         tmp_path / "model", smollm2_dir, hidden_size=96, max_position_embeddings=512
     )
-    config = LMEvalConfig(TASKS, num_fewshot=shots, local_data=str(write_data(tmp_path)))
+    local_data = str(write_data(tmp_path))
+    config = LMEvalConfig(TASKS, None, shots, local_data, chat_template=chat)
     model, tokenizer = load_model(folder, format="none"), hf_tokenizer(str(folder))
     scores, rows = run_tasks(config, load_tasks(config), model, tokenizer, {2}, cpu_world(), 2)
     expected, _ = evaluate(config, load_tasks(config), hf(folder))
@@ -179,7 +182,8 @@ def test_scores_of_all_tasks(smollm2_dir: Path, tmp_path: Path, shots: int | Non
     assert accuracy.rows == 3 and accuracy.interval == wilson(round(3 * accuracy.value), 3)
     assert 0 < found["truthfulqa_mc2", "acc"].value < 1
     asked = rows["arc_easy"][0]["arguments"][0][0]
-    assert asked.endswith("Question: Which of these  is number 0?\nAnswer:")
+    header = "<|im_end|>\n<|im_start|>assistant\n" if chat else ""
+    assert asked.endswith(f"Question: Which of these  is number 0?\nAnswer:{header}")
     assert asked.count("Question:") == 1 + (shots or 0)
     assert asked.count("number 0?") == 1  # the example is another row
 
