@@ -7,9 +7,9 @@
     stop    when the mean error of the whole weight, |w - (code - zero) * scale|, gets no less
 
 The published beta grows by kappa = 1.01 in every step; in the package's solver it stays, and so it
-does here. The package sums in fp32, in an order of its own: one of its zeros in 20,000 is the
-neighbouring fp16 number, one code in 10 M another. Here no result depends on an order (`_sums`), so
-neither ranks nor compilers nor shapes can be told from it.
+does here. The package sums in fp32, in an order of its own: of SmolLM2's 1.7 M zeros (fp16) 100 are
+others there, and 76 of 106 M codes. Here no result depends on an order (`_sums`), so neither ranks
+nor compilers nor shapes can be told from it.
 """
 
 from __future__ import annotations
