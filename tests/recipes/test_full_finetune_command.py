@@ -125,6 +125,17 @@ def test_another_number_of_ranks_goes_on(
         assert losses(folder / f"moved_{way}") == pytest.approx(expected, abs=bound)
 
 
+def test_what_is_trained_may_not_change(
+    folder: Path, runs: dict[str, tuple[Path, Path]]
+) -> None:
+    words = [f"output_dir={runs['1 full'][0]}", "resume=auto", "batch_size=12"]
+    for change, told in (
+        ("trainable.layers=[0]", "trainable.layers: was all, is [0]"),
+        ("trainable.embeddings=false", "trainable.embeddings: was null, is False"),
+    ):
+        test_mistakes(folder, [*words, change], told)
+
+
 def transformers_logits(folder: Path) -> Tensor:
     from transformers import AutoModelForCausalLM
 

@@ -1,0 +1,68 @@
+"""The estimate of training weights themselves, against a real run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from benchmarks.estimate import STEP, STEPS, _peak_within_steps
+from qfsdp.config import load_config
+from qfsdp.memory.estimate import estimate, estimate_fast
+from tests.ranks import run_ranks
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+CASES = [
+    (),
+    ("model.dtype=fp32",),
+    ("optimizer_in_backward=true", "clip_grad_norm=null"),
+    ("trainable.layers=[1]", "quantization.format=nf4"),
+]
+
+
+def load(model: Path, *words: str) -> tuple[Any, Any]:
+    recipe = load_recipe("full_finetune_distributed")
+    argv = ["--config", str(ROOT / "configs/smollm2_135m_full.yaml"), f"model.path={model}"]
+    return recipe, load_config(recipe.Config, [*argv, "max_seq_len=64", "batch_size=2", *words])
+
+
+def measured(model: Path) -> list[int]:
+    """Bytes that PyTorch's allocator held at most in real steps, of every case."""
+    return [measured_one(*load(model, *words)) for words in CASES]
+
+
+def measured_one(recipe: Any, cfg: Any) -> int:
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
+        world = recipe.init_world(cfg.sharding, casts=cfg.trainable.dtype != cfg.model.dtype)
+        net = recipe.load_model(cfg, world)
+        trained = recipe.trainable_parameters(net)
+        optimizer = recipe.build_optimizer(cfg.optimizer, trained, cfg.optimizer_in_backward)
+        tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
+        batches = [recipe.Batch(tokens, tokens.clone(), tokens.numel())]
+        clock = recipe.StepClock(world.device)
+        for _ in range(STEPS):
+            with torch.profiler.record_function(STEP):
+                recipe.train_step(
+                    net, optimizer, None, batches, cfg.clip_grad_norm, world, clock
+                )
+    return _peak_within_steps(profiler)
+
+
+@pytest.mark.usefixtures("eager")
+def test_what_a_run_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, where FSDP2 casts fp32 weights to bf16; and where it does nothing."""
+    model = write_tiny_model(tmp_path / "model", vocab_size=2048, intermediate_size=512)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on the rank
+    for words, held in zip(CASES, run_ranks(1, measured, model)[0], strict=True):
+        found = estimate(*load(model, *words), 1, target="cpu")
+        print(f"{words}: {found.peak} of {held}: {found.peak / held - 1:+.4f}")
+        assert found.peak == pytest.approx(held, rel=0.01), words
+
+
+def test_few_layers_do_not_tell_of_chosen_ones(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", num_hidden_layers=8, hidden_size=96)
+    given = load(model, "trainable.layers=[6]")
+    assert estimate_fast(*given, 2) == estimate(*given, 2)
