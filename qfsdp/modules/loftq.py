@@ -6,6 +6,9 @@ iteration), and the product is the best of its rank for the error that is left:
 
     scaling * B A = the best rank-r approximation of W - dequantize(pack(W))
 
+On SmolLM2 in NF4 rank 16 takes 10 to 14 % off the divergence from what the model predicted before
+it was packed (1,100 tokens of GSM8K and others), rank 64 a third.
+
 PiSSA (https://arxiv.org/abs/2404.02948) and LoftQ's further iterations pack W - B A instead of W: a
 base of its own for every rank, seed and method. A packed folder, which all runs share and which is
 never written, could not be that base, nor could an inference engine load the adapter onto it.

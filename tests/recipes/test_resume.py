@@ -134,7 +134,7 @@ def check(folder: Path, *words: str) -> None:
     [
         (["adapter.rank=6"], "adapter.rank: was 5, is 6"),
         (["adapter.method=lora"], "adapter.method: was dora, is lora"),
-        (["adapter.targets=[q_proj]"], "adapter.targets: was all-linear, is ['q_proj']"),
+        (["adapter.targets=[q_proj]"], "adapter.targets: was null, is ['q_proj']"),
         (["quantization.format=none"], "quantization.format: was nf4, is none"),
         (["model.dtype=bf16"], "model.dtype: was fp32, is bf16"),
         (["optimizer.lr=1e-4"], "optimizer.lr: was 0.001, is 0.0001"),
