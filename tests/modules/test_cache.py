@@ -92,6 +92,7 @@ def test_greedy_tokens_match_transformers(name: str) -> None:
     assert SEQ > FIRST + NEW
 
 
+@pytest.mark.slow
 @needs_compiler
 @torch.no_grad()
 def test_compiled_steps_are_the_same() -> None:
