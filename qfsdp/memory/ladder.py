@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import groupby
 
+from qfsdp.errors import UserError
 from qfsdp.memory.hardware import Hardware
 from qfsdp.memory.predict import Changes, Predict, Prediction, between
 
@@ -114,7 +115,12 @@ def climb(
         useful = [r for r in group if not any(_is_useless(r, before, hardware) for before in found)]
         if not useful:
             continue
-        least = predict(useful[-1].changes | batch_of(1, samples))
+        try:
+            least = predict(useful[-1].changes | batch_of(1, samples))
+        except UserError:
+            if useful[-1].store in ("cpu", "disk"):
+                continue  # nothing is frozen, so there is no base to be elsewhere
+            raise
         if not least.fits(hardware):
             found.append(Found(useful[-1], 1, least, fits=False, whole=False))
             yield found[-1]

@@ -11,6 +11,9 @@ import torch
 from benchmarks.estimate import STEP, STEPS, _peak_within_steps
 from qfsdp.config import load_config
 from qfsdp.memory.estimate import estimate, estimate_fast
+from qfsdp.memory.hardware import HardwareConfig
+from qfsdp.memory.ladder import climb, ladder
+from qfsdp.memory.predict import Predictor
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
@@ -66,3 +69,13 @@ def test_few_layers_do_not_tell_of_chosen_ones(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", num_hidden_layers=8, hidden_size=96)
     given = load(model, "trainable.layers=[6]")
     assert estimate_fast(*given, 2) == estimate(*given, 2)
+
+
+def test_what_would_fit_has_no_base_elsewhere(tmp_path: Path) -> None:
+    """All weights are trained: rungs that offload frozen ones are left out."""
+    model = write_tiny_model(tmp_path / "model")
+    recipe, cfg = load(model)
+    hardware = HardwareConfig(gpu="h100", device_memory="10MiB").build()
+    predict = Predictor(recipe, cfg, 1, 1, hardware)
+    stores = [found.rung.store for found in climb(ladder(1), predict, 2, hardware)]
+    assert stores == ["device", "device", "cpu_offload", "cpu_offload"]
