@@ -28,7 +28,6 @@ import torch
 from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
-sys.path.remove(str(Path(__file__).parent))  # its files have names that packages have too
 
 from qfsdp.checkpoint.expand import (
     block_sources,

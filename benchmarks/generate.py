@@ -51,9 +51,6 @@ def questions(count: int) -> list[str]:
 
 
 def transformers(folder: Path, dtype: str, device: str) -> Answer:
-    # Without the scripts beside this one: transformers imports packages of the same names.
-    here = Path(__file__).resolve().parent
-    sys.path[:] = [path for path in sys.path if Path(path).resolve() != here]
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])

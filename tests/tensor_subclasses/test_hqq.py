@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
-from benchmarks.hqq import dequantized_by_package, of_package, parts
+from benchmarks.hqq_parity import dequantized_by_package, of_package, parts
 from qfsdp.checkpoint.quantize import quantize_folder
 from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.config import load_config
@@ -66,7 +66,7 @@ def differences(weight: Tensor) -> tuple[int, int, int, float]:
 @pytest.mark.usefixtures("eager")
 def test_numbers_are_those_of_the_package_on_a_real_model(smollm2_dir: Path) -> None:
     """The linears of a layer, to the last bit but for what the package's fp32 sums leave: a few
-    zeros are the neighbouring fp16 number. (`benchmarks/hqq.py` compares all 210.)"""
+    zeros are the neighbouring fp16 number. (`benchmarks/hqq_parity.py` compares all 210.)"""
     source, totals = ModelWeights(smollm2_dir).files, torch.zeros(4)
     names = [n for n in source.shapes if "layers.10." in n and n.endswith("_proj.weight")]
     for name in names:

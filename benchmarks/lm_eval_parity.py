@@ -1,6 +1,6 @@
 """lm-eval's tasks on our decoder and on lm-eval's own `hf` model, with the same weights in fp32.
 
-    python benchmarks/lm_eval.py [--quick] [--json lm_eval.json] [--limit 200]
+    python benchmarks/lm_eval_parity.py [--quick] [--json lm_eval.json] [--limit 200]
 
 ARC-Easy, ARC-Challenge, HellaSwag and TruthfulQA (MC1, MC2), rows from files, on
 SmolLM2-135M-Instruct. Both answer the same requests; what is compared is every score, and every
@@ -20,7 +20,6 @@ import time
 from pathlib import Path
 from typing import Any
 
-sys.path.pop(0)  # this folder, where this very file would be `lm_eval`
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch

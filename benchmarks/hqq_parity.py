@@ -1,6 +1,6 @@
 """HQQ beside the hqq package, NF4 and plain weights: numbers, perplexity, time.
 
-    python benchmarks/hqq.py [--quick] [--json hqq.json] [--text wikitext2/test.txt]
+    python benchmarks/hqq_parity.py [--quick] [--json hqq.json] [--text wikitext2/test.txt]
 
 Numbers: the linears of SmolLM2-135M (all 210; with --quick those of every tenth layer) are
 quantized by us and by the package (in fp32, on the CPU), and compared part by part. Perplexity: of
@@ -198,7 +198,6 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT, help="plain text, for perplexity")
     parser.add_argument("--windows", type=int, help="of 1024 tokens; 0: all of the text")
     args = parser.parse_args()
-    sys.path.remove(str(Path(__file__).parent))  # where `import hqq` would find this script
     windows = args.windows if args.windows is not None else (4 if args.quick else 32)
     folder, package = prepare_model(cache_dir()), has_package()
     found = times(args.repeat)
