@@ -16,16 +16,14 @@ import time
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from qfsdp.checkpoint.export import load_adapter
 from qfsdp.config import load_config
-from qfsdp.data import HFTokenizer, StepLoader
 from qfsdp.demo.prepare import prepare
 from qfsdp.distributed import init_world
+from qfsdp.evaluation.heldout import held_out_batches, held_out_loss
+from qfsdp.generation import SamplingConfig, generate
+from qfsdp.inference import load_for_inference
 from qfsdp.launch import load_recipe, user_errors
-from qfsdp.modules.adapters import refresh_dora_norms
-from qfsdp.modules.transformer import Decoder
+from qfsdp.prompts import chat_tokens
 from qfsdp.tune_hook import find_file, quiet_torchao
 
 RECIPE = "recipes/qdora_distributed"
@@ -67,7 +65,6 @@ def main() -> None:
     print(f"demo: curves: tensorboard --logdir {args.output_dir}; adapter (PEFT): {adapter}")
 
 
-@torch.no_grad()
 def evaluate(
     overrides: list[str], heldout: Path, count: int, adapter: Path | None
 ) -> tuple[float, list[tuple[str, str]]]:
@@ -76,59 +73,20 @@ def evaluate(
     recipe = load_recipe(find_file(RECIPE, ".py"))
     argv = ["--config", find_file(CONFIG, ".yaml"), f"dataset.source={heldout}"]
     cfg: Any = load_config(recipe.Config, [*argv, *overrides, f"dataset.max_rows={count}"])
-    world = init_world()
-    model = recipe.load_model(cfg, world).eval()
-    if adapter is not None:
-        load_adapter(model, adapter)
-        refresh_dora_norms(model)
-    loader: StepLoader = recipe.build_loader(cfg, world)
-    total, targets = 0.0, 0
-    for step in range(loader.steps_per_epoch):
-        for batch in loader.step(step):
-            batch = batch.to(world.device)
-            total += model(
-                batch.tokens, batch.positions, labels=batch.labels, cu_seqlens=batch.cu_seqlens
-            ).item()
-            targets += batch.num_targets
-    return total / targets, answer(model, cfg.tokenizer.build(), heldout, world.device)
+    world, tokenizer = init_world(), cfg.tokenizer.build()
+    told = None if adapter is None else str(adapter)
+    model = load_for_inference(cfg.model, cfg.quantization, told, cfg.sharding, world)
+    dataset = cfg.dataset.build(tokenizer=tokenizer)
+    batches = held_out_batches(dataset, cfg.batch_size, world, tokenizer.pad_id, cfg.max_seq_len)
+    loss, targets = held_out_loss(model, batches, world)
 
-
-def answer(
-    model: Decoder, tokenizer: HFTokenizer, heldout: Path, device: torch.device
-) -> list[tuple[str, str]]:
-    """Greedy answers to the first held-out questions, all in one batch.
-
-    Without a key/value cache: prompts are padded on the right, where causal attention does not
-    look, and every row grows at its own end.
-    """
     lines = heldout.read_text(encoding="utf-8").splitlines()[:QUESTIONS]
     questions = [json.loads(line)["question"] for line in lines]
-    prompts = [
-        tokenizer.encode(
-            tokenizer.render([{"role": "user", "content": q}], add_generation_prompt=True),
-            add_bos=False,
-            add_eos=False,
-        )
-        for q in questions
-    ]
-    ends = torch.tensor([len(p) for p in prompts], device=device)
-    tokens = torch.full((len(prompts), int(ends.max()) + ANSWER_TOKENS), tokenizer.pad_id)
-    for row, prompt in enumerate(prompts):
-        tokens[row, : len(prompt)] = torch.tensor(prompt)
-    tokens, rows = tokens.to(device), torch.arange(len(prompts), device=device)
-    open_rows = torch.ones_like(rows, dtype=torch.bool)
-    for _ in range(ANSWER_TOKENS):
-        best = model(tokens[:, : int(ends.max())])[rows, ends - 1].argmax(-1)
-        open_rows &= best != tokenizer.eos_id
-        if not open_rows.any():
-            break
-        tokens[rows, ends] = torch.where(open_rows, best, tokenizer.pad_id)
-        ends += open_rows
-    texts = [
-        tokenizer.decode(tokens[row, len(prompt) : int(end)].tolist()).strip()
-        for row, (prompt, end) in enumerate(zip(prompts, ends, strict=True))
-    ]
-    return [(q, text.replace("\n", " ")) for q, text in zip(questions, texts, strict=True)]
+    prompts = [chat_tokens(tokenizer, [{"role": "user", "content": q}]) for q in questions]
+    sampling, stops = SamplingConfig(max_new_tokens=ANSWER_TOKENS), {tokenizer.eos_id}
+    answers = generate(model, prompts, sampling, stops, world)
+    texts = [tokenizer.decode(answer).strip().replace("\n", " ") for answer in answers]
+    return loss / targets, list(zip(questions, texts, strict=True))
 
 
 if __name__ == "__main__":
