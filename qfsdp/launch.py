@@ -5,8 +5,9 @@ config once, then starts itself on every accelerator of the machine; started by 
 `tune run --nproc_per_node N`), it is one of the ranks and just runs. `check_recipe` and
 `validate_config` do the checking for the `tune` command, before any rank exists.
 
-Exit statuses: 0, 2 after a `UserError`, else what the first failed rank ended with. A run that
-SIGTERM or SIGINT has stopped, and that has saved, ends with 0 (`qfsdp.signals`).
+Exit statuses: 0, 2 after a `UserError`, that of SIGINT after a Ctrl-C, else what the first failed
+rank ended with. A run that SIGTERM or SIGINT has stopped, and that has saved, ends with 0
+(`qfsdp.signals`).
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import importlib.util
 import logging
 import os
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -51,7 +53,7 @@ def launch(
     """
     argv = sys.argv[1:]
     quiet_torchao()
-    with user_errors():
+    with user_errors(), interrupts():
         config = load_config(schema, argv)
         if "LOCAL_RANK" not in os.environ:
             check(config)
@@ -150,6 +152,21 @@ def user_errors() -> Iterator[None]:
         if "LOCAL_RANK" in os.environ:
             os._exit(USER_ERROR_STATUS)  # past gloo's threads, see `_leave_process_group`
         raise SystemExit(USER_ERROR_STATUS) from None
+
+
+@contextmanager
+def interrupts() -> Iterator[None]:
+    """Ends the process by SIGINT itself after a Ctrl-C that nobody has taken, without a traceback.
+
+    Python does so by itself, but not where something that runs at exit calls `exec`, as packages
+    that torch imports where they are installed do: then the status is 1, a failure.
+    """
+    try:
+        yield
+    except KeyboardInterrupt:
+        sys.stdout.flush()
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        os.kill(os.getpid(), signal.SIGINT)
 
 
 @contextmanager

@@ -158,7 +158,7 @@ def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
     return tokens[0, -count:].tolist()
 
 
-@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "dora"])
 def test_a_real_model(method: str, smollm2_dir: Path, tmp_path: Path) -> None:
     """fp32: logits and greedy text, by transformers' own generation and the copied tokenizer."""
     from transformers import AutoTokenizer

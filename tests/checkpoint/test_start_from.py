@@ -176,6 +176,7 @@ def test_a_run_starts_where_peft_stopped(tmp_path: Path) -> None:
     compare_with_peft(tiny, TINY, HEAD_TOO, tmp_path / "adapters", {1: list(TINY), 3: list(TINY)})
 
 
+@pytest.mark.slow
 def test_a_run_of_the_real_model_starts_where_peft_stopped(
     smollm2_dir: Path, tmp_path: Path
 ) -> None:

@@ -337,6 +337,7 @@ def test_compiled_on_two_ranks(folder: Path) -> None:
 # ---- the real model ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_the_real_model(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 1 << 16)
     adapter = AdapterConfig("dora", 8, 16.0, dropout=0.1)

@@ -274,6 +274,7 @@ def test_smollm2_right_padding_needs_no_mask(
     assert max_difference(our_smollm2(batch.input_ids)[real], expected[real]) < 1e-4
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_smollm2_greedy_continuation(
     smollm2: PreTrainedModel, our_smollm2: Decoder, tokenizer: Any

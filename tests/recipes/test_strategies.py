@@ -62,7 +62,10 @@ def case(method: str, size: int, **sharding: Any) -> dict[str, Any]:
     return {"method": method, "wrap": wrap, "split": split, "steps": 3, "sharding": sharding}
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+TWO = pytest.param(2, marks=pytest.mark.slow)  # 15 s, and 3 and 4 ranks show more
+
+
+@pytest.mark.parametrize("size", [1, TWO, 3, 4])
 def test_every_strategy_trains_the_same(
     size: int, model_dir: Path, reference: dict[str, dict[str, Any]]
 ) -> None:
@@ -77,7 +80,7 @@ def test_every_strategy_trains_the_same(
             assert_same(result, reference[given["method"]], f"rank {rank} of {size}: {given}")
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, TWO, 3])
 def test_an_offloaded_base_trains_the_same(
     size: int, model_dir: Path, packed_dir: Path, reference: dict[str, dict[str, Any]]
 ) -> None:
