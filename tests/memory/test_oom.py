@@ -82,7 +82,15 @@ def main(cfg: Config, folder: Path, fail: Callable[[], None], at_load: bool = Fa
 @pytest.mark.parametrize(
     ("fail", "asked"), [(on_cuda, "2.50 GiB"), (really, "4194304.00 GiB"), (of_python, None)]
 )
-def test_a_step_that_fails(fail: Callable[[], None], asked: str | None, tmp_path: Path) -> None:
+def test_a_step_that_fails(
+    fail: Callable[[], None],
+    asked: str | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    # All tensors of this process count, those that earlier tests have left as well.
+    count = 3 if fail is of_python else 10_000
+    monkeypatch.setattr(oom, "LARGEST_TENSORS", count)
     cfg = Config(str(tmp_path / "run"))
     with pytest.raises(UserError) as caught:
         main(cfg, write_tiny_model(tmp_path / "model"), fail)
@@ -103,8 +111,9 @@ def test_a_step_that_fails(fail: Callable[[], None], asked: str | None, tmp_path
     assert list(kinds.values()) == sorted(kinds.values(), reverse=True)
     tensors = facts["largest_tensors"]
     sizes = [tensor["bytes"] for tensor in tensors]
-    assert sizes == sorted(sizes, reverse=True) and len(sizes) == oom.LARGEST_TENSORS
-    assert {"model.embed_tokens.weight", "lm_head.weight"} <= {tensor["name"] for tensor in tensors}
+    assert sizes == sorted(sizes, reverse=True) and 3 <= len(sizes) <= count
+    names = {tensor["name"] for tensor in tensors}
+    assert count == 3 or {"model.embed_tokens.weight", "lm_head.weight"} <= names
     assert f"in {fail.__name__}" in "".join(facts["traceback"])
 
 
