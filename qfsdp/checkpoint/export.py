@@ -106,9 +106,7 @@ def write_adapter(
     partial.replace(folder / CONFIG_FILE)
 
 
-def adapter_export(
-    config: AdapterConfig, base: str
-) -> Callable[[dict[str, Tensor], Path], None]:
+def adapter_export(config: AdapterConfig, base: str) -> Callable[[dict[str, Tensor], Path], None]:
     """What `Checkpointer` writes beside the state of adapters: `adapter/`, in PEFT's format."""
     return lambda tensors, folder: write_adapter(tensors, config, base, folder / "adapter")
 

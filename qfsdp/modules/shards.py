@@ -24,8 +24,10 @@ def local_part(param: Tensor) -> Tensor:
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
     """Where this rank computes, and its collectives work."""
-    return torch.device("cpu") if mesh.device_type == "cpu" else torch.device(
-        mesh.device_type, torch.accelerator.current_device_index()
+    return (
+        torch.device("cpu")
+        if mesh.device_type == "cpu"
+        else torch.device(mesh.device_type, torch.accelerator.current_device_index())
     )
 
 

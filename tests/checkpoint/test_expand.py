@@ -115,9 +115,7 @@ def test_places_that_are_known() -> None:
         ({"max_window_layers": 28}, {"max_window_layers": 8}),
     ],
 )
-def test_what_config_json_says_per_layer(
-    changes: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_what_config_json_says_per_layer(changes: dict[str, Any], expected: dict[str, Any]) -> None:
     config = TINY_CONFIG | QWEN2 | {"num_hidden_layers": 4, "sliding_window": 9} | changes
     found = expanded_config(config, 4)
     always = {"num_hidden_layers": 8, "expanded_layers": [1, 3, 5, 7]}

@@ -48,9 +48,7 @@ def measured_one(recipe: Any, cfg: Any) -> int:
         clock = recipe.StepClock(world.device)
         for _ in range(STEPS):
             with torch.profiler.record_function(STEP):
-                recipe.train_step(
-                    net, optimizer, None, batches, cfg.clip_grad_norm, world, clock
-                )
+                recipe.train_step(net, optimizer, None, batches, cfg.clip_grad_norm, world, clock)
     return _peak_within_steps(profiler)
 
 

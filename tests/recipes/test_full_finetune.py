@@ -115,9 +115,7 @@ def train_one(recipe: Any, case: dict[str, Any]) -> dict[str, Any]:
     data = loader(world.rank, world.size, case)
     clock = recipe.StepClock(world.device)
     history = [
-        recipe.train_step(
-            model, optimizer, None, data.step(step), cfg.clip_grad_norm, world, clock
-        )
+        recipe.train_step(model, optimizer, None, data.step(step), cfg.clip_grad_norm, world, clock)
         for step in range(STEPS)
     ]
     after = held_bytes(model)

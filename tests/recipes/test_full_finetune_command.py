@@ -116,18 +116,14 @@ def test_a_run_goes_on_with_the_same_bits(runs: dict[str, tuple[Path, Path]]) ->
         assert sorted(path.name for path in checkpoint.iterdir()) == ["facts.json", "state"]
 
 
-def test_another_number_of_ranks_goes_on(
-    folder: Path, runs: dict[str, tuple[Path, Path]]
-) -> None:
+def test_another_number_of_ranks_goes_on(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
     for way, words in WAYS.items():
         expected = {step: losses(runs[f"2 {way}"][0])[step] for step in (5, 6)}
         bound = 0.02 if "model.dtype=bf16" in words else TOLERANCE
         assert losses(folder / f"moved_{way}") == pytest.approx(expected, abs=bound)
 
 
-def test_what_is_trained_may_not_change(
-    folder: Path, runs: dict[str, tuple[Path, Path]]
-) -> None:
+def test_what_is_trained_may_not_change(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
     words = [f"output_dir={runs['1 full'][0]}", "resume=auto", "batch_size=12"]
     for change, told in (
         ("trainable.layers=[0]", "trainable.layers: was all, is [0]"),
