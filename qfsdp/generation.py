@@ -16,6 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.distributed import World
 from qfsdp.errors import InvalidField, UserError
+from qfsdp.evaluation.heldout import evaluating
+from qfsdp.evaluation.sharing import batches_by_length, rounds
 from qfsdp.modules.cache import KVCache
 from qfsdp.modules.transformer import Decoder
 
@@ -46,7 +48,6 @@ class SamplingConfig:
             raise InvalidField("top_p", self.top_p, "a probability above 0, at most 1")
 
 
-@torch.no_grad()
 def generate(
     model: Decoder,
     prompts: list[list[int]],
@@ -76,12 +77,35 @@ def generate(
     """
     check_lengths(prompts, sampling, model)
     together = any(isinstance(module, FSDPModule) for module in model.modules())
-    mode = model.training
-    model.eval()  # a model in training would drop out
-    try:
+    with evaluating(model):  # a model in training would drop out
         return _generate(model, prompts, sampling, stop_ids, world, together, on_tokens)
-    finally:
-        model.train(mode)
+
+
+def generate_all(
+    model: Decoder,
+    prompts: list[list[int]],
+    sampling: SamplingConfig,
+    stop_ids: set[int],
+    world: World,
+    batch_size: int,
+    title: str = "answers",
+) -> list[list[int]]:
+    """`generate` for any number of prompts, the same on every rank, which share them out in batches
+    of like lengths, under a progress bar. Every rank gets all answers, in the order of the prompts.
+
+    Args:
+        batch_size: prompts that a rank answers at a time.
+        title: of the bar.
+    """
+    found: dict[int, list[int]] = {}
+    batches = batches_by_length([len(prompt) for prompt in prompts], batch_size)
+    for chosen in rounds(batches, world, title):
+        mine = [prompts[index] for index in chosen]
+        answers = generate(model, mine, sampling, stop_ids, world)
+        found.update(zip(chosen, answers, strict=True))
+    for of_rank in world.gather(found):
+        found.update(of_rank)
+    return [found[index] for index in range(len(prompts))]
 
 
 def check_lengths(prompts: list[list[int]], sampling: SamplingConfig, model: Decoder) -> None:

@@ -83,37 +83,6 @@ def stop_ids(tokenizer: Any, folder: str | Path) -> set[int]:
     return {token for token in found if token is not None}
 
 
-def read_rows(key: str, path: str | Path, column: str) -> list[dict[str, Any]]:
-    """The rows of a .jsonl file, all of which have `column`; empty lines are no rows.
-
-    Raises:
-        UserError: in one line that names `key`, the file or the line of it.
-    """
-    path = Path(path).expanduser()
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"{key}: '{path}': {reason}; expected a .jsonl file") from None
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path}, line {number}: not valid JSON: {error.msg}") from None
-        if not isinstance(row, dict) or column not in row:
-            columns = ", ".join(row) if isinstance(row, dict) else "none, as it is no object"
-            raise UserError(
-                f"{path}, line {number}: no column {column!r}; its columns are {columns}"
-            )
-        rows.append(row)
-    if not rows:
-        raise UserError(f"{key}: '{path}' has no rows")
-    return rows
-
-
 class TextStream:
     """Text of tokens as they come, in whole characters.
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -22,6 +21,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from qfsdp.accounting import Meter
+from qfsdp.checkpoint.resume import sync_folder
 from qfsdp.config import Component
 from qfsdp.data import PackedDataset, build_dataset
 from qfsdp.data.loader import MapDataset
@@ -242,10 +242,7 @@ def _perplexity(loss: float) -> float:
 
 def _replace(partial: Path, output_dir: Path) -> None:
     """`partial` becomes `best`. At any time one of `best` and what it replaces is whole."""
-    for path in [*partial.rglob("*"), partial]:
-        descriptor = os.open(path, os.O_RDONLY)
-        os.fsync(descriptor)
-        os.close(descriptor)
+    sync_folder(partial)
     best, replaced = output_dir / FOLDER, output_dir / REPLACED
     if best.exists():
         shutil.rmtree(replaced, ignore_errors=True)

@@ -28,6 +28,7 @@ from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.distributed import init_world
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.launch import launch
+from qfsdp.modules.transformer import DecoderConfig
 
 
 @dataclass
@@ -86,7 +87,7 @@ def main(cfg: Config) -> None:
     world = init_world()
     folder = Path(cfg.output_dir).expanduser()
     weights = ModelWeights(cfg.model.path)
-    depth = check_plain(weights)
+    depth = DecoderConfig.from_dir(weights.folder).num_hidden_layers
     count = count_blocks(cfg, depth)
     expand_folder(weights, count, folder, world, cfg.max_file_bytes)
     if world.rank == 0:

@@ -39,10 +39,10 @@ from qfsdp.evaluation.results import (
     of_loss,
     table,
     write_results,
-    write_rows,
 )
 from qfsdp.generation import SamplingConfig, check_lengths
 from qfsdp.inference import check_for_inference, load_for_inference
+from qfsdp.json_lines import check_new_file, to_lines
 from qfsdp.launch import launch
 from qfsdp.modules.packed_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
@@ -92,7 +92,7 @@ def check(cfg: Config) -> None:
     cfg.tokenizer.check("tokenizer")
     for name, dataset in cfg.loss.items():
         check_dataset(f"loss.{name}", dataset)
-    check_output(Path(cfg.output).expanduser())
+    check_new_file("output", Path(cfg.output).expanduser(), suffix=".json")
     model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
     positions = model.config.max_position_embeddings
     windows = {f"text.{name}.window": text.window for name, text in cfg.text.items()}
@@ -108,18 +108,6 @@ def check(cfg: Config) -> None:
             check_lengths([question.prompt for question in questions], sampling, model)
         except UserError as error:
             raise UserError(f"exact_match.{name}: {error}") from None
-
-
-def check_output(path: Path) -> None:
-    """Raises UserError unless `path` can be written, and nothing is there."""
-    if path.exists():
-        raise UserError(f"output: '{path}' exists already; name another file")
-    if path.suffix != ".json":
-        raise UserError(f"output: '{path}'; a file that ends in .json is right")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: '{path}' cannot be written: {error.strerror}") from None
 
 
 def read_sets(cfg: Config) -> Sets:
@@ -172,7 +160,7 @@ def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Resu
         for s in scores:
             results.append(Result("lm_eval", s.task, s.metric, s.value, s.interval, s.rows, "rows"))
         for task, of_task in rows.items() if world.rank == 0 else ():
-            write_rows(rows_file(cfg, f"lm_eval.{task}"), of_task)
+            rows_file(cfg, f"lm_eval.{task}").write_text(to_lines(of_task), encoding="utf-8")
     return results
 
 

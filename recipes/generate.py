@@ -16,26 +16,24 @@ With `sharding.strategy: ddp` each has the whole packed base; others gather a la
 
 from __future__ import annotations
 
-import json
 import sys
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
-
 from qfsdp.checkpoint.load import ModelConfig
 from qfsdp.compiled import has_compiler, use_cache_dir
 from qfsdp.config import Component
 from qfsdp.distributed import ShardingConfig, World, init_world
 from qfsdp.errors import InvalidField, UserError
-from qfsdp.generation import SamplingConfig, check_lengths, generate
+from qfsdp.generation import SamplingConfig, check_lengths, generate, generate_all
 from qfsdp.inference import check_for_inference, load_for_inference
+from qfsdp.json_lines import check_new_file, read_rows, to_lines
 from qfsdp.launch import launch
 from qfsdp.modules.packed_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from qfsdp.prompts import TextStream, prompt_tokens, read_rows, stop_ids
+from qfsdp.prompts import TextStream, prompt_tokens, stop_ids
 
 COMPLETION = "completion"
 
@@ -79,21 +77,11 @@ def check(cfg: Config) -> None:
     if cfg.compile and not has_compiler():
         raise UserError("compile: true needs a C++ compiler; install g++, or set compile=false")
     if cfg.output is not None:
-        check_output(Path(cfg.output).expanduser())
+        check_new_file("output", Path(cfg.output).expanduser())
     model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
     tokenizer = cfg.tokenizer.build()
     stop_ids(tokenizer, cfg.model.folder)
     check_lengths(tokenized(cfg, tokenizer, rows_of(cfg)), cfg.sampling, model)
-
-
-def check_output(path: Path) -> None:
-    """Raises UserError unless `path` can be written, and nothing is there."""
-    if path.exists():
-        raise UserError(f"output: '{path}' exists already; name another file")
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(f"output: '{path}' cannot be written: {error.strerror}") from None
 
 
 def rows_of(cfg: Config) -> list[dict[str, Any]]:
@@ -134,30 +122,9 @@ def stream(
         print(text.end(), flush=True)
 
 
-def answer_all(
-    model: Decoder, prompts: list[list[int]], cfg: Config, stops: set[int], world: World
-) -> list[list[int]]:
-    """New tokens of every prompt, on every rank. A batch has prompts of like lengths; the longest
-    come first, so what does not fit into memory is known at once."""
-    order = sorted(range(len(prompts)), key=lambda at: -len(prompts[at]))
-    step = cfg.batch_size * world.size
-    found: list[tuple[int, list[int]]] = []
-    shown = world.rank == 0 and sys.stderr.isatty()
-    with tqdm(total=len(prompts), desc="answers", disable=not shown, dynamic_ncols=True) as bar:
-        for start in range(0, len(prompts), step):
-            batch = order[start : start + step]
-            mine = batch[world.rank :: world.size]
-            answers = generate(model, [prompts[at] for at in mine], cfg.sampling, stops, world)
-            found += zip(mine, answers, strict=True)
-            bar.update(len(batch))
-    by_row = dict(pair for of_rank in world.gather(found) for pair in of_rank)
-    return [by_row[at] for at in range(len(prompts))]
-
-
 def write_answers(rows: list[dict[str, Any]], texts: list[str], output: str | None) -> None:
     """The rows with their answers, as JSON lines."""
-    answered = [row | {COMPLETION: text} for row, text in zip(rows, texts, strict=True)]
-    lines = "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in answered)
+    lines = to_lines(row | {COMPLETION: text} for row, text in zip(rows, texts, strict=True))
     if output is None:
         print(lines, end="")
     else:
@@ -177,7 +144,7 @@ def main(cfg: Config) -> None:
     if cfg.prompts is None:
         return stream(model, prompts[0], cfg, tokenizer, stops, world)
     since = time.perf_counter()
-    answers = answer_all(model, prompts, cfg, stops, world)
+    answers = generate_all(model, prompts, cfg.sampling, stops, world, cfg.batch_size)
     seconds = time.perf_counter() - since
     if world.rank == 0:
         write_answers(rows, [tokenizer.decode(answer) for answer in answers], cfg.output)

@@ -10,7 +10,8 @@ import pytest
 
 from qfsdp.data import hf_tokenizer
 from qfsdp.errors import UserError
-from qfsdp.prompts import TextStream, chat_tokens, prompt_tokens, read_rows, stop_ids
+from qfsdp.json_lines import read_rows
+from qfsdp.prompts import TextStream, chat_tokens, prompt_tokens, stop_ids
 from tests.data.test_datasets import sentencepiece_tokenizer, tiktoken_tokenizer
 from tests.data.test_tokenizer import (
     CHAT,

@@ -217,8 +217,8 @@ def _fill_dequantized(
     """Fills these rows of a weight that is trained, but stored packed."""
     weight = source.packed[name]
     height, width = weight.shape
-    whole = FORMATS[weight.format].empty(height, width, local.dtype, local.device)
-    packed = whole[rows]
+    whole = FORMATS[weight.format].empty(height, width, local.dtype, "meta")
+    packed = torch.empty_like(whole[rows], device=local.device)
     assert isinstance(packed, PackedTensor)
     fill_packed(packed, source, weight, pieces)
     local.copy_(packed.dequantize())

@@ -222,9 +222,7 @@ class Merge:
                 raise UserError(f"{self.weights.folder}: {error}") from None
 
     def _reads(self, weight: MergedWeight, device: torch.device) -> list[Read]:
-        packed = self.weights.packed.get(weight.source)
-        stored = [self.weights.plain[weight.source]] if packed is None else packed.columns
-        return [Read(tensor, range(tensor.rows), device) for tensor in stored]
+        return whole_reads(self.weights, weight.source, device)
 
     def _write_weight(
         self,
@@ -243,10 +241,7 @@ class Merge:
             packed = self._empty(weight, weight.written, device)
             packed.quantize_(rows, weight.name)
             return write_bnb(file, weight.name, packed)
-        at = 0
-        for chunk in rows:
-            file.write(weight.name, chunk.to(self.dtype), at)
-            at += len(chunk)
+        file.write_pieces(weight.name, (chunk.to(self.dtype) for chunk in rows))
 
     def _held(
         self, weight: MergedWeight, pieces: Iterator[Iterator[Tensor]], device: torch.device
@@ -322,6 +317,13 @@ def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
     for key in ("quantization_config", "dtype"):
         config.pop(key, None)
     return config | {"torch_dtype": str(dtype).removeprefix("torch.")}  # any version reads it
+
+
+def whole_reads(weights: ModelWeights, name: str, device: torch.device) -> list[Read]:
+    """What is read for all rows of a weight, as it is stored: one per column of a packed one."""
+    packed = weights.packed.get(name)
+    stored = [weights.plain[name]] if packed is None else packed.columns
+    return [Read(tensor, range(tensor.rows), device) for tensor in stored]
 
 
 def in_chunks(

@@ -209,11 +209,13 @@ def _reads(
 
 def copy_pieces(name: str, pieces: Iterator[Tensor], file: SafetensorsFile) -> None:
     """Writes the pieces of a tensor as they are; ValueError if one holds NaN or infinity."""
-    at = 0
-    for piece in pieces:
-        check_finite(name, piece)
-        file.write(name, piece, at)
-        at += len(piece)
+
+    def finite() -> Iterator[Tensor]:
+        for piece in pieces:
+            check_finite(name, piece)
+            yield piece
+
+    file.write_pieces(name, finite())
 
 
 def _finish(

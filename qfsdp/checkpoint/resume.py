@@ -297,9 +297,7 @@ class Checkpointer:
         write_facts(
             partial, self._facts, step=step, world_size=self._world.size, torch=torch.__version__
         )
-        for path in sorted(partial.rglob("*"), reverse=True):  # what is in a folder before it
-            _sync(path)
-        _sync(partial)
+        sync_folder(partial)
         partial.rename(final)
         _sync(self._folder)
         for old in published(self._output_dir)[: -self._config.keep_last]:
@@ -346,6 +344,13 @@ def _reason(error: BaseException | None) -> str:
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
     return (str(error) or type(error).__name__).splitlines()[0] if error else "see rank 0"
+
+
+def sync_folder(folder: Path) -> None:
+    """Puts a folder on disk, and before it all that is in it."""
+    for path in sorted(folder.rglob("*"), reverse=True):
+        _sync(path)
+    _sync(folder)
 
 
 def _sync(path: Path) -> None:

@@ -93,6 +93,13 @@ class SafetensorsFile:
         data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
         self._write_bytes(data.data, self._starts[name] + row * row_bytes)
 
+    def write_pieces(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """Writes tensor `name` from consecutive pieces of its rows."""
+        row = 0
+        for piece in pieces:
+            self.write(name, piece, row)
+            row += len(piece)
+
     def finish(self) -> None:
         """Syncs the file and gives it its name."""
         os.fsync(self._descriptor)

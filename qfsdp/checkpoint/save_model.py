@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.load import fill_packed, streamed
-from qfsdp.checkpoint.merge import in_chunks, plain_config
+from qfsdp.checkpoint.merge import in_chunks, plain_config, whole_reads
 from qfsdp.checkpoint.model_folder import write_model_folder
-from qfsdp.checkpoint.safetensors_read import Read
 from qfsdp.checkpoint.safetensors_write import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
@@ -26,7 +25,7 @@ from qfsdp.checkpoint.sources import ModelWeights, base_parameters
 from qfsdp.distributed import World
 from qfsdp.modules.shards import whole_tensor
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses.packed import FORMATS
+from qfsdp.tensor_subclasses.packed import FORMATS, PackedTensor
 
 
 @torch.no_grad()
@@ -61,16 +60,14 @@ def save_model(
     def write(mine: list[PlannedFile]) -> None:
         own = {file.name for file in mine}
         frozen = [name for file in mine for name in file.groups if name not in trained]
-        reads = [read for name in frozen for read in _reads(weights, name)]
+        cpu = torch.device("cpu")
+        reads = [read for name in frozen for read in whole_reads(weights, name, cpu)]
         with streamed(reads, progress=False) as pieces:
 
             def fill(name: str, file: SafetensorsFile) -> None:
                 if name in trained:
                     return file.write(name, whole_tensor(trained[name].to(dtype)))
-                at = 0
-                for rows in _frozen_rows(weights, name, pieces, dtype):
-                    file.write(name, rows, at)
-                    at += len(rows)
+                file.write_pieces(name, _frozen_rows(weights, name, pieces, dtype))
 
             for file in files:
                 if file.name in own:
@@ -92,22 +89,15 @@ def save_model(
         partial.rename(folder)
 
 
-def _reads(weights: ModelWeights, name: str) -> list[Read]:
-    stored = weights.packed.get(name)
-    columns = [weights.plain[name]] if stored is None else stored.columns
-    return [Read(tensor, range(tensor.rows), torch.device("cpu")) for tensor in columns]
-
-
 def _frozen_rows(
     weights: ModelWeights, name: str, pieces: Iterator[Iterator[Tensor]], dtype: torch.dtype
 ) -> Iterator[Tensor]:
     """A weight of the folder, some rows at a time."""
-    stored = weights.packed.get(name)
-    if stored is None:
-        yield from in_chunks(name, next(pieces), dtype)
-        return
-    rows_of, cols = stored.shape
-    packed = FORMATS[stored.format].empty(rows_of, cols, dtype, "cpu")
-    fill_packed(packed, weights, stored, pieces)
-    for rows in in_chunks(name, packed, dtype):
-        yield rows.to(dtype)
+    held: PackedTensor | Iterator[Tensor]
+    if (stored := weights.packed.get(name)) is None:
+        held = next(pieces)
+    else:
+        height, width = stored.shape
+        held = FORMATS[stored.format].empty(height, width, dtype, "cpu")
+        fill_packed(held, weights, stored, pieces)
+    return (rows.to(dtype) for rows in in_chunks(name, held, dtype))

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import random
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,8 +14,9 @@ from qfsdp.evaluation.answers import parse_answer, same_answer
 from qfsdp.evaluation.intervals import Interval, wilson
 from qfsdp.evaluation.sharing import batches_by_length, rounds
 from qfsdp.generation import SamplingConfig, generate
+from qfsdp.json_lines import read_rows, to_lines
 from qfsdp.modules.transformer import Decoder
-from qfsdp.prompts import chat_tokens, read_rows
+from qfsdp.prompts import chat_tokens
 
 
 @dataclass
@@ -116,9 +115,8 @@ def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Q
 def _read(key: str, source: str, config: ExactMatchConfig) -> list[dict[str, str]]:
     """Rows with both columns as text; numbers are written out."""
     check_source(key, source)
-    rows = read_rows(key, source, config.question_column)
-    read_rows(key, source, config.answer_column)
     columns = (config.question_column, config.answer_column)
+    rows = read_rows(key, source, *columns)
     return [{column: str(row[column]) for column in columns} for row in rows]
 
 
@@ -176,7 +174,8 @@ def exact_match(
         new = [result for of_rank in world.gather(mine) for result in of_rank]
         results += new
         if file is not None and world.rank == 0:
-            _append(file, new)
+            with file.open("a", encoding="utf-8") as lines:
+                lines.write(to_lines(new))
     right = sum(result["right"] for result in results)
     unanswered = sum(result["number"] is None for result in results if "number" in result)
     interval = wilson(right, len(results))
@@ -193,9 +192,3 @@ def _judge(index: int, question: Question, answer: str, compare: str) -> dict[st
     result["number"] = None if number is None else str(number)
     result["right"] = same_answer(number, parse_answer(question.answer))
     return result
-
-
-def _append(file: Path, results: Iterable[dict[str, Any]]) -> None:
-    with file.open("a", encoding="utf-8") as lines:
-        for result in results:
-            lines.write(json.dumps(result, ensure_ascii=False) + "\n")

@@ -18,8 +18,7 @@ from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.distributed import World
 from qfsdp.errors import UserError
 from qfsdp.evaluation.scoring import log_likelihoods
-from qfsdp.evaluation.sharing import batches_by_length, rounds
-from qfsdp.generation import SamplingConfig, generate
+from qfsdp.generation import SamplingConfig, generate_all
 from qfsdp.modules.transformer import Decoder
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task says nothing
@@ -134,17 +133,11 @@ class HarnessModel(TemplateLM):
                 f"the model has {self.max_length} positions"
             )
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
-        batches = batches_by_length([len(prompt) for prompt in prompts], self._batch_size)
-        found: dict[int, str] = {}
-        for chosen in rounds(batches, self._world, "answering"):
-            mine = [prompts[index] for index in chosen]
-            made = generate(self._model, mine, sampling, self._stops, self._world)
-            for index, tokens in zip(chosen, made, strict=True):
-                text = self.tokenizer.decode(tokens)
-                found[index] = postprocess_generated_text(text, until, None)
-        for of_rank in self._world.gather(found):
-            found.update(of_rank)
-        return [found[index] for index in range(len(contexts))]
+        answers = generate_all(
+            self._model, prompts, sampling, self._stops, self._world, self._batch_size, "answering"
+        )
+        texts = (self.tokenizer.decode(tokens) for tokens in answers)
+        return [postprocess_generated_text(text, until, None) for text in texts]
 
     @property
     def tokenizer_name(self) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -81,10 +81,3 @@ def write_results(path: Path, results: Sequence[Result], about: dict[str, Any]) 
     partial = path.with_name(f"{path.name}.partial")
     partial.write_text(json.dumps(about | {"level": LEVEL, "results": found}, indent=2) + "\n")
     os.replace(partial, path)
-
-
-def write_rows(path: Path, rows: Iterable[dict[str, Any]]) -> None:
-    """One line of JSON per row; what JSON does not know becomes text."""
-    with path.open("w", encoding="utf-8") as lines:
-        for row in rows:
-            lines.write(json.dumps(row, ensure_ascii=False, default=str) + "\n")

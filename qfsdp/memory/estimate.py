@@ -33,6 +33,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qfsdp.accounting import StepClock
 from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.config import get_key
 from qfsdp.data import Batch
 from qfsdp.distributed import World, shard_model, trainable_parameters
 from qfsdp.memory.kernels import CUBLAS_WORKSPACES, Target
@@ -168,7 +169,7 @@ def estimate_fast(
 
 def _layers_alike(cfg: Any) -> bool:
     """Whether no layer is trained that another one is not."""
-    return not hasattr(cfg, "trainable") or cfg.trainable.layers == "all"
+    return get_key(cfg, "trainable.layers") in (None, "all")
 
 
 def _extrapolate(one: Estimate, two: Estimate, sizes: tuple[int, int], depth: int) -> Estimate:
