@@ -77,8 +77,8 @@ class Sizes:
     """How much of everything."""
 
     rates: tuple[float, ...] = LEARNING_RATES
-    steps: int = 40
-    gsm8k_steps: int = 16
+    steps: int = 30
+    gsm8k_steps: int = 12
     batch_size: int = 4
     chosen_by: int = 40  # problems that decide on the learning rate
     asked: int = 100  # problems of the test
