@@ -3,8 +3,9 @@
     python benchmarks/generate.py [--quick] [--json generate.json] [--compile]
 
 50 questions (GSM8K's where its file is there, else generated ones) to SmolLM2-135M-Instruct, 64 new
-tokens each, in batches of 10 and, some of them, one by one. Rates count the prompts' pass too. Each
-batch is answered by all in turn.
+tokens each, in batches of 10 and, some of them, one by one, in fp32 and, where the device has
+products in bf16, that. Rates count the prompts' pass too. Each batch is answered by all in
+turn.
 
     prompts, identical_prompts          in fp32, by token, whole answers
     tokens_per_s/WHO/DTYPE/BATCH        WHO: transformers, ours, ours_nf4, ours_compiled
@@ -24,7 +25,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.timing import Figures, arguments, ratios, spread, table, tell
+from benchmarks.timing import Figures, arguments, ratios, spread, table, tell, usual_dtype
 from qfsdp.checkpoint.load import ModelConfig
 from qfsdp.data import hf_tokenizer
 from qfsdp.demo import arithmetic, cache_dir
@@ -108,7 +109,7 @@ def main() -> None:
     prompts = [chat_tokens(tokenizer, messages) for messages in asked]
     figures: Figures = {"prompts": count}
     rows = [["tokens/s", "batch", "transformers", "ours", "ours, NF4", "ours, compiled"]]
-    for dtype in DTYPES:
+    for dtype in dict.fromkeys(("fp32", usual_dtype(args.device))):
         who = {
             "transformers": transformers(folder, dtype, args.device),
             "ours": ours(folder, dtype, args.device, "none"),

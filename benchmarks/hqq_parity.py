@@ -4,7 +4,8 @@
 
 Numbers: the linears of SmolLM2-135M (all 210; with --quick those of every tenth layer) are
 quantized by us and by the package (in fp32, on the CPU), and compared part by part. Perplexity: of
---text in windows of 1024 tokens, bf16 (the first 32 windows, 4 with --quick; --windows 0: all).
+--text in windows of 1024 tokens (the first 32 windows, 4 with --quick; --windows 0: all), computed
+in bf16, or in fp32 on a CPU without bf16 products.
 The model's linears lie on a 4-bit grid of their own (blocks of 32): groups of 32 would lose nothing
 there, and none are shown. Times: SmolLM2's linears, and the dequantizing of one of Llama-3-8B's
 into memory that is overwritten by the next.
@@ -35,7 +36,7 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.timing import Figures, arguments, in_turns, ratios, tell
+from benchmarks.timing import Figures, arguments, in_turns, ratios, tell, usual_dtype
 from qfsdp.checkpoint.load import ModelConfig
 from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.data import hf_tokenizer
@@ -146,11 +147,13 @@ def perplexities(folder: Path, text: Path, windows: int, package: bool) -> Figur
     config = TextConfig(str(text), WINDOW, max_tokens=windows * WINDOW or None)
     dataset, world = text_windows("text", config, tokenizer), World(torch.device("cpu"))
     found: Figures = {}
+    dtype = usual_dtype("cpu")
+    print(f"computed in {dtype}")
     formats: dict[str, Any] = {"bf16": "none", "nf4": "nf4", "hqq": "hqq"}
     for name, format in (formats | ({"hqq_package": "none"} if package else {})).items():
         quantization = QuantizationConfig(format)
         model = load_for_inference(
-            ModelConfig(str(folder)), quantization, None, ShardingConfig(), world
+            ModelConfig(str(folder), dtype), quantization, None, ShardingConfig(), world
         )
         if name == "hqq_package":
             weights = dict(model.named_parameters())

@@ -35,15 +35,13 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.timing import arguments, table, tell
-from qfsdp.cpu import has_bf16_products
+from benchmarks.timing import arguments, table, tell, usual_dtype
 from qfsdp.demo import cache_dir
 from qfsdp.demo.arithmetic import generate
 from qfsdp.demo.smollm2 import prepare_model
 
 ROOT = Path(__file__).parent.parent
-# On a CPU without bf16 products, full finetuning took 60 s for a step of 200 tokens in bf16.
-DTYPE = "bf16" if torch.cuda.is_available() or has_bf16_products() else "fp32"
+DTYPE = usual_dtype("cuda" if torch.cuda.is_available() else "cpu")
 GSM8K = ROOT.parent / "shared/data/gsm8k"
 LEARNING_RATES = (1e-4, 1e-3, 1e-2)
 SEED = 20_000  # of the problems: not those of the demonstration

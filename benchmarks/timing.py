@@ -8,9 +8,11 @@ import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
+
+from qfsdp.cpu import has_bf16_products
 
 Cases = Mapping[str, Callable[[], Any]]
 Times = dict[str, list[float]]
@@ -35,6 +37,12 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument("--repeat", type=int, default=7, help="rounds; medians are told")
     return parser
+
+
+def usual_dtype(device: str) -> Literal["bf16", "fp32"]:
+    """bf16; fp32 on a CPU without products in bf16, where full finetuning took a minute for a step
+    of 200 tokens."""
+    return "bf16" if device != "cpu" or has_bf16_products() else "fp32"
 
 
 def in_turns(cases: Cases, rounds: int, device: str = "cpu", calls: int = 0) -> Times:
