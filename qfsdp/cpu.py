@@ -23,6 +23,6 @@ def warn_of_bf16(dtype: torch.dtype, device: torch.device) -> None:
     """Says so where a model is about to compute on this CPU in bf16, to its cost."""
     if device.type == "cpu" and dtype == torch.bfloat16 and not has_bf16_products():
         logging.getLogger("qfsdp").warning(
-            "this CPU has no bf16 matrix products, and training takes about 30 times as long as in "
+            "this CPU has no bf16 matrix products, and training takes about 20 times as long as in "
             "fp32: set model.dtype=fp32"
         )
