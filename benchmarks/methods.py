@@ -15,8 +15,9 @@ learning rate, on GSM8K: its held-out loss (`--gsm8k FOLDER` with train.jsonl an
                           adapters over a plain (lora), NF4 or HQQ (hqq_dora) base
     llama_pro             3 new blocks over 30 frozen ones in NF4; evaluated as exported, plain
 
-Two hours on two cores without AVX-512 (all in fp32 there). What has been run is kept in `--work` (runs/methods); the same command goes
-on from there, so the table can be made row by row. The keys of the JSON file are ROW_FIGURE.
+Two hours on two cores without AVX-512, where all is computed in fp32. What has been run is kept in
+`--work` (runs/methods); the same command goes on from there, so the table can be made row by row.
+The keys of the JSON file are ROW_FIGURE.
 """
 
 from __future__ import annotations
