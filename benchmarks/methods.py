@@ -81,9 +81,10 @@ class Sizes:
     batch_size: int = 4
     chosen_by: int = 40  # problems that decide on the learning rate
     asked: int = 100  # problems of the test
+    new_tokens: int = 96  # of an answer, at most
 
 
-QUICK = Sizes(rates=(1e-3,), steps=2, gsm8k_steps=0, batch_size=2, chosen_by=2, asked=4)
+QUICK = Sizes((1e-3,), steps=2, gsm8k_steps=0, batch_size=1, chosen_by=1, asked=2, new_tokens=8)
 
 
 class Table:
@@ -221,7 +222,9 @@ class Table:
             | {"prompt_column": "question", "answer_column": "answer"}
         }
         examples = {"shots": shots, "examples": str(self.files["train"])} if shots else {}
-        cfg.exact_match = {"test": {"source": test, "max_new_tokens": 96} | examples}
+        cfg.exact_match = {
+            "test": {"source": test, "max_new_tokens": self.sizes.new_tokens} | examples
+        }
         self._command("evaluate", cfg, out)
         results = json.loads((out / "results.json").read_text())["results"]
         found = {(r["section"], r["metric"]): r for r in results}
