@@ -3,9 +3,8 @@
     python benchmarks/generate.py [--quick] [--json generate.json] [--compile]
 
 50 questions (GSM8K's where its file is there, else generated ones) to SmolLM2-135M-Instruct, 64 new
-tokens each, in batches of 10 and, some of them, one by one, in fp32 and, where the device has
-products in bf16, that. Rates count the prompts' pass too. Each batch is answered by all in
-turn.
+tokens each, in batches of 10 and, some of them, one by one; in fp32, and in bf16 where the device
+has products in it. Rates count the prompts' pass too. Each batch is answered by all in turn.
 
     prompts, identical_prompts          in fp32, by token, whole answers
     tokens_per_s/WHO/DTYPE/BATCH        WHO: transformers, ours, ours_nf4, ours_compiled

@@ -250,12 +250,12 @@ class Table:
 def read_metrics(file: Path) -> Changes:
     """Of a run: loss on the problems that decide, peak memory, speed, trained parameters."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
-    speeds = [line["tokens_per_second_per_rank"] for line in lines if "loss" in line]
+    speeds = [line["tokens_per_second_per_rank"] for line in lines if "loss" in line][1:]
     losses = [v for line in lines if (v := line.get("validation/chosen_by/loss")) is not None]
     return {
         "chosen_by_loss": losses[-1],
         "peak_memory_gib": max(line.get("peak_memory_gib", 0.0) for line in lines),
-        "tokens_per_second": statistics.median(speeds[1:] or speeds),
+        "tokens_per_second": statistics.median(speeds),
         "trained": lines[0]["memory/parameters_trained_gib"] * 2**30 / 4,  # fp32
     }
 

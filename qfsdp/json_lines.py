@@ -49,10 +49,10 @@ def to_lines(rows: Iterable[dict[str, Any]]) -> str:
 
 def check_new_file(key: str, path: Path, suffix: str = "") -> None:
     """Raises `UserError` unless `path`, which `key` of the config names, can be written, nothing is
-    there, and it ends in `suffix`. Makes the folder."""
+    there, and its suffix is `suffix`, if told. Makes the folder."""
     if path.exists():
         raise UserError(f"{key}: '{path}' exists already; name another file")
-    if not path.name.endswith(suffix):
+    if suffix and path.suffix != suffix:
         raise UserError(f"{key}: '{path}'; a file that ends in {suffix} is right")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -209,13 +209,11 @@ def _reads(
 
 def copy_pieces(name: str, pieces: Iterator[Tensor], file: SafetensorsFile) -> None:
     """Writes the pieces of a tensor as they are; ValueError if one holds NaN or infinity."""
-
-    def finite() -> Iterator[Tensor]:
-        for piece in pieces:
-            check_finite(name, piece)
-            yield piece
-
-    file.write_pieces(name, finite())
+    at = 0
+    for piece in pieces:
+        check_finite(name, piece)
+        file.write(name, piece, at)
+        at += len(piece)
 
 
 def _finish(
