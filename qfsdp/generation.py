@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.distributed import World
 from qfsdp.errors import InvalidField, UserError
-from qfsdp.evaluation.heldout import evaluating
-from qfsdp.evaluation.sharing import batches_by_length, rounds
+from qfsdp.inference import evaluating
 from qfsdp.modules.cache import KVCache
 from qfsdp.modules.transformer import Decoder
+from qfsdp.sharing import batches_by_length, rounds
 
 
 @dataclass

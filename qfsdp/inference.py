@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 import torch
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.checkpoint.export import check_adapter, load_adapter, read_adapter_config
 from qfsdp.checkpoint.load import DTYPES, ModelConfig, check_disk, load_base
@@ -67,6 +72,26 @@ def load_for_inference(
         load_adapter(decoder, adapter)
         refresh_dora_norms(decoder)
     return decoder.eval()
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Within it the model is in eval mode and records no gradients; afterwards as it was before.
+
+    Sharded units are freed at the end: without a backward pass FSDP2 keeps the root (and with
+    strategy "shard_grad_op" every unit) gathered, and a parameter that is gathered is no DTensor,
+    which whoever reads parameters next (optimizer, checkpoint) expects it to be.
+    """
+    trained = model.training
+    model.eval()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        model.train(trained)
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
 
 
 def _build(

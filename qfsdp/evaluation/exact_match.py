@@ -12,11 +12,11 @@ from qfsdp.distributed import World
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.evaluation.answers import parse_answer, same_answer
 from qfsdp.evaluation.intervals import Interval, wilson
-from qfsdp.evaluation.sharing import batches_by_length, rounds
 from qfsdp.generation import SamplingConfig, generate
 from qfsdp.json_lines import read_rows, to_lines
 from qfsdp.modules.transformer import Decoder
 from qfsdp.prompts import chat_tokens
+from qfsdp.sharing import batches_by_length, rounds
 
 
 @dataclass

@@ -4,34 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.data.loader import Batch, MapDataset, StepLoader
 from qfsdp.distributed import World
-
-
-@contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it the model is in eval mode and records no gradients; afterwards as it was before.
-
-    Sharded units are freed at the end: without a backward pass FSDP2 keeps the root (and with
-    strategy "shard_grad_op" every unit) gathered, and a parameter that is gathered is no DTensor,
-    which whoever reads parameters next (optimizer, checkpoint) expects it to be.
-    """
-    trained = model.training
-    model.eval()
-    try:
-        with torch.no_grad():
-            yield
-    finally:
-        model.train(trained)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+from qfsdp.inference import evaluating
 
 
 def held_out_batches(

@@ -15,7 +15,7 @@ from qfsdp.distributed import World
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.evaluation.heldout import batch_losses, held_out_batches
 from qfsdp.evaluation.intervals import Interval, loss_interval
-from qfsdp.evaluation.sharing import with_bar
+from qfsdp.sharing import with_bar
 
 
 @dataclass

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor
 
 from qfsdp.distributed import World
-from qfsdp.evaluation.heldout import evaluating
-from qfsdp.evaluation.sharing import batches_by_length, rounds
+from qfsdp.inference import evaluating
 from qfsdp.loss import CHUNK_LOGITS
 from qfsdp.modules.transformer import Decoder
+from qfsdp.sharing import batches_by_length, rounds
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """Tokens of a context, at least one, and of its continuation."""

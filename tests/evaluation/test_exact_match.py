@@ -16,7 +16,7 @@ from qfsdp.errors import UserError
 from qfsdp.evaluation import exact_match as module
 from qfsdp.evaluation.exact_match import ExactMatchConfig, exact_match, read_questions
 from qfsdp.evaluation.intervals import wilson
-from qfsdp.evaluation.sharing import batches_by_length, rounds
+from qfsdp.sharing import batches_by_length, rounds
 from tests.models import cpu_world, load_model
 
 pytestmark = pytest.mark.usefixtures("eager")

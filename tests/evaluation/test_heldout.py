@@ -15,8 +15,9 @@ from torch.distributed.tensor import DTensor
 from qfsdp.data import PackedDataset
 from qfsdp.distributed import trainable_parameters
 from qfsdp.errors import UserError
-from qfsdp.evaluation.heldout import evaluating, held_out_batches, held_out_loss
+from qfsdp.evaluation.heldout import held_out_batches, held_out_loss
 from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
+from qfsdp.inference import evaluating
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world, load_model
 from tests.ranks import run_ranks
