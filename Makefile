@@ -20,8 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python -m qfsdp.demo.run
 
+# Two files of tests at a time, a thread for each: on two cores most tests keep one busy.
 test: venv
-	$(BIN)/python -m pytest
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow

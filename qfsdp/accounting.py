@@ -9,6 +9,7 @@ are the utilisations that PaLM (arXiv:2204.02311, appendix B) introduced.
 
 from __future__ import annotations
 
+import functools
 import math
 import time
 from collections import defaultdict
@@ -262,8 +263,10 @@ class Meter:
 
 
 @torch.no_grad()
+@functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large square products on `device`: the best of as many as 0.3 s hold.
+    """FLOP/s of large square products on `device`: the best of as many as 0.3 s hold,
+    measured once per process.
 
     The product is `a @ b.T`, a linear's own: bf16 on an AVX2 CPU reaches 9 GFLOP/s so and 1.5 as
     `a @ b`, and a run would use 280 % of that. Numbers are random, as on zeros a GPU draws less

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import sys
 import tempfile
 from collections.abc import Callable
+from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +15,36 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+# Ranks are forked from a server that has imported these: a fresh interpreter takes 4 to 7 s for it.
+PRELOADED = ["qfsdp.validation", "qfsdp.memory.preflight", "qfsdp.modules.adapters", "tests.ranks"]
 
-def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], folder: str, size: int):
+
+class _Output:
+    """A file descriptor of this process, handed to one that another process forks."""
+
+    def __init__(self, fd: int) -> None:
+        self.fd = fd
+
+    def __getstate__(self) -> Any:
+        return reduction.DupFd(self.fd)
+
+    def __setstate__(self, duplicate: Any) -> None:
+        self.fd = duplicate.detach()
+
+
+def _rank_main(
+    rank: int,
+    fn: Callable[..., Any],
+    args: tuple[Any, ...],
+    folder: str,
+    size: int,
+    environment: dict[str, str],
+    outputs: tuple[_Output, _Output],
+) -> None:
+    for fd, output in enumerate(outputs, 1):
+        os.dup2(output.fd, fd)
+    os.environ.clear()
+    os.environ.update(environment)
     torch.set_num_threads(1)  # two busy ranks with two threads each on two cores crawl
     # Each process would spend 10 s and more on building or loading its kernels; that compiled
     # and eager kernels give the same bits has a test of its own (test_nf4.py).
@@ -33,9 +63,12 @@ def _rank_main(rank: int, fn: Callable[..., Any], args: tuple[Any, ...], folder:
 def run_ranks(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
     """`fn(*args)` on every rank of a world of `size`; the results, by rank.
 
-    `fn` must be importable (a function of a module, as processes are spawned); an exception
+    `fn` must be importable (a function of a module, as processes import it again); an exception
     on any rank is raised here.
     """
+    multiprocessing.set_forkserver_preload(PRELOADED)
+    outputs = (_Output(1), _Output(2))
     with tempfile.TemporaryDirectory() as folder:
-        mp.start_processes(_rank_main, (fn, args, folder, size), nprocs=size, start_method="spawn")
+        given = (fn, args, folder, size, dict(os.environ), outputs)
+        mp.start_processes(_rank_main, given, nprocs=size, start_method="forkserver")
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(size)]

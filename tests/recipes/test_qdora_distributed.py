@@ -17,7 +17,13 @@ from safetensors.torch import load_file, save_file
 from qfsdp.config import load_config
 from qfsdp.demo.arithmetic import write_splits
 from qfsdp.errors import UserError
-from tests.tiny import ROOT, load_recipe, needs_compiler, write_tiny_model_with_tokenizer
+from tests.tiny import (
+    ROOT,
+    USUAL_DTYPE,
+    load_recipe,
+    needs_compiler,
+    write_tiny_model_with_tokenizer,
+)
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
@@ -43,6 +49,7 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
     """Three updates by the command as typed; everything that a run leaves behind."""
     words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=2"]
+    words += USUAL_DTYPE
     words += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
     done = tune("run", "--nproc_per_node", "2", RECIPE, *words, f"output_dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr
@@ -100,7 +107,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     words += [f"model.path={model}", f"dataset.source={train_file}", f"output_dir={tmp_path}/run"]
     words += ["packed=true", "compile=true", f"compile_cache_dir={tmp_path}/cache"]
     words += ["profiler.steps=[2]", "profiler.ranks=[1]"]
-    words += ["optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"]
+    words += ["optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused", *USUAL_DTYPE]
     done = tune("run", "--nproc_per_node", "2", RECIPE, *words)
     assert done.returncode == 0, done.stderr
     assert f"compiled code: {tmp_path}/cache\n" in done.stdout
@@ -120,7 +127,8 @@ def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_f
     edit = 'print("edited!")\n    world = init_world('
     copy.write_text(copy.read_text().replace("world = init_world(", edit))
     words = ["--config", "configs/smollm2_135m_qlora.yaml", "max_steps=2", f"model.path={model}"]
-    done = tune("run", "my_recipe", *words, f"dataset.source={train_file}", cwd=tmp_path)
+    words += [f"dataset.source={train_file}", *USUAL_DTYPE]
+    done = tune("run", "my_recipe", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "edited!" in done.stdout
     run = tmp_path / "runs" / "smollm2_135m_qlora"
@@ -158,6 +166,21 @@ def test_what_only_ranks_find_is_one_line_too(smollm2_dir: Path, tmp_path: Path)
     assert done.stderr == f"error: {model}: {expected} quantized\n"
 
 
+@pytest.fixture(scope="module")
+def nothing_wrong(
+    recipe: ModuleType,
+    smollm2_dir: Path,
+    train_file: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+) -> list[str]:
+    """A command line that passes every check; the preflight takes some seconds of them."""
+    run = tmp_path_factory.mktemp("runs") / "run"
+    argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml"), f"output_dir={run}"]
+    argv += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
+    recipe.check(load_config(recipe.Config, argv))
+    return argv
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -191,18 +214,10 @@ def test_what_only_ranks_find_is_one_line_too(smollm2_dir: Path, tmp_path: Path)
     ],
 )
 def test_mistakes_are_told_in_one_line_before_anything_loads(
-    words: list[str],
-    message: str,
-    recipe: ModuleType,
-    smollm2_dir: Path,
-    train_file: Path,
-    tmp_path: Path,
+    words: list[str], message: str, recipe: ModuleType, nothing_wrong: list[str]
 ) -> None:
-    argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml"), f"output_dir={tmp_path}"]
-    argv += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
-    recipe.check(load_config(recipe.Config, argv))  # nothing else is wrong
     with pytest.raises(UserError) as error:
-        recipe.check(load_config(recipe.Config, [*argv, *words]))
+        recipe.check(load_config(recipe.Config, [*nothing_wrong, *words]))
     assert message in str(error.value)
     assert "\n" not in str(error.value)
 
