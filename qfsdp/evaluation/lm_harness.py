@@ -9,7 +9,6 @@ from __future__ import annotations
 import csv
 import importlib.util
 import io
-import json
 import logging
 import random
 import sys
@@ -24,6 +23,7 @@ from typing import Any
 from qfsdp.distributed import World
 from qfsdp.errors import InvalidField, UserError
 from qfsdp.evaluation.intervals import Interval, mean_interval
+from qfsdp.json_lines import read_rows
 from qfsdp.modules.transformer import Decoder
 
 SPLITS = ("train", "validation", "test")
@@ -157,13 +157,7 @@ def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
 def _read(file: Path) -> list[dict[str, Any]]:
     if file.name == TRUTHFULQA:
         return truthfulqa_rows(file)
-    rows = []
-    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), start=1):
-        try:
-            rows.append(json.loads(line))
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file}, line {number}: not valid JSON: {error.msg}") from None
-    return rows
+    return read_rows("lm_eval.local_data", file)
 
 
 def truthfulqa_rows(file: Path) -> list[dict[str, Any]]:

@@ -208,6 +208,16 @@ def test_mistakes(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
         load_tasks(LMEvalConfig(**config))
 
 
+@needs_lm_eval
+def test_a_broken_row_is_told_with_its_line(tmp_path: Path) -> None:
+    folder = write_data(tmp_path)
+    file = next(folder.glob("arc_easy.*.jsonl"))
+    file.write_text(file.read_text() + "{'no': 'json'}\n")
+    line = len(file.read_text().splitlines())
+    with pytest.raises(UserError, match=rf"{file.name}, line {line}: not valid JSON: "):
+        load_tasks(LMEvalConfig(["arc_easy"], local_data=str(folder)))
+
+
 def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(UserError, match=r"needs the package lm-eval; pip install qfsdp\[eval\]$"):
