@@ -20,9 +20,10 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python -m qfsdp.demo.run
 
-# Two files of tests at a time, a thread for each: on two cores most tests keep one busy.
+# Two files of tests at a time, a thread for each: on two cores most tests keep one busy. In the
+# order of their names: xdist's own leaves long files of few tests to the end, for one worker.
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow
