@@ -20,10 +20,9 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python -m qfsdp.demo.run
 
-# Two files of tests at a time, a thread for each: on two cores most tests keep one busy. In the
-# order of their names: xdist's own leaves long files of few tests to the end, for one worker.
+# Two files of tests at a time, a thread for each: on two cores most tests keep one busy.
 test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 2 --dist loadfile
 
 test-slow: venv
 	$(BIN)/python -m pytest -m slow
