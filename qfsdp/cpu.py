@@ -19,6 +19,11 @@ def has_bf16_products() -> bool:
     )
 
 
+def dtype_override() -> list[str]:
+    """What a command line says of the dtype on this CPU: fp32 where bf16 has no products."""
+    return [] if has_bf16_products() else ["model.dtype=fp32"]
+
+
 def warn_of_bf16(dtype: torch.dtype, device: torch.device) -> None:
     """Says so where a model is about to compute on this CPU in bf16, to its cost."""
     if device.type == "cpu" and dtype == torch.bfloat16 and not has_bf16_products():

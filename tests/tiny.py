@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 
 from qfsdp import launch
 from qfsdp.compiled import has_compiler
-from qfsdp.cpu import has_bf16_products
+from qfsdp.cpu import dtype_override
 
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="inductor needs a C++ compiler (install g++)"
@@ -20,7 +20,7 @@ needs_compiler = pytest.mark.skipif(
 ROOT = Path(__file__).parent.parent
 # For runs that show nothing of bf16: three updates of the real model take 200 s in it where the
 # CPU has no such products, and 15 s in fp32.
-USUAL_DTYPE = [] if has_bf16_products() else ["model.dtype=fp32"]
+USUAL_DTYPE = dtype_override()
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

@@ -70,7 +70,7 @@ def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_pa
         of_first = {"seconds/logging", "memory/load_peak_gib"}
         assert missing == (of_first if line["step"] == 1 else set())
         assert 0.5 < line["slot_efficiency"] <= 1
-        assert 0 < line["model_flops_utilization"] <= line["hardware_flops_utilization"]
+        assert 0 < line["model_flops_utilization"] <= line["hardware_flops_utilization"] < 1.5
     assert lines[1]["seconds/forward"] > lines[1]["seconds/data"] > 0
     assert all(1.0 < line["loss"] < 2.5 for line in lines)
     assert [line["lr"] for line in lines] == pytest.approx([0, 1e-4, 2e-4])
