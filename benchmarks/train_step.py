@@ -1,20 +1,21 @@
 """A train step by us, PEFT and torchtune: same model, tokens, rank and first adapters.
 
     python benchmarks/train_step.py [--quick] [--json step.json] [--model FOLDER] [--device cuda]
-                                    [--only ours,peft_qlora] [--eager]
+                                    [--dtype fp32] [--only ours,peft_qlora] [--eager]
 
 Contestants, in groups that fit into memory together:
 
     ours_lora, ours_qlora, ours_qdora   the recipe's `train_step`, DoRA's norms included, layers
                                         compiled (`compile: true`) unless --eager or --quick
     peft_lora, peft_qlora, peft_qdora   PEFT and bitsandbytes (NF4, double quantization) on a
-                                        transformers model, under bf16 autocast
+                                        transformers model, in bf16 under autocast
     torchtune_lora, torchtune_qlora     what its `lora_finetune_single_device` sets up
 
-bf16, alpha 32, adapters on every linear of every layer, random tokens with a target at every
-position, gradients clipped to norm 1, fused AdamW. Each contestant is a process that lives
-through its group; they take one step each in turn, so noise of the machine meets all alike, and
-ratios are of the steps of one turn. Memory is sampled in warm-up steps, which are not timed.
+bf16 (fp32 on a CPU without bf16 products), alpha 32, adapters on every linear of every layer,
+random tokens with a target at every position, gradients clipped to norm 1, fused AdamW. Each
+contestant is a process that lives through its group; they take one step each in turn, so noise of
+the machine meets all alike, and ratios are of the steps of one turn. Memory is sampled in warm-up
+steps, which are not timed.
 torchtune's NF4 refuses weights of SmolLM2's sizes: its QLoRA and ours then run on a model of
 random weights, nearly as large.
 
@@ -25,7 +26,8 @@ ratio of speed with `_min` and `_max`:
     qlora_over_lora_tokens                              ours
     qlora_over_peft_tokens, qdora_over_peft_tokens, lora_over_peft_tokens, memory_over_peft
     qlora_over_torchtune_tokens, lora_over_torchtune_tokens, memory_over_torchtune
-    max_loss_difference, max_loss_difference_torchtune  of any step; torchtune's adapters are bf16
+    max_loss_difference, max_loss_difference_torchtune  of any step; torchtune's adapters have
+                                                        the dtype of products
     NAME_seconds, NAME_tokens_per_second                medians
     NAME_cpu_seconds                                    of all threads, median: what to compare
                                                         where the machine is shared
@@ -54,6 +56,7 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.peers import PEFT, TORCHTUNE, python_for
+from benchmarks.timing import usual_dtype
 from benchmarks.train_step_worker import Job
 from qfsdp.demo import cache_dir
 from qfsdp.demo.smollm2 import prepare_model
@@ -164,6 +167,7 @@ def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
         batch=args.batch,
         seq=args.seq,
         device=args.device,
+        dtype=args.dtype,
         compile=not args.eager and library == "ours",
     )
 
@@ -285,6 +289,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--model", type=Path, help="a Llama; default: SmolLM2-135M-Instruct")
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--dtype", choices=("bf16", "fp32"), help="default: bf16, if the CPU can")
     parser.add_argument("--only", default="", help="contestants or libraries, comma-separated")
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--batch", type=int, default=4, help="samples per step")
@@ -295,6 +300,7 @@ def arguments() -> argparse.Namespace:
     if args.quick:
         args.batch, args.seq, args.steps, args.eager = 1, 256, 3, True
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
+    args.dtype = args.dtype or usual_dtype(args.device)
     args.warmup = 2 if args.eager else 3
     return args
 
@@ -313,7 +319,7 @@ def main() -> None:
             folder = model
             if "torchtune_qlora" in group and not fits_torchtune(model):
                 folder = write_random_model(Path(scratch) / "random-weights")
-            print(f"{args.batch} x {args.seq} tokens, {folder.name}, {args.device}")
+            print(f"{args.batch} x {args.seq} tokens, {folder.name}, {args.dtype}, {args.device}")
             results.append(run_group(group, folder, pythons, args))
             print_group(results[-1], args.warmup, tokens)
     found = figures(results, args.warmup, tokens)

@@ -50,7 +50,12 @@ class Job:
     batch: int
     seq: int
     device: str
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of products; of the base too, where it is not packed
     compile: bool = False  # ours only
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        return torch.float32 if self.dtype == "fp32" else torch.bfloat16
 
 
 def ours(job: Job) -> Step:
@@ -63,7 +68,7 @@ def ours(job: Job) -> Step:
     recipe = load_recipe(ROOT / "recipes/qdora_distributed.py")
     cfg = recipe.Config(
         output_dir="unused",
-        model=recipe.ModelConfig(job.model),
+        model=recipe.ModelConfig(job.model, job.dtype),
         tokenizer=None,
         dataset=None,
         optimizer=Component("torch.optim.AdamW", {"lr": LEARNING_RATE, "fused": True}),
@@ -87,8 +92,9 @@ def ours(job: Job) -> Step:
 def peft(job: Job) -> Step:
     """PEFT on a transformers model, with bitsandbytes' NF4 where the base is packed.
 
-    Under bf16 autocast, as in transformers' Trainer with `bf16: true`; without it PEFT multiplies
-    by its adapters in fp32 (QLoRA at 4 x 512 tokens: 4.3 s and 5.2 GB instead of 3.7 s and 4.4 GB).
+    bf16 is under autocast, as in transformers' Trainer with `bf16: true`; without it PEFT
+    multiplies by its adapters in fp32 (QLoRA at 4 x 512 tokens: 4.3 s and 5.2 GB instead of 3.7 s
+    and 4.4 GB).
     Without `prepare_model_for_kbit_training`: it turns the norms and the output layer to fp32 and
     checkpointing on, which nobody else here does. DoRA's magnitudes are set to the norms in fp32;
     PEFT starts from norms rounded to the base's bf16, up to 0.4 % off.
@@ -97,13 +103,13 @@ def peft(job: Job) -> Step:
     from peft.utils.integrations import dequantize_module_weight
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    options: dict[str, Any] = {"dtype": torch.bfloat16, "device_map": {"": job.device}}
+    options: dict[str, Any] = {"dtype": job.torch_dtype, "device_map": {"": job.device}}
     if job.base == "nf4":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=torch.bfloat16,
+            bnb_4bit_compute_dtype=job.torch_dtype,
         )
     base = AutoModelForCausalLM.from_pretrained(job.model, **options)
     base.config.use_cache = False  # as its Trainer does
@@ -124,7 +130,7 @@ def peft(job: Job) -> Step:
             layer.lora_magnitude_vector["default"].weight.data.copy_(norms)
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(job.device, torch.bfloat16):
+        with torch.autocast(job.device, torch.bfloat16, enabled=job.dtype == "bf16"):
             return model(input_ids=tokens, labels=labels, shift_labels=labels).loss
 
     return training_step(model, loss, job.device)
@@ -133,9 +139,9 @@ def peft(job: Job) -> Step:
 def torchtune(job: Job) -> Step:
     """What torchtune's `lora_finetune_single_device` sets up, without its data and logs.
 
-    Its adapters and optimizer are bf16, and its NF4 is torchao's. It rotates neighbouring rows of
-    a head where Hugging Face rotates halves, so rows of q and k are permuted as it converts them;
-    A has no such rows, and B is zero.
+    Its adapters and optimizer are of the job's dtype, and its NF4 is torchao's. It rotates
+    neighbouring rows of a head where Hugging Face rotates halves, so rows of q and k are permuted
+    as it converts them; A has no such rows, and B is zero.
     """
     from torchtune import training
     from torchtune.models.convert_weights import _FROM_HF, get_mapped_key, hf_to_tune
@@ -147,7 +153,7 @@ def torchtune(job: Job) -> Step:
     if config.rope.rope_type != "default":
         raise ValueError(f"rope type {config.rope.rope_type}: not set up for torchtune here")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    with training.set_default_dtype(torch.bfloat16), torch.device(job.device):
+    with training.set_default_dtype(job.torch_dtype), torch.device(job.device):
         model = lora_llama3(
             ["q_proj", "k_proj", "v_proj", "output_proj"],
             apply_lora_to_mlp=True,
