@@ -7,8 +7,9 @@ costs no pass over activations in forward. Its gradient needs no other product, 
 
     d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
 
-and y is kept by what consumes it anyway, for the most part. The product with B is added in place by
-the matrix multiplication, and so is its gradient for x.
+and y is kept by what consumes it anyway, for the most part (for the rest see
+`Decoder.compile_layers`). The product with B is added in place by the matrix multiplication, and
+so is its gradient for x.
 
 Two opaque custom ops, as for `packed.linear`: traced into a compiled layer, the partitioner would
 decide what of the dequantized weight is kept.
@@ -56,20 +57,19 @@ def _adapted_linear_backward(
     a: Tensor,
     b: Tensor,
     ratio: Tensor | None,
-    y: Tensor | None,
     z: Tensor,
     scaling: float,
     format: str,
     row_offset: int,
     wants_x: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, dropped, a, b and ratio; empty where there is none to be had."""
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, dropped, a and b; empty where there is none to be had."""
     g, source = grad.flatten(0, -2), x if dropped is None else dropped
     grad_z = g @ _scaled(b, ratio, scaling, g.dtype)
     grad_a = (grad_z.t() @ source.flatten(0, -2)).float()
     grad_b = _scaled((g.t() @ z).float(), ratio, scaling, torch.float32)
     # Outputs of a custom op may not share memory, not even none of it.
-    grad_x, grad_dropped, grad_ratio = (grad.new_empty(0) for _ in range(3))
+    grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
     if wants_x:
         w = frozen_weight(weight, extras, format, x.size(-1), row_offset, g.dtype, ratio)
         grad_x = g @ w
@@ -78,21 +78,13 @@ def _adapted_linear_backward(
         else:
             grad_dropped = (grad_z @ a.to(g.dtype)).view_as(x)
         grad_x = grad_x.view_as(x)
-    if ratio is not None and y is not None:
-        grad_ratio = _column_dots(g, y.flatten(0, -2)) / ratio
-    return grad_x, grad_dropped, grad_a, grad_b, grad_ratio
+    return grad_x, grad_dropped, grad_a, grad_b
 
 
 def _scaled(b: Tensor, ratio: Tensor | None, scaling: float, dtype: torch.dtype) -> Tensor:
     """scaling * ratio * B, multiplied in fp32 and rounded once."""
     b = b * scaling
     return (b if ratio is None else b * ratio.unsqueeze(1)).to(dtype)
-
-
-@compiled
-def _column_dots(g: Tensor, y: Tensor) -> Tensor:
-    """`[tokens, n]` twice -> fp32 `[n]`, the inner product of each pair of columns."""
-    return (g.float() * y.float()).sum(0)
 
 
 @_adapted_linear.register_fake
@@ -103,29 +95,27 @@ def _(x: Tensor, dropped: Any, weight: Tensor, extras: Any, a: Tensor, *_: Any) 
 
 @_adapted_linear_backward.register_fake
 def _(grad: Tensor, x: Tensor, dropped: Any, weight: Any, extras: Any, *rest: Any) -> Any:
-    a, b, ratio, wants_x = *rest[:3], rest[-1]
+    a, b, wants_x = *rest[:2], rest[-1]
     return (
         torch.empty_like(x) if wants_x else grad.new_empty(0),
         torch.empty_like(x) if wants_x and dropped is not None else grad.new_empty(0),
         torch.empty_like(a),
         torch.empty_like(b),
-        grad.new_empty(0) if ratio is None else torch.empty_like(ratio),
     )
 
 
 def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
     x, dropped, weight, extras, a, b, ratio, *ctx.which = inputs
-    y = None if ratio is None else output[0]
-    ctx.save_for_backward(x, dropped, weight, a, b, ratio, y, output[1], *extras)
+    ctx.save_for_backward(x, dropped, weight, a, b, ratio, output[1], *extras)
 
 
 def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    x, dropped, weight, a, b, ratio, y, z, *extras = ctx.saved_tensors
+    x, dropped, weight, a, b, ratio, z, *extras = ctx.saved_tensors
     wants_x = ctx.needs_input_grad[0]
     grads = _adapted_linear_backward(
-        grad, x, dropped, weight, extras, a, b, ratio, y, z, *ctx.which, wants_x
+        grad, x, dropped, weight, extras, a, b, ratio, z, *ctx.which, wants_x
     )
-    grad_x, grad_dropped, grad_a, grad_b, grad_ratio = grads
+    grad_x, grad_dropped, grad_a, grad_b = grads
     return (
         grad_x if wants_x else None,
         None if dropped is None or not wants_x else grad_dropped,
@@ -133,7 +123,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         [None] * len(extras),
         grad_a,
         grad_b,
-        None if ratio is None else grad_ratio,
+        None,  # of ratio: see `_Ratio`
         None,
         None,
         None,
@@ -141,6 +131,30 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
 
 
 _adapted_linear.register_autograd(_backward, setup_context=_setup_context)
+
+
+class _RatioGradient(torch.autograd.Function):
+    """y unchanged, and a gradient for the ratio that is in it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, ratio: Tensor) -> Tensor:
+        ctx.save_for_backward(y, ratio)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        y, ratio = ctx.saved_tensors
+        # In a compiled layer part of the passes over y and its gradient that are made anyway.
+        dots = _column_dots if torch.compiler.is_compiling() else _compiled_column_dots
+        return grad, dots(grad.flatten(0, -2), y.flatten(0, -2)) / ratio
+
+
+def _column_dots(g: Tensor, y: Tensor) -> Tensor:
+    """`[tokens, n]` twice -> fp32 `[n]`, the inner product of each pair of columns."""
+    return (g.float() * y.float()).sum(0)
+
+
+_compiled_column_dots = compiled(_column_dots)
 
 
 def adapted_linear(
@@ -171,4 +185,4 @@ def adapted_linear(
         )
     else:
         y, _ = _adapted_linear(x, dropped, weight, [], a, b, ratio, scaling, "", 0)
-    return y
+    return y if ratio is None else _RatioGradient.apply(y, ratio)
