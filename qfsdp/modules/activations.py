@@ -70,6 +70,30 @@ def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
     return y
 
 
+@contextmanager
+def kept_as_sum(terms: tuple[Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
+    """The sum of three tensors; within, autograd keeps the terms where it would keep the sum.
+
+    For terms that are kept anyway. Backward sums them up again, to the same bits.
+    """
+    total = terms[0] + terms[1] + terms[2]
+    first, second, third = (term.detach() for term in terms)
+    memory = total.untyped_storage()._cdata
+
+    def pack(tensor: Tensor) -> Any:
+        if tensor.untyped_storage()._cdata == memory:
+            return tensor.shape, tensor.stride(), tensor.storage_offset()
+        return tensor.detach()  # a result that an operation keeps would keep itself alive
+
+    def unpack(packed: Any) -> Tensor:
+        if isinstance(packed, Tensor):
+            return packed
+        return (first + second + third).as_strided(*packed)
+
+    with saved_tensors_hooks(pack, unpack):
+        yield total
+
+
 # ---- selective checkpointing -----------------------------------------------------------------
 # PyTorch has modes for this (`create_selective_checkpoint_contexts`). They keep results where no
 # hook sees them, so nothing could be offloaded, and raise when something runs in backward only, as

@@ -144,6 +144,7 @@ class LowRankLinear(AdaptedLinear):
         magnitude: fp32 `[out]`, DoRA's trained row length, or None.
         weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A, or None.
         base_squares: fp32, the squared norms of this rank's rows of W, once they were needed.
+        keeps_output: whether backward needs the output: the gradient of the magnitude does.
     """
 
     def __init__(self, base: nn.Linear | PackedLinear, config: AdapterConfig) -> None:
@@ -157,6 +158,7 @@ class LowRankLinear(AdaptedLinear):
         self.magnitude = self._fp32(out_features) if dora else None
         self.weight_norm = self._fp32(out_features).requires_grad_(False) if dora else None
         self.base_squares: Tensor | None = None
+        self.keeps_output = dora
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
@@ -287,7 +289,8 @@ def held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
     """On `device`, the rows of a frozen weight that this rank holds of `like`: not all that it
     has, where the base is whole on every rank and the adapters are spread."""
     if not isinstance(weight, DTensor):
-        return weight.detach()[local_rows(like)]
+        whole = weight.detach()
+        return whole[local_rows(like)] if isinstance(like, DTensor) else whole
     held = weight.to_local()
     if isinstance(held, PackedTensor):
         held = held.fetch()
@@ -301,7 +304,7 @@ def row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     step = max(1, chunk // weight.size(1))
     for start in range(0, weight.size(0), step):
         part = slice(start, min(start + step, weight.size(0)))
-        rows = weight[part]
+        rows = weight[part] if step < weight.size(0) else weight
         if isinstance(rows, PackedTensor):
             which = (rows.format, rows.cols, rows.row_offset, rows.dtype)
             rows = frozen_weight(rows.packed, rows.extras, *which)

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -131,20 +132,29 @@ def test_sharded_on_two_ranks(wrap: str, folder: Path) -> None:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of every storage that autograd keeps, but those of parameters."""
+    """Bytes of every storage that autograd keeps, but those of parameters; of tensors that hooks
+    of ours keep in their place, where they do."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     weights |= {p.packed.untyped_storage()._cdata for p in model.parameters() if is_packed(p)}
     kept: dict[int, int] = {}
     alive = []
 
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in weights:
-            alive.append(storage)
-            kept[storage._cdata] = storage.nbytes()
-        return tensor.detach()
+    def count(tensor: Any) -> Any:
+        if isinstance(tensor, Tensor):
+            storage = tensor.untyped_storage()
+            if storage._cdata not in weights:
+                alive.append(storage)
+                kept[storage._cdata] = storage.nbytes()
+        return tensor
 
-    with saved_tensors_hooks(pack, lambda tensor: tensor):
+    class Counted(saved_tensors_hooks):
+        def __init__(self, pack: Any, unpack: Any) -> None:
+            super().__init__(lambda tensor: count(pack(tensor)), unpack)
+
+    with (
+        patch.object(activations, "saved_tensors_hooks", Counted),
+        Counted(Tensor.detach, lambda tensor: tensor),
+    ):
         yield kept
 
 
@@ -307,6 +317,12 @@ def test_compiled_layers(packed: bool, folder: Path, monkeypatch: pytest.MonkeyP
     builds = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     kept = bytes_kept(model, ActivationConfig(), given)
     assert bytes_kept(model, MODES["selective"], given) == kept
+    for layer in model.model.layers:
+        layer.unsummed = False
+    inputs = given["tokens"].numel() * model.config.hidden_size * 4 * (LAYERS // 2)
+    assert bytes_kept(model, ActivationConfig(), given) == kept + inputs  # of every second layer
+    assert_equal(gradients(model, ActivationConfig(), given), expected, "summed")
+    kept += inputs
     of_weights = {param.numel() for param in model.parameters()}
     ledger = Ledger(monkeypatch)
     for name in ("full", "full, offload", "selective, offload", "offload"):
