@@ -123,7 +123,7 @@ def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
         [None] * len(extras),
         grad_a,
         grad_b,
-        None,  # of ratio: see `_Ratio`
+        None,  # of ratio: see `_RatioGradient`
         None,
         None,
         None,
