@@ -431,7 +431,8 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         """Compiled, if anything is, for new tokens only: a prompt is one call, a build many."""
         if self.compiled and cache.slots is None:
-            return DecoderLayer.block(self, x, cos, sin, mask, None, cache)
+            y, z = DecoderLayer.branches(self, x, cos, sin, mask, None, cache)
+            return x + y + z
         if self.compiled:
             for tensor in (x, cos, sin, cache.slots):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)

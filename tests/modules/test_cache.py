@@ -7,9 +7,11 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.utils import counters
 
 from qfsdp.distributed import World
 from qfsdp.generation import SamplingConfig, generate
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
 from qfsdp.modules.cache import KVCache
 from qfsdp.modules.transformer import Decoder
 from tests.modules.test_transformer import SEQ, TINY, max_difference, ours, random_tokens, reference
@@ -104,3 +106,19 @@ def test_compiled_steps_are_the_same() -> None:
         max_difference(step_by_step(decoder, tokens, drop_at=5)[[0, 2, 3]], expected[[0, 2, 3]])
         < 1e-4
     )
+
+
+@needs_compiler
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@torch.no_grad()
+def test_prompts_are_not_compiled(method: str) -> None:
+    """A build for one call, whichever part of a layer is compiled."""
+    decoder, tokens = ours(reference("mistral-window")), random_tokens(4)
+    add_adapters(decoder, AdapterConfig(method, 4))
+    init_adapters(decoder, seed=0)
+    expected = decoder(tokens[:, :FIRST], cache=KVCache(decoder.config, [FIRST] * 4, NEW, CPU))
+    decoder.compile_layers()
+    counters.clear()
+    found = decoder(tokens[:, :FIRST], cache=KVCache(decoder.config, [FIRST] * 4, NEW, CPU))
+    assert counters["stats"]["unique_graphs"] == 0
+    assert torch.equal(found, expected)
