@@ -27,6 +27,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory, private_bytes
+from qfsdp.checkpoint.load import DTYPES
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, low_rank_linears
 from qfsdp.modules.targets import LINEAR_NAMES
 from qfsdp.modules.transformer import Decoder, DecoderConfig
@@ -52,10 +53,6 @@ class Job:
     device: str
     dtype: Literal["bf16", "fp32"] = "bf16"  # of products; of the base too, where it is not packed
     compile: bool = False  # ours only
-
-    @property
-    def torch_dtype(self) -> torch.dtype:
-        return torch.float32 if self.dtype == "fp32" else torch.bfloat16
 
 
 def ours(job: Job) -> Step:
@@ -103,13 +100,13 @@ def peft(job: Job) -> Step:
     from peft.utils.integrations import dequantize_module_weight
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    options: dict[str, Any] = {"dtype": job.torch_dtype, "device_map": {"": job.device}}
+    options: dict[str, Any] = {"dtype": DTYPES[job.dtype], "device_map": {"": job.device}}
     if job.base == "nf4":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=job.torch_dtype,
+            bnb_4bit_compute_dtype=DTYPES[job.dtype],
         )
     base = AutoModelForCausalLM.from_pretrained(job.model, **options)
     base.config.use_cache = False  # as its Trainer does
@@ -153,7 +150,7 @@ def torchtune(job: Job) -> Step:
     if config.rope.rope_type != "default":
         raise ValueError(f"rope type {config.rope.rope_type}: not set up for torchtune here")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    with training.set_default_dtype(job.torch_dtype), torch.device(job.device):
+    with training.set_default_dtype(DTYPES[job.dtype]), torch.device(job.device):
         model = lora_llama3(
             ["q_proj", "k_proj", "v_proj", "output_proj"],
             apply_lora_to_mlp=True,
