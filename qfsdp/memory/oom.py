@@ -140,10 +140,10 @@ def largest_tensors(model: nn.Module | None) -> list[dict[str, Any]]:
             for plain in () if tensor is None else plain_tensors(tensor):
                 names[plain.untyped_storage()._cdata] = name + of
     found: dict[int, dict[str, Any]] = {}
-    # No others: what compiling leaves behind has symbols for sizes, and lazy modules wake up.
+    # No other types: fake tensors hold nothing, and lazy modules wake up if they are asked.
     plain_types = (Tensor, nn.Parameter)
     for tensor in [o for o in gc.get_objects() if type(o) in plain_types]:
-        if tensor.layout == torch.strided and tensor.device.type != "meta":
+        if _holds_memory(tensor):
             storage = tensor.untyped_storage()
             found[storage._cdata] = {
                 "bytes": storage.nbytes(),
@@ -153,6 +153,16 @@ def largest_tensors(model: nn.Module | None) -> list[dict[str, Any]]:
                 "device": str(tensor.device),
             }
     return sorted(found.values(), key=lambda facts: -facts["bytes"])[:LARGEST_TENSORS]
+
+
+def _holds_memory(tensor: Tensor) -> bool:
+    """Not so what tracing may leave behind: functional tensors around fake ones, which have
+    symbols for sizes, and the wrappers of `torch.func`."""
+    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(
+        tensor
+    ):
+        return False
+    return tensor.layout == torch.strided and tensor.device.type != "meta"
 
 
 def _write(folder: Path, facts: dict[str, Any], device: torch.device) -> str:

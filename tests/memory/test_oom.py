@@ -142,9 +142,22 @@ def test_tensors_without_sizes_are_left_out(tmp_path: Path) -> None:
     symbols = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake = mode.from_tensor(torch.empty(7, 5), symbolic_context=symbols)
+    functional = torch._to_functional_tensor(fake)  # of type Tensor
     with pytest.raises(UserError, match="out of memory"), explain_oom(Config(str(tmp_path))):
         really()
-    assert isinstance(fake.size(0), torch.SymInt)
+    assert isinstance(fake.size(0), torch.SymInt) and isinstance(functional.size(0), torch.SymInt)
+
+
+def test_wrappers_of_torch_func_are_left_out(tmp_path: Path) -> None:
+    def loss(wrapped: torch.Tensor) -> torch.Tensor:
+        assert type(wrapped) is torch.Tensor
+        with pytest.raises(UserError, match="out of memory"), explain_oom(Config(str(tmp_path))):
+            really()
+        return wrapped.sum()
+
+    torch.func.grad(loss)(torch.ones(3))
+    torch.func.vmap(loss)(torch.ones(2, 3))
+    assert (tmp_path / "oom" / "rank_0.json").exists()
 
 
 def test_an_explanation_that_fails_hides_nothing(
