@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from qfsdp.cpu import has_bf16_products
+from qfsdp.cpu import BF16_PRODUCTS
 
 Cases = Mapping[str, Callable[[], Any]]
 Times = dict[str, list[float]]
@@ -40,9 +40,9 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def usual_dtype(device: str) -> Literal["bf16", "fp32"]:
-    """bf16; fp32 on a CPU without products in bf16, where full finetuning took a minute for a step
-    of 200 tokens."""
-    return "bf16" if device != "cpu" or has_bf16_products() else "fp32"
+    """bf16; fp32 to compare with others on a CPU without products in bf16, as they multiply in it
+    even so (`qfsdp.cpu`)."""
+    return "bf16" if device != "cpu" or BF16_PRODUCTS else "fp32"
 
 
 def in_turns(cases: Cases, rounds: int, device: str = "cpu", calls: int = 0) -> Times:

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from qfsdp.cpu import product_dtype
 from qfsdp.data.loader import Batch
 from qfsdp.distributed import World
 from qfsdp.memory.usage import MemoryUsage
@@ -265,13 +266,13 @@ class Meter:
 @torch.no_grad()
 @functools.cache
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large square products on `device`: the best of as many as 0.3 s hold,
-    measured once per process.
+    """FLOP/s of large square products on `device`, as a model of `dtype` multiplies there
+    (`product_dtype`): the best of as many as 0.3 s hold, measured once per process.
 
-    The product is `a @ b.T`, a linear's own: bf16 on an AVX2 CPU reaches 9 GFLOP/s so and 1.5 as
-    `a @ b`, and a run would use 280 % of that. Numbers are random, as on zeros a GPU draws less
-    power and keeps higher clocks.
+    The product is `a @ b.T`, a linear's own. Numbers are random, as on zeros a GPU draws less power
+    and keeps higher clocks.
     """
+    dtype = product_dtype(torch.empty(0, dtype=dtype, device=device))
     size = 1024 if device.type == "cpu" else 8192
     # A generator of its own: dropout of a resumed run goes on where the broken one was.
     own = torch.Generator(device).manual_seed(0)

@@ -2,32 +2,26 @@
 
 from __future__ import annotations
 
-import logging
-
 import torch
+from torch import Tensor
+
+from qfsdp.compiled import on_cpu
+
+BF16_PRODUCTS = not torch.backends.mkldnn.is_available() or bool(
+    torch.ops.mkldnn._is_mkldnn_bf16_supported()
+)
+"""Whether bf16 matrices are multiplied faster than fp32 ones: by x86 with AVX-512, and Arm with
+bf16 instructions."""
 
 
-def has_bf16_products() -> bool:
-    """Whether bf16 matrices are multiplied faster than fp32 ones: by x86 with AVX-512, and Arm with
-    bf16 instructions.
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What `x` is multiplied in by a matrix: its own dtype, but fp32 for bf16 on a CPU without bf16
+    products.
 
-    Elsewhere PyTorch has plain loops for them: 17 GFLOP/s for `x @ W.T` and 1 to 2 for `dy @ W`,
-    against 80 to 150 of either in fp32 (two AVX2 cores, torch 2.13).
+    PyTorch has plain loops for them there: 17 GFLOP/s for `x @ W.T` and 1 to 2 for `dy @ W`,
+    against 80 to 150 of either in fp32 (two AVX2 cores, torch 2.13). What is kept for backward
+    stays bf16, copies of a factor in fp32 live as long as the product.
     """
-    return not torch.backends.mkldnn.is_available() or bool(
-        torch.ops.mkldnn._is_mkldnn_bf16_supported()
-    )
-
-
-def dtype_override() -> list[str]:
-    """What a command line says of the dtype on this CPU: fp32 where bf16 has no products."""
-    return [] if has_bf16_products() else ["model.dtype=fp32"]
-
-
-def warn_of_bf16(dtype: torch.dtype, device: torch.device) -> None:
-    """Says so where a model is about to compute on this CPU in bf16, to its cost."""
-    if device.type == "cpu" and dtype == torch.bfloat16 and not has_bf16_products():
-        logging.getLogger("qfsdp").warning(
-            "this CPU has no bf16 matrix products, and training takes about 20 times as long as in "
-            "fp32: set model.dtype=fp32"
-        )
+    if x.dtype == torch.bfloat16 and not BF16_PRODUCTS and on_cpu(x):
+        return torch.float32
+    return x.dtype

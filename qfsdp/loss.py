@@ -18,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.compiled import compiled
+from qfsdp.cpu import product_dtype
 from qfsdp.data.loader import IGNORE_INDEX
 
 CHUNK_LOGITS = 1 << 26  # numbers: 128 MB in bf16, 523 tokens of a vocabulary of 128,256
@@ -120,8 +121,9 @@ def _of_plain(
 ) -> tuple[Tensor, Tensor]:
     """The same for a trained weight, without a second tensor of the weight's size."""
     (weight,), (grad,) = trained, grads
+    rows, dtype = max(1, CHUNK_WEIGHTS // hidden.size(1)), product_dtype(hidden)
+    hidden, weight = hidden.to(dtype), weight.to(dtype)
     loss, grad_logits = _loss_and_gradient_(F.linear(hidden, weight), labels)
-    rows = max(1, CHUNK_WEIGHTS // hidden.size(1))
     for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
         into += columns.t() @ hidden
     return loss, grad_logits @ weight

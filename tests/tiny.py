@@ -12,15 +12,11 @@ from safetensors.torch import save_file
 
 from qfsdp import launch
 from qfsdp.compiled import has_compiler
-from qfsdp.cpu import dtype_override
 
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="inductor needs a C++ compiler (install g++)"
 )
 ROOT = Path(__file__).parent.parent
-# For runs that show nothing of bf16: three updates of the real model take 200 s in it where the
-# CPU has no such products, and 15 s in fp32.
-USUAL_DTYPE = dtype_override()
 TINY_CONFIG = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",

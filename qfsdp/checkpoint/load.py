@@ -20,7 +20,6 @@ from qfsdp.checkpoint.packed_layout import PackedWeight, local_columns
 from qfsdp.checkpoint.safetensors_read import DTYPES as STORED_DTYPES
 from qfsdp.checkpoint.safetensors_read import Read, RowStream, StoredTensor
 from qfsdp.checkpoint.sources import ModelWeights, base_parameters
-from qfsdp.cpu import warn_of_bf16
 from qfsdp.distributed import ShardingConfig
 from qfsdp.errors import UserError
 from qfsdp.host import return_freed_memory
@@ -90,8 +89,6 @@ def load_base(
     """
     sharding = sharding or ShardingConfig()
     source.check(model)
-    if progress:
-        warn_of_bf16(model.compute_dtype or model.model.norm.weight.dtype, device)
     model.to_empty(device="cpu" if sharding.cpu_offload else device)
     model.tie_weights()
     if sharding.offload_base != "none":

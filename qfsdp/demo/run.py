@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.config import load_config
-from qfsdp.cpu import dtype_override
 from qfsdp.demo.prepare import prepare
 from qfsdp.distributed import init_world
 from qfsdp.evaluation.heldout import held_out_batches, held_out_loss
@@ -45,7 +44,6 @@ def main() -> None:
     model, _, heldout = prepare()
     print(f"demo: model {model}\ndemo: held-out problems {heldout}", flush=True)
     overrides = [f"output_dir={args.output_dir}", f"max_steps={args.max_steps}"]
-    overrides += dtype_override()
     # An earlier demonstration's: a run refuses to mix its checkpoints with others.
     shutil.rmtree(Path(args.output_dir) / "checkpoints", ignore_errors=True)
 

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from qfsdp.compiled import compiled, opaque
+from qfsdp.cpu import product_dtype
 from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
 
 
@@ -40,11 +41,12 @@ def _adapted_linear(
     format: str,
     row_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    w = frozen_weight(weight, extras, format, x.size(-1), row_offset, x.dtype, ratio)
-    rows = x.flatten(0, -2)
-    z = (rows if dropped is None else dropped.flatten(0, -2)) @ a.to(x.dtype).t()
-    y = (rows @ w.t()).addmm_(z, _scaled(b, ratio, scaling, x.dtype).t())
-    return y.view(*x.shape[:-1], -1), z
+    dtype = product_dtype(x)
+    w = frozen_weight(weight, extras, format, x.size(-1), row_offset, dtype, ratio)
+    rows = x.flatten(0, -2).to(dtype)
+    z = (rows if dropped is None else dropped.flatten(0, -2).to(dtype)) @ a.to(dtype).t()
+    y = (rows @ w.t()).addmm_(z, _scaled(b, ratio, scaling, dtype).t())
+    return y.to(x.dtype).view(*x.shape[:-1], -1), z.to(x.dtype)
 
 
 @opaque("qfsdp::adapted_linear_backward")
@@ -64,20 +66,22 @@ def _adapted_linear_backward(
     wants_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dropped, a and b; empty where there is none to be had."""
-    g, source = grad.flatten(0, -2), x if dropped is None else dropped
-    grad_z = g @ _scaled(b, ratio, scaling, g.dtype)
-    grad_a = (grad_z.t() @ source.flatten(0, -2)).float()
-    grad_b = _scaled((g.t() @ z).float(), ratio, scaling, torch.float32)
+    dtype = product_dtype(grad)
+    g = grad.flatten(0, -2).to(dtype)
+    source = (x if dropped is None else dropped).flatten(0, -2)
+    grad_z = g @ _scaled(b, ratio, scaling, dtype)
+    grad_a = (grad_z.t() @ source.to(dtype)).float()
+    grad_b = _scaled((g.t() @ z.to(dtype)).float(), ratio, scaling, torch.float32)
     # Outputs of a custom op may not share memory, not even none of it.
     grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
     if wants_x:
-        w = frozen_weight(weight, extras, format, x.size(-1), row_offset, g.dtype, ratio)
+        w = frozen_weight(weight, extras, format, x.size(-1), row_offset, dtype, ratio)
         grad_x = g @ w
         if dropped is None:
-            grad_x.addmm_(grad_z, a.to(g.dtype))
+            grad_x.addmm_(grad_z, a.to(dtype))
         else:
-            grad_dropped = (grad_z @ a.to(g.dtype)).view_as(x)
-        grad_x = grad_x.view_as(x)
+            grad_dropped = (grad_z @ a.to(dtype)).to(x.dtype).view_as(x)
+        grad_x = grad_x.to(x.dtype).view_as(x)
     return grad_x, grad_dropped, grad_a, grad_b
 
 

@@ -40,6 +40,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qfsdp.compiled import on_cpu
+from qfsdp.cpu import product_dtype
 from qfsdp.errors import InvalidField
 from qfsdp.modules.adapted_op import adapted_linear
 from qfsdp.modules.packed_linear import PackedLinear
@@ -306,7 +307,7 @@ def row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         part = slice(start, min(start + step, weight.size(0)))
         rows = weight[part] if step < weight.size(0) else weight
         if isinstance(rows, PackedTensor):
-            which = (rows.format, rows.cols, rows.row_offset, rows.dtype)
+            which = (rows.format, rows.cols, rows.row_offset, product_dtype(rows))
             rows = frozen_weight(rows.packed, rows.extras, *which)
         yield part, rows
 
@@ -327,9 +328,9 @@ def _adapted_squares(
     |w + s b A|^2 = |w|^2 + 2 s (w A^T) . b + s^2 b (A A^T) b^T
     """
     squares = torch.empty_like(base_squares)
-    a = a.to(weight.dtype)
+    a = a.to(product_dtype(weight))
     gram = (a.float() @ a.t().float()) * scaling**2
     for part, rows in row_chunks(weight):
-        mixed = torch.addmm((rows @ a.t()).float(), b[part], gram, beta=2 * scaling)
+        mixed = torch.addmm((rows.to(a.dtype) @ a.t()).float(), b[part], gram, beta=2 * scaling)
         torch.add(base_squares[part], (mixed * b[part]).sum(1), out=squares[part])
     return squares.clamp_(min=0.0)

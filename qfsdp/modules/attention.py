@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.compiled import opaque
+from qfsdp.cpu import product_dtype
 
 aten = torch.ops.aten
 
@@ -32,11 +33,23 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     # core), always with flash attention. On CUDA, flash shares but takes neither masks nor fp32,
     # and the memory-efficient kernel, which takes both, cannot share: asked to, PyTorch falls back
     # to the math path with its seq x seq matrix. So k/v are expanded in those two cases.
+    if (dtype := product_dtype(q)) != q.dtype:
+        return _attend_in(dtype, q, k, v, mask)
     share = mask is None and q.dtype != torch.float32
     if not share and q.shape[1] != k.shape[1]:
         groups = q.shape[1] // k.shape[1]
         k, v = (t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (k, v))
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=share)
+
+
+def _attend_in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+    """`attend` in another dtype. The op for documents, where it serves, keeps none of that: rows
+    without a mask are documents of one length."""
+    if mask is not None:
+        return attend(q.to(dtype), k.to(dtype), v.to(dtype), mask).to(q.dtype)
+    batch, seq = q.shape[0], q.shape[2]
+    ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seq
+    return attend_documents(q, k, v, ends, seq)
 
 
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
@@ -139,9 +152,10 @@ def _attend_each(
 ) -> tuple[Tensor, Tensor]:
     """Attention `[tokens, heads, head_dim]` and its logsumexp `[tokens, heads]`, at least fp32."""
     forward: Callable[..., Any] = _flash_forward if q.device.type == "cpu" else _plain_forward
-    out, logsumexp = _empty_outputs(q)
+    (out, logsumexp), dtype = _empty_outputs(q), product_dtype(q)
     for chosen in _documents(cu_seqlens, len(q)):
-        part = forward(*_heads_first(q[chosen], k[chosen], v[chosen]), window)
+        given = (t[chosen].to(dtype) for t in (q, k, v))
+        part = forward(*_heads_first(*given), window)
         out[chosen], logsumexp[chosen] = part[0][0].transpose(0, 1), part[1][0].T
     return out, logsumexp
 
@@ -159,8 +173,9 @@ def _attend_each_backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     backward: Callable[..., Any] = _flash_backward if q.device.type == "cpu" else _plain_backward
     grads = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
+    dtype = product_dtype(q)
     for chosen in _documents(cu_seqlens, len(q)):
-        given = _heads_first(*(t[chosen] for t in (grad, q, k, v, out)))
+        given = _heads_first(*(t[chosen].to(dtype) for t in (grad, q, k, v, out)))
         parts = backward(*given, logsumexp[chosen].T[None], window)
         for whole, part in zip(grads, parts, strict=True):
             whole[chosen] = part[0].transpose(0, 1)

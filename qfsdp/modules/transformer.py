@@ -32,6 +32,7 @@ from qfsdp.modules.activations import (
 )
 from qfsdp.modules.attention import attend, attend_cached, attend_documents
 from qfsdp.modules.cache import KVCache, LayerCache
+from qfsdp.tensor_subclasses.packed import linear
 
 # Per architecture: what Hugging Face assumes for a key that config.json leaves out, and what its
 # model code fixes, whatever config.json says.
@@ -233,6 +234,13 @@ def _check_sizes(config: dict[str, Any], names: tuple[str, ...], source: str) ->
             raise UserError(f"{source}: {name} is {value!r}; expected a positive integer")
 
 
+class Linear(nn.Linear):
+    """`nn.Linear` that multiplies in the `product_dtype` of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear(x, self.weight, self.bias)
+
+
 class RMSNorm(nn.Module):
     """Root mean square norm over the last dimension, in fp32 whatever the input's dtype.
 
@@ -271,10 +279,10 @@ class Attention(nn.Module):
         c = config
         self.head_dim, self.window = c.head_dim, window
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q_proj = nn.Linear(c.hidden_size, q_size, bias=c.qkv_bias)
-        self.k_proj = nn.Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
-        self.v_proj = nn.Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
-        self.o_proj = nn.Linear(q_size, c.hidden_size, bias=c.o_bias)
+        self.q_proj = Linear(c.hidden_size, q_size, bias=c.qkv_bias)
+        self.k_proj = Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
+        self.v_proj = Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
+        self.o_proj = Linear(q_size, c.hidden_size, bias=c.o_bias)
         self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
 
@@ -310,9 +318,9 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
+        self.gate_proj = Linear(hidden, intermediate, bias=bias)
+        self.up_proj = Linear(hidden, intermediate, bias=bias)
+        self.down_proj = Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -456,7 +464,7 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class OutputLayer(nn.Linear):
+class OutputLayer(Linear):
     """Hidden states to logits `[..., vocab]`; given labels, to their summed cross entropy."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:

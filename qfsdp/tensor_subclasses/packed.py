@@ -48,6 +48,7 @@ from torch import Tensor
 
 import qfsdp.compiled
 from qfsdp.compiled import on_cpu, opaque
+from qfsdp.cpu import product_dtype
 
 aten = torch.ops.aten
 
@@ -458,7 +459,7 @@ def frozen_weight(
         row_scale: fp32 `[rows]`, multiplied in before rounding to `dtype`.
     """
     if not format:
-        return weight if row_scale is None else (weight * row_scale.unsqueeze(1)).to(dtype)
+        return (weight if row_scale is None else weight * row_scale.unsqueeze(1)).to(dtype)
     out = None
     traced = type(weight) is not Tensor and qfsdp.compiled.dry_run is None
     if on_cpu(weight) and not traced:
@@ -475,14 +476,18 @@ def frozen_weight(
 def _packed_linear(
     x: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int, row_offset: int
 ) -> Tensor:
-    return F.linear(x, frozen_weight(packed, extras, format, cols, row_offset, x.dtype))
+    dtype = product_dtype(x)
+    weight = frozen_weight(packed, extras, format, cols, row_offset, dtype)
+    return F.linear(x.to(dtype), weight).to(x.dtype)
 
 
 @opaque("qfsdp::packed_linear_backward")
 def _packed_linear_backward(
     grad: Tensor, packed: Tensor, extras: Sequence[Tensor], format: str, cols: int, row_offset: int
 ) -> Tensor:
-    return grad @ frozen_weight(packed, extras, format, cols, row_offset, grad.dtype)
+    dtype = product_dtype(grad)
+    weight = frozen_weight(packed, extras, format, cols, row_offset, dtype)
+    return (grad.to(dtype) @ weight).to(grad.dtype)
 
 
 @_packed_linear.register_fake
@@ -515,7 +520,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """`x @ weight.T + bias` for a plain or a packed frozen weight.
 
     Args:
-        x: `[..., cols]`, floating point; the product is computed in its dtype.
+        x: `[..., cols]`, floating point; the product is computed in its `product_dtype`.
         weight: `[rows, cols]`. A `PackedTensor` gets no gradient; autograd keeps its bytes
             and nothing else of the weight's size.
         bias: `[rows]` or None.
@@ -523,8 +528,34 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         `[..., rows]`, of x's dtype.
     """
-    if not isinstance(weight, PackedTensor):
+    if isinstance(weight, PackedTensor):
+        which = (weight.format, weight.cols, weight.row_offset)
+        y = _packed_linear(x, weight.packed, list(weight.extras), *which)
+    elif product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
-    which = (weight.format, weight.cols, weight.row_offset)
-    y = _packed_linear(x, weight.packed, list(weight.extras), *which)
+    else:
+        y = _WideLinear.apply(x, weight)
     return y if bias is None else y + bias
+
+
+class _WideLinear(torch.autograd.Function):
+    """`x @ weight.T` of plain matrices in their `product_dtype`; they are kept as they are."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        of_x, of_weight = ctx.needs_input_grad
+        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
+        dtype = product_dtype(x)
+        return F.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, weight = ctx.saved_tensors
+        dtype, grad_x, grad_weight = product_dtype(grad), None, None
+        g = grad.to(dtype)
+        if weight is not None:
+            grad_x = (g @ weight.to(dtype)).to(grad.dtype)
+        if x is not None:
+            rows = x.flatten(0, -2).to(dtype)
+            grad_weight = (g.flatten(0, -2).t() @ rows).to(grad.dtype)
+        return grad_x, grad_weight

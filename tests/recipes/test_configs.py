@@ -18,7 +18,6 @@ from qfsdp.tune_hook import recipe_named_by
 from tests.models import adapted_model, cpu_world
 from tests.tiny import (
     ROOT,
-    USUAL_DTYPE,
     load_recipe,
     write_tiny_model,
     write_tiny_model_with_tokenizer,
@@ -60,7 +59,6 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     argv = ["--config", str(config), "max_steps=2", "max_seq_len=128", "batch_size=2"]
     argv += ["gradient_accumulation_steps=2", "lr_scheduler.num_warmup_steps=0"]
     argv += [f"output_dir={tmp_path}/run", f"model.path={model}", f"dataset.source={data}"]
-    argv += USUAL_DTYPE
     full = name == TRAINERS[1]
     argv += ["optimizer.lr=1e-3"] if full else []  # else too little for two updates
     cfg = load_config(recipe.Config, argv)

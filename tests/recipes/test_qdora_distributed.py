@@ -19,7 +19,6 @@ from qfsdp.demo.arithmetic import write_splits
 from qfsdp.errors import UserError
 from tests.tiny import (
     ROOT,
-    USUAL_DTYPE,
     load_recipe,
     needs_compiler,
     write_tiny_model_with_tokenizer,
@@ -49,7 +48,6 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
     """Three updates by the command as typed; everything that a run leaves behind."""
     words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=2"]
-    words += USUAL_DTYPE
     words += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
     done = tune("run", "--nproc_per_node", "2", RECIPE, *words, f"output_dir={tmp_path}/run")
     assert done.returncode == 0, done.stderr
@@ -107,7 +105,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     words += [f"model.path={model}", f"dataset.source={train_file}", f"output_dir={tmp_path}/run"]
     words += ["packed=true", "compile=true", f"compile_cache_dir={tmp_path}/cache"]
     words += ["profiler.steps=[2]", "profiler.ranks=[1]"]
-    words += ["optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused", *USUAL_DTYPE]
+    words += ["optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"]
     done = tune("run", "--nproc_per_node", "2", RECIPE, *words)
     assert done.returncode == 0, done.stderr
     assert f"compiled code: {tmp_path}/cache\n" in done.stdout
@@ -127,7 +125,7 @@ def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_f
     edit = 'print("edited!")\n    world = init_world('
     copy.write_text(copy.read_text().replace("world = init_world(", edit))
     words = ["--config", "configs/smollm2_135m_qlora.yaml", "max_steps=2", f"model.path={model}"]
-    words += [f"dataset.source={train_file}", *USUAL_DTYPE]
+    words += [f"dataset.source={train_file}"]
     done = tune("run", "my_recipe", *words, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     assert "edited!" in done.stdout

@@ -26,7 +26,7 @@ from qfsdp.config import load_config
 from qfsdp.demo.arithmetic import write_splits
 from qfsdp.errors import UserError
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, USUAL_DTYPE, load_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
@@ -345,7 +345,7 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def real(model: Path, data: Path, run: Path, *words: str) -> list[str]:
     more = [f"model.path={model}", f"dataset.source={data}", f"output_dir={run}", "batch_size=2"]
-    more += ["preflight=false", *USUAL_DTYPE]  # a preflight takes 2.5 s
+    more += ["preflight=false"]  # a preflight takes 2.5 s
     config = ["--config", "configs/smollm2_135m_qdora.yaml", *more, *words]
     return [str(TUNE), "run", "--nproc_per_node", "2", RECIPE, *config]
 

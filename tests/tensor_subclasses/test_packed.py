@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from qfsdp import cpu
 from qfsdp.modules.adapters import AdapterConfig, LowRankLinear
 from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.tensor_subclasses import nf4
@@ -236,8 +237,13 @@ INPUT_SHAPES = [(7, COLS), (2, 5, COLS), (0, COLS)]
 @pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 def test_linear_is_that_of_the_dequantized_weight(
-    shape: tuple[int, ...], dtype: torch.dtype, with_bias: bool, weight: NF4Tensor
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    with_bias: bool,
+    weight: NF4Tensor,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(cpu, "BF16_PRODUCTS", True)  # without them: tests/test_cpu.py
     plain = weight.dequantize(dtype)
     bias = torch.randn(ROWS, dtype=dtype) if with_bias else None
     x = torch.randn(shape, dtype=dtype, requires_grad=True)
