@@ -14,6 +14,7 @@ from types import FunctionType
 from typing import Any, ParamSpec, Protocol, TypeVar, cast
 
 import torch
+from torch.fx.experimental import _config
 
 from qfsdp.errors import UserError
 
@@ -214,7 +215,10 @@ class _Kernel:
         if (direct := self._notes.get(facts)) is not None:
             return direct(args)
         self._last.call = None
-        result = self._by_dynamo(*args)
+        # Sizes that are equal in the first call are no rule: most models have a square weight, and
+        # each kernel was built for it and then again for the others, 4 s on a CPU.
+        with _config.patch(use_duck_shape=False):
+            result = self._by_dynamo(*args)
         call: _Call | None = self._last.call
         self._last.call = None
         if call is not None and len(self._notes) < self.MOST_NOTES:

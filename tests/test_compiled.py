@@ -52,6 +52,16 @@ def check(kernel: Counted, args: tuple[Any, ...], new: bool) -> None:
     assert kernel.by_dynamo == before + new
 
 
+def test_one_build_serves_square_and_other_shapes() -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    kernel = Counted(scaled)
+    with torch.no_grad():
+        for shape in ((8, 8), (6, 8), (40, 40), (8, 6)):
+            check(kernel, (numbers(*shape), numbers(shape[0]), 3), new=True)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+
+
 def test_the_second_call_of_a_kind_skips_dynamo() -> None:
     torch._dynamo.reset()
     kernel = Counted(scaled)
