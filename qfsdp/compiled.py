@@ -217,7 +217,7 @@ class _Kernel:
         self._last.call = None
         # Sizes that are equal in the first call are no rule: most models have a square weight, and
         # each kernel was built for it and then again for the others, 4 s on a CPU.
-        with _config.patch(use_duck_shape=False):
+        with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             result = self._by_dynamo(*args)
         call: _Call | None = self._last.call
         self._last.call = None
