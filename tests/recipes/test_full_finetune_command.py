@@ -11,6 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from qfsdp import cpu
 from qfsdp.checkpoint.sources import ModelWeights
 from qfsdp.config import load_config
 from qfsdp.errors import UserError
@@ -140,12 +141,15 @@ def transformers_logits(folder: Path) -> Tensor:
         return model(TOKENS).logits
 
 
-def test_the_model_that_comes_out(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
+def test_the_model_that_comes_out(
+    folder: Path, runs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The trained weights as the last checkpoint has them, the others as they were; transformers
     computes with it what our decoder does with these."""
     from qfsdp.checkpoint.state import read_trained
     from qfsdp.modules.transformer import Decoder, DecoderConfig
 
+    monkeypatch.setattr(cpu, "BF16_PRODUCTS", True)  # what transformers computes with on any CPU
     base = saved(folder)
     for key, (whole, _) in runs.items():
         way = key.partition(" ")[2]
