@@ -119,7 +119,8 @@ def _of_any(
 def _of_plain(
     head: nn.Module, hidden: Tensor, labels: Tensor, trained: Sequence[Tensor], grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The same for a trained weight, without a second tensor of the weight's size."""
+    """The same for a trained weight, without a second tensor of the weight's size (but where
+    `product_dtype` is another: there a chunk has a copy)."""
     (weight,), (grad,) = trained, grads
     rows, dtype = max(1, CHUNK_WEIGHTS // hidden.size(1)), product_dtype(hidden)
     hidden, weight = hidden.to(dtype), weight.to(dtype)

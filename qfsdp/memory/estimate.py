@@ -292,7 +292,7 @@ def _first_update(
     model: nn.Module, optimizer: Optimizer, clock: StepClock, tracker: MemoryTracker
 ) -> None:
     """Leaves what loading and the first step of a run do, DoRA's squared norms and the optimizer's
-    state: a whole step more took 60 % of an estimate's time."""
+    state: a whole step more took half of an estimate's time."""
     for _, module in low_rank_linears(model):
         if module.weight_norm is not None:
             module.base_squares = torch.empty_like(local_part(module.weight_norm))

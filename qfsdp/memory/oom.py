@@ -158,9 +158,8 @@ def largest_tensors(model: nn.Module | None) -> list[dict[str, Any]]:
 def _holds_memory(tensor: Tensor) -> bool:
     """Not so what tracing may leave behind: functional tensors around fake ones, which have
     symbols for sizes, and the wrappers of `torch.func`."""
-    if torch._is_functional_tensor(tensor) or torch._C._functorch.is_functorch_wrapped_tensor(
-        tensor
-    ):
+    of_func = torch._C._functorch.is_functorch_wrapped_tensor(tensor)
+    if of_func or torch._is_functional_tensor(tensor):
         return False
     return tensor.layout == torch.strided and tensor.device.type != "meta"
 
