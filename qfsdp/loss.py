@@ -11,7 +11,8 @@ never reach the output layer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -21,7 +22,9 @@ from qfsdp.compiled import compiled
 from qfsdp.cpu import product_dtype
 from qfsdp.data.loader import IGNORE_INDEX
 
-CHUNK_LOGITS = 1 << 26  # numbers: 128 MB in bf16, 523 tokens of a vocabulary of 128,256
+# Numbers: 128 MB in bf16, 523 tokens of a vocabulary of 128,256. Half as many where products of
+# bf16 are computed in fp32.
+CHUNK_LOGITS = 1 << 26
 CHUNK_WEIGHTS = 1 << 24  # of the output layer, whose gradient is added at a time: 32 MB in bf16
 
 
@@ -71,19 +74,22 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3:])
         trained = given if wanted else ()
-        gradients = _of_plain if isinstance(head, nn.Linear) and trained else _of_any
-        vocabulary = head.weight.size(0)  # type: ignore[union-attr, operator]
-        step = max(1, CHUNK_LOGITS // vocabulary)
         loss = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.zeros_like(hidden) if wanted else None
         grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
+        weight, dtype = cast(Tensor, head.weight), product_dtype(hidden)
+        step = CHUNK_LOGITS * hidden.element_size() // dtype.itemsize // weight.size(0) or 1
+        logits, gradients = head.forward, partial(_of_any, head, trained)
+        if isinstance(head, nn.Linear):
+            # Cast once, where products have another dtype, and not for every chunk and product.
+            hidden, weight = hidden.to(dtype), weight.detach().to(dtype)
+            logits, gradients = partial(F.linear, weight=weight), partial(_of_plain, weight)
         for start in range(0, len(hidden), step):
             part = slice(start, start + step)
             if grad_hidden is None:
-                loss += _loss_and_gradient_(head.forward(hidden[part]), labels[part])[0]
+                loss += _loss_and_gradient_(logits(hidden[part]), labels[part])[0]
                 continue
-            chunk = (hidden[part], labels[part])
-            of_chunk, grad_hidden[part] = gradients(head, *chunk, trained, grads)
+            of_chunk, grad_hidden[part] = gradients(hidden[part], labels[part], grads)
             loss += of_chunk
         ctx.dtypes = [param.dtype for param in trained]
         ctx.save_for_backward(*([] if grad_hidden is None else [grad_hidden, *grads]))
@@ -100,7 +106,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _of_any(
-    head: nn.Module, hidden: Tensor, labels: Tensor, trained: Sequence[Tensor], grads: list[Tensor]
+    head: nn.Module, trained: Sequence[Tensor], hidden: Tensor, labels: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """The loss of a chunk and the gradient of its hidden state; adds those of `trained` to
     `grads`."""
@@ -117,16 +123,15 @@ def _of_any(
 
 
 def _of_plain(
-    head: nn.Module, hidden: Tensor, labels: Tensor, trained: Sequence[Tensor], grads: list[Tensor]
+    weight: Tensor, hidden: Tensor, labels: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The same for a trained weight, without a second tensor of the weight's size (but where
-    `product_dtype` is another: there a chunk has a copy)."""
-    (weight,), (grad,) = trained, grads
-    rows, dtype = max(1, CHUNK_WEIGHTS // hidden.size(1)), product_dtype(hidden)
-    hidden, weight = hidden.to(dtype), weight.to(dtype)
+    """The same for a plain weight, without a second tensor of its size; `grads` holds its gradient,
+    or nothing where it is frozen."""
+    rows = max(1, CHUNK_WEIGHTS // hidden.size(1))
     loss, grad_logits = _loss_and_gradient_(F.linear(hidden, weight), labels)
-    for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
-        into += columns.t() @ hidden
+    for grad in grads:
+        for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
+            into += columns.t() @ hidden
     return loss, grad_logits @ weight
 
 

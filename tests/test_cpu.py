@@ -6,18 +6,22 @@ import json
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qfsdp import cpu
+from qfsdp import loss as loss_module
 from qfsdp.cpu import product_dtype
+from qfsdp.loss import head_loss, summed_cross_entropy
 from qfsdp.modules.adapters import AdapterConfig, refresh_dora_norms
 from qfsdp.modules.attention import attend
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.modules.transformer import Decoder, DecoderConfig, Linear
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.packed import linear
 from tests.models import adapted_model, randomize_adapters
@@ -197,3 +201,33 @@ def test_no_more_is_kept_for_backward(
     with_products, without = (sum(storages.values()) for storages in kept.values())
     ends = 2 * 3 * 4  # of the rows, for attention in each layer
     assert 100_000 < without == with_products + ends
+
+
+@pytest.mark.parametrize("trained", [False, True])
+def test_the_loss_casts_its_weight_once(
+    trained: bool, monkeypatch: pytest.MonkeyPatch, without_products: None
+) -> None:
+    """And its chunks have half the logits, as those are in fp32 there."""
+    monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 20 * 577)
+    head = Linear(64, 577, bias=False).to(BF16).requires_grad_(trained)
+    hidden = torch.randn(1, 35, 64, dtype=BF16, requires_grad=True)
+    made: list[Tensor] = []
+
+    class Casts(TorchDispatchMode):
+        def __torch_dispatch__(self, op: Any, types: Any, args: Any, kwargs: Any = None) -> Any:
+            result = op(*args, **(kwargs or {}))
+            if op is torch.ops.aten._to_copy.default:
+                made.append(result)
+            return result
+
+    chunks: list[int] = []
+    of_chunk = loss_module._loss_and_gradient_
+    monkeypatch.setattr(
+        loss_module, "_loss_and_gradient_", lambda *a: chunks.append(len(a[0])) or of_chunk(*a)
+    )
+    with Casts():
+        loss = head_loss(head, hidden, torch.arange(35)[None])
+    assert chunks == [10, 10, 10, 5]
+    assert [t.dtype for t in made if t.shape == head.weight.shape] == [FP32]
+    logits = F.linear(hidden.float(), head.weight.float())
+    torch.testing.assert_close(loss, summed_cross_entropy(logits, torch.arange(35)[None]))
