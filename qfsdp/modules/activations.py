@@ -14,11 +14,12 @@ included, so either measure works on what the other leaves.
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +71,33 @@ def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
     return y
 
 
-@contextmanager
-def kept_as_sum(terms: tuple[Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
-    """The sum of three tensors; within, autograd keeps the terms where it would keep the sum.
+class Unsummed(NamedTuple):
+    """The input of a layer and what the layer adds to it, three tensors that the next layer sums.
 
-    For terms that are kept anyway. Backward sums them up again, to the same bits.
+    `x_again` computes x, where that is such a sum itself; None: x is kept.
     """
-    total = terms[0] + terms[1] + terms[2]
-    first, second, third = (term.detach() for term in terms)
+
+    x: Tensor
+    attention: Tensor
+    feed_forward: Tensor
+    x_again: Callable[[], Tensor] | None = None
+
+
+@contextmanager
+def kept_as_sum(terms: Unsummed) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
+    """The sum, and what computes it again. Within, autograd keeps the latter instead of the sum.
+
+    For terms that are kept anyway. Backward computes the same bits, of a row of layers whose inputs
+    are such sums all of them at once, and each stays until backward is through its layer.
+    """
+    total = _Sum.apply(*terms[:3])
+    first, second, third = (term.detach() for term in terms[:3])
+    x_again = terms.x_again or (lambda: first)
     memory = total.untyped_storage()._cdata
+
+    @functools.cache
+    def again() -> Tensor:
+        return x_again() + second + third
 
     def pack(tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata == memory:
@@ -86,12 +105,24 @@ def kept_as_sum(terms: tuple[Tensor, Tensor, Tensor]) -> Iterator[Tensor]:
         return tensor.detach()  # a result that an operation keeps would keep itself alive
 
     def unpack(packed: Any) -> Tensor:
-        if isinstance(packed, Tensor):
-            return packed
-        return (first + second + third).as_strided(*packed)
+        return packed if isinstance(packed, Tensor) else again().as_strided(*packed)
 
     with saved_tensors_hooks(pack, unpack):
-        yield total
+        yield total, again
+
+
+class _Sum(torch.autograd.Function):
+    """`x + y + z` in one piece of memory, a little larger than the numbers: it is freed soon, and
+    glibc puts no aligned block of the same size into the hole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
+        out = x.new_empty(x.numel() + 256)[: x.numel()].view(x.shape)
+        return torch.add(x, y, out=out).add_(z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return grad, grad, grad
 
 
 # ---- selective checkpointing -----------------------------------------------------------------

@@ -27,6 +27,7 @@ from qfsdp.modules.activations import (
     ActivationConfig,
     Checkpointing,
     Offload,
+    Unsummed,
     checkpointed,
     kept_as_sum,
 )
@@ -340,7 +341,7 @@ def _mark_lengths(
         torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
 
 
-Residual = Tensor | tuple[Tensor, Tensor, Tensor]  # the second: as terms of a sum
+Residual = Tensor | Unsummed
 
 
 class DecoderLayer(nn.Module):
@@ -348,7 +349,7 @@ class DecoderLayer(nn.Module):
 
     `block` is the computation, which `compile_block` compiles. `windowed` says whether the model's
     sliding window holds in this layer. `unsummed` has it hand on its input and what it adds to it
-    as three tensors, which the next layer sums: see `Decoder.compile_layers`.
+    `Unsummed`, for the next layer to sum: see `Decoder.compile_layers`.
     """
 
     def __init__(self, config: DecoderConfig, windowed: bool) -> None:
@@ -417,9 +418,10 @@ class DecoderLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Residual:
-        if isinstance(x, tuple):
-            with kept_as_sum(x) as total:
-                return DecoderLayer.forward(self, total, cos, sin, mask, cu_seqlens)
+        if isinstance(x, Unsummed):
+            with kept_as_sum(x) as (total, again):
+                y = DecoderLayer.forward(self, total, cos, sin, mask, cu_seqlens)
+            return y._replace(x_again=again) if isinstance(y, Unsummed) else y
         if cache is not None:
             return self._cached_block(x, cos, sin, mask, cache)
         if self.compiled:  # here, as FSDP2 hands the layer other tensors than it was called with
@@ -428,7 +430,7 @@ class DecoderLayer(nn.Module):
         if not torch.is_grad_enabled():
             return self.block(*args)
         if self.unsummed and self.offload is None and self.recomputed == "none":
-            return x, *self.branches(*args)
+            return Unsummed(x, *self.branches(*args))
         if self.offload is None:
             return checkpointed(self.block, self.recomputed, *args)
         with self.offload.layer((*self.parameters(), cos, sin)):
@@ -517,10 +519,11 @@ class Decoder(nn.Module):
             layer.compile_block()
         # What the branches of a layer give is kept for DoRA's magnitudes anyway. The next layer's
         # input then need not be kept: it is the sum of them and the input before. (The sum within
-        # a layer compiled code works out again by itself.) For 512 tokens of SmolLM2 in fp32 QDoRA
-        # keeps 382 MB instead of 400, QLoRA 364.
-        for layer in layers[:-1:2]:
-            layer.unsummed = layer.keeps_branches
+        # a layer compiled code works out again by itself.) Backward needs the inputs of such a row
+        # of layers at once, so rows are as long as there are rows.
+        row = max(2, math.isqrt(len(layers)))
+        for index, layer in enumerate(layers[:-1], 1):
+            layer.unsummed = layer.keeps_branches and index % row != 0
 
     def forward(
         self,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -16,7 +17,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from qfsdp.checkpoint.export import adapter_parameters
 from qfsdp.errors import InvalidField
-from qfsdp.modules import activations
+from qfsdp.modules import activations, transformer
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.modules.shards import whole_tensor
@@ -301,6 +302,46 @@ def test_without_gradients_nothing_is_kept(folder: Path, monkeypatch: pytest.Mon
 def test_every_n_layers_is_checked() -> None:
     with pytest.raises(InvalidField, match="every_n_layers"):
         ActivationConfig(every_n_layers=0).check()
+
+
+# ---- inputs of layers that are sums of what is kept --------------------------------------------
+
+
+@pytest.mark.parametrize("row", [2, 3, 6])
+def test_inputs_that_are_sums_are_not_kept(
+    row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In rows of layers; gradients to the last bit, and nothing stays after backward."""
+    folder = write_tiny_model(tmp_path, num_hidden_layers=6)
+    model, given, sums = tiny(folder, dropout=0.3), batch(), []
+    expected = gradients(model, ActivationConfig(), given)
+    kept = bytes_kept(model, ActivationConfig(), given)
+
+    @contextmanager
+    def watched(terms: activations.Unsummed) -> Iterator[Any]:
+        with activations.kept_as_sum(terms) as (total, again):
+            sums.extend((weakref.ref(total), weakref.ref(again)))
+            yield total, again
+
+    monkeypatch.setattr(transformer, "kept_as_sum", watched)
+    for index, layer in enumerate(model.model.layers, 1):
+        layer.unsummed = index % row != 0
+    assert_equal(gradients(model, ActivationConfig(), given), expected, f"rows of {row}")
+    assert len(sums) == 2 * 2 * 6 * (row - 1) // row  # of two micro-batches
+    assert not [alive for sum in sums if (alive := sum()) is not None]
+    inputs = given["tokens"].numel() * model.config.hidden_size * 4 * 6 * (row - 1) // row
+    assert bytes_kept(model, ActivationConfig(), given) == kept - inputs
+
+
+@pytest.mark.parametrize(("layers", "row"), [(1, 2), (3, 2), (9, 3), (11, 3), (16, 4)])
+def test_rows_are_as_long_as_there_are_rows(layers: int, row: int, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, num_hidden_layers=layers)
+    for method in ("dora", "lora"):
+        model = tiny(folder, method)
+        model.compile_layers()
+        ends = [index % row == 0 or index == layers for index in range(1, layers + 1)]
+        unsummed = [layer.unsummed for layer in model.model.layers]
+        assert unsummed == [method == "dora" and not end for end in ends]
 
 
 # ---- torch.compile -----------------------------------------------------------------------------
