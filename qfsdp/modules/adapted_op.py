@@ -25,7 +25,12 @@ from torch import Tensor
 
 from qfsdp.compiled import compiled, opaque
 from qfsdp.cpu import product_dtype
-from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
+from qfsdp.tensor_subclasses.packed import (
+    PackedTensor,
+    factor_in,
+    frozen_weight,
+    product_in,
+)
 
 
 @opaque("qfsdp::adapted_linear")
@@ -43,9 +48,9 @@ def _adapted_linear(
 ) -> tuple[Tensor, Tensor]:
     dtype = product_dtype(x)
     w = frozen_weight(weight, extras, format, x.size(-1), row_offset, dtype, ratio)
-    rows = x.flatten(0, -2).to(dtype)
-    z = (rows if dropped is None else dropped.flatten(0, -2).to(dtype)) @ a.to(dtype).t()
-    y = (rows @ w.t()).addmm_(z, _scaled(b, ratio, scaling, dtype).t())
+    z = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype) @ a.to(dtype).t()
+    y = product_in(factor_in(x.flatten(0, -2), dtype), w.t(), x.dtype)
+    y.addmm_(z, _scaled(b, ratio, scaling, dtype).t())
     return y.to(x.dtype).view(*x.shape[:-1], -1), z.to(x.dtype)
 
 
@@ -67,21 +72,21 @@ def _adapted_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dropped, a and b; empty where there is none to be had."""
     dtype = product_dtype(grad)
-    g = grad.flatten(0, -2).to(dtype)
-    source = (x if dropped is None else dropped).flatten(0, -2)
+    g = factor_in(grad.flatten(0, -2), dtype)
     grad_z = g @ _scaled(b, ratio, scaling, dtype)
-    grad_a = (grad_z.t() @ source.to(dtype)).float()
     grad_b = _scaled((g.t() @ z.to(dtype)).float(), ratio, scaling, torch.float32)
     # Outputs of a custom op may not share memory, not even none of it.
     grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
     if wants_x:
         w = frozen_weight(weight, extras, format, x.size(-1), row_offset, dtype, ratio)
-        grad_x = g @ w
+        grad_x = product_in(g, w, x.dtype)
         if dropped is None:
             grad_x.addmm_(grad_z, a.to(dtype))
         else:
             grad_dropped = (grad_z @ a.to(dtype)).to(x.dtype).view_as(x)
         grad_x = grad_x.to(x.dtype).view_as(x)
+    source = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype)
+    grad_a = (grad_z.t() @ source).float()
     return grad_x, grad_dropped, grad_a, grad_b
 
 
