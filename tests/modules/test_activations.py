@@ -333,6 +333,21 @@ def test_inputs_that_are_sums_are_not_kept(
     assert bytes_kept(model, ActivationConfig(), given) == kept - inputs
 
 
+def sums_on_ranks(folder: Path, wrap: str) -> bool:
+    model = tiny(folder, dropout=0.2, wrap=wrap)
+    expected = gradients(model, ActivationConfig(), batch())
+    for index, layer in enumerate(model.model.layers, 1):
+        layer.unsummed = index % 3 != 0
+    found = gradients(model, ActivationConfig(), batch())
+    return all(torch.equal(found[key], value) for key, value in expected.items())
+
+
+@pytest.mark.parametrize("wrap", ["decoder_layer", "linear"])
+def test_inputs_that_are_sums_on_two_ranks(wrap: str, tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, num_hidden_layers=6)
+    assert run_ranks(2, sums_on_ranks, folder, wrap) == [True, True]
+
+
 @pytest.mark.parametrize(("layers", "row"), [(1, 2), (3, 2), (9, 3), (11, 3), (16, 4)])
 def test_rows_are_as_long_as_there_are_rows(layers: int, row: int, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, num_hidden_layers=layers)
