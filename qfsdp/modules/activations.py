@@ -117,7 +117,7 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        out = x.new_empty(x.numel() + 256)[: x.numel()].view(x.shape)
+        out = x.new_empty(x.numel() + 256).resize_(x.shape)
         return torch.add(x, y, out=out).add_(z)
 
     @staticmethod

@@ -25,12 +25,7 @@ from torch import Tensor
 
 from qfsdp.compiled import compiled, opaque
 from qfsdp.cpu import product_dtype
-from qfsdp.tensor_subclasses.packed import (
-    PackedTensor,
-    factor_in,
-    frozen_weight,
-    product_in,
-)
+from qfsdp.tensor_subclasses.packed import PackedTensor, factor_in, frozen_weight, product_in
 
 
 @opaque("qfsdp::adapted_linear")
