@@ -19,7 +19,7 @@ import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
@@ -97,7 +97,7 @@ def kept_as_sum(terms: Unsummed) -> Iterator[tuple[Tensor, Callable[[], Tensor]]
 
     @functools.cache
     def again() -> Tensor:
-        return x_again() + second + third
+        return cast(Tensor, _Sum.apply(x_again(), second, third))
 
     def pack(tensor: Tensor) -> Any:
         if tensor.untyped_storage()._cdata == memory:

@@ -43,8 +43,9 @@ def _adapted_linear(
 ) -> tuple[Tensor, Tensor]:
     dtype = product_dtype(x)
     w = frozen_weight(weight, extras, format, x.size(-1), row_offset, dtype, ratio)
-    z = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype) @ a.to(dtype).t()
-    y = product_in(factor_in(x.flatten(0, -2), dtype), w.t(), x.dtype)
+    rows = factor_in(x.flatten(0, -2), dtype)
+    y = product_in(rows, w.t(), x.dtype)
+    z = (rows if dropped is None else factor_in(dropped.flatten(0, -2), dtype)) @ a.to(dtype).t()
     y.addmm_(z, _scaled(b, ratio, scaling, dtype).t())
     return y.to(x.dtype).view(*x.shape[:-1], -1), z.to(x.dtype)
 
