@@ -187,11 +187,12 @@ def _held_by_autograd(results: list[Any]) -> Callable[[], list[Any]]:
     leaves, structure = tree_flatten(results)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-    node: Any = _Hold.apply(torch.empty(0, requires_grad=True), *tensors).grad_fn
+    # Up to torch 2.11 a node lives as long as its output, whoever else knows it.
+    output: Any = _Hold.apply(torch.empty(0, requires_grad=True), *tensors)
     del results, leaves, tensors
 
     def again() -> list[Any]:
-        held = iter(node.saved_tensors)
+        held = iter(output.grad_fn.saved_tensors)
         filled = [next(held) if other is None else other[0] for other in others]
         return tree_unflatten(filled, structure)
 
