@@ -25,6 +25,16 @@ R = TypeVar("R")
 
 SMALLEST_COMPILED = 1 << 14  # elements of the first tensor, if a kernel does not say otherwise
 
+# For kernels over packed bytes, on GPUs. Inductor's own choice are tiles of blocks by bytes of a
+# block, with masks and with indices looked at in every lookup: 37 to 55 instructions a weight of
+# NF4 in its code for an H100, 14 with these options (torch 2.11).
+FLAT_ON_GPUS: dict[str, Any] = {"triton.max_tiles": 1, "assert_indirect_indexing": False}
+# Products and divisions rounded on GPUs as on CPUs: no fused multiply-adds.
+ROUNDED_ALIKE: dict[str, Any] = {
+    "emulate_precision_casts": True,
+    "eager_numerics.division_rounding": True,
+}
+
 
 class DryRun(Protocol):
     """What follows memory where nothing is computed (`qfsdp.memory`), on tensors that all are of

@@ -75,8 +75,13 @@ def write_pairs(first: Tensor, second: Tensor, out: Tensor) -> None:
     """Writes the weights of every byte, fp32 `[rows, blocks, 32]` each, as one integer.
 
     Stores stay contiguous so: 4.9 G weights/s per core (AVX-512), against 0.1 (fp32) and 0.7 (bf16)
-    when the halves of a byte are interleaved with `stack`.
+    when the halves of a byte are interleaved with `stack`. GPUs have an instruction that rounds to
+    bf16, CPUs vectorize whole numbers only.
     """
+    if out.dtype == torch.int32 and first.device.type != "cpu":
+        low, high = (half.bfloat16().view(torch.int16).int() for half in (first, second))
+        out.copy_(((high << 16) | (low & 65535)).flatten(1))
+        return
     first, second = first.view(torch.int32), second.view(torch.int32)
     if out.dtype == torch.int32:
         pair = (_round_to_bf16(second) & -65536) | ((_round_to_bf16(first) >> 16) & 65535)

@@ -23,7 +23,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qfsdp.compiled import compiled
+from qfsdp.compiled import FLAT_ON_GPUS, compiled
 from qfsdp.tensor_subclasses.four_bit import (
     BLOCK,
     CHUNK_WEIGHTS,
@@ -122,7 +122,7 @@ def _groups_of_rows(weight: Tensor | Iterable[Tensor], rows: int, cols: int) -> 
 # ---- dequantizing ----------------------------------------------------------------------------
 
 
-@partial(compiled, static_on_gpus=True)
+@partial(compiled, options=FLAT_ON_GPUS, static_on_gpus=True)
 def _write_weights(
     codes: Tensor, scales: Tensor, zeros: Tensor, row_scale: Tensor | None, out: Tensor
 ) -> None:

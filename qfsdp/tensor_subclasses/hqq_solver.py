@@ -16,12 +16,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
 import qfsdp.compiled
-from qfsdp.compiled import compiled
+from qfsdp.compiled import ROUNDED_ALIKE, compiled
 from qfsdp.tensor_subclasses.four_bit import BLOCK, CHUNK_WEIGHTS
 
 LEVELS = 15  # the highest code
@@ -63,7 +64,7 @@ def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor
     return inverse, zero
 
 
-@compiled
+@partial(compiled, options=ROUNDED_ALIKE)
 def _start(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of every group 1 / scale, the first zero, and the mean of weight / scale (fp64)."""
     low, high = groups.float().amin(1), groups.float().amax(1)
@@ -73,7 +74,7 @@ def _start(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inverse, zero, _sums(_levels(groups, inverse, zero)) / BLOCK - zero.double()
 
 
-@compiled
+@partial(compiled, options=ROUNDED_ALIKE)
 def _step(
     groups: Tensor, inverse: Tensor, zero: Tensor, mean: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -86,7 +87,7 @@ def _step(
     return code.sum(1).double() / BLOCK - mean, errors, off.amax(1) / inverse
 
 
-@compiled
+@partial(compiled, options=ROUNDED_ALIKE)
 def _shrunk(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
     """Of every group the mean of e / scale, fp64."""
     level = _levels(groups, inverse, zero)
@@ -113,7 +114,7 @@ def _sums(values: Tensor) -> Tensor:
     return high.sum(1).double() / 2.0**10 + low.sum(1).double() / 2.0**27
 
 
-@compiled
+@partial(compiled, options=ROUNDED_ALIKE)
 def codes_of(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
     """uint8 `[n, 64]`."""
     return _levels(groups, inverse, zero).round().clamp(0, LEVELS).to(torch.uint8)

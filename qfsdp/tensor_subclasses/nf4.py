@@ -23,12 +23,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.compiled import compiled
+from qfsdp.compiled import FLAT_ON_GPUS, compiled
 from qfsdp.tensor_subclasses.four_bit import (
     BLOCK,
     CHUNK_WEIGHTS,
@@ -73,7 +74,11 @@ def _dynamic_levels() -> list[float]:
     return sorted(levels)
 
 
+# Between neighbouring levels, in fp32. Four lie right between two numbers of fp32; bitsandbytes'
+# code for GPUs has the other of the two, which one fp32 weight in some ten million can tell.
 _MIDPOINTS = tuple((torch.tensor(NF4_LEVELS)[1:] + torch.tensor(NF4_LEVELS)[:-1]).div(2).tolist())
+_OTHERS = {0: -0.848096430, 8: 0.120255254, 12: 0.501663387, 14: 0.861478388}  # by index
+_MIDPOINTS_ON_GPUS = tuple(_OTHERS.get(index, point) for index, point in enumerate(_MIDPOINTS))
 DYNAMIC_LEVELS = tuple(_dynamic_levels())
 
 
@@ -187,7 +192,7 @@ def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     # How many midpoints lie below: the index of the nearest level. Fifteen comparisons
     # vectorize; a binary search does not.
     code = torch.zeros_like(unit, dtype=torch.int32)
-    for midpoint in _MIDPOINTS:
+    for midpoint in _MIDPOINTS if weight.device.type == "cpu" else _MIDPOINTS_ON_GPUS:
         code = code + (unit > midpoint)
     return code.to(torch.uint8).flatten(1), absmax
 
@@ -357,10 +362,10 @@ def _absmax_products(
 
 # The tree of selections is more operations than inductor puts into one kernel by itself; split in
 # several it is 10 times as slow (0.5 against 4.9 G weights/s per core).
-ONE_KERNEL = {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000}
+ONE_KERNEL: dict[str, Any] = {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000}
 
 
-@partial(compiled, options=ONE_KERNEL, static_on_gpus=True)
+@partial(compiled, options=ONE_KERNEL | FLAT_ON_GPUS, static_on_gpus=True)
 def _write_weights(
     codes: Tensor,
     products: Tensor,
