@@ -336,10 +336,11 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> float:
+def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
     """Scales the gradients in place so that their global L2 norm is at most `max_norm`.
 
-    Returns the norm before clipping, over all parameters of all ranks, in fp32; None clips nothing.
+    Returns the norm before clipping, over all parameters of all ranks, fp32 `[]`; None clips
+    nothing. A tensor, so that nobody waits for it before the rest of the step is on its way.
     A gradient that was used up in backward counts by the norm that it left (`USED_GRAD_NORM`).
     """
     parameters = list(parameters)
@@ -360,7 +361,7 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> floa
     if max_norm is not None:
         scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
         torch._foreach_mul_(rows, scale.to(rows[0].device) if rows else scale)
-    return norm.item()
+    return norm
 
 
 def packed_bytes(model: nn.Module) -> int:

@@ -189,7 +189,7 @@ def train_step(
             scheduler.step()
     with clock.phase("norm_refresh"):
         refresh_dora_norms(model)  # A and B changed: the only place where they do
-    return {"loss": world.sum(loss.item()), "grad_norm": grad_norm, "lr": lr}
+    return {"loss": world.sum(loss.item()), "grad_norm": grad_norm.item(), "lr": lr}
 
 
 def main(cfg: Config) -> None:

@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qfsdp.compiled import on_cpu
+from qfsdp.compiled import compiled, on_cpu
 from qfsdp.cpu import product_dtype
 from qfsdp.errors import InvalidField
 from qfsdp.modules.adapted_op import adapted_linear
@@ -280,10 +280,8 @@ def refresh_dora_norms(model: nn.Module) -> None:
         weight = held_rows(module.weight, module.lora_B, b.device)
         if module.base_squares is None:
             module.base_squares = _squared_norms(weight)
-        squares = _adapted_squares(weight, a, b, module.scaling, module.base_squares)
-        # A row of zeros (an unused vocabulary entry): magnitude and norm are alike, their ratio 1.
-        tiny = torch.finfo(torch.float32).tiny
-        local_part(module.weight_norm).copy_(squares.sqrt_().clamp_(min=tiny))
+        norms = _adapted_norms(weight, a, b, module.scaling, module.base_squares)
+        local_part(module.weight_norm).copy_(norms)
 
 
 def held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
@@ -320,17 +318,24 @@ def _squared_norms(weight: Tensor) -> Tensor:
     return squares.square_()
 
 
-def _adapted_squares(
+def _adapted_norms(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, base_squares: Tensor
 ) -> Tensor:
-    """fp32 `[rows]`, the squared row norms of W + scaling * B A, without B A:
-
-    |w + s b A|^2 = |w|^2 + 2 s (w A^T) . b + s^2 b (A A^T) b^T
-    """
-    squares = torch.empty_like(base_squares)
-    a = a.to(product_dtype(weight))
-    gram = (a.float() @ a.t().float()) * scaling**2
+    """fp32 `[rows]`, the row norms of W + scaling * B A."""
+    mixed = torch.empty_like(b, dtype=product_dtype(weight))  # W A^T, `[rows, rank]`
+    a = a.to(mixed.dtype)
     for part, rows in row_chunks(weight):
-        mixed = torch.addmm((rows.to(a.dtype) @ a.t()).float(), b[part], gram, beta=2 * scaling)
-        torch.add(base_squares[part], (mixed * b[part]).sum(1), out=squares[part])
-    return squares.clamp_(min=0.0)
+        torch.mm(rows.to(a.dtype), a.t(), out=mixed[part])
+    return _norms(mixed, a, b * scaling, base_squares)
+
+
+@compiled
+def _norms(mixed: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
+    """Of rows w with squared norms `base_squares`, given w A^T, without B A (b is scaled):
+
+    |w + b A|^2 = |w|^2 + (2 w A^T + b A A^T) . b
+    """
+    gram = a.float() @ a.t().float()
+    squares = base_squares + ((2 * mixed.float() + b @ gram) * b).sum(1)
+    # A row of zeros (an unused vocabulary entry): magnitude and norm are alike, their ratio 1.
+    return squares.clamp(min=0.0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
