@@ -4,9 +4,10 @@
 
 Everyone writes where its users have it written: ours where training does (`frozen_weight`, on CPUs
 over the previous weight), the others into new memory. Bits are compared with bitsandbytes' before
-anything is timed. Shapes: on a CPU the linears of SmolLM2-135M and Llama-3-8B, without --quick two
-of Llama-3-70B; on a GPU those of 70B. torchao takes none whose size 16,384 does not divide, and
-with --quick none above 16 M weights, as it quantizes 7 M a second.
+anything is timed. Shapes: on a CPU the linears of SmolLM2-135M and Llama-3-8B and two of
+Llama-3-70B, with --quick only the two smallest of 8B; on a GPU those of 70B. torchao takes none
+whose size 16,384 does not divide, and with --quick none above 16 M weights, as it quantizes 7 M a
+second.
 
 Keys of the JSON file; `gpu_` for `cpu_` on a GPU. Each ratio has `_min` and `_max`, over all shapes
 and rounds, and is itself the geometric mean over shapes of medians over rounds:
@@ -34,6 +35,7 @@ import warnings
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from types import FunctionType
 from typing import Any
 
 import torch
@@ -42,7 +44,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, Times, arguments, geometric, in_turns, ratios, table, tell
-from qfsdp.compiled import can_compile
+from qfsdp.compiled import FLAT_ON_GPUS, can_compile, compiled
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
 
@@ -68,13 +70,21 @@ def ours(weight: PackedTensor) -> Tensor:
     return frozen_weight(weight.packed, weight.extras, *which)
 
 
-def with_levels(level: Callable[[Tensor, Tensor], Tensor], weight: PackedTensor) -> Tensor:
-    """Ours with other code for the levels: dynamo guards the global, so both builds are kept."""
-    kept, nf4._level = nf4._level, level  # type: ignore[assignment]
-    try:
-        return ours(weight)
-    finally:
-        nf4._level = kept
+def with_levels(level: Callable[[Tensor, Tensor], Tensor]) -> Callable[[PackedTensor], Tensor]:
+    """Ours with other code for the levels, in builds of its own."""
+    code = nf4._write_weights.__wrapped__.__code__  # type: ignore[attr-defined]
+    write = FunctionType(code.replace(co_name=level.__name__), vars(nf4))
+    kernel = compiled(write, nf4.ONE_KERNEL | FLAT_ON_GPUS, static_on_gpus=True)
+
+    def run(weight: PackedTensor) -> Tensor:
+        kept = nf4._level, nf4._write_weights
+        nf4._level, nf4._write_weights = level, kernel  # type: ignore[assignment]
+        try:
+            return ours(weight)
+        finally:
+            nf4._level, nf4._write_weights = kept
+
+    return run
 
 
 def bitsandbytes_cases(weight: Tensor, expected: Tensor) -> dict[str, Callable[[], Any]]:
@@ -150,7 +160,7 @@ def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tu
             ("table", nf4.level_from_table),
             ("selections", nf4.level_by_selections),
         ):
-            cases[name] = partial(with_levels, level, packed)
+            cases[name] = partial(with_levels(level), packed)
             assert torch.equal(cases[name](), expected), name
     times = in_turns(cases, rounds, device)
     found: Figures = {}
@@ -181,7 +191,7 @@ def main() -> None:
     args = arguments(__doc__).parse_args()
     warnings.filterwarnings("ignore", module="torchao|bitsandbytes")
     torch._dynamo.config.recompile_limit = 64  # torchao's, once per shape
-    prefix, shapes = "cpu", SMOLLM2 + LLAMA_8B + ([] if args.quick else LLAMA_70B[:2])
+    prefix, shapes = "cpu", SMOLLM2 + (LLAMA_8B[:2] if args.quick else LLAMA_8B + LLAMA_70B[:2])
     if args.device == "cuda":
         prefix, shapes = "gpu", LLAMA_70B
     details: Figures = {}

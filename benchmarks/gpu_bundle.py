@@ -17,7 +17,7 @@ from pathlib import Path
 WHEELS = Path(__file__).parent.parent / "gpu_wheels"
 LIMIT_BYTES = 55 << 20
 NEEDED = ["safetensors", "omegaconf", "pyyaml", "tqdm", "pytest", "pluggy", "iniconfig"]
-NEEDED += ["packaging", "pygments", "bitsandbytes", "peft"]
+NEEDED += ["packaging", "pygments", "pytest-xdist", "execnet", "bitsandbytes", "peft"]
 PEERS = ["transformers", "accelerate", "tokenizers"]
 NO_WHEEL = ["antlr4-python3-runtime==4.9.3"]  # of omegaconf; pure Python, built here
 PLATFORMS = ["manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014"]

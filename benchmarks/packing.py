@@ -3,9 +3,9 @@
     python benchmarks/packing.py [--quick] [--json packing.json] [--data train.jsonl]
 
 SmolLM2-135M, its base in NF4, with LoRA adapters in bf16: forward and backward of shuffled batches
-of 8 samples, padded to the longest, and of 2 packs of 1,024 slots, in turn. The data are GSM8K's
-questions and answers (`--data`, rows with `question` and `answer`; without GSM8K, the generated
-problems of the demonstration).
+of 8 samples, padded to the longest, and of 2 packs of 1,024 slots, in turn (with --quick 3 and 1).
+The data are GSM8K's questions and answers (`--data`, rows with `question` and `answer`; without
+GSM8K, the generated problems of the demonstration).
 
     packed_over_padded_tokens           ratio of real tokens per second, the median of all turns;
                                         `_min` and `_max` are the worst and the best turn
@@ -25,6 +25,7 @@ import statistics
 import sys
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -43,7 +44,19 @@ from qfsdp.modules.transformer import Decoder, DecoderConfig
 from qfsdp.tune_hook import quiet_torchao
 
 GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k/train.jsonl"
-SAMPLES, PACKS, MAX_SEQ_LEN = 8, 2, 1024
+MAX_SEQ_LEN = 1024
+
+
+class Sizes(NamedTuple):
+    """What is measured: `samples` or `packs` to a batch, some turns, rows of the data or all."""
+
+    turns: int
+    samples: int = 8
+    packs: int = 2
+    rows: int | None = None
+
+
+QUICK = Sizes(turns=2, samples=3, packs=1, rows=800)
 
 
 def load_model(folder: Path) -> Decoder:
@@ -87,10 +100,10 @@ def loader(
 
 
 @torch.no_grad()
-def loss_difference(model: Decoder, packed: PackedDataset, pad_id: int) -> float:
-    """Of the samples of two packs, packed and one per row."""
-    together = [packed[n] for n in range(PACKS)]
-    alone = [packed.dataset[i] for n in range(PACKS) for i in packed.samples(n)]
+def loss_difference(model: Decoder, packed: PackedDataset, packs: int, pad_id: int) -> float:
+    """Of the samples of the first packs, packed and one per row."""
+    together = [packed[n] for n in range(packs)]
+    alone = [packed.dataset[i] for n in range(packs) for i in packed.samples(n)]
     losses = [
         loss_of(model, collate(items, pad_id=pad_id, max_seq_len=MAX_SEQ_LEN)).item()
         for items in (together, alone)
@@ -107,11 +120,14 @@ def packing_seconds(lengths: list[int]) -> float:
     return time.perf_counter() - since
 
 
-def run(file: Path, folder: Path, turns: int, rows: int | None) -> dict[str, float]:
+def run(file: Path, folder: Path, sizes: Sizes) -> dict[str, float]:
     tokenizer = hf_tokenizer(str(folder))
-    data = instruct_dataset(tokenizer, source=str(file), prompt_column="question", max_rows=rows)
+    data = instruct_dataset(
+        tokenizer, source=str(file), prompt_column="question", max_rows=sizes.rows
+    )
     packed_data = PackedDataset(data, MAX_SEQ_LEN, seed=0)
-    padded, packed = loader(data, tokenizer, SAMPLES), loader(packed_data, tokenizer, PACKS)
+    padded = loader(data, tokenizer, sizes.samples)
+    packed = loader(packed_data, tokenizer, sizes.packs)
     print(f"{file.name}: {len(data)} samples of {statistics.mean(data.lengths):.0f} tokens")
     epoch = [padded.step(step)[0] for step in range(padded.steps_per_epoch)]
     figures = {
@@ -120,11 +136,11 @@ def run(file: Path, folder: Path, turns: int, rows: int | None) -> dict[str, flo
         "padded_efficiency": sum(b.num_tokens for b in epoch) / sum(b.num_slots for b in epoch),
     }
     model = load_model(folder)
-    figures["loss_difference"] = loss_difference(model, packed_data, tokenizer.pad_id)
+    figures["loss_difference"] = loss_difference(model, packed_data, sizes.packs, tokenizer.pad_id)
     tokens_per_second(model, collate([data[0]], pad_id=tokenizer.pad_id))
     ratios: dict[str, list[float]] = {"tokens": [], "cpu": []}
     print("turn   padded: slots  tokens/s   packed: slots  tokens/s   ratio")
-    for turn in range(turns):
+    for turn in range(sizes.turns):
         batches = epoch[turn], packed.step(turn)[0]
         slow, fast = (tokens_per_second(model, batch) for batch in batches)
         for of_turns, one, other in zip(ratios.values(), fast, slow, strict=True):
@@ -142,19 +158,19 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="2,000 rows, three turns")
+    parser.add_argument("--quick", action="store_true", help="smaller batches, 2 threads")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--data", type=Path, help="a .jsonl file with questions and answers")
     parser.add_argument("--turns", type=int, default=10, help="batches of each kind")
     parser.add_argument(
-        "--threads", type=int, default=1, help="more wait for each other where others compute too"
+        "--threads", type=int, help="default: 1; more wait for each other where others compute too"
     )
     args = parser.parse_args()
-    torch.set_num_threads(args.threads)
+    torch.set_num_threads(args.threads or (2 if args.quick else 1))
     quiet_torchao()
     folder, generated, _ = prepare()
     file = args.data or (GSM8K if GSM8K.exists() else generated)
-    figures = run(file, folder, *((3, 2000) if args.quick else (args.turns, None)))
+    figures = run(file, folder, QUICK if args.quick else Sizes(args.turns))
     for key, value in figures.items():
         print(f"{key} {value:.4g}")
     if args.json:
