@@ -68,7 +68,9 @@ def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor
 def _start(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """Of every group 1 / scale, the first zero, and the mean of weight / scale (fp64)."""
     low, high = groups.float().amin(1), groups.float().amax(1)
-    inverse = torch.where(high - low <= MIN_RANGE, 1.0, LEVELS / (high - low))
+    span = high - low
+    # A number over a tensor would be a reciprocal, which GPUs' code does not round.
+    inverse = torch.where(span <= MIN_RANGE, 1.0, torch.ones_like(span) / span * LEVELS)
     inverse = inverse.clamp(max=MAX_INVERSE)
     zero = -low * inverse
     return inverse, zero, _sums(_levels(groups, inverse, zero)) / BLOCK - zero.double()
