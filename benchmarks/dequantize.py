@@ -33,9 +33,8 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -44,7 +43,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, Times, arguments, geometric, in_turns, ratios, table, tell
-from qfsdp.compiled import FLAT_ON_GPUS, can_compile, compiled
+from qfsdp.compiled import _copy, can_compile, compiled
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
 
@@ -70,11 +69,11 @@ def ours(weight: PackedTensor) -> Tensor:
     return frozen_weight(weight.packed, weight.extras, *which)
 
 
+@cache
 def with_levels(level: Callable[[Tensor, Tensor], Tensor]) -> Callable[[PackedTensor], Tensor]:
     """Ours with other code for the levels, in builds of its own."""
-    code = nf4._write_weights.__wrapped__.__code__  # type: ignore[attr-defined]
-    write = FunctionType(code.replace(co_name=level.__name__), vars(nf4))
-    kernel = compiled(write, nf4.ONE_KERNEL | FLAT_ON_GPUS, static_on_gpus=True)
+    write = _copy(nf4._write_weights.__wrapped__)  # type: ignore[attr-defined]
+    kernel = compiled(write, nf4.ONE_KERNEL, static_on_gpus=True)
 
     def run(weight: PackedTensor) -> Tensor:
         kept = nf4._level, nf4._write_weights

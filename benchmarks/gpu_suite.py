@@ -25,6 +25,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import torch
@@ -92,8 +93,9 @@ class Suite:
                 words, cwd=ROOT, env=self.env, capture_output=True, text=True, timeout=left
             )
             output, status = done.stdout + done.stderr, done.returncode
-        except subprocess.TimeoutExpired:
-            output, status = "the time was over", -1
+        except subprocess.TimeoutExpired as error:
+            printed = (error.stdout or b"") + (error.stderr or b"")  # bytes, in spite of `text`
+            output, status = printed.decode(errors="replace") + "\nthe time was over", -1
         with self.log.open("a") as log:
             log.write(f"\n== {name}: exit {status}\n{output}")
         print(output[-3000:] if status == 0 else output[-6000:])
@@ -105,14 +107,13 @@ class Suite:
 
     def tests(self) -> None:
         """Eight at a time where pytest-xdist is there: they compile, 152 s on 16 cores."""
-        imports = [sys.executable, "-c", "import xdist"]
-        found = subprocess.run(imports, env=self.env, capture_output=True).returncode == 0
-        at_once = ["-n", str(min(8, os.cpu_count() or 1))] if found else []
+        has_xdist = find_spec("xdist") or any(WHEELS.glob("pytest_xdist-*"))
+        at_once = ["-n", str(min(8, os.cpu_count() or 1))] if has_xdist else []
         options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *at_once]
         output = self.run("tests", "-m", "pytest", *options, *TESTS)
         for word in ("passed", "failed", "skipped"):
-            counts = re.findall(rf"(\d+) {word}", output)
-            self.figures[f"tests_{word}"] = int(counts[-1]) if counts else 0
+            found = re.findall(rf"(\d+) {word}", output)
+            self.figures[f"tests_{word}"] = int(found[-1]) if found else 0
 
 
 def compare(found: dict[str, float]) -> dict[str, float]:

@@ -75,18 +75,18 @@ def write_pairs(first: Tensor, second: Tensor, out: Tensor) -> None:
     """Writes the weights of every byte, fp32 `[rows, blocks, 32]` each, as one integer.
 
     Stores stay contiguous so: 4.9 G weights/s per core (AVX-512), against 0.1 (fp32) and 0.7 (bf16)
-    when the halves of a byte are interleaved with `stack`. GPUs have an instruction that rounds to
-    bf16, CPUs vectorize whole numbers only.
+    when the halves of a byte are interleaved with `stack`. Rounding vectorizes on CPUs in whole
+    numbers; GPUs have an instruction for it.
     """
-    if out.dtype == torch.int32 and first.device.type != "cpu":
-        low, high = (half.bfloat16().view(torch.int16).int() for half in (first, second))
-        out.copy_(((high << 16) | (low & 65535)).flatten(1))
-        return
-    first, second = first.view(torch.int32), second.view(torch.int32)
-    if out.dtype == torch.int32:
-        pair = (_round_to_bf16(second) & -65536) | ((_round_to_bf16(first) >> 16) & 65535)
+    if out.dtype != torch.int32:
+        low, high = (half.view(torch.int32).long() for half in (first, second))
+        pair = (low & 0xFFFFFFFF) | (high << 32)
+    elif first.device.type == "cpu":
+        low, high = (_round_to_bf16(half.view(torch.int32)) for half in (first, second))
+        pair = (high & -65536) | ((low >> 16) & 65535)
     else:
-        pair = (first.long() & 0xFFFFFFFF) | (second.long() << 32)
+        low, high = (half.bfloat16().view(torch.int16).int() for half in (first, second))
+        pair = (high << 16) | (low & 65535)
     out.copy_(pair.flatten(1))
 
 

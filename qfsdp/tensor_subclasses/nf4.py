@@ -23,7 +23,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Iterable, Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -362,10 +361,10 @@ def _absmax_products(
 
 # The tree of selections is more operations than inductor puts into one kernel by itself; split in
 # several it is 10 times as slow (0.5 against 4.9 G weights/s per core).
-ONE_KERNEL: dict[str, Any] = {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000}
+ONE_KERNEL = FLAT_ON_GPUS | {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000}
 
 
-@partial(compiled, options=ONE_KERNEL | FLAT_ON_GPUS, static_on_gpus=True)
+@partial(compiled, options=ONE_KERNEL, static_on_gpus=True)
 def _write_weights(
     codes: Tensor,
     products: Tensor,
