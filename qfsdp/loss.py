@@ -22,9 +22,13 @@ from qfsdp.compiled import compiled
 from qfsdp.cpu import product_dtype
 from qfsdp.data.loader import IGNORE_INDEX
 
-# Numbers: 128 MB in bf16, 523 tokens of a vocabulary of 128,256. Half as many where products of
+# Numbers: 128 MB in bf16, 512 tokens of a vocabulary of 128,256. Half as many where products of
 # bf16 are computed in fp32.
 CHUNK_LOGITS = 1 << 26
+# Tokens of a chunk are a multiple: GPUs multiply in tiles of 128. The 523 tokens that would fit are
+# five rows of tiles; of 128 x 128, the gradient of the hidden state has 160 then, two rounds on the
+# 132 processors of an H200, and 128 for 512 tokens, one.
+TILE = 128
 CHUNK_WEIGHTS = 1 << 24  # of the output layer, whose gradient is added at a time: 32 MB in bf16
 
 
@@ -60,9 +64,8 @@ def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
     Returns:
         fp32 scalar, with gradients for `hidden` and the trained parameters of `head`.
     """
-    chosen = labels != IGNORE_INDEX
     trained = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
-    return _HeadLoss.apply(hidden[chosen], labels[chosen], head, *trained)
+    return _HeadLoss.apply(hidden.flatten(0, -2), labels.flatten(), head, *trained)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -73,12 +76,16 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, head: nn.Module, *given: Tensor
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3:])
+        # The one wait for a GPU until the end of a step: how many there are.
+        chosen, ctx.tokens = (labels != IGNORE_INDEX).nonzero().squeeze(1), len(labels)
+        hidden, labels = hidden[chosen], labels[chosen]
         trained = given if wanted else ()
         loss = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.zeros_like(hidden) if wanted else None
         grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
         weight, dtype = cast(Tensor, head.weight), product_dtype(hidden)
         step = CHUNK_LOGITS * hidden.element_size() // dtype.itemsize // weight.size(0) or 1
+        step -= step % TILE if step > TILE else 0
         logits, gradients = head.forward, partial(_of_any, head, trained)
         if isinstance(head, nn.Linear):
             # Cast once, where products have another dtype, and not for every chunk and product.
@@ -92,17 +99,19 @@ class _HeadLoss(torch.autograd.Function):
             of_chunk, grad_hidden[part] = gradients(hidden[part], labels[part], grads)
             loss += of_chunk
         ctx.dtypes = [param.dtype for param in trained]
-        ctx.save_for_backward(*([] if grad_hidden is None else [grad_hidden, *grads]))
+        ctx.save_for_backward(*([] if grad_hidden is None else [chosen, grad_hidden, *grads]))
         return loss
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grad_hidden, *grads = ctx.saved_tensors
+        chosen, grad_hidden, *grads = ctx.saved_tensors
         scaled = (
             torch.mul(of_param, grad, out=torch.empty_like(of_param, dtype=dtype))
             for of_param, dtype in zip(grads, ctx.dtypes, strict=True)
         )
-        return grad_hidden * grad, None, None, *scaled
+        # Autograd's own way would look for the chosen tokens again, and sort them.
+        spread = grad_hidden.new_zeros(ctx.tokens, grad_hidden.size(1))
+        return spread.index_copy_(0, chosen, grad_hidden * grad), None, None, *scaled
 
 
 def _of_any(

@@ -38,8 +38,14 @@ def _put(tensor: Tensor, indices: Sequence[Tensor | None], *_: Any) -> Tensor | 
     return tensor if mask is not None and mask.dtype == torch.bool else None
 
 
+def _all_places(mask: Tensor) -> Tensor:
+    """`mask.nonzero()` of a mask that chooses everything."""
+    return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
+
+
 DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _scalar,
+    aten.nonzero.default: _all_places,
     aten.index.Tensor: _chosen,
     aten.index_put.default: _put,
     aten.index_put_.default: _put,

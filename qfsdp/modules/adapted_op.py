@@ -8,8 +8,9 @@ costs no pass over activations in forward. Its gradient needs no other product, 
     d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
 
 and y is kept by what consumes it anyway, for the most part (for the rest see
-`Decoder.compile_layers`). The product with B is added in place by the matrix multiplication, and
-so is its gradient for x.
+`Decoder.compile_layers`). The product with W is added to the one with B in place, and so are their
+gradients for x: the sum is rounded once, and is no pass of its own over an output (235 MB for 8,192
+tokens of an 8B model's feed-forward).
 
 Two opaque custom ops, as for `packed.linear`: traced into a compiled layer, the partitioner would
 decide what of the dequantized weight is kept.
@@ -42,11 +43,12 @@ def _adapted_linear(
     row_offset: int,
 ) -> tuple[Tensor, Tensor]:
     dtype = product_dtype(x)
+    rows = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype)
+    z = rows @ a.to(dtype).t()
+    y = product_in(z, _scaled(b, ratio, scaling, dtype).t(), x.dtype)
+    rows = rows if dropped is None else factor_in(x.flatten(0, -2), dtype)
     w = frozen_weight(weight, extras, format, x.size(-1), row_offset, dtype, ratio)
-    rows = factor_in(x.flatten(0, -2), dtype)
-    y = product_in(rows, w.t(), x.dtype)
-    z = (rows if dropped is None else factor_in(dropped.flatten(0, -2), dtype)) @ a.to(dtype).t()
-    y.addmm_(z, _scaled(b, ratio, scaling, dtype).t())
+    y.addmm_(rows, w.t())
     return y.to(x.dtype).view(*x.shape[:-1], -1), z.to(x.dtype)
 
 
@@ -75,11 +77,11 @@ def _adapted_linear_backward(
     grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
     if wants_x:
         w = frozen_weight(weight, extras, format, x.size(-1), row_offset, dtype, ratio)
-        grad_x = product_in(g, w, x.dtype)
         if dropped is None:
-            grad_x.addmm_(grad_z, a.to(dtype))
+            grad_x = product_in(grad_z, a.to(dtype), x.dtype).addmm_(g, w)
         else:
             grad_dropped = (grad_z @ a.to(dtype)).to(x.dtype).view_as(x)
+            grad_x = product_in(g, w, x.dtype)
         grad_x = grad_x.to(x.dtype).view_as(x)
     source = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype)
     grad_a = (grad_z.t() @ source).float()

@@ -84,6 +84,7 @@ def test_numbers_that_do_not_exist(tracker: MemoryTracker) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     mask = torch.zeros(4, dtype=torch.bool)
     assert x[mask].shape == (4, 8)  # everything may be chosen
+    assert mask.nonzero().shape == (4, 1)
     x[mask].sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
     assert x.sum().item() == 1.0 and int(mask.sum()) == 1

@@ -259,9 +259,9 @@ def test_other_lengths_build_nothing_new(tmp_path: Path) -> None:
 
     torch._dynamo.reset()
     block = torch.compile(layer.block, fullgraph=True, backend=backend)
-    x, table = torch.randn(2, SEQ, 192), torch.randn(2, 1, SEQ, 32)
+    x, (cos, sin) = torch.randn(2, SEQ, 192), torch.randn(2, 2, SEQ, 1, 32)
     for ends in ([0, 13, 40, 80], [0, 40, 50, 80], [0, 40, 79, 80]):
-        block(x, table, table, None, torch.tensor(ends, dtype=torch.int32))
+        block(x, cos, sin, None, torch.tensor(ends, dtype=torch.int32))
     assert len(builds) == 1
 
 

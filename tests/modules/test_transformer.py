@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -26,7 +27,7 @@ from transformers import (
 from qfsdp import cpu
 from qfsdp.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.transformer import Decoder, DecoderConfig, RopeConfig
+from qfsdp.modules.transformer import Decoder, DecoderConfig, RopeConfig, _Rotate
 
 SEQ = 40
 SIZES: dict[str, Any] = {
@@ -147,6 +148,52 @@ def test_gradients_match_transformers(name: str) -> None:
         assert gradient is not None and want is not None
         # Measured: at most 2.5e-6 of the largest gradient.
         assert max_difference(gradient, want) < 1e-4 * want.abs().max(), parameter_name
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """By the formula: each pair of numbers turned by its angle."""
+    first, second = x.chunk(2, dim=-1)
+    (c, _), (_, s) = cos.chunk(2, dim=-1), sin.chunk(2, dim=-1)
+    return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_rotation_and_its_gradient_are_autograds(dtype: torch.dtype, compiled: bool) -> None:
+    tables = ours(reference("llama3.1"))._rotary_tables(torch.arange(SEQ)[None], dtype)
+    generator = torch.Generator().manual_seed(0)
+    x, grad = torch.randn(2, 2, SEQ, 6, 8, generator=generator).to(dtype)
+    results = []
+    for rotate in (rotated, _Rotate.apply):
+        given = x.clone().requires_grad_()
+        if compiled:
+            rotate = torch.compile(rotate, backend="aot_eager", fullgraph=True)
+        y = rotate(given, *tables)
+        y.backward(grad)
+        results.append((y.detach(), given.grad))
+    for ours_, want in zip(*reversed(results), strict=True):
+        assert torch.equal(ours_, want)
+
+
+def test_no_gradient_of_a_compiled_layer_is_added_up_one_by_one() -> None:
+    """Autograd's of an index is: compiled for GPUs, `index_put` are atomics or a sort."""
+    decoder = ours(reference("llama3.1"))
+    graphs: list[torch.fx.GraphModule] = []
+
+    def keep(graph: torch.fx.GraphModule, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    layer, backend = decoder.model.layers[0], aot_autograd(fw_compiler=keep, bw_compiler=keep)
+    x = torch.randn(2, SEQ, SIZES["hidden_size"], requires_grad=True)
+    tables = decoder._rotary_tables(torch.arange(SEQ)[None], x.dtype)
+    torch._dynamo.reset()
+    block = torch.compile(layer.block, fullgraph=True, backend=backend)
+    block(x, *tables, None).sum().backward()
+    assert len(graphs) == 2
+    names = [str(node.target) for graph in graphs for node in graph.graph.nodes]
+    assert any("aten.index." in name for name in names)
+    assert not [name for name in names if "index_put" in name or "scatter" in name]
 
 
 @pytest.mark.parametrize("compiled", [False, True])
