@@ -260,6 +260,7 @@ def train(folder: Path, packed: Path, out: Path, case: dict[str, Any], validate:
     from qfsdp.checkpoint.state import Staging, TrainState
     from qfsdp.distributed import init_world
     from qfsdp.modules.shards import local_part
+    from qfsdp.optim import build_optimizer
 
     recipe = load_recipe()
     words = ["adapter.dropout=0.1", "adapter.targets=[all-linear,lm_head]"]
@@ -272,7 +273,8 @@ def train(folder: Path, packed: Path, out: Path, case: dict[str, Any], validate:
     torch._dynamo.reset()
     model = recipe.load_model(cfg, world)
     trained = recipe.trainable_parameters(model)
-    optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-6, fused=True)
+    adamw = {"lr": 1e-3, "eps": 1e-6, "fused": True}
+    optimizer = build_optimizer(Component("torch.optim.AdamW", adamw), trained)
     loader = StepLoader(
         Samples(None),
         batch_size=2,

@@ -40,12 +40,14 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     recipe = load_recipe()
     from qfsdp.accounting import StepClock
     from qfsdp.checkpoint.export import adapter_parameters
+    from qfsdp.config import Component
     from qfsdp.data import PackedDataset, StepLoader
     from qfsdp.distributed import ShardingConfig, init_world, packed_bytes
     from qfsdp.modules.adapters import AdapterConfig
     from qfsdp.modules.packed_linear import QuantizationConfig
     from qfsdp.modules.shards import whole_tensor
     from qfsdp.modules.transformer import ActivationConfig
+    from qfsdp.optim import build_optimizer
 
     results = []
     for case in cases:
@@ -77,7 +79,8 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # With eps 1e-8 a gradient that is nothing but rounding (1e-9) moves a number by up to lr
         # in either direction: differences of 2e-5 at lr 2e-4 came from that alone.
         trained = recipe.trainable_parameters(model)
-        optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-6, fused=True)
+        adamw = {"lr": 1e-3, "eps": 1e-6, "fused": True}
+        optimizer = build_optimizer(Component("torch.optim.AdamW", adamw), trained)
         batch_size, accumulation = case["split"]
         loader = StepLoader(
             PackedDataset(Samples(), 64, seed=0) if case.get("packs") else Samples(),
