@@ -76,7 +76,7 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any, hidden: Tensor, labels: Tensor, head: nn.Module, *given: Tensor
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3:])
-        # The one wait for a GPU until the end of a step: how many there are.
+        # The only wait for a GPU within a micro-batch: how many there are.
         chosen, ctx.tokens = (labels != IGNORE_INDEX).nonzero().squeeze(1), len(labels)
         hidden, labels = hidden[chosen], labels[chosen]
         trained = given if wanted else ()

@@ -263,7 +263,7 @@ class _Rotate(torch.autograd.Function):
 
     `sin` has its first half negated, see `_rotary_tables`. Written out, as the gradient is the
     rotation back: autograd's own of an index adds values up into zeros, one by one, which compiled
-    code for GPUs does by atomics (7.3 GB of a step of 8,192 tokens through Llama-3-8B).
+    code for GPUs does by atomics (1.3 G of them in a step of 8,192 tokens through Llama-3-8B).
     """
 
     @staticmethod
