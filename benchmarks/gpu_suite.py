@@ -4,10 +4,11 @@
 
 GPU tests, the small benchmarks on the device, and train steps of a model with Llama-3-8B's shapes,
 ours and PEFT's, each in a process of its own. Nothing is fetched; what cannot run is told and the
-rest goes on. All that the parts print is in `gpu_suite.log`, beside the JSON file. What it needs
-beside torch, bitsandbytes and peft, `make gpu-bundle` puts into `gpu_wheels/`, for a machine
-without a network. `--try` runs tiny sizes, on a CPU as well. PEFT's QDoRA and the tiers of an
-offloaded base have commands of their own: `gpu_train_step.py peft_qdora`, `tiers.py`.
+rest goes on. All that the parts print, tables of kernels too, is in `gpu_suite.log`, beside the
+JSON file. What it needs beside torch, bitsandbytes and peft, `make gpu-bundle` puts into
+`gpu_wheels/`, for a machine without a network. `--try` runs tiny sizes, on a CPU as well. PEFT's
+QDoRA and the tiers of an offloaded base have commands of their own: `gpu_train_step.py
+peft_qdora`, `tiers.py`.
 
 Keys: those of the parts, and `tests_passed`, `tests_failed`, `minutes`,
 `qlora_tokens_per_second`, `qlora_over_lora_tokens`, `qlora_over_peft_tokens`,
@@ -152,7 +153,7 @@ def main() -> None:
         small = ["--tiny", "--steps", "2"] if args.tiny else []
         for contestant in STEPS:  # first: what the rest of the time cannot make up for
             script = "benchmarks/gpu_train_step.py"
-            suite.run(contestant, script, contestant, "--json", "JSON", *small)
+            suite.run(contestant, script, contestant, "--kernels", "--json", "JSON", *small)
         for benchmark in BENCHMARKS:
             quick = [] if torch.cuda.is_available() else ["--quick"]
             suite.run(benchmark, f"benchmarks/{benchmark}.py", "--json", "JSON", *quick)

@@ -1,12 +1,13 @@
 """Train steps of a random model with the shapes of Llama-3-8B, by us or by PEFT + bitsandbytes.
 
-    python benchmarks/gpu_train_step.py CONTESTANT [--tokens 2048 8192] [--json step.json]
+    python benchmarks/gpu_train_step.py CONTESTANT [--tokens 2048 8192] [--kernels] [--json FILE]
 
 CONTESTANT is one of ours_qlora, ours_qdora, ours_lora (bf16 base), peft_qlora, peft_qdora. Weights
 are drawn on the device, alike for all, so nothing is read from disk. Steps are those of the recipe
 (its `train_step`, compiled layers) and of PEFT's users (bf16 autocast, fused AdamW): rank 16 on all
-linears, rows of 2048 tokens with a target at every position, no activation checkpointing. `--tiny`
-is a model for trying the script on a CPU.
+linears, rows of 2048 tokens with a target at every position, no activation checkpointing.
+`--kernels` adds a table of what one more step spends its time on. `--tiny` is a model for trying
+the script on a CPU.
 
 Keys, for every number of tokens in a micro-batch: `CONTESTANT_8192_tokens_per_second`, `_seconds`
 (median of the steps), `_peak_bytes` (allocated), `_first_loss`, `_last_loss`; of ours also
@@ -173,6 +174,18 @@ def measure(
     } | {f"seconds/{phase}": spent / steps for phase, spent in clock.seconds().items()}
 
 
+def print_kernels(step: Step, rows: int, vocabulary: int) -> None:
+    """The 30 kernels (operations, on a CPU) with the most time in one step, and their calls."""
+    drawn = torch.randint(0, vocabulary, (rows, ROW + 1), generator=torch.Generator())
+    cuda = torch.cuda.is_available()
+    kinds = torch.profiler.ProfilerActivity
+    with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profiler:
+        step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+    most = "self_device_time_total" if cuda else "self_cpu_time_total"
+    averages = profiler.key_averages()
+    print(averages.table(sort_by=most, row_limit=30, max_name_column_width=80), flush=True)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -181,6 +194,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -201,6 +215,8 @@ def main() -> None:
         if model is not None:
             flops = step_flops(model, [ROW] * rows, rows * ROW)
             of_size |= utilization(flops, of_size["seconds"], rate)
+        if args.kernels:
+            print_kernels(step, rows, config["vocab_size"])
         found |= {f"{args.contestant}_{tokens}_{key}": value for key, value in of_size.items()}
     found["matmul_flops_per_second"] = rate
     for key, value in found.items():
