@@ -148,6 +148,13 @@ def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
     return training_step(model, loss, device.type)
 
 
+def random_batch(rows: int, vocabulary: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, `[rows, ROW]` each; every position has a target."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = torch.randint(0, vocabulary, (rows, ROW + 1), generator=generator)
+    return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+
+
 def measure(
     step: Step, rows: int, vocabulary: int, steps: int, device: torch.device, clock: StepClock
 ) -> dict[str, float]:
@@ -158,10 +165,9 @@ def measure(
             clock.seconds()
             if device.type != "cpu":
                 torch.accelerator.reset_peak_memory_stats()
-        generator = torch.Generator().manual_seed(index)
-        drawn = torch.randint(0, vocabulary, (rows, ROW + 1), generator=generator)
+        batch = random_batch(rows, vocabulary, index)
         since = time.perf_counter()
-        losses.append(step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()))
+        losses.append(step(*batch))
         seconds.append(time.perf_counter() - since)  # reading the loss has waited for the device
     median = statistics.median(seconds[WARMUP:])
     return {
@@ -176,11 +182,11 @@ def measure(
 
 def print_kernels(step: Step, rows: int, vocabulary: int) -> None:
     """The 30 kernels (operations, on a CPU) with the most time in one step, and their calls."""
-    drawn = torch.randint(0, vocabulary, (rows, ROW + 1), generator=torch.Generator())
+    batch = random_batch(rows, vocabulary, seed=0)
     cuda = torch.cuda.is_available()
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profiler:
-        step(drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous())
+        step(*batch)
     most = "self_device_time_total" if cuda else "self_cpu_time_total"
     averages = profiler.key_averages()
     print(averages.table(sort_by=most, row_limit=30, max_name_column_width=80), flush=True)
