@@ -15,8 +15,8 @@ from qfsdp.demo.smollm2 import prepare_model
 # crawl: 4096 short documents took 3 s alone, and 75 s beside another test on the same two cores.
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
-# Inductor starts a pool of processes to compile in, in every process that compiles, and each imports
-# torch: where others keep the cores busy anyway, two ranks took 94 s with pools and 77 s without.
+# Inductor starts a pool of processes to compile in, in every process that compiles, and each of
+# them imports torch: two ranks took 94 s with pools and 77 s without.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 

@@ -401,6 +401,7 @@ def compiled_on_ranks(folder: Path) -> bool:
     return all(torch.equal(found[key], value) for key, value in expected.items())
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_on_two_ranks(folder: Path) -> None:
     assert run_ranks(2, compiled_on_ranks, folder) == [True, True]

@@ -362,6 +362,7 @@ def run_real(runs: list[list[str]]) -> None:
         recipe.main(load_config(recipe.Config, command[command.index("--config") :]))
 
 
+@pytest.mark.slow
 def test_the_real_model(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
     """The demonstration's config, stopped in the middle of the epoch."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"
