@@ -28,10 +28,21 @@ TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
 
 
-def tune(*words: str, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+COMPILED = {"QFSDP_EAGER_KERNELS": "0"}  # as by default; 10 s and more for every rank to build
+
+
+def tune(
+    *words: str, cwd: Path = ROOT, environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """The command; with eager kernels, which give the same bits, if not told otherwise."""
+    environment = {"OMP_NUM_THREADS": "1", "QFSDP_EAGER_KERNELS": "1"} | (environment or {})
     return subprocess.run(
-        [TUNE, *words], cwd=cwd, env=environment, capture_output=True, text=True, timeout=600
+        [TUNE, *words],
+        cwd=cwd,
+        env=os.environ | environment,
+        capture_output=True,
+        text=True,
+        timeout=600,
     )
 
 
@@ -49,7 +60,8 @@ def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_pa
     """Three updates by the command as typed; everything that a run leaves behind."""
     words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=2"]
     words += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
-    done = tune("run", "--nproc_per_node", "2", RECIPE, *words, f"output_dir={tmp_path}/run")
+    words += [f"output_dir={tmp_path}/run"]
+    done = tune("run", "--nproc_per_node", "2", RECIPE, *words, environment=COMPILED)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
 
@@ -106,7 +118,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     words += ["packed=true", "compile=true", f"compile_cache_dir={tmp_path}/cache"]
     words += ["profiler.steps=[2]", "profiler.ranks=[1]"]
     words += ["optimizer._component_=torchao.optim.AdamW8bit", "~optimizer.fused"]
-    done = tune("run", "--nproc_per_node", "2", RECIPE, *words)
+    done = tune("run", "--nproc_per_node", "2", RECIPE, *words, environment=COMPILED)
     assert done.returncode == 0, done.stderr
     assert f"compiled code: {tmp_path}/cache\n" in done.stdout
     assert any((tmp_path / "cache").iterdir())
