@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -64,6 +65,12 @@ def run_peft(
     save_file(base, folder / "base.safetensors")
     torch.save(tokens, folder / "tokens.pt")
     command = [sys.executable, "-c", PREAMBLE + script, model_dir, folder, *words]
-    done = subprocess.run(list(map(str, command)), capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        list(map(str, command)),
+        env=os.environ | {"OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     return torch.load(folder / "result.pt")
