@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -62,17 +63,21 @@ def case(method: str, size: int, **sharding: Any) -> dict[str, Any]:
     return {"method": method, "wrap": wrap, "split": split, "steps": 3, "sharding": sharding}
 
 
-TWO = pytest.param(2, marks=pytest.mark.slow)  # 15 s, and 3 and 4 ranks show more
-# DoRA does all that LoRA does, and gathers A for its norms: three ranks, 57 and 112 s with both.
-METHODS_OF: dict[int, tuple[str, ...]] = {3: ("dora",)}
+SLOW = pytest.mark.slow
+RANKS = [
+    (1, METHODS),
+    pytest.param(2, METHODS, marks=SLOW),  # 15 s, and 3 and 4 ranks show more
+    (3, ["dora"]),  # it does all that LoRA does, and gathers A for its norms
+    pytest.param(3, ["lora"], marks=SLOW),
+]
 
 
-@pytest.mark.parametrize("size", [1, TWO, 3, 4])
+@pytest.mark.parametrize(("size", "methods"), [*RANKS, (4, METHODS)])
 def test_every_strategy_trains_the_same(
-    size: int, model_dir: Path, reference: dict[str, dict[str, Any]]
+    size: int, methods: Sequence[str], model_dir: Path, reference: dict[str, dict[str, Any]]
 ) -> None:
     cases = []
-    for method in METHODS_OF.get(size, METHODS):
+    for method in methods:
         cases += [case(method, size, prefetch=depth) for depth in (0, 2)] if size == 2 else []
         for strategy in STRATEGIES:
             for shape in HYBRID_SHAPES[size] if strategy.startswith("hybrid") else [{}]:
@@ -82,13 +87,17 @@ def test_every_strategy_trains_the_same(
             assert_same(result, reference[given["method"]], f"rank {rank} of {size}: {given}")
 
 
-@pytest.mark.parametrize("size", [1, TWO, 3])
+@pytest.mark.parametrize(("size", "methods"), RANKS)
 def test_an_offloaded_base_trains_the_same(
-    size: int, model_dir: Path, packed_dir: Path, reference: dict[str, dict[str, Any]]
+    size: int,
+    methods: Sequence[str],
+    model_dir: Path,
+    packed_dir: Path,
+    reference: dict[str, dict[str, Any]],
 ) -> None:
     """To the last bit, and within 1e-5 of one plain process."""
     cases, resident = [], {}
-    for method in METHODS_OF.get(size, METHODS):
+    for method in methods:
         groups = [{"offload_base": "cpu", "strategy": "hybrid_full_shard", "replicate": size}]
         for sharding in [{}, *OFFLOADED, *groups]:
             cases.append(case(method, size, **sharding) | {"folder": str(packed_dir)})
