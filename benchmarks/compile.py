@@ -46,7 +46,7 @@ from benchmarks.timing import Figures, arguments, ratios, table, tell
 from qfsdp.config import Component
 from qfsdp.data import Batch
 from qfsdp.demo import cache_dir
-from qfsdp.launch import load_recipe
+from qfsdp.launch import load_recipe, share_cores
 from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.modules.transformer import ActivationConfig, Decoder, DecoderConfig
 from tests.ranks import run_ranks
@@ -184,6 +184,7 @@ def main() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
     # Not `run_ranks`' default: what is compared runs as in training.
     os.environ.setdefault("QFSDP_EAGER_KERNELS", "0")
+    share_cores(2)
     details: Figures = {}
     rows = [["", *(column.replace("_", " ") for column in COLUMNS)]]
     with tempfile.TemporaryDirectory() as scratch:

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import pytest
 
+from qfsdp.launch import share_cores
+
 ROOT = Path(__file__).resolve().parent.parent
 
 RECIPE = '''
@@ -160,6 +162,24 @@ def test_failing_ranks(checkout: Path, word: str, status: int, errors: list[str]
     assert (result.status, result.errors) == (status, errors), result.err
     assert ("Traceback" in result.err) == (status == 1)
     assert ("ValueError: a bug" in result.err) == (status == 1)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "threads", "compilers"), [(4, "16", "16"), (1, "64", "32"), (99, "1", "1")]
+)
+def test_ranks_share_the_cores(
+    ranks: int, threads: str, compilers: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("OMP_NUM_THREADS", "TORCHINDUCTOR_COMPILE_THREADS")
+    for name in names:
+        monkeypatch.setenv(name, "")  # so that it is as before afterwards
+        monkeypatch.delenv(name)
+    monkeypatch.setattr(os, "cpu_count", lambda: 64)
+    share_cores(ranks)
+    assert [os.environ[name] for name in names] == [threads, compilers]
+    monkeypatch.setenv(names[1], "7")
+    share_cores(ranks)
+    assert os.environ[names[1]] == "7"
 
 
 def test_ctrl_c_ends_all_ranks(checkout: Path) -> None:
