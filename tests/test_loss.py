@@ -20,29 +20,30 @@ pytestmark = pytest.mark.usefixtures("eager")
 VOCABULARY, HIDDEN = 577, 192
 
 
-def heads() -> dict[str, nn.Module]:
-    torch.manual_seed(0)
-    made: dict[str, nn.Module] = {}
-    for name in ("plain", "packed"):
-        for method in (None, "lora", "dora"):
-            base: nn.Linear | PackedLinear = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-            if name == "packed":
-                base = PackedLinear(nf4.quantize(base.weight.detach()), None)
-            base.requires_grad_(False)
-            head: nn.Module = base
-            if method is not None:
-                head = LowRankLinear(base, AdapterConfig(method, rank=5))
-                for param in head.parameters():
-                    if param.requires_grad:
-                        nn.init.normal_(param, std=0.1)
-                if head.weight_norm is not None:
-                    nn.init.uniform_(head.weight_norm, 0.5, 1.5)
-            made[f"{name} {method}"] = head
-    made["trained"] = nn.Linear(HIDDEN, VOCABULARY, bias=False)
-    return made
+HEADS = [f"{base} {method}" for base in ("plain", "packed") for method in (None, "lora", "dora")]
+HEADS.append("trained")
 
 
-HEADS = heads()
+def head_of(name: str) -> nn.Module:
+    """One of `HEADS`, each with numbers of its own, the same in every call."""
+    torch.manual_seed(HEADS.index(name))
+    linear = nn.Linear(HIDDEN, VOCABULARY, bias=False)
+    if name == "trained":
+        return linear
+    weight, method = name.split()
+    base: nn.Linear | PackedLinear = linear
+    if weight == "packed":
+        base = PackedLinear(nf4.quantize(linear.weight.detach()), None)
+    base.requires_grad_(False)
+    if method == "None":
+        return base
+    head = LowRankLinear(base, AdapterConfig(method, rank=5))
+    for param in head.parameters():
+        if param.requires_grad:
+            nn.init.normal_(param, std=0.1)
+    if head.weight_norm is not None:
+        nn.init.uniform_(head.weight_norm, 0.5, 1.5)
+    return head
 
 
 def gradients(loss: Tensor, hidden: Tensor, head: nn.Module) -> list[Tensor]:
@@ -57,7 +58,7 @@ def test_loss_and_gradients_in_chunks(
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk * VOCABULARY)
     monkeypatch.setattr(loss_module, "CHUNK_WEIGHTS", 100 * HIDDEN)
-    head, generator = HEADS[name], torch.Generator().manual_seed(1)
+    head, generator = head_of(name), torch.Generator().manual_seed(1)
     hidden = torch.randn(3, 20, HIDDEN, generator=generator).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (3, 20), generator=generator)
     labels[0, :9] = labels[2] = -100
@@ -71,13 +72,14 @@ def test_loss_and_gradients_in_chunks(
 def test_no_target_at_all() -> None:
     """A rank without samples still takes part in the backward pass."""
     hidden = torch.randn(1, 8, HIDDEN, requires_grad=True)
-    loss = head_loss(HEADS["plain lora"], hidden, torch.full((1, 8), -100))
-    assert [g.abs().max().item() for g in gradients(loss, hidden, HEADS["plain lora"])] == [0.0] * 4
+    head = head_of("plain lora")
+    loss = head_loss(head, hidden, torch.full((1, 8), -100))
+    assert [g.abs().max().item() for g in gradients(loss, hidden, head)] == [0.0] * 4
 
 
 def test_without_gradients() -> None:
     hidden, labels = torch.randn(1, 8, HIDDEN), torch.arange(8).unsqueeze(0)
-    head = HEADS["packed None"]
+    head = head_of("packed None")
     with torch.no_grad():
         loss = head_loss(head, hidden, labels)
         assert not loss.requires_grad
@@ -88,7 +90,7 @@ def test_a_trained_head_is_left_alone_where_nothing_is_recorded(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The gradient of its weight would be the largest tensor of a validation."""
-    hidden, labels, head = torch.randn(1, 8, HIDDEN), torch.arange(8)[None], HEADS["trained"]
+    hidden, labels, head = torch.randn(1, 8, HIDDEN), torch.arange(8)[None], head_of("trained")
     expected = summed_cross_entropy(head(hidden), labels)
 
     def gradients(*_: object) -> None:
@@ -126,7 +128,7 @@ def test_a_trained_heads_gradient_is_added_up_in_fp32(monkeypatch: pytest.Monkey
 
 def test_the_largest_logits_are_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 5 * VOCABULARY)
-    head, rows = HEADS["packed None"], []
+    head, rows = head_of("packed None"), []
     handle = head.register_forward_hook(lambda *_: rows.append("hooked"))
     forward = head.forward
     monkeypatch.setattr(head, "forward", lambda x: rows.append(len(x)) or forward(x))

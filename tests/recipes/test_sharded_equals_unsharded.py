@@ -15,7 +15,6 @@ import torch
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 
-SLOW = pytest.mark.slow
 STEPS = 5
 # Absolute, on losses and on every number of every adapter, which move by about 5e-3 in all.
 TOLERANCE = 1e-5
@@ -260,10 +259,10 @@ def test_the_real_model_on_two_ranks(smollm2_dir: Path) -> None:
     assert sum(result[0]["packed_bytes"] for result in two) == one["packed_bytes"]
 
 
+@pytest.mark.slow  # 90 s each; below is DoRA checkpointed, and in packs
 @needs_compiler
 @pytest.mark.parametrize(
-    "switches",
-    [{"method": "dora"}, pytest.param({"method": "lora", "checkpointing": "full"}, marks=SLOW)],
+    "switches", [{"method": "dora"}, {"method": "lora", "checkpointing": "full"}]
 )
 def test_compiled_on_two_ranks(
     switches: dict[str, str], model_dir: Path, reference: dict[str, dict[str, Any]]

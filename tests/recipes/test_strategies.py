@@ -72,7 +72,9 @@ RANKS = [
 ]
 
 
-@pytest.mark.parametrize(("size", "methods"), [*RANKS, (4, METHODS)])
+@pytest.mark.parametrize(
+    ("size", "methods"), [*RANKS, (4, ["dora"]), pytest.param(4, ["lora"], marks=SLOW)]
+)
 def test_every_strategy_trains_the_same(
     size: int, methods: Sequence[str], model_dir: Path, reference: dict[str, dict[str, Any]]
 ) -> None:
