@@ -25,7 +25,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, ratios, spread, table, tell, usual_dtype
-from qfsdp.checkpoint.load import ModelConfig
+from qfsdp.checkpoint.load import DTYPES, ModelConfig
 from qfsdp.data import hf_tokenizer
 from qfsdp.demo import arithmetic, cache_dir
 from qfsdp.demo.smollm2 import prepare_model
@@ -36,7 +36,6 @@ from qfsdp.modules.packed_linear import QuantizationConfig
 from qfsdp.prompts import chat_tokens
 
 GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k/test.jsonl"
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 BATCH = 10
 
 Answer = Callable[[list[list[int]], int], list[list[int]]]

@@ -2,11 +2,11 @@
 
     python benchmarks/linear.py [--quick] [--json linear.json] [--device cpu] [--tokens 2048]
 
-The input needs a gradient, as within a model. bf16 activations; adapters of rank 16 in fp32, PEFT's
-under bf16 autocast as its Trainer has it. DoRA's norms, computed once per update, are not in it;
-PEFT computes them in every forward.
+The input needs a gradient, as within a model. bf16 activations (fp32 on a CPU without bf16
+products); adapters of rank 16 in fp32, PEFT's under bf16 autocast as its Trainer has it. DoRA's
+norms, computed once per update, are not in it; PEFT computes them in every forward.
 
-    bf16      F.linear with a frozen weight
+    plain     F.linear with a frozen weight
     nf4       our PackedLinear                      bnb        bitsandbytes' Linear4bit
     lora      our LowRankLinear on NF4            peft_lora  PEFT's LoRA on Linear4bit
     dora      the same with DoRA                    peft_dora  PEFT's DoRA on Linear4bit
@@ -14,8 +14,8 @@ PEFT computes them in every forward.
 Keys of the JSON file, for each shape (`OUTxIN_` before the key) and as the geometric mean over
 shapes; ratios of seconds, with `_min` and `_max`:
 
-    nf4_over_bf16, lora_over_bf16, dora_over_bf16, lora_over_nf4, dora_over_lora
-    bnb_over_bf16, bnb_over_nf4, peft_lora_over_lora, peft_dora_over_dora
+    nf4_over_plain, lora_over_plain, dora_over_plain, lora_over_nf4, dora_over_lora
+    bnb_over_plain, bnb_over_nf4, peft_lora_over_lora, peft_dora_over_dora
     NAME_seconds, NAME_saved_bytes     by shape; saved are bytes that autograd keeps from forward to
                                        backward and that are no parameter or packed weight; DoRA's
                                        with its output, which the next operation mostly keeps too
@@ -36,7 +36,17 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.timing import Figures, arguments, geometric, in_turns, ratios, table, tell
+from benchmarks.timing import (
+    Figures,
+    arguments,
+    geometric,
+    in_turns,
+    ratios,
+    table,
+    tell,
+    usual_dtype,
+)
+from qfsdp.checkpoint.load import DTYPES
 from qfsdp.modules.adapters import AdapterConfig, LowRankLinear, init_adapters
 from qfsdp.modules.packed_linear import PackedLinear
 from qfsdp.tensor_subclasses import nf4
@@ -46,8 +56,8 @@ RANK, ALPHA = 16, 32
 QUICK = [(1536, 576), (2048, 2048)]
 CPU = [(1536, 576), (576, 1536), (4096, 4096), (14336, 4096)]
 GPU = [(8192, 8192), (28672, 8192), (8192, 28672), (1024, 8192)]
-RATIOS = ["nf4_over_bf16", "lora_over_bf16", "dora_over_bf16", "lora_over_nf4", "dora_over_lora"]
-RATIOS += ["bnb_over_bf16", "bnb_over_nf4", "peft_lora_over_lora", "peft_dora_over_dora"]
+RATIOS = ["nf4_over_plain", "lora_over_plain", "dora_over_plain", "lora_over_nf4", "dora_over_lora"]
+RATIOS += ["bnb_over_plain", "bnb_over_nf4", "peft_lora_over_lora", "peft_dora_over_dora"]
 
 Forward = Callable[[Tensor], Tensor]
 
@@ -58,7 +68,7 @@ def ours(weight: Tensor) -> dict[str, nn.Module]:
     plain = nn.Linear(cols, rows, bias=False, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
     packed = PackedLinear(nf4.quantize(weight), None)
-    made: dict[str, nn.Module] = {"bf16": plain, "nf4": packed}
+    made: dict[str, nn.Module] = {"plain": plain, "nf4": packed}
     for method in ("lora", "dora"):
         adapted = LowRankLinear(packed, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
         init_adapters(adapted, seed=0)
@@ -74,7 +84,7 @@ def bitsandbytes(weight: Tensor) -> dict[str, nn.Module]:
         print(f"bitsandbytes: skipped, {error}")
         return {}
     rows, cols = weight.shape
-    linear = Linear4bit(cols, rows, bias=False, compute_dtype=torch.bfloat16, quant_type="nf4")
+    linear = Linear4bit(cols, rows, bias=False, compute_dtype=weight.dtype, quant_type="nf4")
     linear.weight = Params4bit(weight.cpu(), requires_grad=False, quant_type="nf4")
     return {"bnb": linear.to(weight.device)} | peft(linear)
 
@@ -145,13 +155,15 @@ def storages(tensor: Tensor) -> dict[int, int]:
 def measure(shape: tuple[int, int], tokens: int, device: str, rounds: int) -> tuple[Any, Figures]:
     """Median seconds by name, and the figures of one shape."""
     torch.manual_seed(0)
-    weight = torch.randn(shape, device=device).mul_(0.02).bfloat16()
-    x = torch.randn(1, tokens, shape[1], device=device, dtype=torch.bfloat16, requires_grad=True)
-    grad = torch.randn(1, tokens, shape[0], device=device, dtype=torch.bfloat16)
+    given: dict[str, Any] = {"device": device, "dtype": DTYPES[usual_dtype(device)]}
+    weight = torch.randn(shape, **given).mul_(0.02)
+    x = torch.randn(1, tokens, shape[1], **given, requires_grad=True)
+    grad = torch.randn(1, tokens, shape[0], **given)
     cases, found = {}, Figures()
     for name, module in (ours(weight) | bitsandbytes(weight)).items():
         module = module.to(device)
-        forward = with_autocast(module, device) if name.startswith("peft") else module
+        mixed = name.startswith("peft") and x.dtype == torch.bfloat16
+        forward = with_autocast(module, device) if mixed else module
         cases[name] = step(module, forward, x, grad)
         found[f"{name}_saved_bytes"] = saved_bytes(module, forward, x)
     times = in_turns(cases, rounds, device)
@@ -176,10 +188,10 @@ def main() -> None:
         medians, part = measure(shape, tokens, args.device, args.repeat)
         parts.append(part)
         details |= {f"{key}_{name}": value for name, value in part.items()}
-        rows = [[f"{key}, {tokens} tokens", "ms", "over bf16", "saved MB"]]
+        rows = [[f"{key}, {tokens} tokens, {usual_dtype(args.device)}", "ms", "over plain", "saved MB"]]
         for name, seconds in medians.items():
             saved = part[f"{name}_saved_bytes"] / 1e6
-            over = seconds / medians["bf16"]
+            over = seconds / medians["plain"]
             rows.append([name, f"{1e3 * seconds:.2f}", f"{over:.2f}", f"{saved:.2f}"])
         table(rows)
     found = Figures()
