@@ -7,8 +7,8 @@ ours and PEFT's, each in a process of its own. Nothing is fetched; what cannot r
 rest goes on: with 80 GB, maybe PEFT at 8192 tokens, which allocates 76. All that the parts print,
 tables of kernels too, is in `gpu_suite.log`, beside the JSON file. What it needs beside torch,
 bitsandbytes and peft, `make gpu-bundle` puts into `gpu_wheels/`, for a machine without a network.
-`--try` runs tiny sizes, 2048 tokens, on a CPU as well. PEFT's QDoRA and the tiers of an offloaded base have
-commands of their own: `gpu_train_step.py peft_qdora`, `tiers.py`.
+`--try` runs tiny sizes, 2048 tokens, on a CPU as well. PEFT's QDoRA and the tiers of an offloaded
+base have commands of their own: `gpu_train_step.py peft_qdora`, `tiers.py`.
 
 Keys: those of the parts, and `tests_passed`, `tests_failed`, `minutes`,
 `qlora_tokens_per_second`, `qlora_over_lora_tokens`, `qlora_over_peft_tokens`,

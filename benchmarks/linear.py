@@ -188,7 +188,8 @@ def main() -> None:
         medians, part = measure(shape, tokens, args.device, args.repeat)
         parts.append(part)
         details |= {f"{key}_{name}": value for name, value in part.items()}
-        rows = [[f"{key}, {tokens} tokens, {usual_dtype(args.device)}", "ms", "over plain", "saved MB"]]
+        what = f"{key}, {tokens} tokens, {usual_dtype(args.device)}"
+        rows = [[what, "ms", "over plain", "saved MB"]]
         for name, seconds in medians.items():
             saved = part[f"{name}_saved_bytes"] / 1e6
             over = seconds / medians["plain"]
