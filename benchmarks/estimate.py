@@ -89,9 +89,9 @@ class Case:
 
 def cases(quick: bool) -> list[Case]:
     if quick:
-        chosen = [("lora", 1, "none"), ("qlora", 1, "full"), ("qdora", 1, "none")]
-        chosen += [("qlora", 2, "none"), ("qdora", 2, "full"), ("lora", 2, "full")]
-        return [Case("smollm2", method, ranks, 256, kept, 1) for method, ranks, kept in chosen]
+        chosen = [("lora", 1, "none"), ("qdora", 1, "full")]
+        chosen += [("qdora", 2, "none"), ("qlora", 2, "full")]
+        return [Case("smollm2", method, ranks, 128, kept, 1) for method, ranks, kept in chosen]
     small = product(["smollm2"], METHODS, (1, 2, 4), (256, 1024), ("none", "full"))
     wide = product(["wide"], METHODS, (1, 2), (256, 1024), ("none", "full"))
     return [Case(*fields) for fields in (*small, *wide)]

@@ -150,8 +150,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         log = args.json.with_suffix(".log")
         suite = Suite(args.minutes, environment(Path(folder)), Path(folder), log)
-        # PEFT's products in bf16 take 11 s a step on a CPU without such instructions.
-        small = ["--tiny", "--steps", "2", "--tokens", "2048"] if args.tiny else []
+        small = ["--quick"] if args.tiny else []
         for contestant in STEPS:  # first: what the rest of the time cannot make up for
             script = "benchmarks/gpu_train_step.py"
             suite.run(contestant, script, contestant, "--kernels", "--json", "JSON", *small)

@@ -1,13 +1,15 @@
 """Train steps of a random model with the shapes of Llama-3-8B, by us or by PEFT + bitsandbytes.
 
-    python benchmarks/gpu_train_step.py CONTESTANT [--tokens 2048 8192] [--kernels] [--json FILE]
+    python benchmarks/gpu_train_step.py CONTESTANT [--quick] [--tokens 2048 8192] [--kernels]
+                                        [--json FILE]
 
 CONTESTANT is one of ours_qlora, ours_qdora, ours_lora (bf16 base), peft_qlora, peft_qdora. Weights
 are drawn on the device, alike for all, so nothing is read from disk. Steps are those of the recipe
 (its `train_step`, compiled layers) and of PEFT's users (bf16 autocast, fused AdamW): rank 16 on all
 linears, rows of 2048 tokens with a target at every position, no activation checkpointing.
-`--kernels` adds a table of what one more step spends its time on. `--tiny` is a model for trying
-the script on a CPU.
+`--kernels` adds a table of what one more step spends its time on. `--quick` is for trying the
+script on a CPU: two small layers, two steps, 2048 tokens if not told otherwise (PEFT's products in
+bf16 take 11 s a step on a CPU without such instructions).
 
 Keys, for every number of tokens in a micro-batch that fits into memory:
 `CONTESTANT_8192_tokens_per_second`, `_seconds` (median of the steps), `_peak_bytes` (allocated),
@@ -198,14 +200,14 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("contestant")
-    parser.add_argument("--tokens", type=int, nargs="+", default=[2048, 8192])
-    parser.add_argument("--steps", type=int, default=8)
-    parser.add_argument("--tiny", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--tokens", type=int, nargs="+", help="default: 2048 8192")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    steps, sizes = (2, [2048]) if args.quick else (8, [2048, 8192])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = TINY if args.tiny else LLAMA_8B
+    config = TINY if args.quick else LLAMA_8B
     library, _, kind = args.contestant.partition("_")
     found: dict[str, float] = {}
     clock, model = StepClock(device), None
@@ -216,10 +218,10 @@ def main() -> None:
     else:
         step = peft(kind, config, device)
     found[f"{args.contestant}_load_seconds"] = time.perf_counter() - since
-    for tokens in args.tokens:
+    for tokens in args.tokens or sizes:
         rows = max(1, tokens // ROW)
         try:
-            of_size = measure(step, rows, config["vocab_size"], args.steps, device, clock)
+            of_size = measure(step, rows, config["vocab_size"], steps, device, clock)
         except torch.OutOfMemoryError as error:  # PEFT allocates 76 GB at 8,192 tokens
             print(f"{args.contestant}, {tokens} tokens: out of memory: {error}")
             continue

@@ -4,7 +4,7 @@
 
 Numbers: the linears of SmolLM2-135M (all 210; with --quick those of every tenth layer) are
 quantized by us and by the package (in fp32, on the CPU), and compared part by part. Perplexity: of
---text in windows of 1024 tokens (the first 32 windows, 4 with --quick; --windows 0: all), computed
+--text in windows of 1024 tokens (the first 32 windows, 1 with --quick; --windows 0: all), computed
 in bf16, or in fp32 on a CPU without bf16 products.
 The model's linears lie on a 4-bit grid of their own (blocks of 32): groups of 32 would lose nothing
 there, and none are shown. Times: SmolLM2's linears, and the dequantizing of one of Llama-3-8B's
@@ -201,7 +201,7 @@ def main() -> None:
     parser.add_argument("--text", type=Path, default=TEXT, help="plain text, for perplexity")
     parser.add_argument("--windows", type=int, help="of 1024 tokens; 0: all of the text")
     args = parser.parse_args()
-    windows = args.windows if args.windows is not None else (4 if args.quick else 32)
+    windows = args.windows if args.windows is not None else (1 if args.quick else 32)
     folder, package = prepare_model(cache_dir()), has_package()
     found = times(args.repeat)
     found |= compare(folder, args.quick) if package else {}

@@ -273,7 +273,7 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, float]:
     print_row(*HEADER)
     for name in ("bf16", *LAYOUTS):
         for size in (1, 2):
-            repeat = 1 if args.quick and name == "bf16" else args.repeat
+            repeat = 1 if args.quick else args.repeat
             figures |= compare(name, work / name, size, repeat, work)
     return figures if args.quick else figures | torchtune_beside(source, work)
 
@@ -311,7 +311,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--quick", action="store_true", help="one layer, no torchtune")
+    parser.add_argument("--quick", action="store_true", help="one layer, once, no torchtune")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
         "--layers", type=int, help="default: what disk and memory allow, at least 4"

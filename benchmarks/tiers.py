@@ -159,7 +159,7 @@ def _drop_from_cache(folder: Path) -> None:
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
-    layers, tokens, steps = (6, 128, 2) if args.quick else (60, 128, 5)
+    layers, tokens, steps = (6, 32, 2) if args.quick else (60, 128, 5)
     context = mp.get_context("spawn")
     found: dict[str, list[tuple[float, float, int]]] = {tier: [] for tier in TIERS}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as work_dir:
@@ -171,8 +171,8 @@ def main() -> None:
             values = (tier, folder, tokens, ring, theirs)
             context.Process(target=work, args=values, daemon=True).start()
             theirs.close()  # so that its end is noticed here
-            loaded = pipes[tier].recv()
-            print(f"{tier}: loaded in {loaded:.1f} s", file=sys.stderr)
+        for tier, pipe in pipes.items():
+            print(f"{tier}: loaded in {pipe.recv():.1f} s", file=sys.stderr)
         for _ in range(steps + 1):  # the first is not counted
             for tier, pipe in pipes.items():
                 pipe.send("step")

@@ -285,7 +285,7 @@ def arguments() -> argparse.Namespace:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument(
-        "--quick", action="store_true", help="QLoRA, QDoRA of us and PEFT, 1 x 256, 3 steps, eager"
+        "--quick", action="store_true", help="QLoRA, QDoRA of us and PEFT, 1 x 128, 3 steps, eager"
     )
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--model", type=Path, help="a Llama; default: SmolLM2-135M-Instruct")
@@ -300,7 +300,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--eager", action="store_true", help="do not compile our layers")
     args = parser.parse_args()
     if args.quick:
-        args.batch, args.seq, args.steps, args.eager = 1, 256, 3, True
+        args.batch, args.seq, args.steps, args.eager = 1, 128, 3, True
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype or usual_dtype(args.device)
     args.warmup = args.warmup or (2 if args.eager else 3)
