@@ -7,6 +7,7 @@ import os
 import sys
 import tempfile
 from collections.abc import Callable
+from datetime import timedelta
 from multiprocessing import reduction
 from pathlib import Path
 from typing import Any
@@ -52,7 +53,9 @@ def _rank_main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     if size > 1:
         store = dist.FileStore(f"{folder}/store", size)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
+        # Gloo's own limit is half an hour; one of its threads was seen to spin for ever.
+        given: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": timedelta(minutes=5)}
+        dist.init_process_group("gloo", store=store, **given)
     torch.save(fn(*args), f"{folder}/{rank}.pt")
     if size > 1:
         dist.barrier()
