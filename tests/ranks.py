@@ -18,6 +18,8 @@ import torch.multiprocessing as mp
 
 # Ranks are forked from a server that has imported these: a fresh interpreter takes 4 to 7 s for it.
 PRELOADED = ["qfsdp.validation", "qfsdp.memory.preflight", "qfsdp.modules.adapters", "tests.ranks"]
+# Gloo's own limit is half an hour; one of its threads was seen to spin for ever.
+COLLECTIVE_LIMIT = timedelta(minutes=5)
 
 
 class _Output:
@@ -53,9 +55,9 @@ def _rank_main(
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size))
     if size > 1:
         store = dist.FileStore(f"{folder}/store", size)
-        # Gloo's own limit is half an hour; one of its threads was seen to spin for ever.
-        given: dict[str, Any] = {"rank": rank, "world_size": size, "timeout": timedelta(minutes=5)}
-        dist.init_process_group("gloo", store=store, **given)
+        dist.init_process_group(
+            "gloo", store=store, rank=rank, world_size=size, timeout=COLLECTIVE_LIMIT
+        )
     torch.save(fn(*args), f"{folder}/{rank}.pt")
     if size > 1:
         dist.barrier()
