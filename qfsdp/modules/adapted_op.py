@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from qfsdp.compiled import compiled, opaque
 from qfsdp.cpu import product_dtype
@@ -94,13 +95,13 @@ def _scaled(b: Tensor, ratio: Tensor | None, scaling: float, dtype: torch.dtype)
     return (b if ratio is None else b * ratio.unsqueeze(1)).to(dtype)
 
 
-@_adapted_linear.register_fake
+@torch.library.register_fake("qfsdp::adapted_linear")
 def _(x: Tensor, dropped: Any, weight: Tensor, extras: Any, a: Tensor, *_: Any) -> Any:
     tokens = x.flatten(0, -2).size(0)
     return x.new_empty(*x.shape[:-1], weight.size(0)), x.new_empty(tokens, a.size(0))
 
 
-@_adapted_linear_backward.register_fake
+@torch.library.register_fake("qfsdp::adapted_linear_backward")
 def _(grad: Tensor, x: Tensor, dropped: Any, weight: Any, extras: Any, *rest: Any) -> Any:
     a, b, wants_x = *rest[:2], rest[-1]
     return (
@@ -111,33 +112,39 @@ def _(grad: Tensor, x: Tensor, dropped: Any, weight: Any, extras: Any, *rest: An
     )
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, dropped, weight, extras, a, b, ratio, *ctx.which = inputs
-    ctx.save_for_backward(x, dropped, weight, a, b, ratio, output[1], *extras)
+class _AdaptedLinear(torch.autograd.Function):
+    """y, with gradients for x, dropped, a and b; for ratio see `_RatioGradient`."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        weight: Tensor,
+        a: Tensor,
+        b: Tensor,
+        ratio: Tensor | None,
+        scaling: float,
+        format: str,
+        row_offset: int,
+        *extras: Tensor,
+    ) -> Tensor:
+        ctx.which = (scaling, format, row_offset)
+        y, z = _adapted_linear(x, dropped, weight, extras, a, b, ratio, *ctx.which)
+        ctx.save_for_backward(x, dropped, weight, a, b, ratio, z, *extras)
+        return y
 
-def _backward(ctx: Any, grad: Tensor, _: Any) -> tuple[Any, ...]:
-    x, dropped, weight, a, b, ratio, z, *extras = ctx.saved_tensors
-    wants_x = ctx.needs_input_grad[0]
-    grads = _adapted_linear_backward(
-        grad, x, dropped, weight, extras, a, b, ratio, z, *ctx.which, wants_x
-    )
-    grad_x, grad_dropped, grad_a, grad_b = grads
-    return (
-        grad_x if wants_x else None,
-        None if dropped is None or not wants_x else grad_dropped,
-        None,
-        [None] * len(extras),
-        grad_a,
-        grad_b,
-        None,  # of ratio: see `_RatioGradient`
-        None,
-        None,
-        None,
-    )
-
-
-_adapted_linear.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, dropped, weight, a, b, ratio, z, *extras = ctx.saved_tensors
+        wants_x = ctx.needs_input_grad[0]
+        grad_x, grad_dropped, grad_a, grad_b = _adapted_linear_backward(
+            grad, x, dropped, weight, extras, a, b, ratio, z, *ctx.which, wants_x
+        )
+        of_x = grad_x if wants_x else None
+        of_dropped = None if dropped is None or not wants_x else grad_dropped
+        return of_x, of_dropped, None, grad_a, grad_b, *[None] * (4 + len(extras))
 
 
 class _RatioGradient(torch.autograd.Function):
@@ -186,10 +193,8 @@ def adapted_linear(
         `[..., out]` of x's dtype, with gradients for x, dropped, a, b and ratio.
     """
     if isinstance(weight, PackedTensor):
-        which = (weight.format, weight.row_offset)
-        y, _ = _adapted_linear(
-            x, dropped, weight.packed, list(weight.extras), a, b, ratio, scaling, *which
-        )
+        packed, which = weight.packed, (weight.format, weight.row_offset, *weight.extras)
     else:
-        y, _ = _adapted_linear(x, dropped, weight, [], a, b, ratio, scaling, "", 0)
+        packed, which = weight, ("", 0)
+    y = _AdaptedLinear.apply(x, dropped, packed, a, b, ratio, scaling, *which)
     return y if ratio is None else _RatioGradient.apply(y, ratio)

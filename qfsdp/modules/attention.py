@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from qfsdp.compiled import opaque
 from qfsdp.cpu import product_dtype
@@ -95,7 +96,7 @@ def attend_documents(
     if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _has_varlen(head_dim):
         out = _varlen(q, k, v, cu_seqlens, max_len, window)
     else:
-        out, _ = _attend_each(q, k, v, cu_seqlens, window)
+        out = _AttendEach.apply(q, k, v, cu_seqlens, window)
     return out.unflatten(0, (batch, seq)).transpose(1, 2)
 
 
@@ -192,26 +193,32 @@ def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
     return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=at_least_fp32)
 
 
-@_attend_each.register_fake
+@torch.library.register_fake("qfsdp::attend_documents")
 def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
     return _empty_outputs(q)
 
 
-@_attend_each_backward.register_fake
+@torch.library.register_fake("qfsdp::attend_documents_backward")
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    q, k, v, cu_seqlens, ctx.window = inputs
-    ctx.save_for_backward(q, k, v, *output, cu_seqlens)
+class _AttendEach(torch.autograd.Function):
+    """Attention `[tokens, heads, head_dim]`."""
 
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
+    ) -> Tensor:
+        out, logsumexp = _attend_each(q, k, v, cu_seqlens, window)
+        ctx.window = window
+        ctx.save_for_backward(q, k, v, out, logsumexp, cu_seqlens)
+        return out
 
-def _backward(ctx: Any, grad: Tensor, _: Tensor) -> tuple[Any, ...]:
-    return *_attend_each_backward(grad, *ctx.saved_tensors, ctx.window), None, None
-
-
-_attend_each.register_autograd(_backward, setup_context=_setup_context)
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return *_attend_each_backward(grad, *ctx.saved_tensors, ctx.window), None, None
 
 
 def _near(q: Tensor, window: int | None) -> Tensor:

@@ -46,6 +46,7 @@ from typing import Any, ClassVar, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 import qfsdp.compiled
 from qfsdp.compiled import on_cpu, opaque
@@ -433,8 +434,8 @@ def _pin_memory(self: PackedTensor, args: Any, kwargs: Any) -> PackedTensor:
 # ---- the quantized linear ------------------------------------------------------------------
 # Two opaque custom ops. If the dequantize code were traced into a compiled decoder layer, the
 # partitioner could keep what it likes of it for backward: it kept one byte per weight when we
-# tried. An opaque op saves what its setup_context says: the packed bytes, which are a view of
-# what FSDP2 gathers again for backward, and the extras.
+# tried. Around opaque ops `_PackedLinear` says what is saved: the packed bytes, which are a view
+# of what FSDP2 gathers again for backward, and the extras.
 
 
 _scratch = threading.local()
@@ -522,30 +523,39 @@ def _packed_linear_backward(
     return product_in(factor_in(grad, dtype), weight, grad.dtype).to(grad.dtype)
 
 
-@_packed_linear.register_fake
+@torch.library.register_fake("qfsdp::packed_linear")
 def _(x: Tensor, packed: Tensor, *_: Any) -> Tensor:
     return x.new_empty(*x.shape[:-1], packed.size(0))
 
 
-@_packed_linear_backward.register_fake
+@torch.library.register_fake("qfsdp::packed_linear_backward")
 def _(grad: Tensor, packed: Tensor, extras: Any, format: str, cols: int, *_: Any) -> Tensor:
     return grad.new_empty(*grad.shape[:-1], cols)
 
 
-def _setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    _, packed, extras, *ctx.which = inputs
-    ctx.save_for_backward(packed, *extras)
+class _PackedLinear(torch.autograd.Function):
+    """`x @ weight.T` of a packed weight, given as its parts."""
 
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        packed: Tensor,
+        format: str,
+        cols: int,
+        row_offset: int,
+        *extras: Tensor,
+    ) -> Tensor:
+        ctx.which = (format, cols, row_offset)
+        ctx.save_for_backward(packed, *extras)
+        return _packed_linear(x, packed, extras, *ctx.which)
 
-def _backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:
-    packed, *extras = ctx.saved_tensors
-    grad_x = None
-    if ctx.needs_input_grad[0]:
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        packed, *extras = ctx.saved_tensors
         grad_x = _packed_linear_backward(grad, packed, extras, *ctx.which)
-    return grad_x, None, [None] * len(extras), None, None, None
-
-
-_packed_linear.register_autograd(_backward, setup_context=_setup_context)
+        return grad_x, None, None, None, None, *[None] * len(extras)
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -562,7 +572,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if isinstance(weight, PackedTensor):
         which = (weight.format, weight.cols, weight.row_offset)
-        y = _packed_linear(x, weight.packed, list(weight.extras), *which)
+        y = _PackedLinear.apply(x, weight.packed, *which, *weight.extras)
     elif product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
     else:

@@ -85,11 +85,14 @@ def test_equals_a_mask(window: int | None, kv_heads: int, dtype: torch.dtype, bo
 
 
 def test_operator_contract() -> None:
-    """Fake results, strides and autograd of the custom ops, as torch.compile relies on them."""
-    q, k, v, _ = (t.detach().transpose(1, 2).flatten(0, 1).contiguous() for t in heads())
+    """Fake results and strides of the custom ops, as torch.compile relies on them."""
+    q, k, v, grad = (t.detach().transpose(1, 2).flatten(0, 1).contiguous() for t in heads())
     for window in (None, 7):
-        given = (q.requires_grad_(), k.requires_grad_(), v.requires_grad_(), cu_seqlens(), window)
+        given = (q, k, v, cu_seqlens(), window)
         torch.library.opcheck(attention._attend_each, given)
+        out, logsumexp = attention._attend_each(*given)
+        given = (grad, q, k, v, out, logsumexp, cu_seqlens(), window)
+        torch.library.opcheck(attention._attend_each_backward, given)
 
 
 def test_keeps_only_its_inputs_and_outputs() -> None:

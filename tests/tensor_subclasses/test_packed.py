@@ -295,7 +295,7 @@ class RecordedOps(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", INPUT_SHAPES[:2], ids=str)
 def test_custom_ops_keep_their_contract(shape: tuple[int, ...], weight: NF4Tensor) -> None:
-    """Schema, autograd registration, fake kernel and dynamic shapes, for the calls of `linear`."""
+    """Schema, fake kernel and dynamic shapes, for the calls of `linear`."""
     x = torch.randn(shape, requires_grad=True)
     with RecordedOps() as record:
         linear(x, weight).sum().backward()
@@ -304,8 +304,16 @@ def test_custom_ops_keep_their_contract(shape: tuple[int, ...], weight: NF4Tenso
         "qfsdp::packed_linear",
         "qfsdp::packed_linear_backward",
     ]
-    torch.library.opcheck(forward[0], (x, *forward[1][1:]))
-    torch.library.opcheck(backward[0], (backward[1][0].detach(), *backward[1][1:]))
+    for op, (given, *rest) in (forward, backward):
+        torch.library.opcheck(op, (given.detach(), *rest))
+
+
+def test_a_second_derivative_is_refused(weight: NF4Tensor) -> None:
+    """The ops of backward have no gradient: it would silently be none."""
+    x = torch.randn(3, COLS, requires_grad=True)
+    (grad,) = torch.autograd.grad(linear(x, weight).square().sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()
 
 
 # ---- what autograd keeps -----------------------------------------------------------------------
