@@ -121,13 +121,13 @@ class _AdaptedLinear(torch.autograd.Function):
         x: Tensor,
         dropped: Tensor | None,
         weight: Tensor,
+        extras: Sequence[Tensor],
         a: Tensor,
         b: Tensor,
         ratio: Tensor | None,
         scaling: float,
         format: str,
         row_offset: int,
-        *extras: Tensor,
     ) -> Tensor:
         ctx.which = (scaling, format, row_offset)
         y, z = _adapted_linear(x, dropped, weight, extras, a, b, ratio, *ctx.which)
@@ -144,7 +144,7 @@ class _AdaptedLinear(torch.autograd.Function):
         )
         of_x = grad_x if wants_x else None
         of_dropped = None if dropped is None or not wants_x else grad_dropped
-        return of_x, of_dropped, None, grad_a, grad_b, *[None] * (4 + len(extras))
+        return of_x, of_dropped, None, None, grad_a, grad_b, None, None, None, None
 
 
 class _RatioGradient(torch.autograd.Function):
@@ -192,9 +192,10 @@ def adapted_linear(
     Returns:
         `[..., out]` of x's dtype, with gradients for x, dropped, a, b and ratio.
     """
+    extras: Sequence[Tensor] = ()
+    which = ("", 0)
     if isinstance(weight, PackedTensor):
-        packed, which = weight.packed, (weight.format, weight.row_offset, *weight.extras)
-    else:
-        packed, which = weight, ("", 0)
-    y = _AdaptedLinear.apply(x, dropped, packed, a, b, ratio, scaling, *which)
+        which = (weight.format, weight.row_offset)
+        extras, weight = weight.extras, weight.packed
+    y = _AdaptedLinear.apply(x, dropped, weight, extras, a, b, ratio, scaling, *which)
     return y if ratio is None else _RatioGradient.apply(y, ratio)

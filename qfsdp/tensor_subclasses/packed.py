@@ -541,10 +541,10 @@ class _PackedLinear(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         packed: Tensor,
+        extras: Sequence[Tensor],
         format: str,
         cols: int,
         row_offset: int,
-        *extras: Tensor,
     ) -> Tensor:
         ctx.which = (format, cols, row_offset)
         ctx.save_for_backward(packed, *extras)
@@ -555,7 +555,7 @@ class _PackedLinear(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         packed, *extras = ctx.saved_tensors
         grad_x = _packed_linear_backward(grad, packed, extras, *ctx.which)
-        return grad_x, None, None, None, None, *[None] * len(extras)
+        return grad_x, None, None, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -572,7 +572,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if isinstance(weight, PackedTensor):
         which = (weight.format, weight.cols, weight.row_offset)
-        y = _PackedLinear.apply(x, weight.packed, *which, *weight.extras)
+        y = _PackedLinear.apply(x, weight.packed, weight.extras, *which)
     elif product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
     else:
