@@ -296,14 +296,14 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="samples per step")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--steps", type=int, default=7, help="that are timed")
-    parser.add_argument("--warmup", type=int, help="turns before them; default: 3, 2 uncompiled")
+    parser.add_argument("--warmup", type=int, help="turns before them; default: 3, quick 1")
     parser.add_argument("--eager", action="store_true", help="do not compile our layers")
     args = parser.parse_args()
     if args.quick:
         args.batch, args.seq, args.steps, args.eager = 1, 128, 3, True
     args.device = args.device or ("cuda" if torch.cuda.is_available() else "cpu")
     args.dtype = args.dtype or usual_dtype(args.device)
-    args.warmup = args.warmup or (2 if args.eager else 3)
+    args.warmup = args.warmup or (1 if args.quick else 2 if args.eager else 3)
     return args
 
 
