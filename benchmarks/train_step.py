@@ -296,7 +296,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--batch", type=int, default=4, help="samples per step")
     parser.add_argument("--seq", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--steps", type=int, default=7, help="that are timed")
-    parser.add_argument("--warmup", type=int, help="turns before them; default: 3, quick 1")
+    parser.add_argument("--warmup", type=int, help="before them; default: 3, eager 2, quick 1")
     parser.add_argument("--eager", action="store_true", help="do not compile our layers")
     args = parser.parse_args()
     if args.quick:
