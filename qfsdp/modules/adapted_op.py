@@ -125,12 +125,10 @@ class _AdaptedLinear(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         ratio: Tensor | None,
-        scaling: float,
-        format: str,
-        row_offset: int,
+        which: tuple[float, str, int],
     ) -> Tensor:
-        ctx.which = (scaling, format, row_offset)
-        y, z = _adapted_linear(x, dropped, weight, extras, a, b, ratio, *ctx.which)
+        ctx.which = which
+        y, z = _adapted_linear(x, dropped, weight, extras, a, b, ratio, *which)
         ctx.save_for_backward(x, dropped, weight, a, b, ratio, z, *extras)
         return y
 
@@ -144,7 +142,7 @@ class _AdaptedLinear(torch.autograd.Function):
         )
         of_x = grad_x if wants_x else None
         of_dropped = None if dropped is None or not wants_x else grad_dropped
-        return of_x, of_dropped, None, None, grad_a, grad_b, None, None, None, None
+        return of_x, of_dropped, None, None, grad_a, grad_b, None, None
 
 
 class _RatioGradient(torch.autograd.Function):
@@ -193,9 +191,9 @@ def adapted_linear(
         `[..., out]` of x's dtype, with gradients for x, dropped, a, b and ratio.
     """
     extras: Sequence[Tensor] = ()
-    which = ("", 0)
+    which = (scaling, "", 0)
     if isinstance(weight, PackedTensor):
-        which = (weight.format, weight.row_offset)
+        which = (scaling, weight.format, weight.row_offset)
         extras, weight = weight.extras, weight.packed
-    y = _AdaptedLinear.apply(x, dropped, weight, extras, a, b, ratio, scaling, *which)
+    y = _AdaptedLinear.apply(x, dropped, weight, extras, a, b, ratio, which)
     return y if ratio is None else _RatioGradient.apply(y, ratio)

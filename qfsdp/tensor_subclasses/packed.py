@@ -542,20 +542,18 @@ class _PackedLinear(torch.autograd.Function):
         x: Tensor,
         packed: Tensor,
         extras: Sequence[Tensor],
-        format: str,
-        cols: int,
-        row_offset: int,
+        which: tuple[str, int, int],
     ) -> Tensor:
-        ctx.which = (format, cols, row_offset)
+        ctx.which = which
         ctx.save_for_backward(packed, *extras)
-        return _packed_linear(x, packed, extras, *ctx.which)
+        return _packed_linear(x, packed, extras, *which)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         packed, *extras = ctx.saved_tensors
         grad_x = _packed_linear_backward(grad, packed, extras, *ctx.which)
-        return grad_x, None, None, None, None, None
+        return grad_x, None, None, None
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -572,7 +570,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """
     if isinstance(weight, PackedTensor):
         which = (weight.format, weight.cols, weight.row_offset)
-        y = _PackedLinear.apply(x, weight.packed, weight.extras, *which)
+        y = _PackedLinear.apply(x, weight.packed, weight.extras, which)
     elif product_dtype(x) == x.dtype:
         return F.linear(x, weight, bias)
     else:
