@@ -125,7 +125,7 @@ class _AdaptedLinear(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         ratio: Tensor | None,
-        which: tuple[float, str, int],
+        which: tuple[float, str, int],  # scaling, format, row_offset
     ) -> Tensor:
         ctx.which = which
         y, z = _adapted_linear(x, dropped, weight, extras, a, b, ratio, *which)

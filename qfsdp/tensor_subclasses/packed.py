@@ -542,7 +542,7 @@ class _PackedLinear(torch.autograd.Function):
         x: Tensor,
         packed: Tensor,
         extras: Sequence[Tensor],
-        which: tuple[str, int, int],
+        which: tuple[str, int, int],  # format, cols, row_offset
     ) -> Tensor:
         ctx.which = which
         ctx.save_for_backward(packed, *extras)
