@@ -18,7 +18,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@touch $@
 
 demo: venv
-	$(BIN)/python -m qfsdp.demo.run
+	$(BIN)/python -m examples.demo.run
 
 # Two files of tests at a time, a thread for each: on two cores most tests keep one busy.
 test: venv
@@ -29,7 +29,7 @@ test-slow: venv
 
 # With the interpreter at hand, not .venv: machines with accelerators bring their own torch.
 test-gpu:
-	$(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/test_gpu_packing.py tests/test_accounting.py tests/test_profiler.py tests/modules/test_activations.py
+	$(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/test_gpu_packing.py tests/training/test_throughput.py tests/training/test_profiler.py tests/modules/test_activations.py
 
 # Everything that needs a GPU, under 8 minutes; gpu-bundle first where that machine has no network.
 gpu-suite:

@@ -8,7 +8,7 @@ that are printed say the same on a command line. The best of several rounds coun
 roofline it should.
 
     device_memory      bytes of the smallest GPU
-    matmul_rate        FLOP/s of large bf16 products (`qfsdp.accounting.matmul_rate`)
+    matmul_rate        FLOP/s of large bf16 products (`qfsdp.training.throughput.matmul_rate`)
     memory_bandwidth   of one GPU, bytes read and written by a copy within it
     pcie               from pinned host memory to one GPU, while all others are fed as well
     interconnect       that one GPU sends, in an all-gather of all GPUs by NCCL
@@ -37,8 +37,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments
-from qfsdp.accounting import matmul_rate
 from qfsdp.memory.hardware import machine_memory
+from qfsdp.training.throughput import matmul_rate
 
 ROUNDS = 5
 PIECE = 16 << 20  # bytes of a read, as the loader reads

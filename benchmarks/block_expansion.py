@@ -30,18 +30,19 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from qfsdp.checkpoint.expand import (
+from examples.demo import cache_dir
+from examples.demo.smollm2 import prepare_model
+from qfsdp.checkpoint.weights.expand import (
     block_sources,
     blocks_of_rate,
     expand_folder,
     expanded_positions,
 )
-from qfsdp.checkpoint.load import DTYPES, load_base
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.demo import cache_dir
-from qfsdp.demo.smollm2 import prepare_model
-from qfsdp.distributed import World
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.distributed.world import World
+from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.transformer import Decoder
 
 NEW_BLOCKS = 8
 

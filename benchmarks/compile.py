@@ -43,12 +43,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory
 from benchmarks.timing import Figures, arguments, ratios, table, tell
-from qfsdp.config import Component
+from examples.demo import cache_dir
+from qfsdp.cli.component import Component
+from qfsdp.cli.ranks import share_cores
+from qfsdp.cli.recipes import load_recipe
 from qfsdp.data import Batch
-from qfsdp.demo import cache_dir
-from qfsdp.launch import load_recipe, share_cores
 from qfsdp.modules.adapters import AdapterConfig
-from qfsdp.modules.transformer import ActivationConfig, Decoder, DecoderConfig
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.transformer import ActivationConfig, Decoder
 from tests.ranks import run_ranks
 
 RECIPE = Path(__file__).parent.parent / "recipes/qdora_distributed.py"

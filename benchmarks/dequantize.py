@@ -43,9 +43,10 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, Times, arguments, geometric, in_turns, ratios, table, tell
-from qfsdp.compiled import _copy, can_compile, compiled
+from qfsdp.modules.quantized_linear import frozen_weight
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight
+from qfsdp.tensor_subclasses.kernels.compiled import _copy, can_compile, compiled
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 SMOLLM2 = [(576, 576), (192, 576), (1536, 576), (576, 1536)]
 LLAMA_8B = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
@@ -64,18 +65,18 @@ NAMES += ["bitsandbytes_fp32_absmax", "table", "selections"]
 OVER_COPY = {"dequantize": "ours", "table": "table", "selections": "selections"}
 
 
-def ours(weight: PackedTensor) -> Tensor:
+def ours(weight: QuantizedTensor) -> Tensor:
     which = (weight.format, weight.cols, weight.row_offset, torch.bfloat16)
-    return frozen_weight(weight.packed, weight.extras, *which)
+    return frozen_weight(weight.qdata, weight.metadata, *which)
 
 
 @cache
-def with_levels(level: Callable[[Tensor, Tensor], Tensor]) -> Callable[[PackedTensor], Tensor]:
+def with_levels(level: Callable[[Tensor, Tensor], Tensor]) -> Callable[[QuantizedTensor], Tensor]:
     """Ours with other code for the levels, in builds of its own."""
     write = _copy(nf4._write_weights.__wrapped__)  # type: ignore[attr-defined]
     kernel = compiled(write, nf4.ONE_KERNEL, static_on_gpus=True)
 
-    def run(weight: PackedTensor) -> Tensor:
+    def run(weight: QuantizedTensor) -> Tensor:
         kept = nf4._level, nf4._write_weights
         nf4._level, nf4._write_weights = level, kernel  # type: ignore[assignment]
         try:
@@ -166,7 +167,7 @@ def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tu
     for key, (over, under) in RATIOS.items():
         if over in times and under in times:
             found |= ratios(key, times[over], times[under])
-    held = sum(t.nbytes for t in (packed.packed, *packed.extras))
+    held = sum(t.nbytes for t in (packed.qdata, *packed.metadata))
     moved = (held + weight.nbytes) / (2 * weight.nbytes)
     for key, name in OVER_COPY.items():
         if name in times:
@@ -177,7 +178,7 @@ def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tu
     return times, found
 
 
-def temporaries(packed: PackedTensor) -> int:
+def temporaries(packed: QuantizedTensor) -> int:
     """The most bytes on the GPU while it dequantizes, without the output."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()

@@ -42,14 +42,15 @@ from safetensors.torch import save_file
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, table, tell
-from qfsdp.config import load_config
-from qfsdp.demo import cache_dir
-from qfsdp.demo.smollm2 import prepare_model
-from qfsdp.launch import load_recipe
+from examples.demo import cache_dir
+from examples.demo.smollm2 import prepare_model
+from qfsdp.cli.config import load_config
+from qfsdp.cli.recipes import load_recipe
+from qfsdp.cli.sizes import format_size
 from qfsdp.memory.estimate import CONTEXT_BYTES, estimate_fast
-from qfsdp.modules.transformer import Decoder, DecoderConfig
-from qfsdp.sizes import format_size
-from qfsdp.tensor_subclasses import packed
+from qfsdp.modules import quantized_linear
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.transformer import Decoder
 
 ROOT = Path(__file__).parent.parent
 METHODS = {
@@ -148,7 +149,7 @@ def _rank(rank: int, size: int, chosen: list[Case], folders: dict[str, str], out
 def _measure(case: Case, folders: dict[str, str]) -> int:
     recipe, cfg = config_of(case, folders)
     gc.collect()  # else the model of the case before dies while this one is measured
-    vars(packed._scratch).clear()
+    vars(quantized_linear._scratch).clear()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         world = recipe.init_world()

@@ -42,20 +42,17 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, in_turns, ratios, table, tell
-from qfsdp.config import Component
-from qfsdp.distributed import (
-    ShardingConfig,
-    World,
-    clip_grad_norm,
-    packed_bytes,
-    shard_model,
-    trainable_parameters,
-)
+from qfsdp.cli.component import Component
+from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
+from qfsdp.distributed.sharding import quantized_bytes, shard_model
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
-from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
-from qfsdp.modules.transformer import Decoder, DecoderConfig
-from qfsdp.optim import build_optimizer
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.optimizer import build_optimizer
 from tests.ranks import run_ranks
 
 SMOLLM2 = DecoderConfig(
@@ -78,9 +75,9 @@ def build_model(config: DecoderConfig, rank: int) -> Decoder:
     torch.manual_seed(0)
     model = Decoder(config).bfloat16()
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
-    pack_linears(model, QuantizationConfig("nf4"))
+    quantize_linears(model, QuantizationConfig("nf4"))
     for name, param in model.named_parameters():
-        if isinstance(param.data, PackedTensor):
+        if isinstance(param.data, QuantizedTensor):
             param.data.quantize_(weights[name])
     add_adapters(model, AdapterConfig("lora", rank, 32))
     init_adapters(model, seed=0)
@@ -148,7 +145,7 @@ def measure(rank: int, layers: int, seq: int, rounds: int) -> Figures:
         raise SystemExit(f"the two have not learnt the same: {losses}")
     adapters = sum(param.numel() * 4 for param in trainable_parameters(models["gathered"]))
     part = (size - 1) / size
-    base = 2 * packed_bytes(models["gathered"]) * size * part  # for forward and for backward
+    base = 2 * quantized_bytes(models["gathered"]) * size * part  # for forward and for backward
     held = NUMBERS_PER_ADAPTER * (adapters - adapters // size)
     found = {
         "replicated_minus_gathered_bytes": held,

@@ -25,15 +25,17 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, ratios, spread, table, tell, usual_dtype
-from qfsdp.checkpoint.load import DTYPES, ModelConfig
+from examples.demo import arithmetic, cache_dir
+from examples.demo.smollm2 import prepare_model
+from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.data import hf_tokenizer
-from qfsdp.demo import arithmetic, cache_dir
-from qfsdp.demo.smollm2 import prepare_model
-from qfsdp.distributed import ShardingConfig, World
-from qfsdp.generation import SamplingConfig, generate
-from qfsdp.inference import load_for_inference
-from qfsdp.modules.packed_linear import QuantizationConfig
-from qfsdp.prompts import chat_tokens
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.generation import SamplingConfig, generate
+from qfsdp.evaluation.inference import load_for_inference
+from qfsdp.evaluation.prompts import chat_tokens
+from qfsdp.modules.decoder_config import DTYPES
+from qfsdp.modules.quantized_linear import QuantizationConfig
 
 GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k/test.jsonl"
 BATCH = 10

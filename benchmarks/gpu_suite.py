@@ -36,7 +36,11 @@ WHEELS = ROOT / "gpu_wheels"
 STEPS = ("ours_qlora", "ours_qdora", "ours_lora", "peft_qlora")  # 50, 70, 47, 62 s on an H200
 BENCHMARKS = ("dequantize", "linear", "bandwidth")  # 20, 37, 13 s
 TESTS = ["tests/test_gpu.py", "tests/test_gpu_packing.py"]
-TESTS += ["tests/test_accounting.py", "tests/test_profiler.py", "tests/modules/test_activations.py"]
+TESTS += [
+    "tests/training/test_throughput.py",
+    "tests/training/test_profiler.py",
+    "tests/modules/test_activations.py",
+]
 TIMES = {  # key: seconds of the first over those of the second
     "qdora_over_qlora_time": ("ours_qdora", "ours_qlora"),
     "qlora_over_lora_tokens": ("ours_lora", "ours_qlora"),

@@ -41,16 +41,17 @@ from benchmarks.train_step_worker import (
     Step,
     training_step,
 )
-from qfsdp.accounting import StepClock, matmul_rate, step_flops, utilization
-from qfsdp.checkpoint.sources import base_parameters
+from qfsdp.cli.recipes import load_recipe
 from qfsdp.data.loader import Batch
-from qfsdp.distributed import World, trainable_parameters
-from qfsdp.launch import load_recipe
-from qfsdp.memory.usage import peak_memory_bytes
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
-from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
-from qfsdp.modules.transformer import Decoder, DecoderConfig
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.distributed.world import World
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, base_parameters, init_adapters
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.memory_usage import peak_memory_bytes
+from qfsdp.training.throughput import StepClock, matmul_rate, step_flops, utilization
 
 LLAMA_8B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -88,7 +89,7 @@ def ours(
 ) -> tuple[Step, Decoder]:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dict(config)).bfloat16()
-    pack_linears(model, QuantizationConfig("nf4" if kind.startswith("q") else "none"))
+    quantize_linears(model, QuantizationConfig("nf4" if kind.startswith("q") else "none"))
     method = "dora" if kind.endswith("dora") else "lora"
     add_adapters(model, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
     model.compile_layers()
@@ -100,7 +101,7 @@ def ours(
     with torch.no_grad():
         for name, param in base_parameters(model):
             weight = random_weight(name, param, device)
-            if isinstance(param.data, PackedTensor):
+            if isinstance(param.data, QuantizedTensor):
                 param.data.quantize_(weight, name)
             else:
                 param.copy_(weight)

@@ -37,34 +37,35 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, in_turns, ratios, tell, usual_dtype
-from qfsdp.checkpoint.load import ModelConfig
-from qfsdp.checkpoint.sources import ModelWeights
+from examples.demo import cache_dir
+from examples.demo.smollm2 import prepare_model
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.data import hf_tokenizer
-from qfsdp.demo import cache_dir
-from qfsdp.demo.smollm2 import prepare_model
-from qfsdp.distributed import ShardingConfig, World
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.inference import load_for_inference
 from qfsdp.evaluation.perplexity import TextConfig, dataset_loss, text_windows
-from qfsdp.inference import load_for_inference
-from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, frozen_weight
 from qfsdp.tensor_subclasses.four_bit import BLOCK
-from qfsdp.tensor_subclasses.packed import FORMATS, PackedTensor, frozen_weight
+from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 TEXT = Path(__file__).parents[2] / "shared/data/wikitext2/test.txt"
 LLAMA_8B = (14336, 4096)
 WINDOW = 1024
 
 
-def quantize(weight: Tensor, format: str) -> PackedTensor:
+def quantize(weight: Tensor, format: str) -> QuantizedTensor:
     rows, cols = weight.shape
     packed = FORMATS[format].empty(rows, cols, weight.dtype, weight.device)
     packed.quantize_(weight)
     return packed
 
 
-def parts(weight: PackedTensor) -> tuple[Tensor, Tensor, Tensor]:
+def parts(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
     """Codes `[rows, cols]`, scales and zeros fp16 `[rows, groups]` of a weight in HQQ."""
     code_bytes, per_row = -(-weight.cols // 2), -(-weight.cols // BLOCK)
-    codes, fp16 = weight.packed[:, :code_bytes], weight.packed[:, code_bytes:]
+    codes, fp16 = weight.qdata[:, :code_bytes], weight.qdata[:, code_bytes:]
     codes = torch.stack([codes >> 4, codes & 15], dim=2).flatten(1)[:, : weight.cols]
     scales, zeros = fp16.contiguous().view(torch.float16).split(per_row, dim=1)
     return codes, scales, zeros
@@ -175,11 +176,11 @@ def times(rounds: int) -> Figures:
     held = {}
     for name in ("nf4", "hqq"):
         packed = quantize(weight, name)
-        held[name] = sum(t.nbytes for t in (packed.packed, *packed.extras))
+        held[name] = sum(t.nbytes for t in (packed.qdata, *packed.metadata))
 
-        def dequantize(packed: PackedTensor = packed) -> Tensor:
+        def dequantize(packed: QuantizedTensor = packed) -> Tensor:
             which = (packed.format, packed.cols, 0, torch.bfloat16)
-            return frozen_weight(packed.packed, packed.extras, *which)
+            return frozen_weight(packed.qdata, packed.metadata, *which)
 
         cases[name] = dequantize
     taken = in_turns(cases, rounds)

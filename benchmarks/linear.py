@@ -7,7 +7,7 @@ products); adapters of rank 16 in fp32, PEFT's under bf16 autocast as its Traine
 norms, computed once per update, are not in it; PEFT computes them in every forward.
 
     plain     F.linear with a frozen weight
-    nf4       our PackedLinear                      bnb        bitsandbytes' Linear4bit
+    nf4       our QuantizedLinear                      bnb        bitsandbytes' Linear4bit
     lora      our LowRankLinear on NF4            peft_lora  PEFT's LoRA on Linear4bit
     dora      the same with DoRA                    peft_dora  PEFT's DoRA on Linear4bit
 
@@ -46,11 +46,11 @@ from benchmarks.timing import (
     tell,
     usual_dtype,
 )
-from qfsdp.checkpoint.load import DTYPES
 from qfsdp.modules.adapters import AdapterConfig, LowRankLinear, init_adapters
-from qfsdp.modules.packed_linear import PackedLinear
+from qfsdp.modules.decoder_config import DTYPES
+from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 RANK, ALPHA = 16, 32
 QUICK = [(1536, 576), (2048, 2048)]
@@ -67,7 +67,7 @@ def ours(weight: Tensor) -> dict[str, nn.Module]:
     rows, cols = weight.shape
     plain = nn.Linear(cols, rows, bias=False, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
-    packed = PackedLinear(nf4.quantize(weight), None)
+    packed = QuantizedLinear(nf4.quantize(weight), None)
     made: dict[str, nn.Module] = {"plain": plain, "nf4": packed}
     for method in ("lora", "dora"):
         adapted = LowRankLinear(packed, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
@@ -144,8 +144,8 @@ def saved_bytes(module: nn.Module, forward: Forward, x: Tensor) -> int:
 def storages(tensor: Tensor) -> dict[int, int]:
     """Address -> bytes, of what a tensor is stored in."""
     inner: list[Tensor] = [tensor]
-    if isinstance(tensor, PackedTensor):
-        inner = [tensor.packed, *tensor.extras]
+    if isinstance(tensor, QuantizedTensor):
+        inner = [tensor.qdata, *tensor.metadata]
     elif (state := getattr(tensor, "quant_state", None)) is not None:
         inner = [tensor, state.absmax, state.code, state.offset, *vars(state.state2).values()]
     found = [t.untyped_storage() for t in inner if isinstance(t, Tensor)]

@@ -25,15 +25,16 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 
 from benchmarks.timing import Figures, arguments, table, tell
-from qfsdp.checkpoint.load import ModelConfig
+from examples.demo import cache_dir
+from examples.demo.smollm2 import prepare_model
+from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.data import hf_tokenizer
-from qfsdp.demo import cache_dir
-from qfsdp.demo.smollm2 import prepare_model
-from qfsdp.distributed import ShardingConfig, World
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.inference import load_for_inference
 from qfsdp.evaluation.lm_harness import LMEvalConfig, Score, evaluate, load_tasks
-from qfsdp.inference import load_for_inference
-from qfsdp.modules.packed_linear import QuantizationConfig
-from qfsdp.prompts import stop_ids
+from qfsdp.evaluation.prompts import stop_ids
+from qfsdp.modules.quantized_linear import QuantizationConfig
 
 # Tasks that ask the same are together: their equal requests are computed once by ours.
 GROUPS = [

@@ -40,9 +40,10 @@ from torch.distributed.device_mesh import init_device_mesh
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory
-from qfsdp.checkpoint.load import load_base, use_huge_pages
-from qfsdp.checkpoint.quantize import Layout, quantize_folder
-from qfsdp.checkpoint.safetensors_write import (
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base, use_huge_pages
+from qfsdp.checkpoint.weights.quantize import Layout, quantize_folder
+from qfsdp.checkpoint.weights.write import (
     Entry,
     SafetensorsFile,
     plan_files,
@@ -50,14 +51,16 @@ from qfsdp.checkpoint.safetensors_write import (
     write_index,
     write_json,
 )
-from qfsdp.checkpoint.sources import ModelWeights, base_parameters
-from qfsdp.distributed import ShardingConfig, World, shard_model
-from qfsdp.modules.adapters import AdapterConfig, add_adapters
-from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
-from qfsdp.modules.shards import local_part, local_rows
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.distributed.sharding import shard_model
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, base_parameters
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.tensor_subclasses.dtensor import local_part, local_rows
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 LLAMA3_70B: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
@@ -122,7 +125,7 @@ def touch_memory(size: int) -> None:
 
 def held_bytes(param: torch.Tensor) -> int:
     local = local_part(param)
-    tensors = [local.packed, *local.extras] if isinstance(local, PackedTensor) else [local]
+    tensors = [local.qdata, *local.metadata] if isinstance(local, QuantizedTensor) else [local]
     return sum(t.numel() * t.element_size() for t in tensors)
 
 
@@ -135,7 +138,7 @@ def load_rank(rank: int, size: int, folder: str, format: Format, repeat: int, re
         store = dist.FileStore(f"{result}.store", size)
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         world = World(CPU, rank, size, init_device_mesh("cpu", (size,)))
-    if format != "none" and not ModelWeights(folder).packed:
+    if format != "none" and not ModelWeights(folder).quantized:
         # The kernel is built (and the compiler's memory taken) before the measurement.
         nf4.quantize(torch.randn(1024, 8192, dtype=torch.bfloat16))
     figures = [load_once(Path(folder), format, world) for _ in range(repeat)]
@@ -152,7 +155,7 @@ def load_once(folder: Path, format: Format, world: World) -> dict[str, float]:
     weights = ModelWeights(folder)
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dir(folder)).bfloat16()
-    pack_linears(model, QuantizationConfig(format), weights.formats)
+    quantize_linears(model, QuantizationConfig(format), weights.formats)
     add_adapters(model, AdapterConfig())
     shard_model(model, ShardingConfig(), world)
     shard = sum(held_bytes(param) for _, param in base_parameters(model))
@@ -176,8 +179,8 @@ def load_once(folder: Path, format: Format, world: World) -> dict[str, float]:
 
 
 def row_bytes(weights: ModelWeights, name: str) -> int:
-    if name in weights.packed:
-        return sum(column.row_bytes for column in weights.packed[name].columns)
+    if name in weights.quantized:
+        return sum(column.row_bytes for column in weights.quantized[name].columns)
     return weights.plain[name].row_bytes
 
 
@@ -326,7 +329,7 @@ def main() -> None:
         figures = run(args, Path(work))
     for key in ("peak_above_shard_bytes", "largest_rows_bytes"):
         figures[key] = max(v for name, v in figures.items() if name.startswith(f"{key}."))
-    figures["packed_over_cat"] = min(figures[f"over_cat.packed.{size}"] for size in (1, 2))
+    figures["packed_over_cat"] = min(figures[f"over_cat.qdata.{size}"] for size in (1, 2))
     for key in ("peak_above_shard_bytes", "largest_rows_bytes", "packed_over_cat"):
         print(f"{key} {figures[key]:.4g}")
     if args.json:

@@ -3,7 +3,7 @@
     python benchmarks/loss.py [--quick] [--json loss.json]
 
 Three ways to the same number and gradient, in turn, in one run: whole logits, torch's
-`F.linear_cross_entropy` (from 2.13 on), and `qfsdp.loss.head_loss`, which also skips positions
+`F.linear_cross_entropy` (from 2.13 on), and `qfsdp.modules.loss.head_loss`, which also skips positions
 without a target; its figures are given for all positions being targets, and for half of them.
 In bf16, but in fp32 on a CPU without bf16 products, for which the others have no other way.
 
@@ -30,8 +30,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory
 from benchmarks.timing import usual_dtype
-from qfsdp.checkpoint.load import DTYPES
-from qfsdp.loss import head_loss, summed_cross_entropy
+from qfsdp.modules.decoder_config import DTYPES
+from qfsdp.modules.loss import head_loss, summed_cross_entropy
 
 Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 

@@ -2,7 +2,7 @@
 
     python benchmarks/methods.py [--quick] [--json methods.json] [--work DIR] [--rows NAME ...]
 
-SmolLM2-135M-Instruct learns generated arithmetic word problems (`qfsdp.demo.arithmetic`), by the
+SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`), by the
 recipes and shipped configs that a user would run, in processes of their own. Every method sees the
 same samples in the same order, at each of the same learning rates; the one with the lowest loss on
 problems kept for that choice is told. Then, on problems that nothing has seen: exact match of
@@ -37,9 +37,9 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks.timing import arguments, table, tell, usual_dtype
-from qfsdp.demo import cache_dir
-from qfsdp.demo.arithmetic import generate
-from qfsdp.demo.smollm2 import prepare_model
+from examples.demo import cache_dir
+from examples.demo.arithmetic import generate
+from examples.demo.smollm2 import prepare_model
 
 ROOT = Path(__file__).parent.parent
 DTYPE = usual_dtype("cuda" if torch.cuda.is_available() else "cpu")
@@ -125,8 +125,8 @@ class Table:
         run = self._folder(of, best)
         base = self._config(method.config)
         if method.adapter:
-            packed_as = dict(method.changes).get("quantization.format", base.quantization.format)
-            found = self._evaluate(name, self.model, packed_as, adapter=run / "adapter")
+            quantized_as = dict(method.changes).get("quantization.format", base.quantization.format)
+            found = self._evaluate(name, self.model, quantized_as, adapter=run / "adapter")
         else:
             found = self._evaluate(name, run / "model", "nf4" if name == "full_nf4" else "none")
         figures = {"lr": best, **losses[best], **found}
@@ -205,7 +205,7 @@ class Table:
         self,
         name: str,
         model: Path,
-        packed_as: str,
+        quantized_as: str,
         adapter: Path | None = None,
         shots: int = 0,
     ) -> Changes:
@@ -214,7 +214,7 @@ class Table:
         cfg = self._config("evaluate")
         cfg.update(output=str(out / "results.json"), adapter=adapter and str(adapter), text={})
         cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(self.work / "packed"))
-        cfg.quantization.format = packed_as
+        cfg.quantization.format = quantized_as
         cfg.tokenizer.path = str(self.model)
         cfg.batch_size = self.sizes.asked  # weights are dequantized once for a token of each
         cfg.loss = {

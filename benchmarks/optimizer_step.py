@@ -9,14 +9,14 @@ each), and 1 rank; on a GPU with 1 rank.
 Keys of the JSON file; ratios of seconds, with `_min` and `_max`, of rank 0 of 2. The same with
 `_1rank` at the end over a mesh of one rank, and only so on a GPU:
 
-    dtensor_over_tensor          as recipes build it (`qfsdp.optim.build_optimizer`)
+    dtensor_over_tensor          as recipes build it (`qfsdp.training.optimizer.build_optimizer`)
     torch_dtensor_over_tensor    torch.optim.AdamW itself
     foreach_dtensor_over_tensor, loop_dtensor_over_tensor     not fused, with foreach and without
     foreach_over_fused, loop_over_fused                       on plain tensors
     eightbit_over_fused          torchao's AdamW8bit on plain tensors; it compiles for half a
     eightbit_dtensor_over_tensor minute, so only with 1 rank, and not with --quick
     eightbit_state_bytes_over_fp32
-    clip_dtensor_over_tensor     `qfsdp.distributed.clip_grad_norm`; with DTensors it has one
+    clip_dtensor_over_tensor     `qfsdp.distributed.gradients.clip_grad_norm`; with DTensors it has one
                                  all-reduce, which waits for the other rank
     first_clip_dtensor_seconds   of the first call, for which torch works out how it shards
     zero_dtensor_over_tensor     `zero_grad`
@@ -46,10 +46,10 @@ from torch.optim import Optimizer
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, Times, arguments, in_turns, ratios, seconds_of, table, tell
-from qfsdp.config import Component
-from qfsdp.distributed import clip_grad_norm
-from qfsdp.modules.shards import local_part, sharded
-from qfsdp.optim import build_optimizer
+from qfsdp.cli.component import Component
+from qfsdp.distributed.gradients import clip_grad_norm
+from qfsdp.tensor_subclasses.dtensor import local_part, sharded
+from qfsdp.training.optimizer import build_optimizer
 from tests.ranks import run_ranks
 
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 30, 576, 1536, 192

@@ -32,16 +32,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from qfsdp.checkpoint.load import DTYPES, load_base
-from qfsdp.checkpoint.sources import ModelWeights
+from examples.demo.prepare import prepare
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.cli.torchtune import quiet_torchao
 from qfsdp.data import Batch, HFTokenizer, StepLoader, TokenizedDataset, collate, hf_tokenizer
 from qfsdp.data.datasets import instruct_dataset
 from qfsdp.data.packing import PackedDataset, best_fit
-from qfsdp.demo.prepare import prepare
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
-from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
-from qfsdp.modules.transformer import Decoder, DecoderConfig
-from qfsdp.tune_hook import quiet_torchao
+from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.modules.transformer import Decoder
 
 GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k/train.jsonl"
 MAX_SEQ_LEN = 1024
@@ -63,7 +64,7 @@ def load_model(folder: Path) -> Decoder:
     weights = ModelWeights(folder)
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dir(folder)).to(DTYPES["bf16"])
-    pack_linears(model, QuantizationConfig(), weights.formats)
+    quantize_linears(model, QuantizationConfig(), weights.formats)
     add_adapters(model, AdapterConfig("lora"))
     load_base(model, weights, torch.device("cpu"))
     init_adapters(model, seed=0)

@@ -2,7 +2,7 @@
 
 `python_for(PEFT)` is an interpreter with everything that the peer needs, or None and a printed
 line. Where the running one has it all, it is that one. Else it is a virtual environment below
-`qfsdp.demo.cache_dir()`, made once: it sees the packages of the running interpreter through a
+`examples.demo.cache_dir()`, made once: it sees the packages of the running interpreter through a
 folder of links, without those that the peer cannot bear, so torch is the same and nothing is
 copied; pip adds only what is missing.
 """
@@ -20,7 +20,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from qfsdp.demo import cache_dir
+from examples.demo import cache_dir
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import private_bytes
 from benchmarks.timing import arguments, ratios, spread, table, tell
-from qfsdp.launch import load_recipe
+from qfsdp.cli.recipes import load_recipe
 
 ROOT = Path(__file__).parents[1]
 SIZES: dict[str, Any] = {
@@ -47,14 +47,15 @@ SIZES: dict[str, Any] = {
 TIERS: dict[str, Any] = {"resident": "none", "host": "cpu", "disk": "disk", "disk, cold": "disk"}
 
 
-def write_packed_model(folder: Path, layers: int) -> int:
+def write_quantized_model(folder: Path, layers: int) -> int:
     """A packed folder of `layers` layers that all hold the same bytes, in files of their own, and
     the bytes of its packed weights; the time to draw and pack 3 G numbers is saved."""
-    from qfsdp.checkpoint.quantize import quantize_folder
-    from qfsdp.checkpoint.sources import ModelWeights
-    from qfsdp.distributed import World
-    from qfsdp.modules.packed_linear import QuantizationConfig
-    from qfsdp.modules.transformer import Decoder, DecoderConfig
+    from qfsdp.checkpoint.weights.folder import ModelWeights
+    from qfsdp.checkpoint.weights.quantize import quantize_folder
+    from qfsdp.distributed.world import World
+    from qfsdp.modules.decoder_config import DecoderConfig
+    from qfsdp.modules.quantized_linear import QuantizationConfig
+    from qfsdp.modules.transformer import Decoder
 
     with tempfile.TemporaryDirectory(dir=folder) as work:
         plain, packed = Path(work) / "plain", Path(work) / "packed"
@@ -107,10 +108,10 @@ def work(
     tier: str, folder: Path, tokens: int, ring: int, pipe: Connection, ends: bool = True
 ) -> None:
     """Makes the model, then one step for every message; answers seconds, loss and memory."""
-    from qfsdp.accounting import StepClock
     from qfsdp.data import Batch
-    from qfsdp.distributed import ShardingConfig
+    from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.modules.adapters import AdapterConfig
+    from qfsdp.training.throughput import StepClock
 
     recipe: Any = load_recipe(ROOT / "recipes/qdora_distributed.py")
     os.environ.update(RANK="0", WORLD_SIZE="1")
@@ -164,7 +165,7 @@ def main() -> None:
     found: dict[str, list[tuple[float, float, int]]] = {tier: [] for tier in TIERS}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as work_dir:
         folder = Path(work_dir)
-        packed = write_packed_model(folder, layers)
+        packed = write_quantized_model(folder, layers)
         pipes, ring = {}, max(packed // 20, 3 * packed // layers)
         for tier in TIERS:
             pipes[tier], theirs = context.Pipe()

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from qfsdp.cpu import BF16_PRODUCTS
+from qfsdp.tensor_subclasses.kernels.cpu import BF16_PRODUCTS
 
 Cases = Mapping[str, Callable[[], Any]]
 Times = dict[str, list[float]]
@@ -41,7 +41,7 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 def usual_dtype(device: str) -> Literal["bf16", "fp32"]:
     """bf16; fp32 to compare with others on a CPU without products in bf16, as they multiply in it
-    even so (`qfsdp.cpu`)."""
+    even so (`qfsdp.tensor_subclasses.kernels.cpu`)."""
     return "bf16" if device != "cpu" or BF16_PRODUCTS else "fp32"
 
 

@@ -59,9 +59,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.peers import PEFT, TORCHTUNE, python_for
 from benchmarks.timing import usual_dtype
 from benchmarks.train_step_worker import Job
-from qfsdp.demo import cache_dir
-from qfsdp.demo.smollm2 import prepare_model
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from examples.demo import cache_dir
+from examples.demo.smollm2 import prepare_model
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.transformer import Decoder
 
 Answer = dict[str, float]
 

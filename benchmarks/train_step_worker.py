@@ -27,10 +27,10 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory, private_bytes
-from qfsdp.checkpoint.load import DTYPES
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, low_rank_linears
+from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
 from qfsdp.modules.targets import LINEAR_NAMES
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.modules.transformer import Decoder
 
 ROOT = Path(__file__).parent.parent
 ALPHA, LEARNING_RATE, CLIP, SEED = 32, 1e-4, 1.0, 0
@@ -57,10 +57,10 @@ class Job:
 
 def ours(job: Job) -> Step:
     """The recipe's own step; DoRA's norms are computed again within it."""
-    from qfsdp.config import Component
+    from qfsdp.cli.component import Component
+    from qfsdp.cli.recipes import load_recipe
     from qfsdp.data import Batch
-    from qfsdp.launch import load_recipe
-    from qfsdp.modules.packed_linear import QuantizationConfig
+    from qfsdp.modules.quantized_linear import QuantizationConfig
 
     recipe = load_recipe(ROOT / "recipes/qdora_distributed.py")
     cfg = recipe.Config(

@@ -16,19 +16,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from qfsdp.checkpoint.expand import (
+from qfsdp.checkpoint.weights.expand import (
     blocks_of_rate,
     check_plain,
     expand_folder,
     expanded_positions,
 )
-from qfsdp.checkpoint.model_folder import check_output
-from qfsdp.checkpoint.safetensors_write import MAX_FILE_BYTES
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.distributed import init_world
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.launch import launch
-from qfsdp.modules.transformer import DecoderConfig
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.output_folder import check_output
+from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.launch import launch
+from qfsdp.distributed.world import init_world
+from qfsdp.modules.decoder_config import DecoderConfig
 
 
 @dataclass

@@ -19,11 +19,11 @@ from typing import Any, Literal
 
 import torch
 
-from qfsdp.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.tool_config import Training, run_tool
 from qfsdp.memory.estimate import estimate_fast
 from qfsdp.memory.hardware import told_device_memory
 from qfsdp.memory.report import draw, lines
-from qfsdp.memory.training_config import Training, run_tool
 
 
 @dataclass

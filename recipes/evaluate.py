@@ -25,28 +25,23 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qfsdp.checkpoint.load import ModelConfig
-from qfsdp.config import Component
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.cli.component import Component
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.launch import launch
 from qfsdp.data import build_dataset, check_dataset
-from qfsdp.distributed import ShardingConfig, World, init_world
-from qfsdp.errors import InvalidField, UserError
+from qfsdp.data.json_lines import check_new_file, to_lines
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.exact_match import ExactMatchConfig, Question, exact_match, read_questions
+from qfsdp.evaluation.generation import SamplingConfig, check_lengths
+from qfsdp.evaluation.inference import check_for_inference, load_for_inference
 from qfsdp.evaluation.lm_harness import LMEvalConfig, load_tasks, run_tasks
 from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
-from qfsdp.evaluation.results import (
-    Result,
-    of_exact_match,
-    of_loss,
-    table,
-    write_results,
-)
-from qfsdp.generation import SamplingConfig, check_lengths
-from qfsdp.inference import check_for_inference, load_for_inference
-from qfsdp.json_lines import check_new_file, to_lines
-from qfsdp.launch import launch
-from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.evaluation.prompts import stop_ids
+from qfsdp.evaluation.results import Result, of_exact_match, of_loss, table, write_results
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from qfsdp.prompts import stop_ids
 
 
 @dataclass

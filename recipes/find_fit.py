@@ -16,12 +16,12 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qfsdp.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.sizes import format_size
+from qfsdp.cli.tool_config import Training, run_tool
 from qfsdp.memory.hardware import Hardware, HardwareConfig, told_device_memory
-from qfsdp.memory.ladder import Found, climb, ladder
 from qfsdp.memory.predict import Predictor, as_words, as_yaml
-from qfsdp.memory.training_config import Training, run_tool
-from qfsdp.sizes import format_size
+from qfsdp.memory.search import Found, climb, ladder
 
 
 @dataclass

@@ -22,36 +22,32 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qfsdp.accounting import Meter, StepClock
-from qfsdp.checkpoint.facts import config_facts, data_facts
-from qfsdp.checkpoint.load import DTYPES, ModelConfig, check_disk, load_base
+from qfsdp.checkpoint.compatibility import config_facts, data_facts
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.save_model import save_model
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.compiled import has_compiler, use_cache_dir
-from qfsdp.config import Component
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
+from qfsdp.checkpoint.weights.save import save_model
+from qfsdp.cli.component import Component
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.launch import launch
+from qfsdp.cli.signals import StopRequest
 from qfsdp.data import Batch, PackedDataset, StepLoader, check_data
-from qfsdp.distributed import (
-    ShardingConfig,
-    World,
-    clip_grad_norm,
-    init_world,
-    shard_model,
-    shard_rank,
-    trainable_parameters,
-)
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.launch import launch
+from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
+from qfsdp.distributed.sharding import shard_model
+from qfsdp.distributed.strategy import ShardingConfig, shard_rank
+from qfsdp.distributed.world import World, init_world
 from qfsdp.memory.preflight import check_memory
-from qfsdp.metrics import RunLog, write_run_files
 from qfsdp.modules.adapters import refresh_dora_norms
-from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
+from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.trainable import TrainableConfig, check_trainable, set_trainable
-from qfsdp.modules.transformer import ActivationConfig, Decoder, DecoderConfig
-from qfsdp.optim import build_optimizer, build_scheduler, check_optimizer
-from qfsdp.profiler import Profiler, ProfilerConfig
-from qfsdp.signals import StopRequest
-from qfsdp.validation import Validation, ValidationConfig
+from qfsdp.modules.transformer import ActivationConfig, Decoder
+from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir
+from qfsdp.training.metrics import RunLog, write_run_files
+from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer
+from qfsdp.training.profiler import Profiler, ProfilerConfig
+from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.validation import Validation, ValidationConfig
 
 
 @dataclass
@@ -127,7 +123,7 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     with torch.device("meta"):
         model = Decoder(config).to(DTYPES[cfg.model.dtype])
     trained = set_trainable(model, cfg.trainable, cfg.model.folder)
-    pack_linears(model, cfg.quantization, weights.formats, plain=trained)
+    quantize_linears(model, cfg.quantization, weights.formats, plain=trained)
     model.set_activations(cfg.activation)
     if cfg.compile:
         model.compile_layers()

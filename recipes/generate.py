@@ -22,18 +22,19 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qfsdp.checkpoint.load import ModelConfig
-from qfsdp.compiled import has_compiler, use_cache_dir
-from qfsdp.config import Component
-from qfsdp.distributed import ShardingConfig, World, init_world
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.generation import SamplingConfig, check_lengths, generate, generate_all
-from qfsdp.inference import check_for_inference, load_for_inference
-from qfsdp.json_lines import check_new_file, read_rows, to_lines
-from qfsdp.launch import launch
-from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.cli.component import Component
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.launch import launch
+from qfsdp.data.json_lines import check_new_file, read_rows, to_lines
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World, init_world
+from qfsdp.evaluation.generation import SamplingConfig, check_lengths, generate, generate_all
+from qfsdp.evaluation.inference import check_for_inference, load_for_inference
+from qfsdp.evaluation.prompts import TextStream, prompt_tokens, stop_ids
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from qfsdp.prompts import TextStream, prompt_tokens, stop_ids
+from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir
 
 COMPLETION = "completion"
 

@@ -21,15 +21,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from qfsdp.checkpoint.load import DTYPES, ModelConfig
-from qfsdp.checkpoint.merge import Merge, Requantize, warn_of_another_base
-from qfsdp.checkpoint.model_folder import check_output
-from qfsdp.checkpoint.safetensors_write import MAX_FILE_BYTES
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.distributed import init_world
-from qfsdp.errors import InvalidField
-from qfsdp.launch import launch
-from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.checkpoint.weights.merge import Merge, Requantize, warn_of_another_base
+from qfsdp.checkpoint.weights.output_folder import check_output
+from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
+from qfsdp.cli.errors import InvalidField
+from qfsdp.cli.launch import launch
+from qfsdp.distributed.world import init_world
+from qfsdp.modules.decoder_config import DTYPES
+from qfsdp.modules.quantized_linear import QuantizationConfig
 
 
 @dataclass

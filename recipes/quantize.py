@@ -18,14 +18,14 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qfsdp.checkpoint.load import ModelConfig
-from qfsdp.checkpoint.quantize import Layout, packed_model, quantize_folder
-from qfsdp.checkpoint.safetensors_write import MAX_FILE_BYTES
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.distributed import init_world
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.launch import launch
-from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.checkpoint.weights.quantize import Layout, quantize_folder, quantized_model
+from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.launch import launch
+from qfsdp.distributed.world import init_world
+from qfsdp.modules.quantized_linear import QuantizationConfig
 
 
 @dataclass
@@ -53,7 +53,7 @@ def check(cfg: Config) -> None:
             "expected layout=qfsdp"
         )
     weights = ModelWeights(cfg.model.path)
-    weights.check(packed_model(weights, cfg.quantization))
+    weights.check(quantized_model(weights, cfg.quantization))
     if Path(cfg.output_dir).expanduser().resolve() == weights.folder.resolve():
         raise UserError(f"output_dir: '{cfg.output_dir}' is the source; name another folder")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from qfsdp.demo import cache_dir
-from qfsdp.demo.smollm2 import prepare_model
+from examples.demo import cache_dir
+from examples.demo.smollm2 import prepare_model
 
 # Test processes share the machine, and threads that wait for each other's share of a tiny product
 # crawl: 4096 short documents took 3 s alone, and 75 s beside another test on the same two cores.
@@ -30,5 +30,5 @@ def smollm2_dir() -> Path:
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels run uncompiled, here and on ranks: many shapes or processes mean many builds.
     That compiled kernels give the same bits is tested in test_nf4.py."""
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
+    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
     monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")

@@ -10,14 +10,17 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from qfsdp.checkpoint.export import adapter_parameters
-from qfsdp.checkpoint.load import DTYPES, load_base
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.distributed import ShardingConfig, World, init_world, shard_model
+from qfsdp.checkpoint.adapter_files import adapter_parameters
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.distributed.sharding import shard_model
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World, init_world
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, refresh_dora_norms
-from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
-from qfsdp.modules.shards import local_part, local_rows
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses.dtensor import local_part, local_rows
 
 
 def cpu_world() -> World:
@@ -38,7 +41,7 @@ def build_meta_model(
         model = Decoder(config).to(DTYPES[dtype])
     head = [] if config.tie_word_embeddings else ["lm_head"]
     targets = ["all-linear", *head]
-    pack_linears(model, QuantizationConfig(format, targets), ModelWeights(folder).formats)
+    quantize_linears(model, QuantizationConfig(format, targets), ModelWeights(folder).formats)
     if adapter is not None:
         add_adapters(model, adapter)
     return model

@@ -14,8 +14,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qfsdp.checkpoint.sources import base_parameters
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.modules.adapters import base_parameters
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 # torchao cannot be found in the process: PEFT refuses to inject LoRA next to a torchao older than
 # 0.16, torchtune needs one.
@@ -43,7 +43,7 @@ def base_model():
 def dequantized_base(model: nn.Module) -> dict[str, Tensor]:
     """The base weights that `model` computes with, under their Hugging Face names."""
     return {
-        name: (p.dequantize() if isinstance(p, PackedTensor) else p.detach()).contiguous()
+        name: (p.dequantize() if isinstance(p, QuantizedTensor) else p.detach()).contiguous()
         for name, p in base_parameters(model)
     }
 

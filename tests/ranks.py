@@ -17,7 +17,12 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 # Ranks are forked from a server that has imported these: a fresh interpreter takes 4 to 7 s for it.
-PRELOADED = ["qfsdp.validation", "qfsdp.memory.preflight", "qfsdp.modules.adapters", "tests.ranks"]
+PRELOADED = [
+    "qfsdp.training.validation",
+    "qfsdp.memory.preflight",
+    "qfsdp.modules.adapters",
+    "tests.ranks",
+]
 # Gloo's own limit is half an hour; one of its threads was seen to spin for ever.
 COLLECTIVE_LIMIT = timedelta(minutes=5)
 

@@ -12,17 +12,18 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qfsdp.checkpoint.load import load_base
-from qfsdp.checkpoint.quantize import quantize_folder
-from qfsdp.checkpoint.sources import ModelWeights, base_parameters
-from qfsdp.config import Component
-from qfsdp.distributed import ShardingConfig, World
-from qfsdp.loss import summed_cross_entropy
-from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
-from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.checkpoint.weights.quantize import quantize_folder
+from qfsdp.cli.component import Component
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World
+from qfsdp.modules.adapters import AdapterConfig, base_parameters, init_adapters, refresh_dora_norms
+from qfsdp.modules.loss import summed_cross_entropy
+from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.packed import FORMATS, PackedTensor, linear
+from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 from tests.models import build_meta_model
 from tests.tiny import write_tiny_model
 
@@ -58,7 +59,7 @@ def test_hqq_is_that_of_the_cpu(shape: tuple[int, int]) -> None:
     for device in (torch.device("cpu"), GPU):
         packed = FORMATS["hqq"].empty(*shape, torch.bfloat16, device)
         packed.quantize_(weight.to(device))
-        found.append(packed.packed.cpu())
+        found.append(packed.qdata.cpu())
     assert (found[0] != found[1]).float().mean() < 1e-4
 
 
@@ -72,8 +73,8 @@ def test_bits_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> Non
         weight, blocksize=64, compress_statistics=True, quant_type="nf4"
     )
     code_bytes = shape[1] // 2
-    assert torch.equal(ours.packed[:, :code_bytes].flatten(), packed.flatten())
-    assert torch.equal(ours.packed[:, code_bytes:].flatten(), state.absmax.flatten())
+    assert torch.equal(ours.qdata[:, :code_bytes].flatten(), packed.flatten())
+    assert torch.equal(ours.qdata[:, code_bytes:].flatten(), state.absmax.flatten())
     assert torch.equal(ours.scales, state.state2.absmax)
     assert torch.equal(ours.offset, state.offset)
     assert torch.equal(ours.dequantize(dtype), functional.dequantize_4bit(packed, state))
@@ -129,12 +130,12 @@ def test_loading(layout: Any, storage: str, tmp_path: Path) -> None:
     load_base(model, ModelWeights(folder), GPU, sharding)
     for name, param in base_parameters(model):
         assert param.device.type == storage
-        if not isinstance(param.data, PackedTensor):
+        if not isinstance(param.data, QuantizedTensor):
             assert torch.equal(param.cpu(), source[name]), name
             continue
         expected = nf4.quantize(source[name].to(GPU))
-        assert torch.equal(param.data.packed.cpu(), expected.packed.cpu()), name
-        for mine, theirs in zip(param.data.extras, expected.extras, strict=True):
+        assert torch.equal(param.data.packed.cpu(), expected.qdata.cpu()), name
+        for mine, theirs in zip(param.data.metadata, expected.metadata, strict=True):
             assert torch.equal(mine.cpu(), theirs.cpu()), name
 
 
@@ -157,8 +158,10 @@ def test_training_equals_the_cpu(method: str, compile: bool, tmp_path: Path) -> 
 def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
     """In host memory, on disk, and with everything offloaded: the losses of a resident base, and
     less memory. One process, so the copies ahead are `DeviceAhead`'s."""
-    from qfsdp.distributed import init_world, shard_model, trainable_parameters
-    from qfsdp.optim import build_optimizer
+    from qfsdp.distributed.gradients import trainable_parameters
+    from qfsdp.distributed.sharding import shard_model
+    from qfsdp.distributed.world import init_world
+    from qfsdp.training.optimizer import build_optimizer
 
     source = write_tiny_model(
         tmp_path / "source", hidden_size=1024, intermediate_size=4096, num_hidden_layers=12
@@ -204,11 +207,11 @@ def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_path: Path) -> None:
     """Peak bytes of the dry run against those of the allocator; the bound is the CPU's."""
-    from qfsdp.accounting import StepClock
     from qfsdp.data.loader import Batch
     from qfsdp.memory.estimate import estimate
     from qfsdp.modules.activations import ActivationConfig
-    from qfsdp.optim import build_optimizer
+    from qfsdp.training.optimizer import build_optimizer
+    from qfsdp.training.throughput import StepClock
     from tests.tiny import load_recipe
 
     folder = write_tiny_model(

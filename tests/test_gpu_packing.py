@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qfsdp.checkpoint.load import load_base
-from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.modules import attention

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qfsdp import launch
-from qfsdp.compiled import has_compiler
+from qfsdp.cli import recipes
+from qfsdp.tensor_subclasses.kernels.compiled import has_compiler
 
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="inductor needs a C++ compiler (install g++)"
@@ -35,7 +35,8 @@ TINY_CONFIG = {
 
 def write_tiny_model(folder: Path, shards: int = 1, seed: int = 0, **changes: object) -> Path:
     """A random model folder: `shards` safetensors files, with an index if there are several."""
-    from qfsdp.modules.transformer import Decoder, DecoderConfig
+    from qfsdp.modules.decoder_config import DecoderConfig
+    from qfsdp.modules.transformer import Decoder
 
     folder.mkdir(parents=True, exist_ok=True)
     config = TINY_CONFIG | changes
@@ -70,4 +71,4 @@ def write_tiny_model_with_tokenizer(folder: Path, tokenizer: Path, **changes: ob
 
 def load_recipe(name: str = "qdora_distributed") -> ModuleType:
     """A recipe file as a module (`recipes/` is no package)."""
-    return launch.load_recipe(ROOT / f"recipes/{name}.py")
+    return recipes.load_recipe(ROOT / f"recipes/{name}.py")

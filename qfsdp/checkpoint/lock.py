@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from types import TracebackType
 
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
 
 LOCK_FILE = ".lock"
 

@@ -4,7 +4,7 @@
         state/        torch.distributed.checkpoint: what is trained, optimizer, schedule, random
                       states
         adapter/      adapters in PEFT's format, where it is these that are trained
-        facts.json    the step, and what a run that goes on must share (`qfsdp.checkpoint.facts`)
+        facts.json    the step, and what a run that goes on must share (`qfsdp.checkpoint.compatibility`)
 
 A checkpoint is written as `step_00000040.partial` and renamed when every byte of it is on disk,
 so a folder that has its name is whole. Names ending in `.partial` are nobody's.
@@ -30,11 +30,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from qfsdp.checkpoint.facts import FACTS_FILE, check_facts, read_facts, write_facts
+from qfsdp.checkpoint.compatibility import FACTS_FILE, check_facts, read_facts, write_facts
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.checkpoint.state import Staging, TrainState, read_trained, restore
-from qfsdp.distributed import World
-from qfsdp.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import refresh_dora_norms
 
 Export = Callable[[dict[str, Tensor], Path], None]

@@ -27,10 +27,10 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qfsdp.checkpoint.export import adapter_parameters
-from qfsdp.distributed import World
-from qfsdp.errors import UserError
-from qfsdp.modules.shards import local_part, local_rows, sharded
+from qfsdp.checkpoint.adapter_files import adapter_parameters
+from qfsdp.cli.errors import UserError
+from qfsdp.distributed.world import World
+from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, sharded
 
 HOST = "host"  # the entry of what is no tensor
 TRAINED = "trained"  # `Stack.field` of the trained tensors themselves

@@ -6,11 +6,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data.sources import check_source
-from qfsdp.errors import UserError
 
 if TYPE_CHECKING:
-    from qfsdp.config import Component
+    from qfsdp.cli.component import Component
 
 
 def check_data(
@@ -53,7 +53,7 @@ def parts_of(key: str, sets: Any) -> dict[str, Component]:
     Raises:
         UserError: one of them is no component.
     """
-    from qfsdp.config import as_component  # not above: it needs more packages than data does
+    from qfsdp.cli.convert import as_component  # not above: it needs more packages than data does
 
     if not isinstance(sets, Mapping):
         return {}

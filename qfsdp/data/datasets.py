@@ -15,10 +15,10 @@ from itertools import islice
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.data.sources import Row, load_rows, require_column
 from qfsdp.data.tokenized import Sample, TokenizedDataset, Unusable, tokenize_rows
-from qfsdp.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

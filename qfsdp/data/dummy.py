@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
 
 
 class DummyDataset:

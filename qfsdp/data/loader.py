@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 import torch
 
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
 
 IGNORE_INDEX = -100
 """Label of a position that is not trained on; `F.cross_entropy`'s default."""

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data.components import build_dataset, parts_of
 from qfsdp.data.loader import MapDataset
 from qfsdp.data.packing import sample_lengths
-from qfsdp.errors import UserError
 
 log = logging.getLogger("qfsdp")
 

@@ -9,7 +9,7 @@ from difflib import SequenceMatcher
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

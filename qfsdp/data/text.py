@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data.sources import Row, load_rows, require_column
 from qfsdp.data.tokenized import Sample, TokenizedDataset, Unusable, tokenize_rows
-from qfsdp.errors import UserError
 
 
 def text_dataset(

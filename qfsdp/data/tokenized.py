@@ -8,8 +8,8 @@ from collections import Counter
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data.sources import Row
-from qfsdp.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import Dataset

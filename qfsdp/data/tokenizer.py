@@ -21,7 +21,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
 
 if TYPE_CHECKING:
     from jinja2 import Template

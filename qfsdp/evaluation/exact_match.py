@@ -7,16 +7,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
+from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.data import check_source
-from qfsdp.distributed import World
-from qfsdp.errors import InvalidField, UserError
+from qfsdp.data.json_lines import read_rows, to_lines
+from qfsdp.distributed.world import World
 from qfsdp.evaluation.answers import parse_answer, same_answer
+from qfsdp.evaluation.batching import batches_by_length, rounds
+from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.intervals import Interval, wilson
-from qfsdp.generation import SamplingConfig, generate
-from qfsdp.json_lines import read_rows, to_lines
+from qfsdp.evaluation.prompts import chat_tokens
 from qfsdp.modules.transformer import Decoder
-from qfsdp.prompts import chat_tokens
-from qfsdp.sharing import batches_by_length, rounds
 
 
 @dataclass

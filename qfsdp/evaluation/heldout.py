@@ -9,8 +9,8 @@ import torch
 from torch import nn
 
 from qfsdp.data.loader import Batch, MapDataset, StepLoader
-from qfsdp.distributed import World
-from qfsdp.inference import evaluating
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.inference import evaluating
 
 
 def held_out_batches(

@@ -14,11 +14,11 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data.tokenizer import HFTokenizer
-from qfsdp.distributed import World
-from qfsdp.errors import UserError
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.generation import SamplingConfig, generate_all
 from qfsdp.evaluation.scoring import log_likelihoods
-from qfsdp.generation import SamplingConfig, generate_all
 from qfsdp.modules.transformer import Decoder
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task says nothing

@@ -20,10 +20,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qfsdp.distributed import World
-from qfsdp.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.data.json_lines import read_rows
+from qfsdp.distributed.world import World
 from qfsdp.evaluation.intervals import Interval, mean_interval
-from qfsdp.json_lines import read_rows
 from qfsdp.modules.transformer import Decoder
 
 SPLITS = ("train", "validation", "test")

@@ -10,12 +10,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.data.loader import IGNORE_INDEX, MapDataset
-from qfsdp.distributed import World
-from qfsdp.errors import InvalidField, UserError
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.batching import with_bar
 from qfsdp.evaluation.heldout import batch_losses, held_out_batches
 from qfsdp.evaluation.intervals import Interval, loss_interval
-from qfsdp.sharing import with_bar
 
 
 @dataclass

@@ -17,11 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfsdp.distributed import World
-from qfsdp.inference import evaluating
-from qfsdp.loss import CHUNK_LOGITS
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.batching import batches_by_length, rounds
+from qfsdp.evaluation.inference import evaluating
+from qfsdp.modules.loss import CHUNK_LOGITS
 from qfsdp.modules.transformer import Decoder
-from qfsdp.sharing import batches_by_length, rounds
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """Tokens of a context, at least one, and of its continuation."""

@@ -32,27 +32,22 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from qfsdp.accounting import StepClock
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.config import get_key
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.cli.config import get_key
+from qfsdp.cli.sizes import parse_size
 from qfsdp.data import Batch
-from qfsdp.distributed import World, shard_model, trainable_parameters
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.distributed.sharding import shard_model
+from qfsdp.distributed.world import World
 from qfsdp.memory.kernels import CUBLAS_WORKSPACES, Target
 from qfsdp.memory.models import find_config
-from qfsdp.memory.tracker import (
-    OPTIMIZER,
-    PACKED,
-    PLAIN,
-    TRAINED,
-    MemoryTracker,
-    Point,
-)
-from qfsdp.memory.usage import plain_tensors
+from qfsdp.memory.tracker import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, MemoryTracker, Point
 from qfsdp.modules.adapters import low_rank_linears
-from qfsdp.modules.shards import local_part
-from qfsdp.optim import build_optimizer
-from qfsdp.sizes import parse_size
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.tensor_subclasses.dtensor import local_part
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.memory_usage import plain_tensors
+from qfsdp.training.optimizer import build_optimizer
+from qfsdp.training.throughput import StepClock
 
 __all__ = [
     "Estimate",
@@ -309,7 +304,7 @@ def _mark_parameters(model: nn.Module, tracker: MemoryTracker) -> None:
         kind = TRAINED if param.requires_grad else PLAIN
         local = local_part(param)
         for inner in plain_tensors(local):
-            tracker.follow(inner, PACKED if isinstance(local, PackedTensor) else kind)
+            tracker.follow(inner, QUANTIZED if isinstance(local, QuantizedTensor) else kind)
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(tracker.mark_gradient)
 

@@ -15,8 +15,8 @@ from itertools import combinations
 from pathlib import Path
 from typing import Any
 
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.sizes import parse_size
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.sizes import parse_size
 
 REACHED = 0.8  # of vendors' figures: large products, copies and rings come to 0.75 to 0.9
 

@@ -7,7 +7,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
 
 _FILE = Path(__file__).parent / "models.json"  # name -> what of its config.json says its shape
 # Of one shape.

@@ -26,12 +26,18 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from qfsdp.accounting import StepClock
-from qfsdp.config import get_key
-from qfsdp.errors import UserError
-from qfsdp.memory.usage import IN_HOST, OPTIMIZER, bytes_by_kind, peak_memory_bytes, plain_tensors
+from qfsdp.cli.config import get_key
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.sizes import format_size, parse_size
 from qfsdp.modules.transformer import Decoder
-from qfsdp.sizes import format_size, parse_size
+from qfsdp.training.memory_usage import (
+    IN_HOST,
+    OPTIMIZER,
+    bytes_by_kind,
+    peak_memory_bytes,
+    plain_tensors,
+)
+from qfsdp.training.throughput import StepClock
 
 FOLDER = "oom"
 LARGEST_TENSORS = 30

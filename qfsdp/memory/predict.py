@@ -13,14 +13,15 @@ from typing import Any
 
 from omegaconf import OmegaConf
 
-from qfsdp.accounting import step_flops
-from qfsdp.config import Component, get_key
-from qfsdp.errors import InvalidField, UserError
+from qfsdp.cli.component import Component
+from qfsdp.cli.config import get_key
+from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.memory.estimate import Estimate, estimate_fast, model_folder
 from qfsdp.memory.hardware import Hardware
 from qfsdp.memory.roofline import Load, StepTime, step_time
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.throughput import step_flops
 
 # Host memory of a rank beside what is offloaded: libraries and batches (measured with SmolLM2 on a
 # CPU), and with a GPU CUDA's and NCCL's part (not measured).
@@ -213,8 +214,8 @@ def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Loa
     """
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     flops = step_flops(model, [cfg.max_seq_len] * rows, step_tokens(cfg)).hardware
-    weights = [p.data for p in model.parameters() if isinstance(p.data, PackedTensor)]
-    unpacked = sum(w.packed.numel() + w.numel() * w.dtype.itemsize for w in weights)
+    weights = [p.data for p in model.parameters() if isinstance(p.data, QuantizedTensor)]
+    unpacked = sum(w.qdata.numel() + w.numel() * w.dtype.itemsize for w in weights)
     # For forward, for backward, and where a whole layer is computed again once more.
     passes = 3 if cfg.activation.checkpointing == "full" else 2
     return Load(

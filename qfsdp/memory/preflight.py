@@ -14,13 +14,14 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.errors import UserError
-from qfsdp.launch import load_recipe, planned_ranks
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.ranks import planned_ranks
+from qfsdp.cli.recipes import load_recipe
+from qfsdp.cli.sizes import format_size
 from qfsdp.memory.hardware import Hardware, HardwareConfig, machine_memory, told_device_memory
-from qfsdp.memory.ladder import CHECKPOINTING, STORES, batch_of, spread
 from qfsdp.memory.predict import Changes, Prediction, Predictor, as_words, between
-from qfsdp.sizes import format_size
+from qfsdp.memory.search import CHECKPOINTING, STORES, batch_of, spread
 
 SUGGESTIONS = 3
 MOST_TRIED = 8  # dry runs for them, beside those of single changes
@@ -32,7 +33,7 @@ Choice = tuple[int, ...]
 def check_memory(recipe: ModuleType | str | Path, cfg: Any) -> None:
     """Compares what a step of a training recipe would hold with what there is.
 
-    By a dry run, for the ranks that are about to start (`qfsdp.launch.planned_ranks`), on GPUs of
+    By a dry run, for the ranks that are about to start (`qfsdp.cli.ranks.planned_ranks`), on GPUs of
     `cfg.device_memory` or on those of this machine; without any, on its host memory, shared by
     the ranks. Prints one line, or does nothing with `cfg.preflight` false.
 
@@ -149,7 +150,7 @@ def options(predict: Predictor) -> list[list[Changes]]:
         _after(cfg.activation.checkpointing, CHECKPOINTING, "activation.checkpointing"),
     ]
     if predict.world_size > 1:
-        # shard_grad_op takes no less than ddp: see `qfsdp.memory.ladder`.
+        # shard_grad_op takes no less than ddp: see `qfsdp.memory.search`.
         groups.append([spread("full_shard")] * (cfg.sharding.strategy != "full_shard"))
         groups.append(_after(cfg.sharding.wrap, ("decoder_layer", "linear"), "sharding.wrap"))
     if predict.target != "cpu":
@@ -170,7 +171,7 @@ def _after(now: Any, order: tuple[Any, ...], key: str) -> list[Changes]:
 
 def _is_packed(folder: str) -> bool:
     try:
-        return bool(ModelWeights(folder).packed)
+        return bool(ModelWeights(folder).quantized)
     except UserError:
         return False
 

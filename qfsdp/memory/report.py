@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from qfsdp.cli.sizes import format_size
 from qfsdp.memory.estimate import Estimate, Point
 from qfsdp.memory.tracker import KINDS
-from qfsdp.sizes import format_size
 
 COLUMNS = 300  # of the picture, a few pixels wide
 # Colours of Paul Tol's "muted" scheme (https://sronpersonalpages.nl/~pault/), told apart by colour-

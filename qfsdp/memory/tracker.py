@@ -7,8 +7,8 @@ reference tells) or FSDP2 takes its memory away (`UntypedStorage.resize_`, which
 is patched for the time).
 
 Where an operation takes more than it returns, what it runs is followed instead: our custom ops
-(`qfsdp.compiled.OPAQUE`) run as Python on fake tensors. Only for PyTorch's own attention kernels
-there are formulas (`qfsdp.memory.kernels`).
+(`kernels.custom_op.CUSTOM_OPS`) run as Python on fake tensors. Only for PyTorch's own attention
+kernels there are formulas (`qfsdp.memory.kernels`).
 """
 
 from __future__ import annotations
@@ -32,16 +32,15 @@ from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-import qfsdp.compiled
-import qfsdp.host
 from qfsdp.memory.kernels import DATA_DEPENDENT, WORKSPACE, Target, fused_rms_norm
-from qfsdp.memory.usage import plain_tensors
-from qfsdp.tensor_subclasses import packed
+from qfsdp.modules import quantized_linear
+from qfsdp.tensor_subclasses.kernels import custom_op, dry_run, host_memory
+from qfsdp.training.memory_usage import plain_tensors
 
 aten = torch.ops.aten
 _engine = torch.autograd.graph._engine_run_backward.__code__
 
-PACKED = "parameters, packed"
+QUANTIZED = "parameters, packed"
 PLAIN = "parameters, plain"
 TRAINED = "parameters, trained"
 GRADIENTS = "gradients"
@@ -51,10 +50,10 @@ ACTIVATIONS = "activations"
 TEMPORARIES = "temporaries"
 WORKSPACES = "workspace"
 KINDS = (
-    *(PACKED, PLAIN, TRAINED, OPTIMIZER, GRADIENTS),
+    *(QUANTIZED, PLAIN, TRAINED, OPTIMIZER, GRADIENTS),
     *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES),
 )
-SHARDED = {PACKED, PLAIN, TRAINED, GRADIENTS, OPTIMIZER}
+SHARDED = {QUANTIZED, PLAIN, TRAINED, GRADIENTS, OPTIMIZER}
 ALLOCATED_IN = {"cpu": 1, "cuda": 512}  # bytes: what PyTorch's allocators count in
 # A layer's 7.7 MB of 224, in one run of three (LoRA on SmolLM2, 4 ranks); of the 90 MB of wider
 # layers never, in 12 cases.
@@ -245,7 +244,7 @@ class MemoryTracker(TorchDispatchMode):
         key = (self.target, func)
         if namespace == "qfsdp" and key not in WORKSPACE:
             with self, torch.no_grad():
-                return qfsdp.compiled.OPAQUE[func._schema.name](*args, **kwargs)
+                return custom_op.CUSTOM_OPS[func._schema.name](*args, **kwargs)
         if namespace in ("c10d", "_c10d_functional"):
             self._count_wire(func, args)
         if func is aten.add.Tensor and sys._getframe(1).f_code is _engine:
@@ -300,7 +299,7 @@ class MemoryTracker(TorchDispatchMode):
             self.workspace(size)
 
     def results_only(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`qfsdp.compiled.DryRun`. Run once for every set of shapes; it is the slowest part of a
+        """`kernels.dry_run.DryRun`. Run once for every set of shapes; it is the slowest part of a
         dequantized weight."""
         given = tree_map_only(Tensor, lambda t: (t.shape, t.dtype, t.stride()), (args, kwargs))
         key = (fn, str(given))
@@ -314,14 +313,14 @@ class MemoryTracker(TorchDispatchMode):
     # ---- what is no operation ----------------------------------------------------------------
 
     def in_host_memory(self, tensor: Tensor) -> None:
-        """`qfsdp.host.Observer`."""
+        """`qfsdp.tensor_subclasses.kernels.host_memory.Observer`."""
         if isinstance(tensor, FakeTensor):
             self.follow(tensor)
             block = self._live[tensor.untyped_storage()._cdata]
             self._move(block, block.kind, True)
 
     def moved(self, way: str, size: int) -> None:
-        """`qfsdp.host.Observer`."""
+        """`qfsdp.tensor_subclasses.kernels.host_memory.Observer`."""
         self.ways[self.phase, way] += size
 
     @contextmanager
@@ -342,9 +341,9 @@ class MemoryTracker(TorchDispatchMode):
             undo.callback(leaves.remove)
             for place, name, value in (
                 (torch.UntypedStorage, "resize_", resized),
-                (qfsdp.compiled, "dry_run", self),
-                (qfsdp.host, "observer", self),
-                (packed, "_scratch", threading.local()),  # a fake one must not survive
+                (dry_run, "dry_run", self),
+                (host_memory, "observer", self),
+                (quantized_linear, "_scratch", threading.local()),  # a fake one must not survive
                 *([(F, "rms_norm", fused_rms_norm)] if self.target == "cuda" else []),
             ):
                 undo.callback(setattr, place, name, getattr(place, name))

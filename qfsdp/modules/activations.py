@@ -28,8 +28,8 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from qfsdp.errors import InvalidField
-from qfsdp.host import moved, to_host
+from qfsdp.cli.errors import InvalidField
+from qfsdp.tensor_subclasses.kernels.host_memory import moved, to_host
 
 Checkpointing = Literal["none", "full", "selective"]
 Block = Callable[..., Tensor]
@@ -132,7 +132,7 @@ class _Sum(torch.autograd.Function):
 
 
 def _is_expensive(op: torch._ops.OpOverload) -> bool:
-    """Products and attention: our own opaque operations, and PyTorch's."""
+    """Products and attention: our own custom_op operations, and PyTorch's."""
     own = op.namespace in ("qfsdp", "torch_attn")  # the second has the variable-length kernel
     name = op.name()
     return own or name.startswith(("aten::mm", "aten::addmm", "aten::_scaled_dot_product"))

@@ -39,14 +39,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qfsdp.compiled import compiled, on_cpu
-from qfsdp.cpu import product_dtype
-from qfsdp.errors import InvalidField
-from qfsdp.modules.adapted_op import adapted_linear
-from qfsdp.modules.packed_linear import PackedLinear
-from qfsdp.modules.shards import local_part, local_rows, on_mesh, whole_tensors
+from qfsdp.cli.errors import InvalidField
+from qfsdp.modules.adapted_linear import adapted_linear
+from qfsdp.modules.quantized_linear import QuantizedLinear, frozen_weight, linear
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
-from qfsdp.tensor_subclasses.packed import PackedTensor, frozen_weight, linear
+from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, whole_tensors
+from qfsdp.tensor_subclasses.kernels.compiled import compiled
+from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
+from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 # Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache; a GPU takes 128 MB,
 # as it would wait for the launches of smaller ones.
@@ -127,7 +128,7 @@ class AdaptedLinear(nn.Module):
         bias: `[out]` or None, frozen.
     """
 
-    def __init__(self, base: nn.Linear | PackedLinear) -> None:
+    def __init__(self, base: nn.Linear | QuantizedLinear) -> None:
         super().__init__()
         self.weight = base.weight.requires_grad_(False)
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
@@ -148,7 +149,7 @@ class LowRankLinear(AdaptedLinear):
         keeps_output: whether backward needs the output: the gradient of the magnitude does.
     """
 
-    def __init__(self, base: nn.Linear | PackedLinear, config: AdapterConfig) -> None:
+    def __init__(self, base: nn.Linear | QuantizedLinear, config: AdapterConfig) -> None:
         super().__init__(base)
         out_features, in_features = base.weight.shape
         self.scaling = config.scaling
@@ -177,7 +178,7 @@ class ScaledLinear(AdaptedLinear):
         ia3_l: fp32, factors of the outputs, `[out, 1]`, or of the inputs, `[1, in]`: PEFT's shapes.
     """
 
-    def __init__(self, base: nn.Linear | PackedLinear, scales_input: bool) -> None:
+    def __init__(self, base: nn.Linear | QuantizedLinear, scales_input: bool) -> None:
         super().__init__(base)
         out_features, in_features = base.weight.shape
         self.scales_input = scales_input
@@ -196,8 +197,8 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
     The new parameters are unset: call `init_adapters` once the base weights are loaded.
     """
     model.requires_grad_(False)
-    for name, module in target_modules(model, config.linears, (nn.Linear, PackedLinear)):
-        assert isinstance(module, nn.Linear | PackedLinear)
+    for name, module in target_modules(model, config.linears, (nn.Linear, QuantizedLinear)):
+        assert isinstance(module, nn.Linear | QuantizedLinear)
         adapted: AdaptedLinear
         if config.method == "ia3":
             adapted = ScaledLinear(module, name.rpartition(".")[2] in SCALED_INPUTS)
@@ -291,7 +292,7 @@ def held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
         whole = weight.detach()
         return whole[local_rows(like)] if isinstance(like, DTensor) else whole
     held = weight.to_local()
-    if isinstance(held, PackedTensor):
+    if isinstance(held, QuantizedTensor):
         held = held.fetch()
     return held.to(device)
 
@@ -304,9 +305,9 @@ def row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
     for start in range(0, weight.size(0), step):
         part = slice(start, min(start + step, weight.size(0)))
         rows = weight[part] if step < weight.size(0) else weight
-        if isinstance(rows, PackedTensor):
+        if isinstance(rows, QuantizedTensor):
             which = (rows.format, rows.cols, rows.row_offset, product_dtype(rows))
-            rows = frozen_weight(rows.packed, rows.extras, *which)
+            rows = frozen_weight(rows.qdata, rows.metadata, *which)
         yield part, rows
 
 
@@ -339,3 +340,12 @@ def _norms(mixed: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
     squares = base_squares + ((2 * mixed.float() + b @ gram) * b).sum(1)
     # A row of zeros (an unused vocabulary entry): magnitude and norm are alike, their ratio 1.
     return squares.clamp(min=0.0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter) of the model without its adapters."""
+    adapted = {name for name, m in model.named_modules() if isinstance(m, AdaptedLinear)}
+    for name, param in model.named_parameters():
+        module, _, field = name.rpartition(".")
+        if module not in adapted or field in ("weight", "bias"):
+            yield name, param

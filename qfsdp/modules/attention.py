@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.compiled import opaque
-from qfsdp.cpu import product_dtype
+from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
+from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 
 aten = torch.ops.aten
 
@@ -134,7 +134,7 @@ def _varlen(
 
 
 # ---- one document after the other -------------------------------------------------------------
-# Two opaque custom ops, so that torch.compile neither breaks its graph at the loop nor builds one
+# Two custom_op custom ops, so that torch.compile neither breaks its graph at the loop nor builds one
 # for every list of lengths. Saved for backward: q, k, v, out and its logsumexp. CPUs have a flash
 # kernel of their own: 0.14 s against 0.18 of plain products for documents of 256 tokens, 0.25
 # against 1.54 for 1024 (forward + backward of 4096 tokens, 9/3 heads of 64, bf16, one core).
@@ -147,7 +147,7 @@ def _documents(cu_seqlens: Tensor, tokens: int) -> Iterator[slice]:
     return (slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b)
 
 
-@opaque("qfsdp::attend_documents")
+@custom_op("qfsdp::attend_documents")
 def _attend_each(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
 ) -> tuple[Tensor, Tensor]:
@@ -161,7 +161,7 @@ def _attend_each(
     return out, logsumexp
 
 
-@opaque("qfsdp::attend_documents_backward")
+@custom_op("qfsdp::attend_documents_backward")
 def _attend_each_backward(
     grad: Tensor,
     q: Tensor,

@@ -6,7 +6,7 @@ import difflib
 
 from torch import nn
 
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
 
 ALL_LINEAR = "all-linear"
 LINEAR_NAMES = (

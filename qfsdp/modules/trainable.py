@@ -13,10 +13,10 @@ from typing import Any, Literal
 
 from torch import nn
 
-from qfsdp.checkpoint.expand import EXPANDED
-from qfsdp.checkpoint.load import DTYPES, ModelConfig
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.modules.decoder_config import DTYPES, EXPANDED
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 
 

@@ -12,8 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-import qfsdp.compiled
-from qfsdp.compiled import compiled
+import qfsdp.tensor_subclasses.kernels.compiled
+from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 BLOCK = 64
 CHUNK_WEIGHTS = 1 << 21  # weights worked on at a time: temporaries of 30 MB, 110 uncompiled
@@ -63,7 +63,11 @@ def dequantize_pairs(
         whole = dequantize_pairs(write, codes, padded, torch.float32, row_scale, None)
         return out.copy_(whole[:, :cols])
     # Uncompiled, intermediates are as large as what is worked on at a time.
-    step = rows if qfsdp.compiled.can_compile() else max(1, CHUNK_WEIGHTS // cols)
+    step = (
+        rows
+        if qfsdp.tensor_subclasses.kernels.compiled.can_compile()
+        else max(1, CHUNK_WEIGHTS // cols)
+    )
     for start in range(0, rows, step):
         part = slice(start, start + step)
         scale = None if row_scale is None else row_scale[part]

@@ -23,7 +23,6 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qfsdp.compiled import FLAT_ON_GPUS, compiled
 from qfsdp.tensor_subclasses.four_bit import (
     BLOCK,
     CHUNK_WEIGHTS,
@@ -32,10 +31,11 @@ from qfsdp.tensor_subclasses.four_bit import (
     write_pairs,
 )
 from qfsdp.tensor_subclasses.hqq_solver import codes_of, solve
-from qfsdp.tensor_subclasses.packed import GatherRows, PackedTensor
+from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
+from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
 
-class HQQTensor(PackedTensor):
+class HQQTensor(QuantizedTensor):
     """A weight in HQQ; see the module's docstring for the bytes of a row."""
 
     format = "hqq"
@@ -45,13 +45,13 @@ class HQQTensor(PackedTensor):
         return -(-cols // 2) + 4 * -(-cols // BLOCK)
 
     @staticmethod
-    def extra_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
+    def metadata_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
         return []
 
     @staticmethod
     def dequantize_rows(
-        packed: Tensor,
-        extras: Sequence[Tensor],
+        qdata: Tensor,
+        metadata: Sequence[Tensor],
         cols: int,
         row_offset: int,
         dtype: torch.dtype,
@@ -59,7 +59,7 @@ class HQQTensor(PackedTensor):
         out: Tensor | None = None,
     ) -> Tensor:
         code_bytes, fp16_bytes = -(-cols // 2), 2 * -(-cols // BLOCK)
-        codes, scales, zeros = packed.split([code_bytes, fp16_bytes, fp16_bytes], dim=1)
+        codes, scales, zeros = qdata.split([code_bytes, fp16_bytes, fp16_bytes], dim=1)
         scales, zeros = (part.contiguous().view(torch.float16) for part in (scales, zeros))
 
         def write(rows: slice, codes: Tensor, row_scale: Tensor | None, out: Tensor) -> None:
@@ -73,7 +73,7 @@ class HQQTensor(PackedTensor):
         name: str = "weight",
         gather_rows: GatherRows | None = None,
     ) -> None:
-        rows, per_row = self.packed.size(0), -(-self.cols // BLOCK)
+        rows, per_row = self.qdata.size(0), -(-self.cols // BLOCK)
         groups = _groups_of_rows(weight, rows, self.cols)
         gather = gather_rows or (lambda rows: rows)
 
@@ -96,9 +96,9 @@ class HQQTensor(PackedTensor):
         for start in range(0, rows, step):
             part = slice(start * per_row, (start + step) * per_row)
             pairs = pack_pairs(codes_of(groups[part], inverse[part], zero[part]))
-            into = self.packed[start : start + step, :code_bytes]
+            into = self.qdata[start : start + step, :code_bytes]
             into.copy_(pairs.view(into.size(0), per_row * BLOCK // 2)[:, :code_bytes])
-        self.packed[:, code_bytes:] = held.view(torch.uint8)
+        self.qdata[:, code_bytes:] = held.view(torch.uint8)
 
 
 # ---- quantizing ------------------------------------------------------------------------------

@@ -29,7 +29,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.compiled import FLAT_ON_GPUS, compiled
 from qfsdp.tensor_subclasses.four_bit import (
     BLOCK,
     CHUNK_WEIGHTS,
@@ -38,7 +37,8 @@ from qfsdp.tensor_subclasses.four_bit import (
     pack_pairs,
     write_pairs,
 )
-from qfsdp.tensor_subclasses.packed import GatherRows, PackedTensor
+from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
+from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
 SCALE_BLOCK = 256  # absmax values per second-level scale
 CHUNK_ABSMAX = 1 << 20  # absmax values at a time, a multiple of SCALE_BLOCK
@@ -85,11 +85,11 @@ _MIDPOINTS_ON_GPUS = tuple(_OTHERS.get(index, point) for index, point in enumera
 DYNAMIC_LEVELS = tuple(_dynamic_levels())
 
 
-class NF4Tensor(PackedTensor):
+class NF4Tensor(QuantizedTensor):
     """A weight in NF4; see the module's docstring for the bytes of a row and the extras."""
 
     format = "nf4"
-    extra_names = ("scales", "offset")
+    metadata_names = ("scales", "offset")
     scales: Tensor
     offset: Tensor
 
@@ -98,23 +98,23 @@ class NF4Tensor(PackedTensor):
         return -(-cols // 2) + -(-cols // BLOCK)
 
     @staticmethod
-    def extra_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
+    def metadata_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
         blocks = rows * -(-cols // BLOCK)
         return [(-(-blocks // SCALE_BLOCK),), ()]
 
     @staticmethod
     def dequantize_rows(
-        packed: Tensor,
-        extras: Sequence[Tensor],
+        qdata: Tensor,
+        metadata: Sequence[Tensor],
         cols: int,
         row_offset: int,
         dtype: torch.dtype,
         row_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        scales, offset = extras
-        codes, absmax_codes = packed.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
-        dynamic = _table(DYNAMIC_LEVELS, packed)
+        scales, offset = metadata
+        codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
+        dynamic = _table(DYNAMIC_LEVELS, qdata)
         products = _absmax_products(absmax_codes, scales, dynamic, row_offset)
         return dequantize_nf4(codes, products, offset, cols, dtype, row_scale, out)
 
@@ -126,19 +126,19 @@ class NF4Tensor(PackedTensor):
     ) -> None:
         # The second level needs the absmax of every block of the whole weight, 1/64 of its
         # numbers; each rank computes all of it and keeps the codes of its own rows.
-        absmax = _quantize_pieces(weight, self.packed)
+        absmax = _quantize_pieces(weight, self.qdata)
         whole = absmax if gather_rows is None else gather_rows(absmax)
         _check_finite(whole, name)
         absmax_codes, scales, offset = quantize_absmax(whole)
         if not torch.isfinite(offset):
             raise ValueError(f"{name}: its numbers are so large that their mean overflows fp32")
         mine = slice(self.row_offset, self.row_offset + absmax.size(0))
-        self.packed[:, -absmax.size(1) :] = absmax_codes[mine]
+        self.qdata[:, -absmax.size(1) :] = absmax_codes[mine]
         self.scales.copy_(scales)
         self.offset.copy_(offset)
 
 
-class NF4Fp32AbsmaxTensor(PackedTensor):
+class NF4Fp32AbsmaxTensor(QuantizedTensor):
     """NF4 without double quantization: every block's absmax as it is, 4.5 bits a weight.
 
         row of bytes:  [ cols/2 bytes of codes | cols/64 absmax, fp32 in 4 bytes each ]
@@ -153,20 +153,20 @@ class NF4Fp32AbsmaxTensor(PackedTensor):
         return -(-cols // 2) + 4 * -(-cols // BLOCK)
 
     @staticmethod
-    def extra_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
+    def metadata_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
         return []
 
     @staticmethod
     def dequantize_rows(
-        packed: Tensor,
-        extras: Sequence[Tensor],
+        qdata: Tensor,
+        metadata: Sequence[Tensor],
         cols: int,
         row_offset: int,
         dtype: torch.dtype,
         row_scale: Tensor | None = None,
         out: Tensor | None = None,
     ) -> Tensor:
-        codes, absmax = packed.split([-(-cols // 2), 4 * -(-cols // BLOCK)], dim=1)
+        codes, absmax = qdata.split([-(-cols // 2), 4 * -(-cols // BLOCK)], dim=1)
         absmax = absmax.contiguous().view(torch.float32)
         no_offset = absmax.new_zeros(())
         return dequantize_nf4(codes, absmax, no_offset, cols, dtype, row_scale, out)
@@ -177,9 +177,9 @@ class NF4Fp32AbsmaxTensor(PackedTensor):
         name: str = "weight",
         gather_rows: GatherRows | None = None,
     ) -> None:
-        absmax = _quantize_pieces(weight, self.packed)
+        absmax = _quantize_pieces(weight, self.qdata)
         _check_finite(absmax if gather_rows is None else gather_rows(absmax), name)
-        self.packed[:, -4 * absmax.size(1) :] = absmax.view(torch.uint8)
+        self.qdata[:, -4 * absmax.size(1) :] = absmax.view(torch.uint8)
 
 
 # ---- quantizing ------------------------------------------------------------------------------
@@ -224,7 +224,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, absmax
 
 
-def _quantize_pieces(weight: Tensor | Iterable[Tensor], packed: Tensor) -> Tensor:
+def _quantize_pieces(weight: Tensor | Iterable[Tensor], qdata: Tensor) -> Tensor:
     """Writes the codes of a weight, whole or in pieces, into the first columns of `packed`.
 
     Returns the absmax of all of its blocks, fp32 `[rows, blocks_per_row]`.
@@ -232,10 +232,10 @@ def _quantize_pieces(weight: Tensor | Iterable[Tensor], packed: Tensor) -> Tenso
     at, absmax = 0, []
     for piece in (weight,) if isinstance(weight, Tensor) else weight:
         codes, of_piece = quantize_rows(piece)
-        packed[at : at + codes.size(0), : codes.size(1)] = codes
+        qdata[at : at + codes.size(0), : codes.size(1)] = codes
         absmax.append(of_piece)
         at += codes.size(0)
-    assert at == packed.size(0), f"{at} rows for {packed.size(0)}"
+    assert at == qdata.size(0), f"{at} rows for {qdata.size(0)}"
     return torch.cat(absmax)
 
 
@@ -297,7 +297,7 @@ def _codes_of_points() -> Tensor:
     return _nearest_levels(-1.0 + (2.0 * torch.arange(65536).float()) / 65535)
 
 
-def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> PackedTensor:
+def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> QuantizedTensor:
     """A whole plain weight `[rows, cols]` as NF4 on the same device.
 
     Args:

@@ -12,24 +12,26 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qfsdp.checkpoint import expand, model_folder
-from qfsdp.checkpoint.expand import (
+from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
+from qfsdp.checkpoint.weights import expand
+from qfsdp.checkpoint.weights import output_folder as model_folder
+from qfsdp.checkpoint.weights.expand import (
     block_sources,
     blocks_of_rate,
     expand_folder,
     expanded_config,
     expanded_positions,
 )
-from qfsdp.checkpoint.load import load_base
-from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
-from qfsdp.checkpoint.model_folder import BEGUN
-from qfsdp.checkpoint.quantize import quantize_folder
-from qfsdp.checkpoint.safetensors_read import INDEX, SINGLE
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
-from qfsdp.modules.packed_linear import QuantizationConfig
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.checkpoint.weights.output_folder import BEGUN
+from qfsdp.checkpoint.weights.quantize import quantize_folder
+from qfsdp.checkpoint.weights.read import INDEX, SINGLE
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.modules.transformer import Decoder
 from tests.models import cpu_world
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, TINY_CONFIG, load_recipe, write_tiny_model

@@ -12,18 +12,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qfsdp.checkpoint import safetensors_read
-from qfsdp.checkpoint.load import DTYPES, load_base
-from qfsdp.checkpoint.safetensors_read import INDEX, SINGLE, StoredTensor
-from qfsdp.checkpoint.sources import ModelWeights, base_parameters
-from qfsdp.distributed import ShardingConfig, shard_model
-from qfsdp.errors import UserError
-from qfsdp.modules.adapters import AdapterConfig
-from qfsdp.modules.packed_linear import QuantizationConfig, pack_linears
-from qfsdp.modules.shards import gather_rows, local_part, whole_tensor
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.checkpoint.weights import read as safetensors_read
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.checkpoint.weights.read import INDEX, SINGLE, StoredTensor
+from qfsdp.cli.errors import UserError
+from qfsdp.distributed.sharding import shard_model
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.modules.adapters import AdapterConfig, base_parameters
+from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import build_meta_model, cpu_world, load_model
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
@@ -49,8 +51,8 @@ def loaded_tensors(folder: Path, build: dict[str, Any]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, param in base_parameters(load_model(folder, **build)):
         local = local_part(param)
-        if isinstance(local, PackedTensor):
-            found[name] = [gather_rows(param, local.packed), *local.extras]
+        if isinstance(local, QuantizedTensor):
+            found[name] = [gather_rows(param, local.qdata), *local.metadata]
         else:
             found[name] = whole_tensor(param)
     return found
@@ -74,7 +76,7 @@ def assert_loaded(found: dict[str, Any], folder: Path, dtype: torch.dtype) -> No
             assert torch.equal(value, tensors[name].to(dtype)), name
             continue
         whole = nf4.quantize(tensors[name])
-        for mine, theirs in zip(value, (whole.packed, *whole.extras), strict=True):
+        for mine, theirs in zip(value, (whole.qdata, *whole.metadata), strict=True):
             assert torch.equal(mine, theirs), name
         packed += 1
     assert packed == sum(name.endswith(("_proj.weight", "lm_head.weight")) for name in tensors)
@@ -159,7 +161,7 @@ def test_tensors_that_some_checkpoints_carry_are_passed_over(
 def test_a_tied_output_layer_cannot_be_packed(folders: dict[str, Path]) -> None:
     model = Decoder(DecoderConfig.from_dir(folders["tied"]))
     with pytest.raises(UserError, match=r"^quantization.targets: 'lm_head' is tied "):
-        pack_linears(model, QuantizationConfig("nf4", ["lm_head"]))
+        quantize_linears(model, QuantizationConfig("nf4", ["lm_head"]))
 
 
 # ---- what a rank reads -------------------------------------------------------------------------
@@ -401,6 +403,6 @@ def test_shards_can_be_held_elsewhere_than_where_they_are_quantized(
     model = build_meta_model(folders["llama"])
     load_base(model, ModelWeights(folders["llama"]), cpu, ShardingConfig(cpu_offload=True))
     for name, param in base_parameters(model):
-        if isinstance(param.data, PackedTensor):
+        if isinstance(param.data, QuantizedTensor):
             whole = nf4.quantize(checkpoint(folders["llama"])[name])
-            assert torch.equal(param.data.packed, whole.packed)
+            assert torch.equal(param.data.packed, whole.qdata)

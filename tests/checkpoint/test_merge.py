@@ -15,19 +15,20 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from qfsdp.checkpoint import model_folder
-from qfsdp.checkpoint.export import CONFIG_FILE, WEIGHTS_FILE, save_adapter
+from qfsdp.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE, save_adapter
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.checkpoint.merge import Merge, merged_rows
-from qfsdp.checkpoint.model_folder import BEGUN
-from qfsdp.checkpoint.quantize import quantize_folder
-from qfsdp.checkpoint.safetensors_read import INDEX, SINGLE
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
+from qfsdp.checkpoint.weights import output_folder as model_folder
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.merge import Merge, merged_rows
+from qfsdp.checkpoint.weights.output_folder import BEGUN
+from qfsdp.checkpoint.weights.quantize import quantize_folder
+from qfsdp.checkpoint.weights.read import INDEX, SINGLE
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig
-from qfsdp.modules.packed_linear import QuantizationConfig
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
 from tests.ranks import run_ranks
@@ -73,7 +74,7 @@ def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
     return (out if isinstance(out, Tensor) else out.logits).float()
 
 
-def packed_like(model_dir: Path) -> str:
+def quantized_like(model_dir: Path) -> str:
     """As tests.models packs a model: `lm_head` too, where it is not tied."""
     tied = json.loads((model_dir / "config.json").read_text())["tie_word_embeddings"]
     return f"quantization.targets={'all-linear' if tied else '[all-linear,lm_head]'}"
@@ -115,7 +116,7 @@ def test_transformers_computes_what_training_did(
     ours = logits(trained(model_dir, section, tmp_path / "adapter", format=format))
     base = logits(load_model(model_dir, format=format))
     words = ["dtype=fp32", "model.dtype=fp32", f"quantization.format={format}"]
-    words.append(packed_like(model_dir))
+    words.append(quantized_like(model_dir))
     folder = merged(model_dir, tmp_path / "adapter", tmp_path / "merged", *words)
     model = plain_model(folder)
     difference = (logits(model) - ours).abs().max().item()
@@ -138,7 +139,7 @@ def test_bf16_is_no_further_from_the_truth_than_training_was(method: str, tmp_pa
     section = AdapterConfig(method, 5, 7.0, targets=HEAD_TOO)
     ours = logits(trained(model_dir, section, tmp_path / "adapter", dtype="bf16"))
     # The same adapter, and the same bf16 embeddings and norms, in fp32 arithmetic.
-    words = ["model.dtype=bf16", packed_like(model_dir)]
+    words = ["model.dtype=bf16", quantized_like(model_dir)]
     exact = merged(model_dir, tmp_path / "adapter", tmp_path / "fp32", *words, "dtype=fp32")
     truth = logits(plain_model(exact))
     bf16 = merged(model_dir, tmp_path / "adapter", tmp_path / "bf16", *words, "dtype=bf16")
@@ -218,7 +219,12 @@ def test_bases_that_are_packed_already(
 ) -> None:
     """By us or for bitsandbytes: no bit of the result is another."""
     model_dir, adapter = even
-    words = ["model.dtype=fp32", "dtype=fp32", packed_like(model_dir), f"requantize={requantize}"]
+    words = [
+        "model.dtype=fp32",
+        "dtype=fp32",
+        quantized_like(model_dir),
+        f"requantize={requantize}",
+    ]
     expected = merged(model_dir, adapter, tmp_path / "plain", *words)
     for layout in ("qfsdp", "bnb"):
         packed = tmp_path / layout
@@ -282,9 +288,9 @@ def test_requantized(format: str, even: tuple[Path, Path], tmp_path: Path) -> No
         expected = kind.empty(*base[name].shape, torch.float32, "cpu")
         expected.quantize_(plain[name] if adapted or format == "hqq" else base[name])
         half = base[name].size(1) // 2
-        assert torch.equal(tensors[name].flatten(), expected.packed[:, :half].flatten()), name
+        assert torch.equal(tensors[name].flatten(), expected.qdata[:, :half].flatten()), name
         absmax = tensors[f"{name}.absmax"].view(torch.uint8)
-        assert torch.equal(absmax, expected.packed[:, half:].flatten()), name
+        assert torch.equal(absmax, expected.qdata[:, half:].flatten()), name
     for name in base.keys() - set(packed):
         assert torch.equal(tensors[name], plain[name]), name
     # In training mode bitsandbytes multiplies by dequantized weights, in eval mode on CPUs in bf16.
@@ -391,7 +397,7 @@ def test_an_interrupted_merge_is_no_model(
 ) -> None:
     """Whenever it stops; what is merged there afterwards, maybe something else, is all new."""
     model_dir, adapter = even
-    words = ["max_file_bytes=400000", packed_like(model_dir)]
+    words = ["max_file_bytes=400000", quantized_like(model_dir)]
     expected = merged(model_dir, adapter, tmp_path / "expected", *words)
     folder = tmp_path / "merged"
 

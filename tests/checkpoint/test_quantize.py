@@ -16,18 +16,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qfsdp.checkpoint import quantize
-from qfsdp.checkpoint.load import ModelConfig
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.checkpoint.packed_layout import MANIFEST
-from qfsdp.checkpoint.quantize import BEGUN, open_weights, quantize_folder
-from qfsdp.checkpoint.safetensors_write import sha256
-from qfsdp.checkpoint.sources import ModelWeights, base_parameters
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
-from qfsdp.modules.packed_linear import QuantizationConfig
-from qfsdp.modules.shards import gather_rows, local_part, whole_tensor
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.checkpoint.weights import quantize
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
+from qfsdp.checkpoint.weights.quantize import BEGUN, open_weights, quantize_folder
+from qfsdp.checkpoint.weights.write import sha256
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
+from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import cpu_world, load_model
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
@@ -42,8 +43,8 @@ def loaded(folder: Path, **build: Any) -> dict[str, list[Tensor]]:
     found = {}
     for name, param in base_parameters(load_model(folder, **build)):
         local = local_part(param)
-        if isinstance(local, PackedTensor):
-            found[name] = [gather_rows(param, local.packed), *local.extras]
+        if isinstance(local, QuantizedTensor):
+            found[name] = [gather_rows(param, local.qdata), *local.metadata]
         else:
             found[name] = [whole_tensor(param)]
     return found

@@ -18,12 +18,12 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qfsdp.checkpoint.export import adapter_export
+from qfsdp.checkpoint.adapter_files import adapter_export
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, find_checkpoint, published
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.metrics import RunLog
+from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.training.metrics import RunLog
 from tests.models import adapted_model, build_meta_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, write_tiny_model
@@ -65,8 +65,8 @@ def train_state(model_dir: Path, kind: str = "torch.optim.AdamW", **more: Any) -
     """A sharded model with random adapters, and an optimizer and a schedule over them; the model
     is the same object every time."""
     from qfsdp.checkpoint.state import TrainState
-    from qfsdp.config import Component
-    from qfsdp.distributed import trainable_parameters
+    from qfsdp.cli.component import Component
+    from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.modules.adapters import init_adapters
 
     torch.compiler.set_stance("force_eager")  # AdamW8bit compiles its update
@@ -80,8 +80,8 @@ def train_state(model_dir: Path, kind: str = "torch.optim.AdamW", **more: Any) -
 
 def take_steps(state: Any, steps: range) -> None:
     """Updates with gradients that depend on the step, and on the whole tensor's rows alone."""
-    from qfsdp.checkpoint.export import adapter_parameters
-    from qfsdp.modules.shards import local_part, local_rows
+    from qfsdp.checkpoint.adapter_files import adapter_parameters
+    from qfsdp.tensor_subclasses.dtensor import local_part, local_rows
 
     for step in steps:
         for at, param in enumerate(adapter_parameters(state.model).values()):
@@ -95,8 +95,8 @@ def take_steps(state: Any, steps: range) -> None:
 
 def whole(state: Any) -> dict[str, torch.Tensor]:
     """Everything that has to come back, whole; of 8-bit states this rank's rows."""
-    from qfsdp.checkpoint.export import adapter_parameters
-    from qfsdp.modules.shards import local_part, whole_tensor
+    from qfsdp.checkpoint.adapter_files import adapter_parameters
+    from qfsdp.tensor_subclasses.dtensor import local_part, whole_tensor
 
     found = {"lr": torch.tensor(float(state.optimizer.param_groups[0]["lr"]))}
     for name, param in adapter_parameters(state.model).items():
@@ -184,7 +184,7 @@ def test_every_number_comes_back(
 
 
 def test_the_adapter_is_there_in_pefts_format(model_dir: Path, tmp_path: Path) -> None:
-    from qfsdp.checkpoint.export import adapter_parameters, load_adapter
+    from qfsdp.checkpoint.adapter_files import adapter_parameters, load_adapter
 
     state, saver = train_state(model_dir), checkpointer(tmp_path)
     take_steps(state, range(2))
@@ -207,7 +207,7 @@ def test_neither_base_nor_norms_are_saved_and_entries_are_few(
 ) -> None:
     """The number of entries is what makes a save cheap (see state.py): it must not grow with the
     model's depth. Nor may the bytes grow with the base."""
-    from qfsdp.checkpoint.export import adapter_parameters
+    from qfsdp.checkpoint.adapter_files import adapter_parameters
     from qfsdp.checkpoint.state import Staging, TrainState
 
     state = train_state(model_dir)
@@ -350,7 +350,7 @@ def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
     """Saves at 1, 2 (which fails somewhere, as on a full disk) and 3; what was told."""
     import torch.distributed.checkpoint as dcp
 
-    from qfsdp.checkpoint import export
+    from qfsdp.checkpoint import adapter_files as export
 
     state, results = train_state(model_dir), []
     write, write_adapter = dcp.FileSystemWriter.write_data, export.write_adapter
@@ -494,7 +494,7 @@ def test_the_log_of_a_killed_run_is_cut_where_the_next_goes_on(tmp_path: Path) -
 FULL_LOG = """
 import resource, sys
 from pathlib import Path
-from qfsdp.metrics import RunLog
+from qfsdp.training.metrics import RunLog
 log = RunLog(Path(sys.argv[1]), None, 0, 3)
 log.log(1, {"loss": 1.0})
 resource.setrlimit(resource.RLIMIT_FSIZE, (30, resource.RLIM_INFINITY))

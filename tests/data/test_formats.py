@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.config import Component, load_config
+from qfsdp.cli.component import Component
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from qfsdp.data import (
     alpaca_dataset,
     check_data,
@@ -28,7 +30,6 @@ from qfsdp.data.loader import StepLoader
 from qfsdp.data.packing import PackedDataset
 from qfsdp.data.tokenized import Unusable
 from qfsdp.data.tokenizer import HFTokenizer
-from qfsdp.errors import UserError
 from tests.data.test_datasets import CHAT, GSM8K, sentencepiece_tokenizer, texts, write
 
 SHARED = GSM8K.parents[1]

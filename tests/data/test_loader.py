@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
+from examples.demo.arithmetic import write_splits
 from qfsdp.data.datasets import instruct_dataset
 from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
 from qfsdp.data.tokenizer import hf_tokenizer
-from qfsdp.demo.arithmetic import write_splits
 
 PAD = 0
 

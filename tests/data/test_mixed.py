@@ -9,13 +9,13 @@ from typing import Any
 
 import pytest
 
-from qfsdp.checkpoint.facts import data_facts
-from qfsdp.config import Component
+from qfsdp.checkpoint.compatibility import data_facts
+from qfsdp.cli.component import Component
+from qfsdp.cli.errors import UserError
 from qfsdp.data import check_data, hf_tokenizer, mixed_dataset
 from qfsdp.data.loader import StepLoader
 from qfsdp.data.mixed import apportion
 from qfsdp.data.packing import PackedDataset
-from qfsdp.errors import UserError
 from tests.data.test_datasets import PAIRS, texts, write
 
 TOKENIZER = SimpleNamespace(pad_id=0)

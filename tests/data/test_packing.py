@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.checkpoint.facts import data_facts
+from qfsdp.checkpoint.compatibility import data_facts
 from qfsdp.data import StepLoader
 from qfsdp.data.packing import PackedDataset, best_fit
 from qfsdp.data.tokenized import TokenizedDataset

@@ -17,8 +17,8 @@ from tokenizers import (
     trainers,
 )
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
-from qfsdp.errors import UserError
 
 CHATML = """
 {%- for message in messages %}

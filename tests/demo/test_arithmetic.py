@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.demo import arithmetic
-from qfsdp.demo.arithmetic import TEMPLATES, Template, generate, write_splits
+from examples.demo import arithmetic
+from examples.demo.arithmetic import TEMPLATES, Template, generate, write_splits
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 CHECK = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}

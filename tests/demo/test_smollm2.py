@@ -19,9 +19,10 @@ from safetensors.numpy import load_file
 from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
-from qfsdp.demo import cache_dir, smollm2
-from qfsdp.errors import UserError
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from examples.demo import cache_dir, smollm2
+from qfsdp.cli.errors import UserError
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.transformer import Decoder
 
 ENGLISH = """\
 The old lighthouse stood at the end of a narrow road, and nobody in the village could remember

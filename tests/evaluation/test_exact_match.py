@@ -9,14 +9,14 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.config import load_config
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from qfsdp.data import hf_tokenizer
-from qfsdp.distributed import World
-from qfsdp.errors import UserError
+from qfsdp.distributed.world import World
 from qfsdp.evaluation import exact_match as module
+from qfsdp.evaluation.batching import batches_by_length, rounds
 from qfsdp.evaluation.exact_match import ExactMatchConfig, exact_match, read_questions
 from qfsdp.evaluation.intervals import wilson
-from qfsdp.sharing import batches_by_length, rounds
 from tests.models import cpu_world, load_model
 
 pytestmark = pytest.mark.usefixtures("eager")

@@ -12,12 +12,12 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data import PackedDataset
-from qfsdp.distributed import trainable_parameters
-from qfsdp.errors import UserError
+from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.evaluation.heldout import held_out_batches, held_out_loss
+from qfsdp.evaluation.inference import evaluating
 from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
-from qfsdp.inference import evaluating
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world, load_model
 from tests.ranks import run_ranks

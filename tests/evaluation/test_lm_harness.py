@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
+from qfsdp.cli.errors import UserError
 from qfsdp.data import hf_tokenizer
-from qfsdp.errors import UserError
 from qfsdp.evaluation.intervals import wilson
 from qfsdp.evaluation.lm_harness import (
     LMEvalConfig,

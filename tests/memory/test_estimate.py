@@ -12,14 +12,14 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-import qfsdp.compiled
 from benchmarks.estimate import STEP, STEPS, _peak_within_steps
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from qfsdp.memory.estimate import Estimate, estimate, estimate_fast
 from qfsdp.memory.models import _FILE, find_config
 from qfsdp.memory.tracker import KINDS
-from qfsdp.modules.transformer import DecoderConfig
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.tensor_subclasses.kernels import dry_run
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
@@ -150,7 +150,7 @@ def test_nothing_global_is_left(tiny: Path) -> None:
     random, dtype = torch.random.get_rng_state(), torch.get_default_dtype()
     threads = threading.active_count()
     estimate(*load(tiny), 3)
-    assert not dist.is_initialized() and qfsdp.compiled.dry_run is None
+    assert not dist.is_initialized() and dry_run.dry_run is None
     assert torch.equal(torch.random.get_rng_state(), random)
     assert torch.get_default_dtype() == dtype and threading.active_count() <= threads
     assert type(torch.empty(1)) is torch.Tensor
@@ -209,7 +209,7 @@ def test_an_unknown_model(tmp_path: Path) -> None:
 @pytest.mark.skipif(os.environ.get("QFSDP_EAGER_KERNELS") == "1", reason="kernels are compiled")
 def test_compiled_kernels_take_what_they_return(tiny: Path, monkeypatch: Any) -> None:
     """Uncompiled, dequantizing has intermediates of some 100 MB; they are followed as well."""
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: True)
+    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: True)
     compiled = estimate(*load(tiny, "activation.checkpointing=full"), 1)
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
+    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
     assert estimate(*load(tiny, "activation.checkpointing=full"), 1).peak > compiled.peak

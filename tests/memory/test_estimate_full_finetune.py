@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from benchmarks.estimate import STEP, STEPS, _peak_within_steps
-from qfsdp.config import load_config
+from qfsdp.cli.config import load_config
 from qfsdp.memory.estimate import estimate, estimate_fast
 from qfsdp.memory.hardware import HardwareConfig
-from qfsdp.memory.ladder import climb, ladder
 from qfsdp.memory.predict import Predictor
+from qfsdp.memory.search import climb, ladder
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 

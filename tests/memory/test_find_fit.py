@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.config import load_config
+from qfsdp.cli.config import load_config
+from qfsdp.cli.sizes import parse_size
+from qfsdp.cli.tool_config import run_tool
 from qfsdp.memory.estimate import estimate_fast
-from qfsdp.memory.training_config import run_tool
-from qfsdp.sizes import parse_size
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 CONFIG = ["--config", str(ROOT / "configs/llama3_8b_lora.yaml")]

@@ -15,13 +15,14 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from qfsdp.accounting import StepClock
-from qfsdp.distributed import ShardingConfig, trainable_parameters
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.memory import oom
 from qfsdp.memory.oom import explain_oom, is_out_of_memory, less_host_memory, less_memory
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model
 from tests.tiny import write_tiny_model
 

@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp import launch
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
+from qfsdp.cli import ranks as ranks_module
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from qfsdp.memory import preflight
 from qfsdp.memory.estimate import Estimate, Point
 from qfsdp.memory.hardware import known_gpu, machine_memory
@@ -205,7 +205,7 @@ def test_host_memory_can_be_what_is_short(argv: list[str]) -> None:
 
 @pytest.fixture
 def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(launch, "local_world_size", lambda: 2)
+    monkeypatch.setattr(ranks_module, "local_world_size", lambda: 2)
     for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     yield
@@ -213,11 +213,11 @@ def two_devices(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.mark.usefixtures("two_devices")
 def test_ranks_of_a_plain_start_and_of_torchruns_flags() -> None:
-    assert launch.planned_ranks() == (2, 2)
+    assert ranks_module.planned_ranks() == (2, 2)
     for flags, ranks in ((("1", "4"), (4, 4)), (("2:3", "4"), (8, 4)), (("2", "gpu"), (4, 2))):
-        with launch.torchrun_flags(*flags):
-            assert launch.planned_ranks() == ranks
-    assert launch.planned_ranks() == (2, 2)
+        with ranks_module.torchrun_flags(*flags):
+            assert ranks_module.planned_ranks() == ranks
+    assert ranks_module.planned_ranks() == (2, 2)
 
 
 class Unforeseen(torch.optim.SGD):

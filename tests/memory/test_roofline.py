@@ -8,15 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.memory.hardware import (
-    GPUS,
-    Hardware,
-    HardwareConfig,
-    known_gpu,
-    parse_rate,
-    with_memory,
-)
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.memory.hardware import GPUS, Hardware, HardwareConfig, known_gpu, parse_rate, with_memory
 from qfsdp.memory.roofline import Load, step_time
 
 # 100 TFLOP/s are 75 in a step.

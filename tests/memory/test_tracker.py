@@ -11,10 +11,9 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
-import qfsdp.compiled
-import qfsdp.host
 from qfsdp.memory.tracker import ACTIVATIONS, GRADIENTS, TEMPORARIES, MemoryTracker
-from qfsdp.tensor_subclasses import packed
+from qfsdp.modules import quantized_linear
+from qfsdp.tensor_subclasses.kernels import dry_run, host_memory
 
 KB = 1024
 
@@ -71,8 +70,8 @@ def test_cuda_allocates_in_multiples_of_512_bytes() -> None:
 
 def test_host_memory_does_not_count_as_the_devices(tracker: MemoryTracker) -> None:
     a = torch.empty(KB, dtype=torch.uint8)
-    kept = qfsdp.host.to_host(a)
-    back = qfsdp.host.to_device(kept, a.device)
+    kept = host_memory.to_host(a)
+    back = host_memory.to_device(kept, a.device)
     del a, kept
     assert tracker.peak.total <= 2 * KB and held(tracker) == KB
     assert sum(tracker.host_peak.values()) == KB and not any(tracker.host.values())
@@ -131,11 +130,11 @@ def test_a_gradient_is_added_in_place(tracker: MemoryTracker) -> None:
 
 
 def test_nothing_global_is_left() -> None:
-    resize, norm, scratch = torch.UntypedStorage.resize_, F.rms_norm, packed._scratch
+    resize, norm, scratch = torch.UntypedStorage.resize_, F.rms_norm, quantized_linear._scratch
     following = MemoryTracker("cuda").following(nn.Identity())
     with pytest.raises(RuntimeError, match="stop"), FakeTensorMode(), following:
         assert F.rms_norm is not norm
         raise RuntimeError("stop")
     assert (torch.UntypedStorage.resize_, F.rms_norm) == (resize, norm)
-    assert packed._scratch is scratch
-    assert qfsdp.compiled.dry_run is None and qfsdp.host.observer is None
+    assert quantized_linear._scratch is scratch
+    assert dry_run.dry_run is None and host_memory.observer is None

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from qfsdp.checkpoint.export import adapter_parameters
-from qfsdp.errors import InvalidField
+from qfsdp.checkpoint.adapter_files import adapter_parameters
+from qfsdp.cli.errors import InvalidField
 from qfsdp.modules import activations, transformer
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig
-from qfsdp.modules.shards import whole_tensor
 from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses.dtensor import whole_tensor
 from tests.models import adapted_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import needs_compiler, write_tiny_model
@@ -136,7 +136,7 @@ def counting(model: nn.Module) -> Iterator[dict[int, int]]:
     """Bytes of every storage that autograd keeps, but those of parameters; of tensors that hooks
     of ours keep in their place, where they do."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
-    weights |= {p.packed.untyped_storage()._cdata for p in model.parameters() if is_packed(p)}
+    weights |= {p.qdata.untyped_storage()._cdata for p in model.parameters() if is_packed(p)}
     kept: dict[int, int] = {}
     alive = []
 
@@ -160,7 +160,7 @@ def counting(model: nn.Module) -> Iterator[dict[int, int]]:
 
 
 def is_packed(param: Tensor) -> bool:
-    return hasattr(param, "packed")
+    return hasattr(param, "qdata")
 
 
 def bytes_kept(model: Decoder, config: ActivationConfig, given: Batch) -> int:

@@ -13,10 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from qfsdp.checkpoint.export import adapter_parameters
-from qfsdp.config import Component
-from qfsdp.errors import InvalidField, UserError
-from qfsdp.modules import adapters, shards
+from qfsdp.checkpoint.adapter_files import adapter_parameters
+from qfsdp.cli.component import Component
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.modules import adapters
 from qfsdp.modules.adapters import (
     AdaptedLinear,
     AdapterConfig,
@@ -25,13 +25,15 @@ from qfsdp.modules.adapters import (
     init_adapters,
     parameter_groups,
 )
-from qfsdp.modules.packed_linear import PackedLinear
-from qfsdp.modules.shards import whole_tensor
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import LINEAR_NAMES, check_targets, target_modules
-from qfsdp.modules.transformer import Decoder, DecoderConfig
-from qfsdp.optim import build_optimizer
+from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses import dtensor as shards
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.tensor_subclasses.dtensor import whole_tensor
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.optimizer import build_optimizer
 from tests.models import adapted_model, load_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import TINY_CONFIG, write_tiny_model
@@ -69,7 +71,7 @@ def adapter(method: str, targets: Any = EVERYWHERE, dropout: float = 0.0) -> Ada
 
 def plain_weight(weight: Tensor) -> Tensor:
     """A frozen weight in fp64, dequantized where it is packed."""
-    plain = weight.dequantize() if isinstance(weight, PackedTensor) else weight
+    plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
     return plain.detach().double()
 
 
@@ -197,7 +199,7 @@ def test_rows_of_zeros_start_and_train_as_numbers(format: str) -> None:
     base = nn.Linear(64, 9, bias=False)
     base.weight.data = weight
     module = LowRankLinear(
-        PackedLinear(nf4.quantize(weight), None) if format == "nf4" else base, adapter("dora")
+        QuantizedLinear(nf4.quantize(weight), None) if format == "nf4" else base, adapter("dora")
     )
     init_adapters(nn.ModuleDict({"lm_head": module}), seed=0)
     y = module(torch.ones(2, 64))

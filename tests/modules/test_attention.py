@@ -16,7 +16,8 @@ from qfsdp.modules import attention
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.modules.attention import attend, attend_documents
-from qfsdp.modules.transformer import Decoder, DecoderConfig
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.transformer import Decoder
 from tests.models import adapted_model, randomize_adapters
 from tests.tiny import needs_compiler, write_tiny_model
 

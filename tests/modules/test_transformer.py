@@ -24,10 +24,11 @@ from transformers import (
     Qwen3Config,
 )
 
-from qfsdp import cpu
-from qfsdp.errors import UserError
+from qfsdp.cli.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.transformer import Decoder, DecoderConfig, RopeConfig, _Rotate
+from qfsdp.modules.decoder_config import DecoderConfig, RopeConfig
+from qfsdp.modules.transformer import Decoder, _Rotate
+from qfsdp.tensor_subclasses.kernels import cpu
 
 SEQ = 40
 SIZES: dict[str, Any] = {

@@ -13,9 +13,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qfsdp.checkpoint.export import WEIGHTS_FILE
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
+from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model
 
@@ -72,7 +72,7 @@ def no_second_start(*_: object) -> None:
 
 def run_variants(folder: Path) -> None:
     """Every variant; on two ranks also what goes on from the second step. Runs on every rank."""
-    import qfsdp.checkpoint.start as start
+    import qfsdp.checkpoint.adapter_start as start
 
     size = int(os.environ.get("WORLD_SIZE", 1))
     torch.compiler.set_stance("force_eager")  # AdamW8bit compiles its update

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch.distributed as dist
 
-from qfsdp.checkpoint.export import save_adapter
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.config import load_config
+from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.cli.config import load_config
+from qfsdp.cli.recipes import recipe_named_by
 from qfsdp.modules.adapters import AdapterConfig
-from qfsdp.tune_hook import recipe_named_by
 from tests.models import adapted_model, cpu_world
 from tests.tiny import (
     ROOT,
@@ -70,7 +70,7 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     assert cfg.quantization.format == next(of_name, "nf4")
     if full:
         written, before = ModelWeights(tmp_path / "run/model"), ModelWeights(model)
-        assert written.plain.keys() == before.plain.keys() and not written.packed
+        assert written.plain.keys() == before.plain.keys() and not written.quantized
         assert cfg.trainable.layers == ("all" if config.stem.endswith("_full") else "expanded")
         return
     adapter = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
@@ -95,8 +95,8 @@ def test_model_folders_are_written(name: str, tmp_path: Path) -> None:
     recipe.check(cfg)
     recipe.main(cfg)
     written = ModelWeights(tmp_path / "out")
-    assert len(written.packed) == (14 if name == "quantize" else 0)
-    assert written.packed.keys() | written.plain.keys() >= ModelWeights(model).plain.keys()
+    assert len(written.quantized) == (14 if name == "quantize" else 0)
+    assert written.quantized.keys() | written.plain.keys() >= ModelWeights(model).plain.keys()
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=[c.stem for c in CONFIGS])

@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 
-from qfsdp.checkpoint.export import save_adapter
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
+from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.checkpoint.weights.folder import ModelWeights
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 from tests.toy_data import Samples
@@ -54,7 +54,7 @@ def loader(rank: int, size: int, case: dict[str, Any]) -> Any:
 
 
 def make_config(recipe: Any, case: dict[str, Any]) -> Any:
-    from qfsdp.modules.packed_linear import QuantizationConfig
+    from qfsdp.modules.quantized_linear import QuantizationConfig
     from qfsdp.modules.trainable import TrainableConfig
     from qfsdp.modules.transformer import ActivationConfig
 
@@ -87,8 +87,8 @@ def train(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def train_one(recipe: Any, case: dict[str, Any]) -> dict[str, Any]:
-    from qfsdp.memory.usage import bytes_by_kind
-    from qfsdp.modules.shards import whole_tensor
+    from qfsdp.tensor_subclasses.dtensor import whole_tensor
+    from qfsdp.training.memory_usage import bytes_by_kind
 
     cfg = make_config(recipe, case)
     world = recipe.init_world(cfg.sharding, casts=cfg.trainable.dtype != cfg.model.dtype)
@@ -135,7 +135,7 @@ def train_one(recipe: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 def held_bytes(model: torch.nn.Module) -> dict[str, list[Tensor]]:
     """Copies of the tensors that this rank's part of every parameter is made of."""
-    from qfsdp.memory.usage import plain_tensors
+    from qfsdp.training.memory_usage import plain_tensors
 
     params = model.named_parameters()
     return {n: [t.detach().clone() for t in plain_tensors(p)] for n, p in params}
@@ -379,7 +379,7 @@ def test_chosen_layers_train_and_nothing_else(
         expected = chosen_names(case, names)
         assert one["weights"].keys() == expected and one["changed"] == expected, case
         assert one["losses"][-1] < one["losses"][0]
-        assert (packed_bytes(one) > 0) == ("format" in case)
+        assert (quantized_bytes(one) > 0) == ("format" in case)
         if at not in ON_THREE:
             continue
         three = [results[f"chosen {at}"] for results in trained(3)]
@@ -387,14 +387,14 @@ def test_chosen_layers_train_and_nothing_else(
         for found in three:
             assert found["changed"] == expected
             same(found, one, str(case))
-        whole, *parts = (packed_bytes(found) for found in (one, *three))
+        whole, *parts = (quantized_bytes(found) for found in (one, *three))
         if case.get("sharding", {}).get("strategy") == "ddp":
             assert parts == [whole] * 3
         else:  # every rank has the second-level scales of NF4
             assert whole <= sum(parts) <= 1.02 * whole and max(parts) <= 0.35 * whole
 
 
-def packed_bytes(found: dict[str, Any]) -> int:
+def quantized_bytes(found: dict[str, Any]) -> int:
     return sum(size for kind, size in found["bytes"].items() if "packed" in kind)
 
 
@@ -416,7 +416,8 @@ def test_updates_within_backward_are_the_ordinary_ones(trained: Callable[[int], 
 
 def test_replicas_draw_the_same_random_numbers() -> None:
     """Else stochastic rounding would make models of different groups drift apart."""
-    from qfsdp.distributed import ShardingConfig, World, shard_rank
+    from qfsdp.distributed.strategy import ShardingConfig, shard_rank
+    from qfsdp.distributed.world import World
 
     worlds = [World(torch.device("cpu"), rank, 4, local_size=4) for rank in range(4)]
     hybrid = ShardingConfig("hybrid_full_shard", replicate=2, shard=2)

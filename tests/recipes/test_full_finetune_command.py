@@ -11,12 +11,12 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qfsdp import cpu
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
-from qfsdp.modules.shards import local_part
-from qfsdp.tensor_subclasses.packed import PackedTensor
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
+from qfsdp.tensor_subclasses.dtensor import local_part
+from qfsdp.tensor_subclasses.kernels import cpu
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import load_model
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
@@ -147,7 +147,8 @@ def test_the_model_that_comes_out(
     """The trained weights as the last checkpoint has them, the others as they were; transformers
     computes with it what our decoder does with these."""
     from qfsdp.checkpoint.state import read_trained
-    from qfsdp.modules.transformer import Decoder, DecoderConfig
+    from qfsdp.modules.decoder_config import DecoderConfig
+    from qfsdp.modules.transformer import Decoder
 
     monkeypatch.setattr(cpu, "BF16_PRODUCTS", True)  # what transformers computes with on any CPU
     base = saved(folder)
@@ -193,7 +194,7 @@ def test_packed_folders_before_and_after(
     changed = set()
     for name, tensor in saved(run).items():
         was = found[name]
-        was = was.dequantize(torch.float32) if isinstance(was, PackedTensor) else was
+        was = was.dequantize(torch.float32) if isinstance(was, QuantizedTensor) else was
         if not torch.equal(tensor, was):
             changed.add(name)
     trained = {name for name in found if name.startswith("model.layers.1.")}

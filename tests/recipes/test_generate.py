@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from qfsdp.checkpoint.export import save_adapter
-from qfsdp.config import load_config
+from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from qfsdp.data import hf_tokenizer
-from qfsdp.errors import UserError
-from qfsdp.generation import generate
-from qfsdp.inference import load_for_inference
+from qfsdp.evaluation.generation import generate
+from qfsdp.evaluation.inference import load_for_inference
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.recipes.test_qdora_distributed import tune

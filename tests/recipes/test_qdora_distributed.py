@@ -14,9 +14,9 @@ import pytest
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from qfsdp.config import load_config
-from qfsdp.demo.arithmetic import write_splits
-from qfsdp.errors import UserError
+from examples.demo.arithmetic import write_splits
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from tests.tiny import (
     ROOT,
     load_recipe,

@@ -20,11 +20,11 @@ import pytest
 from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from qfsdp.checkpoint.facts import read_facts
+from examples.demo.arithmetic import write_splits
+from qfsdp.checkpoint.compatibility import read_facts
 from qfsdp.checkpoint.resume import published
-from qfsdp.config import load_config
-from qfsdp.demo.arithmetic import write_splits
-from qfsdp.errors import UserError
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 

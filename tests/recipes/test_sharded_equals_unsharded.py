@@ -38,16 +38,18 @@ class Samples:
 def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Five updates for each case; runs on every rank."""
     recipe = load_recipe()
-    from qfsdp.accounting import StepClock
-    from qfsdp.checkpoint.export import adapter_parameters
-    from qfsdp.config import Component
+    from qfsdp.checkpoint.adapter_files import adapter_parameters
+    from qfsdp.cli.component import Component
     from qfsdp.data import PackedDataset, StepLoader
-    from qfsdp.distributed import ShardingConfig, init_world, packed_bytes
+    from qfsdp.distributed.sharding import quantized_bytes
+    from qfsdp.distributed.strategy import ShardingConfig
+    from qfsdp.distributed.world import init_world
     from qfsdp.modules.adapters import AdapterConfig
-    from qfsdp.modules.packed_linear import QuantizationConfig
-    from qfsdp.modules.shards import whole_tensor
+    from qfsdp.modules.quantized_linear import QuantizationConfig
     from qfsdp.modules.transformer import ActivationConfig
-    from qfsdp.optim import build_optimizer
+    from qfsdp.tensor_subclasses.dtensor import whole_tensor
+    from qfsdp.training.optimizer import build_optimizer
+    from qfsdp.training.throughput import StepClock
 
     results = []
     for case in cases:
@@ -106,7 +108,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "losses": [h["loss"] for h in history],
                 "grad_norms": [h["grad_norm"] for h in history],
                 "adapters": adapters,
-                "packed_bytes": packed_bytes(model),
+                "packed_bytes": quantized_bytes(model),
                 "recompiled": graphs[-1] - graphs[1] + breaks,  # after the second step
             }
         )

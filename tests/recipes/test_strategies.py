@@ -10,10 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qfsdp.checkpoint.quantize import quantize_folder
-from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.modules.adapters import AdapterConfig
-from qfsdp.modules.packed_linear import QuantizationConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.checkpoint.test_resume import checkpointer, take_steps, whole
 from tests.models import cpu_world
 from tests.ranks import run_ranks
@@ -133,7 +133,7 @@ def test_a_base_that_is_not_quantized_is_offloaded_too(
 def make_state(folder: Path, sharding: dict[str, Any]) -> Any:
     """Random adapters and an AdamW with a state; runs on every rank."""
     from qfsdp.checkpoint.state import TrainState
-    from qfsdp.distributed import trainable_parameters
+    from qfsdp.distributed.gradients import trainable_parameters
     from tests.models import adapted_model, randomize_adapters
 
     model = adapted_model(folder, AdapterConfig(rank=2, alpha=4.0), sharding=sharding)
@@ -143,7 +143,7 @@ def make_state(folder: Path, sharding: dict[str, Any]) -> Any:
 
 
 def save_under(model_dir: Path, folder: Path, sharding: dict[str, Any]) -> dict[str, torch.Tensor]:
-    from qfsdp.checkpoint.export import save_adapter
+    from qfsdp.checkpoint.adapter_files import save_adapter
 
     state = make_state(model_dir, sharding)
     saver = checkpointer(folder)

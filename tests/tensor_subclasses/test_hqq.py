@@ -11,17 +11,17 @@ from torch import Tensor
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from benchmarks.hqq_parity import dequantized_by_package, of_package, parts
-from qfsdp.checkpoint.quantize import quantize_folder
-from qfsdp.checkpoint.sources import ModelWeights
-from qfsdp.config import load_config
-from qfsdp.errors import UserError
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.quantize import quantize_folder
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapters import AdapterConfig
-from qfsdp.modules.packed_linear import QuantizationConfig
-from qfsdp.modules.shards import gather_rows, local_rows
+from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.tensor_subclasses import four_bit, hqq, hqq_solver
+from qfsdp.tensor_subclasses.dtensor import gather_rows, local_rows
 from qfsdp.tensor_subclasses.four_bit import BLOCK
 from qfsdp.tensor_subclasses.hqq import HQQTensor
-from qfsdp.tensor_subclasses.packed import PackedTensor, linear
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.checkpoint.test_quantize import loaded
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.modules.test_adapters import loss_and_gradients
@@ -37,7 +37,7 @@ def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
     return (torch.randn(shape, generator=torch.Generator().manual_seed(seed)) * 0.02).to(dtype)
 
 
-def quantize(weight: Tensor, **options: Any) -> PackedTensor:
+def quantize(weight: Tensor, **options: Any) -> QuantizedTensor:
     """In HQQ, on the same device."""
     packed = HQQTensor.empty(*weight.shape, weight.dtype, weight.device)
     packed.quantize_(weight, **options)
@@ -124,7 +124,7 @@ def test_odd_columns_are_those_of_the_packages_row_filled_up(cols: int) -> None:
     last = weight[:, start:]
     filled = torch.cat([weight[:, :start], last.repeat(1, BLOCK)[:, :BLOCK]], dim=1)
     odd, ((codes, scales, zeros), values) = quantize(weight), package_with_fp16_scales(filled)
-    assert odd.packed.shape == (33, -(-cols // 2) + 4 * -(-cols // BLOCK))
+    assert odd.qdata.shape == (33, -(-cols // 2) + 4 * -(-cols // BLOCK))
     found = parts(odd)
     assert torch.equal(found[0], codes[:, :cols])
     assert torch.equal(found[1], scales) and torch.equal(found[2], zeros)
@@ -138,7 +138,7 @@ def test_error_is_less_than_without_the_solver(monkeypatch: pytest.MonkeyPatch) 
     """Weights in bf16, of which 4.5 bits are left each."""
     weight = random_weight(512, 512, dtype=torch.bfloat16)
     solved = quantize(weight)
-    assert 8 * solved.packed.nbytes / weight.numel() == 4.5
+    assert 8 * solved.qdata.nbytes / weight.numel() == 4.5
     monkeypatch.setattr(hqq_solver, "STEPS", 0)
     plain = quantize(weight)
     errors = [(w.dequantize(torch.float32) - weight.float()).abs().mean() for w in (solved, plain)]
@@ -157,14 +157,14 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
     values = compiled.dequantize(torch.bfloat16)
     scale = torch.rand(570) + 0.5
-    scaled = HQQTensor.dequantize_rows(compiled.packed[7:], [], 577, 7, torch.float32, scale)
+    scaled = HQQTensor.dequantize_rows(compiled.qdata[7:], [], 577, 7, torch.float32, scale)
     for module in (four_bit, hqq, hqq_solver):  # of the plain functions
         monkeypatch.setattr(module, "CHUNK_WEIGHTS", 20 * 640)
-    monkeypatch.setattr("qfsdp.compiled.can_compile", lambda: False)
+    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
     plain = quantize(weight)
-    assert torch.equal(compiled.packed, plain.packed)
+    assert torch.equal(compiled.qdata, plain.qdata)
     assert torch.equal(values, plain.dequantize(torch.bfloat16))
-    expected = HQQTensor.dequantize_rows(plain.packed[7:], [], 577, 7, torch.float32, scale)
+    expected = HQQTensor.dequantize_rows(plain.qdata[7:], [], 577, 7, torch.float32, scale)
     assert torch.equal(scaled, expected)
 
 
@@ -173,7 +173,7 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
 def test_rows_can_be_scaled_and_written_in_place(cols: int) -> None:
     weight = quantize(random_weight(33, cols))
     scale, out = torch.rand(33) + 0.5, torch.empty(33, cols, dtype=torch.bfloat16)
-    args = (weight.packed, weight.extras, cols, 0, torch.bfloat16, scale, out)
+    args = (weight.qdata, weight.metadata, cols, 0, torch.bfloat16, scale, out)
     assert HQQTensor.dequantize_rows(*args).data_ptr() == out.data_ptr()
     expected = weight.dequantize(torch.float32) * scale.unsqueeze(1)
     torch.testing.assert_close(out.float(), expected, rtol=2**-8, atol=0)
@@ -192,7 +192,7 @@ def test_pieces_are_the_whole() -> None:
 
     in_pieces = HQQTensor.empty(100, 130, torch.float32, "cpu")
     in_pieces.quantize_(pieces())
-    assert torch.equal(in_pieces.packed, quantize(weight).packed)
+    assert torch.equal(in_pieces.qdata, quantize(weight).qdata)
 
 
 # ---- gradients ---------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def shard_of(weight: Tensor, **options: Any) -> tuple[slice, Tensor]:
     rows = local_rows(param)
     shard = HQQTensor.empty(*weight.shape, weight.dtype, "cpu")[rows]
     shard.quantize_(weight[rows], gather_rows=lambda mine: gather_rows(param, mine), **options)
-    return rows, shard.packed
+    return rows, shard.qdata
 
 
 def trained(source: Path, packed: Path, offloads: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -283,11 +283,11 @@ def test_ranks_together_do_what_one_does(tmp_path: Path) -> None:
     """Bytes of shards, the message for NaN on one rank; and training from wherever the base is."""
     source, packed = write_tiny_model(tmp_path / "source", shards=3), tmp_path / "packed"
     quantize_folder(ModelWeights(source), QuantizationConfig("hqq", HEAD_TOO), packed, cpu_world())
-    whole, model = quantize(undecided()).packed, loaded(source, format="hqq")
+    whole, model = quantize(undecided()).qdata, loaded(source, format="hqq")
     stored = loaded(packed, format="hqq")
     assert all(torch.equal(stored[name][0], bytes_[0]) for name, bytes_ in model.items())
     for size in (2, 3):
-        alone = [quantize(rows).packed for rows in undecided().split(-(-33 // size))]
+        alone = [quantize(rows).qdata for rows in undecided().split(-(-33 // size))]
         assert not torch.equal(torch.cat(alone), whole), "when to stop must matter"
         for found in run_ranks(size, on_ranks, source, packed):
             assert torch.equal(found["packed"], whole[found["rows"]])

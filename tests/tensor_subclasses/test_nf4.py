@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from bitsandbytes import functional as bnb
 from torch import Tensor
 
-from qfsdp.checkpoint.sources import ModelWeights
+from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.tensor_subclasses import four_bit, nf4
 from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
 from tests.tiny import needs_compiler
@@ -38,8 +38,8 @@ def mismatches(weight: Tensor) -> dict[str, int]:
     )
     code_bytes = weight.size(1) // 2
     return {
-        "codes": differing_bytes(ours.packed[:, :code_bytes], theirs),
-        "absmax codes": differing_bytes(ours.packed[:, code_bytes:], state.absmax),
+        "codes": differing_bytes(ours.qdata[:, :code_bytes], theirs),
+        "absmax codes": differing_bytes(ours.qdata[:, code_bytes:], state.absmax),
         "scales": differing_bytes(ours.scales, state.state2.absmax),
         "offset": differing_bytes(ours.offset, state.offset),
         "dequantized": differing_bytes(ours.dequantize(), bnb.dequantize_4bit(theirs, state)),
@@ -125,7 +125,7 @@ def test_levels_of_the_scales_are_those_of_bitsandbytes() -> None:
 @pytest.mark.usefixtures("eager")
 def test_bits_per_weight() -> None:
     weight = nf4.quantize(random_weight(4096, 4096, dtype=torch.bfloat16))
-    held = weight.packed.nbytes + weight.scales.nbytes + weight.offset.nbytes
+    held = weight.qdata.nbytes + weight.scales.nbytes + weight.offset.nbytes
     assert round(8 * held / weight.numel(), 3) == 4.127
 
 
@@ -148,10 +148,10 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
     scale = torch.rand(shape[0]) + 0.5
     monkeypatch.setattr(four_bit, "CHUNK_WEIGHTS", 20 * shape[1])  # of the plain functions
     for offset, row_scale in ((0, None), (7, None), (7, scale[7:])):
-        args = (whole.packed[offset:], whole.extras, shape[1], offset, dtype, row_scale)
+        args = (whole.qdata[offset:], whole.metadata, shape[1], offset, dtype, row_scale)
         with monkeypatch.context() as plainly:
             compiled = nf4.NF4Tensor.dequantize_rows(*args)
-            plainly.setattr("qfsdp.compiled.can_compile", lambda: False)
+            plainly.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
             plain = nf4.NF4Tensor.dequantize_rows(*args)
         assert differing_bytes(compiled, plain) == 0
 
@@ -159,7 +159,7 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
 @needs_compiler
 def test_a_build_for_every_shape_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """More shapes than dynamo's limit of builds for one function; none falls back."""
-    monkeypatch.setattr("qfsdp.compiled.DYNAMIC_DEVICES", ())
+    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.DYNAMIC_DEVICES", ())
     weights = [nf4.quantize(random_weight(rows, 576)) for rows in range(64, 74)]
     found = [weight.dequantize(torch.bfloat16) for weight in weights]
     before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
@@ -178,7 +178,7 @@ def test_rows_can_be_scaled_and_written_in_place(format: Any, cols: int) -> None
     weight = format.empty(33, cols, torch.bfloat16, "cpu")
     weight.quantize_(random_weight(33, cols, dtype=torch.float32))
     scale, out = torch.rand(33) + 0.5, torch.empty(33, cols, dtype=torch.bfloat16)
-    args = (weight.packed, weight.extras, cols, 0, torch.bfloat16, scale, out)
+    args = (weight.qdata, weight.metadata, cols, 0, torch.bfloat16, scale, out)
     assert format.dequantize_rows(*args).data_ptr() == out.data_ptr()
     expected = weight.dequantize(torch.float32) * scale.unsqueeze(1)
     torch.testing.assert_close(out.float(), expected, rtol=2**-8, atol=0)
@@ -217,9 +217,9 @@ def test_odd_columns_are_those_of_the_zero_padded_row(cols: int, dtype: torch.dt
     padded = nf4.quantize(F.pad(weight, (0, -cols % BLOCK)))
     odd = nf4.quantize(weight)
     codes, padded_codes = -(-cols // 2), padded.cols // 2
-    assert odd.packed.shape == (33, codes + -(-cols // BLOCK))
-    assert torch.equal(odd.packed[:, :codes], padded.packed[:, :codes])
-    assert torch.equal(odd.packed[:, codes:], padded.packed[:, padded_codes:])
+    assert odd.qdata.shape == (33, codes + -(-cols // BLOCK))
+    assert torch.equal(odd.qdata[:, :codes], padded.qdata[:, :codes])
+    assert torch.equal(odd.qdata[:, codes:], padded.qdata[:, padded_codes:])
     assert torch.equal(odd.scales, padded.scales)
     assert torch.equal(odd.offset, padded.offset)
     assert differing_bytes(odd.dequantize(), padded.dequantize()[:, :cols].contiguous()) == 0
@@ -271,7 +271,7 @@ def test_row_shards_are_rows_of_the_whole(split: list[int], cols: int) -> None:
     values = whole.dequantize()
     _, absmax = nf4.quantize_rows(weight)
     target = NF4Tensor.empty(577, cols, torch.float32, "cpu")
-    target.packed.fill_(255)
+    target.qdata.fill_(255)
     start = 0
     for rows in split:
         part = slice(start, start + rows)
@@ -280,6 +280,6 @@ def test_row_shards_are_rows_of_the_whole(split: list[int], cols: int) -> None:
         shard.quantize_(weight[part], gather_rows=lambda mine: absmax)
         assert torch.equal(shard.dequantize(), values[part])
         start += rows
-    assert torch.equal(target.packed, whole.packed)
+    assert torch.equal(target.qdata, whole.qdata)
     assert torch.equal(target.scales, whole.scales)
     assert torch.equal(target.offset, whole.offset)

@@ -1,0 +1,45 @@
+"""What the adapters of a run start from: nothing, another run's, or the error of packing."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter
+from qfsdp.checkpoint.loftq import check_loftq, init_loftq
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
+
+
+def check_start(config: AdapterConfig, model: nn.Module, weights: ModelWeights) -> None:
+    """The preflight of `start_adapters`: reads settings and headers, no tensor.
+
+    Args:
+        model: adapted as `config` says; may be on the meta device.
+        weights: of `model.path`.
+
+    Raises:
+        UserError: see `check_adapter` and `check_loftq`.
+    """
+    if config.start_from is not None:
+        check_adapter(config, config.start_from, model)
+    if config.init == "loftq":
+        check_loftq(model, weights)
+
+
+def start_adapters(
+    model: nn.Module, config: AdapterConfig, path: str, seed: int, resumed: bool = False
+) -> None:
+    """Sets every adapter of a loaded and sharded model to its start; every rank must call it.
+
+    Args:
+        path: `model.path`, which is read again where `config.init` compares with it.
+        resumed: what a checkpoint will overwrite is not worked out.
+    """
+    init_adapters(model, seed)
+    if resumed:
+        return
+    if config.start_from is not None:
+        load_adapter(model, config.start_from)
+        refresh_dora_norms(model)
+    if config.init == "loftq":
+        init_loftq(model, ModelWeights(path), seed)

@@ -1,0 +1,138 @@
+"""How a model folder stores its weights: plain, packed by us, or packed by bitsandbytes.
+
+`ModelWeights` tells for every weight where its bytes are. A packed weight is described by
+the byte columns that make up its rows, so one loader fills a shard from any of the layouts, and
+a new layout is a function that finds those columns (see `bnb.py` and `packed_layout.py`).
+"""
+
+from __future__ import annotations
+
+import difflib
+import hashlib
+import json
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from qfsdp.checkpoint.weights.bnb_layout import read_bnb
+from qfsdp.checkpoint.weights.qfsdp_layout import QuantizedWeight, read_quantized
+from qfsdp.checkpoint.weights.read import SafetensorsFolder
+from qfsdp.cli.errors import UserError
+from qfsdp.modules.adapters import base_parameters
+from qfsdp.tensor_subclasses.dtensor import local_part
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+
+PLAIN_DTYPES = ("F32", "F16", "BF16")
+SAMPLE_BYTES = 4096
+_LAYOUTS = {"qfsdp": read_quantized, "bitsandbytes": read_bnb}
+"""`quantization_config.quant_method` of config.json -> who finds the packed weights."""
+
+
+class ModelWeights:
+    """The base weights in a model folder, whatever way each of them is stored.
+
+    Attributes:
+        folder: where they are.
+        files: all tensors in the folder.
+        packed: name -> the weights that are stored packed.
+        plain: name -> the others.
+
+    Raises:
+        UserError: what `SafetensorsFolder` raises, or a quantization that is not known.
+    """
+
+    def __init__(self, folder: str | Path) -> None:
+        self.files = SafetensorsFolder(folder)
+        self.folder = self.files.folder
+        config = self._quantization_config()
+        self.quantized: dict[str, QuantizedWeight] = {}
+        if config is not None:
+            method = config.get("quant_method", "bitsandbytes")
+            if method not in _LAYOUTS:
+                raise UserError(
+                    f"{self.folder / 'config.json'}: quant_method {method!r} is unknown; known: "
+                    f"{', '.join(_LAYOUTS)}, or weights that are not quantized"
+                )
+            self.quantized = _LAYOUTS[method](self.files, config)
+        used = {name for weight in self.quantized.values() for name in weight.tensor_names}
+        self.plain = {n: tensor for n, tensor in self.files.tensors.items() if n not in used}
+
+    def _quantization_config(self) -> dict[str, Any] | None:
+        file = self.folder / "config.json"
+        try:
+            return json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
+        except (OSError, ValueError, AttributeError):
+            return None  # DecoderConfig tells what is wrong with it
+
+    @property
+    def formats(self) -> dict[str, str]:
+        """Weight name -> format, of the weights that are stored packed."""
+        return {name: weight.format for name, weight in self.quantized.items()}
+
+    @cached_property
+    def fingerprint(self) -> str:
+        """Tells one model from another: a hash of names, types, shapes, and the first, middle and
+        last 4 KB of every tensor. A folder packed by us has that of what it was made from."""
+        for weight in self.quantized.values():
+            if weight.source_fingerprint:
+                return weight.source_fingerprint
+        digest = hashlib.sha256()
+        for name, tensor in sorted(self.files.tensors.items()):
+            digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+            last = max(0, tensor.size - SAMPLE_BYTES)
+            with open(tensor.file, "rb") as file:
+                for at in sorted({0, last // 2, last}):
+                    file.seek(tensor.start + at)
+                    digest.update(file.read(min(SAMPLE_BYTES, tensor.size)))
+        return digest.hexdigest()
+
+    def check(self, model: nn.Module) -> None:
+        """Raises `UserError` unless the folder holds exactly the base parameters of `model`.
+
+        Rotary tables and the output layer of a tied model, which some checkpoints carry, are
+        computed or shared here, and passed over.
+        """
+        expected = dict(base_parameters(model))
+        for name, param in expected.items():
+            if name in self.quantized:
+                self._check_quantized(self.quantized[name], param)
+            else:
+                self._check_plain(name, tuple(param.shape))
+        for name in (self.plain.keys() | self.quantized.keys()) - expected.keys():
+            if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight":
+                file = self.files.tensors[name].file
+                raise UserError(f"{file}: tensor {name!r} has no place in this architecture")
+
+    def _check_plain(self, name: str, shape: tuple[int, ...]) -> None:
+        if name not in self.plain:
+            near = difflib.get_close_matches(name, self.plain, 1)
+            hint = f"; the nearest name there is {near[0]!r}" if near else ""
+            raise UserError(f"{self.folder}: tensor {name!r} is missing{hint}")
+        stored = self.plain[name]
+        if stored.shape != shape:
+            raise UserError(
+                f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; "
+                f"config.json means {list(shape)}"
+            )
+        if stored.dtype not in PLAIN_DTYPES:
+            raise UserError(
+                f"{stored.file}: tensor {name!r} is {stored.dtype}; expected "
+                f"{', '.join(PLAIN_DTYPES)}"
+            )
+
+    def _check_quantized(self, weight: QuantizedWeight, param: nn.Parameter) -> None:
+        if weight.shape != tuple(param.shape):
+            raise UserError(
+                f"{weight.columns[0].file}: packed tensor {weight.name!r} has shape "
+                f"{list(weight.shape)}; config.json means {list(param.shape)}"
+            )
+        local = local_part(param)
+        if param.requires_grad:
+            return  # trained as numbers: the loader dequantizes it
+        if not isinstance(local, QuantizedTensor) or local.format != weight.format:
+            raise UserError(
+                f"{weight.columns[0].file}: tensor {weight.name!r} is packed as "
+                f"{weight.format}; the model was not built for it"
+            )

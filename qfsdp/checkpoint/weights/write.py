@@ -1,0 +1,219 @@
+"""Writing safetensors folders in a streamed way: tensors never exist whole.
+
+A file's header says where every tensor's bytes lie, and is known before any of them. So a file
+is laid out first and its rows are written where they belong, in any order. It bears the name
+`<name>.partial` until it is complete; the index comes last. Whatever has its name is whole,
+and an interrupted conversion goes on with the first file that has none.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import struct
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from qfsdp.checkpoint.weights.read import DTYPES, INDEX, SINGLE
+from qfsdp.cli.errors import UserError
+
+MAX_FILE_BYTES = 5_000_000_000  # what Hugging Face's files have at most
+# Everything else that a model folder may hold besides its weights.
+WRITTEN = ("config.json", INDEX, "qfsdp_packed.json")  # by those who write the weights
+COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt", "LICENSE*", "*.md")
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+"""dtype -> safetensors' name."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """A tensor to be written: safetensors' name of its dtype, and its shape."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+    @classmethod
+    def of(cls, tensor: Tensor) -> Entry:
+        return cls(DTYPE_NAMES[tensor.dtype], tuple(tensor.shape))
+
+    @property
+    def size(self) -> int:
+        """Bytes."""
+        return prod(self.shape) * _ITEM_BYTES[self.dtype]
+
+
+Group = Mapping[str, Entry]
+"""Tensors (name -> entry) that stay in one file: what one weight becomes."""
+
+
+@dataclass(frozen=True)
+class PlannedFile:
+    """A file's name, and the groups in it by the name of the weight that they come from."""
+
+    name: str
+    groups: dict[str, Group]
+
+    @property
+    def entries(self) -> dict[str, Entry]:
+        """Every tensor of the file."""
+        return {name: entry for group in self.groups.values() for name, entry in group.items()}
+
+
+class SafetensorsFile:
+    """One file being written; complete and under its own name after `finish`.
+
+    Args:
+        path: its name then.
+        entries: all of its tensors, in the order of their bytes.
+    """
+
+    def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
+        self._path, self._partial = path, path.with_name(path.name + ".partial")
+        header, self._starts = file_header(entries)
+        self._entries = entries
+        self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
+        self._write_bytes(memoryview(header), 0)
+        size = len(header) + sum(entry.size for entry in entries.values())
+        os.ftruncate(self._descriptor, size)
+
+    def write(self, name: str, values: Tensor, row: int = 0) -> None:
+        """Writes `values` as the rows of tensor `name` from `row` on (a scalar as a whole)."""
+        entry = self._entries[name]
+        rest = entry.shape[1:] if entry.shape else ()
+        assert DTYPE_NAMES[values.dtype] == entry.dtype and tuple(values.shape[1:]) == rest, name
+        row_bytes = prod(rest) * _ITEM_BYTES[entry.dtype]
+        data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._write_bytes(data.data, self._starts[name] + row * row_bytes)
+
+    def write_pieces(self, name: str, pieces: Iterable[Tensor]) -> None:
+        """Writes tensor `name` from consecutive pieces of its rows."""
+        row = 0
+        for piece in pieces:
+            self.write(name, piece, row)
+            row += len(piece)
+
+    def finish(self) -> None:
+        """Syncs the file and gives it its name."""
+        os.fsync(self._descriptor)
+        os.close(self._descriptor)
+        self._partial.replace(self._path)
+
+    def _write_bytes(self, view: memoryview, offset: int) -> None:
+        while len(view):
+            try:
+                written = os.pwrite(self._descriptor, view, offset)
+            except OSError as error:
+                raise UserError(f"{self._partial}: cannot be written: {error.strerror}") from None
+            view, offset = view[written:], offset + written
+
+
+def file_header(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int]]:
+    """The bytes that a file with these tensors begins with, and where each tensor starts."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    offsets, at = {}, 0
+    for name, entry in entries.items():
+        offsets[name] = at
+        header[name] = {
+            "dtype": entry.dtype,
+            "shape": list(entry.shape),
+            "data_offsets": [at, at + entry.size],
+        }
+        at += entry.size
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    first = 8 + len(text)
+    return struct.pack("<Q", len(text)) + text, {n: first + at for n, at in offsets.items()}
+
+
+def plan_files(
+    groups: Mapping[str, Group], max_file_bytes: int = MAX_FILE_BYTES
+) -> list[PlannedFile]:
+    """Spreads groups over files in their order; a file is larger than asked only if a single
+    group is."""
+    files: list[dict[str, Group]] = [{}]
+    size = 0
+    for weight, group in groups.items():
+        group_size = sum(entry.size for entry in group.values())
+        if files[-1] and size + group_size > max_file_bytes:
+            files.append({})
+            size = 0
+        files[-1][weight] = group
+        size += group_size
+    if len(files) == 1:
+        return [PlannedFile(SINGLE, files[0])]
+    total = len(files)
+    names = [f"model-{number:05}-of-{total:05}.safetensors" for number in range(1, total + 1)]
+    return [PlannedFile(name, file) for name, file in zip(names, files, strict=True)]
+
+
+def write_files(
+    folder: Path,
+    files: Iterable[PlannedFile],
+    fill: Callable[[str, SafetensorsFile], None],
+) -> Iterator[PlannedFile]:
+    """Writes files one after another, and yields each once it is complete.
+
+    Args:
+        folder: exists already.
+        files: which.
+        fill: `fill(weight, file)` writes every tensor of that weight's group, in order of the
+            plan.
+    """
+    for planned in files:
+        file = SafetensorsFile(folder / planned.name, planned.entries)
+        for weight in planned.groups:
+            fill(weight, file)
+        file.finish()
+        yield planned
+
+
+def is_complete(path: Path, planned: PlannedFile) -> bool:
+    """Whether the file is there, with the planned header and length."""
+    header, _ = file_header(planned.entries)
+    size = len(header) + sum(entry.size for entry in planned.entries.values())
+    if not path.is_file() or path.stat().st_size != size:
+        return False
+    with open(path, "rb") as handle:
+        return handle.read(len(header)) == header
+
+
+def write_index(folder: Path, files: Iterable[PlannedFile]) -> None:
+    """Writes the index of several files; a single one needs none."""
+    files = list(files)
+    if len(files) > 1:
+        weight_map = {name: file.name for file in files for name in file.entries}
+        size = sum(entry.size for file in files for entry in file.entries.values())
+        write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
+
+
+def write_json(file: Path, content: object) -> None:
+    """Writes a JSON file at once: it is the old one or the new one, never half of it."""
+    partial = file.with_name(file.name + ".partial")
+    with open(partial, "w") as handle:
+        handle.write(json.dumps(content, indent=2) + "\n")
+        handle.flush()
+        os.fsync(handle.fileno())
+    partial.replace(file)
+
+
+def copy_companions(source: Path, folder: Path) -> None:
+    """Copies tokenizer, generation settings and whatever else lies beside the weights of a model
+    folder, but what describes them (`config.json`, index, manifest), which the caller writes."""
+    for pattern in COPIED:
+        for file in sorted(source.glob(pattern)):
+            if file.name not in WRITTEN and file.is_file():
+                shutil.copyfile(file, folder / file.name)
+
+
+def sha256(file: Path) -> str:
+    """Hex digest of a file's bytes."""
+    with open(file, "rb") as handle:
+        return hashlib.file_digest(handle, "sha256").hexdigest()

@@ -1,0 +1,181 @@
+"""From a dataclass schema, a YAML file and `key=value` words to one typed, checked config.
+
+A recipe declares what it can be told as plain dataclasses; `load_config` reads the YAML, applies
+the command line, fills in the schema's defaults, resolves interpolations and converts every
+value strictly. Whatever a user can get wrong comes back as one line that names the key and, where
+one is near, the right spelling, so that a typo never trains for a day with the default instead.
+
+Parts that a user may swap (optimizer, dataset, ...) keep torchtune's form, a mapping with
+`_component_` and arguments. They are `Component`s here: imported and checked on demand.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from qfsdp.cli.component import Component
+from qfsdp.cli.convert import (
+    UnknownKey,
+    build_section,
+    defaults,
+    explain_unknown,
+    onto_component,
+    overlay,
+    plain_tree,
+    schema_keys,
+)
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.messages import first_line, join_key, required
+
+T = TypeVar("T")
+
+
+# ---- reading -------------------------------------------------------------------------------
+
+
+def load_config(schema: type[T], argv: Sequence[str]) -> T:
+    """Builds `schema` from a YAML file and command-line overrides.
+
+    `argv` is `--config FILE` followed by any of `key=value`, `section.key=value` and `~key`
+    (back to the schema's default), applied in their order. Values are YAML. A section or the
+    schema itself may define `check()`, which raises `InvalidField`.
+
+    Raises UserError for whatever is wrong with the words, the file, a key or a value.
+    """
+    path, overrides = _split_argv(argv)
+    tree = _read_yaml(path)
+    for word in overrides:
+        _apply_override(tree, word)
+    tree = overlay(schema, defaults(schema), tree)
+    try:
+        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except OmegaConfBaseException as error:
+        reason = first_line(error)
+        missing = re.search(r"Interpolation key '(.*)' not found|mandatory value: (.*)$", reason)
+        if missing and (name := missing[1] or missing[2]) in schema_keys(schema):
+            raise required(name) from None
+        raise UserError(f"{error.full_key}: {reason}") from None
+    try:
+        return build_section(schema, resolved, "")
+    except UnknownKey as error:
+        raise UserError(explain_unknown(schema, error)) from None
+
+
+def _split_argv(argv: Sequence[str]) -> tuple[str, list[str]]:
+    path, overrides = None, []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            path = next(words, None)
+        elif word.startswith("--config="):
+            path = word.partition("=")[2]
+        elif word.startswith("-") and "=" in word:
+            bare = word.lstrip("-")
+            raise UserError(f"'{word}': overrides are written without dashes: {bare}")
+        elif word.startswith("~") or word.partition("=")[0] not in ("", word):
+            overrides.append(word)
+        else:
+            raise UserError(f"'{word}' is not understood; overrides are written key=value")
+    if not path:
+        raise UserError("no config given; expected --config FILE [key=value ...]")
+    return path, overrides
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+    except FileNotFoundError:
+        hint = "; `tune ls` lists those that come with qfsdp"
+        raise UserError(f"--config {path}: no such file{hint}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {error.full_key}: {first_line(error)}") from None
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {first_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected keys and values, not a list")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _apply_override(tree: dict[str, Any], word: str) -> None:
+    if word.startswith("~"):
+        *parents, last = word[1:].partition("=")[0].split(".")
+        node: Any = tree
+        for name in parents:
+            node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last not in node:
+            raise UserError(f"{word}: the config file has no such key to remove")
+        del node[last]
+        return
+    key, _, text = word.partition("=")
+    *parents, last = key.split(".")
+    value, node = _parse_value(word, text), tree
+    for name in parents:
+        child = node.get(name)
+        if isinstance(child, list):
+            raise UserError(f"{word}: '{name}' is a list; give it as a whole: {name}=[...]")
+        if isinstance(child, str):  # optimizer=torch.optim.SGD came before optimizer.lr=0.1
+            child = {"_component_": child}
+        node[name] = node = child if isinstance(child, dict) else {}
+    node[last] = onto_component(node.get(last), value)
+
+
+def _parse_value(word: str, text: str) -> Any:
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except yaml.YAMLError:
+        raise UserError(f"'{word}': the value is not valid YAML") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"'{word}': {first_line(error)}") from None
+    return None if text == "None" else parsed["value"]
+
+
+# ---- writing and checking a finished config ------------------------------------------------
+
+
+def get_key(config: Any, key: str) -> Any:
+    """The value of "section.name" in a config; None where it has no such key."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def to_yaml(config: Any) -> str:
+    """The config as YAML text, every default and interpolation written out.
+
+    `load_config` of that text gives an equal config.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(plain_tree(config, _escape)))
+
+
+def check_components(config: Any, key: str = "") -> None:
+    """Checks every Component in a config as far as that can be done without the recipe.
+
+    Raises UserError as `Component.check` does; an argument that is missing is not noticed.
+    """
+    if isinstance(config, Component):
+        config.check(key, provided=None)
+    elif is_dataclass(config):
+        for entry in fields(config):
+            check_components(getattr(config, entry.name), join_key(key, entry.name))
+    elif isinstance(config, list):
+        for at, entry in enumerate(config):
+            check_components(entry, f"{key}[{at}]")
+    elif isinstance(config, dict):
+        for name, entry in config.items():
+            check_components(entry, join_key(key, name))
+
+
+def _escape(text: str) -> str:
+    """So that `${` in a finished string is not taken for an interpolation when read again."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)

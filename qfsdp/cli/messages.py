@@ -1,0 +1,47 @@
+"""TODO cli.messages."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Union, get_origin
+
+from qfsdp.cli.errors import UserError
+
+TYPE_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a mapping",
+    types.NoneType: "null",
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    return next(iter(get_close_matches(word, list(known), n=1)), None)
+
+
+def did_you_mean(near: str | None) -> str:
+    return f"; did you mean '{near}'?" if near else ""
+
+
+def not_valid(key: str, value: Any, expected: str) -> UserError:
+    return UserError(f"{key}: {value!r} is not valid; expected {expected}")
+
+
+def required(key: str) -> UserError:
+    return UserError(f"{key} is required; give it in the config file or as {key}=VALUE")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def join_key(prefix: str, name: str) -> str:
+    return f"{prefix}.{name}" if prefix else name
+
+
+def is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)

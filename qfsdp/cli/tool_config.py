@@ -1,0 +1,79 @@
+"""How a tool recipe reads the config of a training recipe, with words of its own beside it.
+
+    tune run recipes/find_fit --config configs/llama3_8b_lora.yaml gpu=rtx4090 batch_size=4
+                                       a training config           own word   of the config
+
+Words that the tool's own `Config` has are its own; all others go to the training config, which its
+recipe's schema checks as ever. The recipe is the one that the config's first comment names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from itertools import pairwise
+from types import ModuleType
+from typing import Any, TypeVar
+
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.launch import user_errors
+from qfsdp.cli.recipes import DEFAULT_RECIPE, find_file, load_recipe, recipe_named_by
+from qfsdp.cli.torchtune import quiet_torchao
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class Training:
+    """A training recipe and its config; `argv` are the words that made it."""
+
+    recipe: ModuleType
+    cfg: Any
+    argv: list[str]
+
+
+def run_tool(schema: type[T], main: Callable[[T, Training], None]) -> None:
+    """Runs a tool recipe with the command line's config; the last line of its file.
+
+    Ends the process with status 2 and one line on stderr after a UserError.
+    """
+    quiet_torchao()
+    with user_errors():
+        main(*read_tool_config(schema, sys.argv[1:]))
+
+
+def read_tool_config(schema: type[T], argv: Sequence[str]) -> tuple[T, Training]:
+    """A tool's own config, a `schema`, and the training config, from the words of both.
+
+    Raises:
+        UserError: as `load_config`, or the config belongs to no recipe that trains.
+    """
+    own = {field.name for field in fields(schema)}  # type: ignore[arg-type]
+    mine = [word for word in argv if word.partition("=")[0] in own]
+    training = read_training([word for word in argv if word not in mine])
+    # The tool has no file of its own.
+    return load_config(schema, ["--config", os.devnull, *mine]), training
+
+
+def read_training(argv: Sequence[str]) -> Training:
+    """The recipe and the config that `--config FILE [key=value ...]` mean.
+
+    Raises UserError as `read_tool_config`.
+    """
+    words = [part for word in argv for part in _apart(word)]
+    path = next((b for a, b in pairwise(words) if a == "--config"), "")
+    name = recipe_named_by(path) or DEFAULT_RECIPE
+    try:
+        recipe = load_recipe(find_file(name, ".py"))
+    except KeyError:
+        raise UserError(f"{path}: its first line names {name}, which does not exist") from None
+    if not hasattr(recipe, "train_step"):
+        raise UserError(f"{path}: it belongs to {name}, which trains nothing")
+    return Training(recipe, load_config(recipe.Config, words), words)
+
+
+def _apart(word: str) -> list[str]:
+    return word.split("=", 1) if word.startswith("--config=") else [word]

@@ -1,0 +1,99 @@
+"""TODO distributed.strategy."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.sizes import parse_size
+
+if TYPE_CHECKING:
+    from qfsdp.distributed.world import World
+
+
+@dataclass
+class ShardingConfig:
+    """Section `sharding`: what is spread over the ranks, and in which units.
+
+    Fields:
+        strategy: "full_shard": parameters, gradients and optimizer state are spread over all
+            ranks. "shard_grad_op": parameters are gathered for forward and kept until backward is
+            through; faster, and as large as the model. "ddp": the frozen base whole on every rank;
+            what is trained, gradients and optimizer state spread. "hybrid_full_shard",
+            "hybrid_shard_grad_op": as the first two within a group of ranks, and alike in all
+            groups.
+        replicate, shard: for hybrid strategies, the number of groups and of ranks in one. By
+            default a machine is a group. Their product must be the number of ranks.
+        wrap: the unit that is gathered at a time. "decoder_layer" overlaps communication
+            with compute best; "linear" holds one linear at a time, for the least memory.
+        prefetch: how many units ahead are gathered while one computes; each takes its memory.
+        cpu_offload: parameters, gradients and optimizer state lie in host memory, and the
+            optimizer runs there; a unit's parameters are on the device while it computes.
+        offload_base: where the frozen weights of the linears lie: "none": on the device; "cpu": in
+            host memory; "disk": in the files of a packed model folder.
+        ring_memory: host memory for read-ahead with offload_base "disk", per rank.
+    """
+
+    strategy: Literal[
+        "full_shard", "shard_grad_op", "ddp", "hybrid_full_shard", "hybrid_shard_grad_op"
+    ] = "full_shard"
+    replicate: int | None = None
+    shard: int | None = None
+    wrap: Literal["decoder_layer", "linear"] = "decoder_layer"
+    prefetch: int = 1
+    cpu_offload: bool = False
+    offload_base: Literal["none", "cpu", "disk"] = "none"
+    ring_memory: str = "4GiB"
+
+    def check(self) -> None:
+        for name in ("replicate", "shard"):
+            value = getattr(self, name)
+            if value is not None and not self.strategy.startswith("hybrid"):
+                raise InvalidField(name, value, "null, or a strategy that starts with hybrid")
+            if value is not None and value < 1:
+                raise InvalidField(name, value, "an integer of at least 1, or null")
+        if self.prefetch < 0:
+            raise InvalidField("prefetch", self.prefetch, "an integer of at least 0")
+        if self.offload_base != "none" and self.cpu_offload:
+            why = "none: cpu_offload takes the base to host memory already"
+            raise InvalidField("offload_base", self.offload_base, why)
+        if self.strategy == "ddp" and (self.offload_base != "none" or self.cpu_offload):
+            raise InvalidField("strategy", "ddp", "full_shard, with anything offloaded")
+        try:
+            parse_size(self.ring_memory)
+        except ValueError:
+            raise InvalidField("ring_memory", self.ring_memory, "a size such as 4GiB") from None
+
+
+def mesh_shape(config: ShardingConfig, size: int, local_size: int) -> tuple[int, int]:
+    """Groups that hold the same, and ranks of a group, among `size` ranks, `local_size` of them on
+    a machine.
+
+    Raises:
+        UserError: they do not make up the number of ranks.
+    """
+    replicate, shard = config.replicate, config.shard
+    if not config.strategy.startswith("hybrid"):
+        return (size, 1) if config.strategy == "ddp" else (1, size)
+    if shard is None:
+        shard = size // replicate if replicate else local_size
+    if replicate is None:
+        replicate = max(1, size // shard)
+    if replicate * shard != size:
+        raise UserError(
+            f"sharding.replicate x sharding.shard: {replicate} x {shard}; this run has {size} "
+            f"processes, {local_size} on this machine"
+        )
+    return replicate, shard
+
+
+def shard_rank(config: ShardingConfig, world: World) -> int:
+    """Which rows this rank holds of what is trained: ranks of hybrid groups that hold the same rows
+    have the same number. What draws random numbers for rows must draw the same on these."""
+    shard = mesh_shape(config, world.size, world.local_size)[1]
+    return world.rank % shard if config.strategy.startswith("hybrid") else world.rank
+
+
+def needs_fsdp(config: ShardingConfig, world_size: int, casts: bool = False) -> bool:
+    return world_size > 1 or config.cpu_offload or config.offload_base != "none" or casts

@@ -1,0 +1,103 @@
+"""TODO distributed.world."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from qfsdp.cli.errors import UserError
+from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among the others.
+
+    Fields:
+        device: where this rank computes.
+        rank: 0 .. size - 1. Rank 0 writes files and prints.
+        size: number of processes.
+        mesh: 1-D device mesh over all of them; None with one process, where FSDP2 does nothing.
+        local_size: number of processes on this machine.
+    """
+
+    device: torch.device
+    rank: int = 0
+    size: int = 1
+    mesh: DeviceMesh | None = None
+    local_size: int = 1
+
+    def sum(self, value: float) -> float:
+        """The sum of `value` over all ranks (in fp64)."""
+        if self.mesh is None:
+            return value
+        total = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(total)
+        return total.item()
+
+    def max(self, value: float) -> float:
+        """The largest `value` of any rank (in fp64)."""
+        if self.mesh is None:
+            return value
+        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
+        dist.all_reduce(largest, dist.ReduceOp.MAX)
+        return largest.item()
+
+    def broadcast(self, value: T) -> T:
+        """What rank 0 passes, on every rank; anything that can be pickled."""
+        if self.mesh is None:
+            return value
+        holder = [value]
+        dist.broadcast_object_list(holder, src=0, device=self.device)
+        return holder[0]
+
+    def gather(self, value: T) -> list[T]:
+        """What every rank passes, by rank; anything that can be pickled."""
+        if self.mesh is None:
+            return [value]
+        values: list[T] = [value] * self.size
+        dist.all_gather_object(values, value)
+        return values
+
+
+def init_world(sharding: ShardingConfig | None = None, casts: bool = False) -> World:
+    """Joins the processes that torchrun started (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`).
+
+    Uses the accelerator `LOCAL_RANK` of this machine where there is one, else the CPU. A
+    single process joins nothing and gets no mesh, unless `sharding` offloads something or the
+    model is held in another dtype than it computes in (`casts`).
+
+    Raises:
+        UserError: this machine has fewer accelerators than processes, or the sizes in `sharding`
+            do not make up the number of processes.
+    """
+    size = int(os.environ.get("WORLD_SIZE", 1))
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
+    rank = int(os.environ.get("RANK", 0))
+    if sharding is not None:
+        mesh_shape(sharding, size, local_size)
+    device = torch.device("cpu")
+    if torch.accelerator.is_available():
+        local_rank = int(os.environ.get("LOCAL_RANK", 0))
+        if local_rank >= (count := torch.accelerator.device_count()):
+            raise UserError(f"--nproc_per_node: rank {rank} needs one of {count} accelerators here")
+        torch.accelerator.set_device_index(local_rank)
+        kind = torch.accelerator.current_accelerator()
+        assert kind is not None
+        device = torch.device(kind.type, local_rank)
+    if not needs_fsdp(sharding or ShardingConfig(), size, casts):
+        return World(device)
+    if not dist.is_initialized():
+        # An explicit device lets NCCL connect at once, and not inside the first collective.
+        options: dict[str, Any] = {"device_id": device if device.type != "cpu" else None}
+        if size == 1:
+            options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
+        dist.init_process_group(**options)
+    return World(device, rank, size, init_device_mesh(device.type, (size,)), local_size)

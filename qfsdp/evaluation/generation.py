@@ -1,0 +1,203 @@
+"""From prompts to answers: greedy, or sampled by temperature and nucleus (arXiv:1904.09751).
+
+What is sampled for a prompt depends on the seed and the prompt's tokens only: neither on the batch
+nor on the rank that it is in.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.batching import batches_by_length, rounds
+from qfsdp.evaluation.inference import evaluating
+from qfsdp.modules.kv_cache import KVCache
+from qfsdp.modules.transformer import Decoder
+
+
+@dataclass
+class SamplingConfig:
+    """Section `sampling`: how answers are made.
+
+    Fields:
+        max_new_tokens: an answer ends after so many, if it has not before.
+        temperature: logits are divided by it; 0: the likeliest token always (greedy).
+        top_p: tokens are drawn from the likeliest ones that have this probability together
+            (the nucleus); 1: from all.
+        seed: of what is drawn. The same prompt gets the same answer for the same seed.
+    """
+
+    max_new_tokens: int = 256
+    temperature: float = 0.0
+    top_p: float = 1.0
+    seed: int = 0
+
+    def check(self) -> None:
+        if self.max_new_tokens < 1:
+            raise InvalidField("max_new_tokens", self.max_new_tokens, "an integer of at least 1")
+        if not 0.0 <= self.temperature < float("inf"):
+            raise InvalidField("temperature", self.temperature, "a number of at least 0")
+        if not 0.0 < self.top_p <= 1.0:
+            raise InvalidField("top_p", self.top_p, "a probability above 0, at most 1")
+
+
+def generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    sampling: SamplingConfig,
+    stop_ids: set[int],
+    world: World,
+    on_tokens: Callable[[list[int | None]], None] | None = None,
+) -> list[list[int]]:
+    """Answers a batch of prompts.
+
+    Every rank must call it, each with its own prompts, or with none: a sharded model gathers its
+    layers on all ranks together, so it is run until the last rank has its answers. The model's
+    mode (`train`, `eval`) is left as it was.
+
+    Args:
+        prompts: tokens of each, at least one; lengths may differ.
+        stop_ids: tokens that end an answer.
+        on_tokens: called with the new token of each prompt, None where there is none, once per
+            step, as they come.
+
+    Returns:
+        The new tokens of each prompt, without the one that ended it.
+
+    Raises:
+        UserError: a prompt is empty, or the model has fewer positions than a prompt and its answer
+            may take.
+    """
+    check_lengths(prompts, sampling, model)
+    together = any(isinstance(module, FSDPModule) for module in model.modules())
+    with evaluating(model):  # a model in training would drop out
+        return _generate(model, prompts, sampling, stop_ids, world, together, on_tokens)
+
+
+def generate_all(
+    model: Decoder,
+    prompts: list[list[int]],
+    sampling: SamplingConfig,
+    stop_ids: set[int],
+    world: World,
+    batch_size: int,
+    title: str = "answers",
+) -> list[list[int]]:
+    """`generate` for any number of prompts, the same on every rank, which share them out in batches
+    of like lengths, under a progress bar. Every rank gets all answers, in the order of the prompts.
+
+    Args:
+        batch_size: prompts that a rank answers at a time.
+        title: of the bar.
+    """
+    found: dict[int, list[int]] = {}
+    batches = batches_by_length([len(prompt) for prompt in prompts], batch_size)
+    for chosen in rounds(batches, world, title):
+        mine = [prompts[index] for index in chosen]
+        answers = generate(model, mine, sampling, stop_ids, world)
+        found.update(zip(chosen, answers, strict=True))
+    for of_rank in world.gather(found):
+        found.update(of_rank)
+    return [found[index] for index in range(len(prompts))]
+
+
+def check_lengths(prompts: list[list[int]], sampling: SamplingConfig, model: Decoder) -> None:
+    """Raises UserError where `generate` would."""
+    positions = model.config.max_position_embeddings
+    for number, prompt in enumerate(prompts, 1):
+        if not prompt:
+            raise UserError(f"prompt {number} of {len(prompts)} has no tokens")
+        if len(prompt) + sampling.max_new_tokens > positions:
+            raise UserError(
+                f"sampling.max_new_tokens: {sampling.max_new_tokens} after {len(prompt)} tokens "
+                f"of prompt {number}; the model has {positions} positions"
+            )
+
+
+def _generate(
+    model: Decoder,
+    prompts: list[list[int]],
+    sampling: SamplingConfig,
+    stop_ids: set[int],
+    world: World,
+    together: bool,
+    on_tokens: Callable[[list[int | None]], None] | None,
+) -> list[list[int]]:
+    answers: list[list[int]] = [[] for _ in prompts]
+    rows = list(range(len(prompts)))  # the prompt of each row of the batch
+    draws = _draws(prompts, sampling).to(world.device)
+    cache, tokens = _begin(model, prompts, sampling, world)
+    for step in range(sampling.max_new_tokens):
+        if not (world.max(len(rows)) if together else rows):
+            break
+        if not rows:
+            cache, tokens = _begin(model, [], sampling, world)  # in step with the other ranks
+        logits = model(tokens, cache=cache)
+        if not rows:
+            continue
+        tokens = pick(logits, draws[rows, step], sampling)
+        found = tokens.tolist()
+        going = [at for at, token in enumerate(found) if token not in stop_ids]
+        new: list[int | None] = [None] * len(prompts)
+        for at in going:
+            new[rows[at]] = found[at]
+            answers[rows[at]].append(found[at])
+        if on_tokens is not None:
+            on_tokens(new)
+        if going and len(going) < len(rows):
+            cache.keep(going)
+        rows = [rows[at] for at in going]
+        tokens = tokens[going].unsqueeze(1)
+    return answers
+
+
+def _begin(
+    model: Decoder, prompts: list[list[int]], sampling: SamplingConfig, world: World
+) -> tuple[KVCache, Tensor]:
+    """An empty cache and the prompts, padded on the right; of none, a single token."""
+    prompts = prompts or [[0]]
+    lengths = [len(prompt) for prompt in prompts]
+    tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
+    for row, prompt in zip(tokens, prompts, strict=True):
+        row[: len(prompt)] = torch.tensor(prompt)
+    cache = KVCache(model.config, lengths, sampling.max_new_tokens, world.device)
+    return cache, tokens.to(world.device)
+
+
+def _draws(prompts: list[list[int]], sampling: SamplingConfig) -> Tensor:
+    """fp32 `[prompts, max_new_tokens]` in [0, 1): what decides each token of each answer."""
+    draws = torch.empty(len(prompts), sampling.max_new_tokens)
+    for row, prompt in zip(draws, prompts, strict=True):
+        digest = hashlib.sha256(f"{sampling.seed}/{prompt}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
+        row.uniform_(generator=generator)
+    return draws
+
+
+def pick(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Tensor:
+    """The next token of every row: int64 `[batch]`.
+
+    Args:
+        logits: `[batch, vocab]`, floating point.
+        draws: fp32 `[batch]` in [0, 1). A row's token is where the running sum of its
+            probabilities passes its draw.
+    """
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    numbers = (logits.float() / sampling.temperature).softmax(-1)
+    order = None
+    if sampling.top_p < 1:
+        numbers, order = numbers.sort(-1, descending=True)
+        before = numbers.cumsum(-1) - numbers
+        numbers = numbers.masked_fill(before >= sampling.top_p, 0)
+    sums = numbers.double().cumsum(-1)
+    # fp32 below 1 times fp64: below the whole sum, so the token found has a probability.
+    at = torch.searchsorted(sums, draws.double().unsqueeze(1) * sums[:, -1:], right=True)
+    return (at if order is None else order.gather(1, at)).squeeze(1)

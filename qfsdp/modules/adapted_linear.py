@@ -1,0 +1,201 @@
+"""A frozen linear and its low-rank product as one operation, with gradients written out.
+
+    y = ratio * (W x + scaling * B A x)          ratio[i] per output row; all ones without DoRA
+
+`ratio` multiplies rows of W and B, so it goes into the dequantize kernel and into B: DoRA then
+costs no pass over activations in forward. Its gradient needs no other product, y is linear in it:
+
+    d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
+
+and y is kept by what consumes it anyway, for the most part (for the rest see
+`Decoder.compile_layers`). The product with W is added to the one with B in place, and so are their
+gradients for x: the sum is rounded once, and is no pass of its own over an output (235 MB for 8,192
+tokens of an 8B model's feed-forward).
+
+Two custom_op custom ops, as for `packed.linear`: traced into a compiled layer, the partitioner would
+decide what of the dequantized weight is kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qfsdp.modules.quantized_linear import factor_in, frozen_weight, product_in
+from qfsdp.tensor_subclasses.kernels.compiled import compiled
+from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
+from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+
+
+@custom_op("qfsdp::adapted_linear")
+def _adapted_linear(
+    x: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor,
+    metadata: Sequence[Tensor],
+    a: Tensor,
+    b: Tensor,
+    ratio: Tensor | None,
+    scaling: float,
+    format: str,
+    row_offset: int,
+) -> tuple[Tensor, Tensor]:
+    dtype = product_dtype(x)
+    rows = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype)
+    z = rows @ a.to(dtype).t()
+    y = product_in(z, _scaled(b, ratio, scaling, dtype).t(), x.dtype)
+    rows = rows if dropped is None else factor_in(x.flatten(0, -2), dtype)
+    w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
+    y.addmm_(rows, w.t())
+    return y.to(x.dtype).view(*x.shape[:-1], -1), z.to(x.dtype)
+
+
+@custom_op("qfsdp::adapted_linear_backward")
+def _adapted_linear_backward(
+    grad: Tensor,
+    x: Tensor,
+    dropped: Tensor | None,
+    weight: Tensor,
+    metadata: Sequence[Tensor],
+    a: Tensor,
+    b: Tensor,
+    ratio: Tensor | None,
+    z: Tensor,
+    scaling: float,
+    format: str,
+    row_offset: int,
+    wants_x: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of x, dropped, a and b; empty where there is none to be had."""
+    dtype = product_dtype(grad)
+    g = factor_in(grad.flatten(0, -2), dtype)
+    grad_z = g @ _scaled(b, ratio, scaling, dtype)
+    grad_b = _scaled((g.t() @ z.to(dtype)).float(), ratio, scaling, torch.float32)
+    # Outputs of a custom op may not share memory, not even none of it.
+    grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
+    if wants_x:
+        w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
+        if dropped is None:
+            grad_x = product_in(grad_z, a.to(dtype), x.dtype).addmm_(g, w)
+        else:
+            grad_dropped = (grad_z @ a.to(dtype)).to(x.dtype).view_as(x)
+            grad_x = product_in(g, w, x.dtype)
+        grad_x = grad_x.to(x.dtype).view_as(x)
+    source = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype)
+    grad_a = (grad_z.t() @ source).float()
+    return grad_x, grad_dropped, grad_a, grad_b
+
+
+def _scaled(b: Tensor, ratio: Tensor | None, scaling: float, dtype: torch.dtype) -> Tensor:
+    """scaling * ratio * B, multiplied in fp32 and rounded once."""
+    b = b * scaling
+    return (b if ratio is None else b * ratio.unsqueeze(1)).to(dtype)
+
+
+@torch.library.register_fake("qfsdp::adapted_linear")
+def _(x: Tensor, dropped: Any, weight: Tensor, metadata: Any, a: Tensor, *_: Any) -> Any:
+    tokens = x.flatten(0, -2).size(0)
+    return x.new_empty(*x.shape[:-1], weight.size(0)), x.new_empty(tokens, a.size(0))
+
+
+@torch.library.register_fake("qfsdp::adapted_linear_backward")
+def _(grad: Tensor, x: Tensor, dropped: Any, weight: Any, metadata: Any, *rest: Any) -> Any:
+    a, b, wants_x = *rest[:2], rest[-1]
+    return (
+        torch.empty_like(x) if wants_x else grad.new_empty(0),
+        torch.empty_like(x) if wants_x and dropped is not None else grad.new_empty(0),
+        torch.empty_like(a),
+        torch.empty_like(b),
+    )
+
+
+class _AdaptedLinear(torch.autograd.Function):
+    """y, with gradients for x, dropped, a and b; for ratio see `_RatioGradient`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        weight: Tensor,
+        metadata: Sequence[Tensor],
+        a: Tensor,
+        b: Tensor,
+        ratio: Tensor | None,
+        which: tuple[float, str, int],  # scaling, format, row_offset
+    ) -> Tensor:
+        ctx.which = which
+        y, z = _adapted_linear(x, dropped, weight, metadata, a, b, ratio, *which)
+        ctx.save_for_backward(x, dropped, weight, a, b, ratio, z, *metadata)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        x, dropped, weight, a, b, ratio, z, *metadata = ctx.saved_tensors
+        wants_x = ctx.needs_input_grad[0]
+        grad_x, grad_dropped, grad_a, grad_b = _adapted_linear_backward(
+            grad, x, dropped, weight, metadata, a, b, ratio, z, *ctx.which, wants_x
+        )
+        of_x = grad_x if wants_x else None
+        of_dropped = None if dropped is None or not wants_x else grad_dropped
+        return of_x, of_dropped, None, None, grad_a, grad_b, None, None
+
+
+class _RatioGradient(torch.autograd.Function):
+    """y unchanged, and a gradient for the ratio that is in it."""
+
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, ratio: Tensor) -> Tensor:
+        ctx.save_for_backward(y, ratio)
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        y, ratio = ctx.saved_tensors
+        # In a compiled layer part of the passes over y and its gradient that are made anyway.
+        dots = _column_dots if torch.compiler.is_compiling() else _compiled_column_dots
+        return grad, dots(grad.flatten(0, -2), y.flatten(0, -2)) / ratio
+
+
+def _column_dots(g: Tensor, y: Tensor) -> Tensor:
+    """`[tokens, n]` twice -> fp32 `[n]`, the inner product of each pair of columns."""
+    return (g.float() * y.float()).sum(0)
+
+
+_compiled_column_dots = compiled(_column_dots)
+
+
+def adapted_linear(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    ratio: Tensor | None = None,
+    dropped: Tensor | None = None,
+) -> Tensor:
+    """`ratio * (x @ weight.T + scaling * (dropped @ a.T) @ b.T)`, computed in x's dtype.
+
+    Args:
+        x: `[..., in]`, bf16 or fp32.
+        weight: `[out, in]`, frozen, packed or plain of x's dtype.
+        a, b: fp32 `[rank, in]` and `[out, rank]`.
+        ratio: fp32 `[out]`, DoRA's magnitude / norm; None: ones.
+        dropped: `[..., in]`, x after dropout; None: x itself.
+
+    Returns:
+        `[..., out]` of x's dtype, with gradients for x, dropped, a, b and ratio.
+    """
+    metadata: Sequence[Tensor] = ()
+    which = (scaling, "", 0)
+    if isinstance(weight, QuantizedTensor):
+        which = (scaling, weight.format, weight.row_offset)
+        metadata, weight = weight.metadata, weight.qdata
+    y = _AdaptedLinear.apply(x, dropped, weight, metadata, a, b, ratio, which)
+    return y if ratio is None else _RatioGradient.apply(y, ratio)

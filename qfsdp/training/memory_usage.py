@@ -1,0 +1,147 @@
+"""What memory a run really takes: at its peak, and by kind of tensor."""
+
+from __future__ import annotations
+
+import re
+import resource
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+from torch.utils._pytree import tree_leaves
+
+from qfsdp.distributed.world import World
+from qfsdp.tensor_subclasses.dtensor import local_part
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+
+QUANTIZED, PLAIN, TRAINED = "parameters_packed", "parameters_plain", "parameters_trained"
+GRADIENTS, OPTIMIZER = "gradients", "optimizer_state"
+IN_HOST = "_in_host"  # follows the kind, where the device is an accelerator
+
+
+# ---- peaks ---------------------------------------------------------------------------------
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory that this process has held since `reset_peak_memory`: allocated on its
+    accelerator, or resident where it computes on the CPU."""
+    if device.type != "cpu":
+        return torch.accelerator.max_memory_allocated(device)
+    with suppress(OSError):
+        if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Peaks begin at what is held now; where the system does not let us, they stay."""
+    if device.type != "cpu":
+        torch.accelerator.reset_peak_memory_stats(device)
+        return
+    with suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+
+
+# ---- kinds ---------------------------------------------------------------------------------
+
+
+def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
+    """The tensors that `tensor` is made of: rows of a DTensor, bytes and extras of a packed
+    weight, codes and scales of an 8-bit state, or itself."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        part = getattr(tensor, name)
+        if isinstance(part, Tensor):  # a DTensor's mesh is not
+            yield from plain_tensors(part)
+
+
+def bytes_by_kind(
+    model: nn.Module, optimizer: Optimizer | None, device: torch.device
+) -> dict[str, int]:
+    """What this rank holds of the model between steps, every storage counted once.
+
+    Kinds are named by the constants of this module; what lies in host memory although `device` is
+    none has `IN_HOST` after its name. Kinds without a byte are left out.
+    """
+    kinds: list[tuple[str, Tensor]] = [(_kind(param), param) for param in model.parameters()]
+    kinds += [(GRADIENTS, p.grad) for p in model.parameters() if p.grad is not None]
+    if optimizer is not None:
+        state = tree_leaves(list(optimizer.state.values()))
+        kinds += [(OPTIMIZER, value) for value in state if isinstance(value, Tensor)]
+    held: Counter[str] = Counter()
+    counted = set()
+    for kind, tensor in kinds:
+        for plain in plain_tensors(tensor):
+            storage = plain.untyped_storage()
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                elsewhere = plain.device.type != device.type
+                held[kind + IN_HOST * elsewhere] += storage.nbytes()
+    return {kind: size for kind, size in held.items() if size}
+
+
+def _kind(param: Tensor) -> str:
+    if param.requires_grad:
+        return TRAINED
+    return QUANTIZED if isinstance(local_part(param), QuantizedTensor) else PLAIN
+
+
+class MemoryUsage:
+    """The memory of training steps, by `read`; every rank makes one, once everything is loaded.
+
+    Args:
+        optimizer: None where nothing is trained.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer | None, world: World) -> None:
+        self._model, self._optimizer, self._world = model, optimizer, world
+        self._load_peak: int | None = peak_memory_bytes(world.device)
+        self._kinds: dict[str, float] = {}
+
+    def reset(self) -> None:
+        """Peaks begin here."""
+        reset_peak_memory(self._world.device)
+
+    def read(self) -> dict[str, float]:
+        """Peaks since `reset`, which it does again; every rank must call it, after a step.
+
+        peak_memory_gib           allocated, of the rank that has most (`peak_memory_bytes`)
+        memory/peak_rank          which one that is; of several the last
+        memory/peak_reserved_gib  on accelerators: what its allocator took from the device
+        memory/load_peak_gib      until training began; the first time only
+        memory/KIND_gib           of this rank, see `bytes_by_kind`; gradients, which are none
+                                  between steps, as large as they are before one
+        """
+        world, device = self._world, self._world.device
+        peak = peak_memory_bytes(device)
+        largest = world.max(peak)
+        metrics = {
+            "peak_memory_gib": largest / 2**30,
+            "memory/peak_rank": world.max(world.rank if peak == largest else -1),
+        }
+        if device.type != "cpu":
+            reserved = torch.accelerator.max_memory_reserved(device)
+            metrics["memory/peak_reserved_gib"] = world.max(reserved) / 2**30
+        if self._load_peak is not None:
+            metrics["memory/load_peak_gib"] = world.max(self._load_peak) / 2**30
+            self._load_peak = None
+        self.reset()
+        return metrics | self._by_kind()
+
+    def _by_kind(self) -> dict[str, float]:
+        if not self._kinds:  # from the first step on they do not change
+            held = bytes_by_kind(self._model, self._optimizer, self._world.device)
+            held |= {
+                kind.replace(TRAINED, GRADIENTS): size
+                for kind, size in held.items()
+                if kind.startswith(TRAINED)
+            }
+            self._kinds = {f"memory/{kind}_gib": size / 2**30 for kind, size in held.items()}
+        return self._kinds

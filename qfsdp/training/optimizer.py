@@ -1,0 +1,229 @@
+"""Optimizers and learning rate schedules named in the config."""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from qfsdp.cli.component import Component
+from qfsdp.cli.errors import UserError
+from qfsdp.distributed.gradients import USED_GRAD_NORM
+from qfsdp.tensor_subclasses.dtensor import sharded
+
+TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a schedule
+
+# They update every number by itself, so rows get what they get in the whole; and state in place.
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+
+
+def build_optimizer(
+    component: Component,
+    parameters: Iterable[Tensor | dict[str, Any]],
+    in_backward: bool = False,
+) -> Optimizer:
+    """The optimizer over `parameters`, which are its first argument.
+
+    Args:
+        parameters: or groups of them; the learning rate of one that has `lr_ratio` is so many times
+            the configured one.
+        in_backward: a parameter is updated as soon as its gradient is there (`StepsInBackward`).
+    """
+    optimizer = component.build(list(parameters))
+    for group in optimizer.param_groups:
+        if "lr_ratio" in group:
+            group["lr"] = group["lr"] * group.pop("lr_ratio")
+    every = [param for group in optimizer.param_groups for param in group["params"]]
+    if any(isinstance(param, DTensor) for param in every) and _is_elementwise(optimizer):
+        LocalSteps(optimizer)
+    return StepsInBackward(optimizer) if in_backward else optimizer
+
+
+def _is_elementwise(optimizer: Optimizer) -> bool:
+    """torchao's optimizers are, too: a block of 8-bit state is of one rank. Over DTensors their
+    stochastic rounding raises, as it compares them with plain random numbers."""
+    return type(optimizer) in ELEMENTWISE or type(optimizer).__module__ == "torchao.optim.adam"
+
+
+class StepsInBackward(Optimizer):
+    """Updates every parameter as soon as its gradient is there, and frees the gradient.
+
+    So the gradients of a model never exist together: of fp32 weights that is a quarter of what
+    parameters, gradients and the two states of Adam take. Only where one backward pass makes the
+    whole gradient, and nothing needs to know all of it first, as clipping does. A parameter's
+    gradient leaves its norm behind (`qfsdp.distributed.gradients.USED_GRAD_NORM`).
+
+    Groups, state and everything that is saved are those of `optimizer`; `step` and `zero_grad`,
+    at the end of a training step, find nothing left to do.
+
+    Args:
+        optimizer: any that updates a parameter by its own gradient and state.
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        for group in optimizer.param_groups:
+            for param in group["params"]:
+                # FSDP2 calls these hooks of a sharded parameter once its gradient is reduced.
+                param.register_post_accumulate_grad_hook(self._update)
+
+    @torch.no_grad()
+    def _update(self, param: Tensor) -> None:
+        assert param.grad is not None
+        norm = torch.linalg.vector_norm(_rows(param.grad), dtype=torch.float32)
+        setattr(param, USED_GRAD_NORM, norm)
+        groups = self._optimizer.param_groups
+        group = next(group for group in groups if any(param is p for p in group["params"]))
+        every, group["params"] = group["params"], [param]
+        self._optimizer.param_groups = [group]
+        try:
+            self._optimizer.step()
+        finally:
+            group["params"], self._optimizer.param_groups = every, groups
+        param.grad = None
+
+    @property
+    def state(self) -> Any:  # type: ignore[override]
+        return self._optimizer.state
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
+        return self._optimizer.param_groups
+
+    @property
+    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
+        return self._optimizer.defaults
+
+    def state_dict(self) -> dict[str, Any]:
+        return self._optimizer.state_dict()
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self._optimizer.load_state_dict(state_dict)
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        """Nothing: done."""
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Nothing: there are none."""
+
+
+class LocalSteps:
+    """Has an optimizer step, without a closure, on the rows of this rank as plain tensors.
+
+    Dispatching an operation over hundreds of DTensors makes a spec for each of them, every time:
+    a fused AdamW step on SmolLM2's adapters took 2.4 times as long as on their rows. Between
+    steps parameters and state are DTensors as ever, of the same memory. State is updated in place,
+    so what of it is plain is kept from step to step, as long as `optimizer.state` is the same
+    object (`load_state_dict` makes a new one).
+    """
+
+    def __init__(self, optimizer: Optimizer) -> None:
+        self._state: Any = None  # optimizer.state between steps, and during them
+        self._plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._known = 0  # how many of the plain ones have come from `optimizer.state` or gone there
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # parameters and their rows
+        optimizer.register_step_pre_hook(self._enter)
+        optimizer.register_step_post_hook(self._leave)
+
+    def _look(self, optimizer: Optimizer) -> None:
+        self._state, self._plain = optimizer.state, defaultdict(dict)
+        of_groups = [group["params"] for group in optimizer.param_groups]
+        self._groups = [(params, [_rows(param) for param in params]) for params in of_groups]
+        for param in (param for params in of_groups for param in params):
+            if param in self._state:
+                fields = self._state[param].items()
+                self._plain[_rows(param)] = {name: _rows(value) for name, value in fields}
+        self._known = len(self._plain)
+
+    def _is_known(self, optimizer: Optimizer) -> bool:
+        now = [group["params"] for group in optimizer.param_groups]
+        return (
+            self._state is optimizer.state
+            and len(now) == len(self._groups)
+            and all(params is known for params, (known, _) in zip(now, self._groups, strict=True))
+            and all(mine is _rows(p) for g in self._groups for p, mine in zip(*g, strict=True))
+        )
+
+    @torch.no_grad()
+    def _enter(self, optimizer: Optimizer, *_: Any) -> None:
+        if not self._is_known(optimizer):
+            self._look(optimizer)
+        for group, (params, rows) in zip(optimizer.param_groups, self._groups, strict=True):
+            for param, mine in zip(params, rows, strict=True):
+                if (grad := param.grad) is not None:
+                    mine.grad = _rows(grad)
+            group["params"] = rows
+        optimizer.state = self._plain
+
+    @torch.no_grad()
+    def _leave(self, optimizer: Optimizer, *_: Any) -> None:
+        optimizer.state = self._state
+        for group, (params, rows) in zip(optimizer.param_groups, self._groups, strict=True):
+            group["params"] = params
+            for param, mine in zip(params, rows, strict=True):
+                if mine is not param:
+                    mine.grad = None
+        if len(self._plain) == self._known:
+            return
+        self._known = len(self._plain)
+        for params, rows in self._groups:
+            for param, mine in zip(params, rows, strict=True):
+                if mine in self._plain and param not in self._state:
+                    fields = self._plain[mine].items()
+                    self._state[param] = {name: _sharded_like(param, v) for name, v in fields}
+
+
+def _rows(value: Any) -> Any:
+    """This rank's rows of a DTensor. Its `to_local` would make a view of a parameter, in 3 us."""
+    return value._local_tensor if isinstance(value, DTensor) else value
+
+
+def _sharded_like(param: Tensor, value: Any) -> Any:
+    """`value` as a DTensor, if it is a tensor with a number for each of this rank's of `param`."""
+    if not isinstance(param, DTensor) or not isinstance(value, Tensor):
+        return value
+    if value.shape != _rows(param).shape:
+        return value
+    return sharded(value, param.device_mesh, param.placements, param.shape)
+
+
+def build_scheduler(
+    component: Component | None, optimizer: Optimizer, total_steps: int
+) -> LRScheduler | None:
+    """The schedule, stepped once per update; told `total_steps` if it takes
+    `num_training_steps` and the config does not give it."""
+    if component is None:
+        return None
+    takes_total = TOTAL_STEPS in inspect.signature(component.resolve()).parameters
+    if takes_total and TOTAL_STEPS not in component.kwargs:
+        return component.build(optimizer, num_training_steps=total_steps)
+    return component.build(optimizer)
+
+
+def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
+    """Builds both for one spare number: what they refuse is found before anything is loaded.
+
+    Raises:
+        UserError: an unknown name or argument, or a value that they refuse (a negative lr).
+    """
+    optimizer.check("optimizer", provided=["params"])
+    spare = torch.nn.Parameter(torch.zeros(1, 1))
+    try:
+        built = build_optimizer(optimizer, [spare])
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise UserError(f"optimizer: {optimizer.path} refuses its arguments: {error}") from None
+    if scheduler is None:
+        return
+    provided = ["optimizer"] if TOTAL_STEPS in scheduler.kwargs else ["optimizer", TOTAL_STEPS]
+    scheduler.check("lr_scheduler", provided=provided)
+    try:
+        build_scheduler(scheduler, built, total_steps=1)
+    except (TypeError, ValueError) as error:
+        raise UserError(f"lr_scheduler: {scheduler.path} refuses its arguments: {error}") from None

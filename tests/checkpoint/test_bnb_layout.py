@@ -1,0 +1,220 @@
+"""bitsandbytes' 4-bit checkpoints: theirs load here, ours load there, no bit is changed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.quantize import quantize_folder
+from qfsdp.checkpoint.weights.read import SINGLE
+from qfsdp.cli.errors import UserError
+from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from tests.models import cpu_world, load_model
+from tests.ranks import run_ranks
+from tests.tiny import write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+ABSMAX = {True: "nf4", False: "nf4_fp32_absmax"}  # nested or not -> our format
+GATE = "model.layers.0.mlp.gate_proj.weight"
+# Columns that 64 divides, as bitsandbytes' blocks cross rows otherwise; rows that ranks do not.
+EVEN = {"hidden_size": 192, "intermediate_size": 576, "num_attention_heads": 6}
+
+
+def their_model(folder: Path, nested: bool | None = None) -> Any:
+    """transformers' model: quantized by bitsandbytes now, or (None) as the folder says."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    given = {}
+    if nested is not None:
+        given["quantization_config"] = BitsAndBytesConfig(
+            load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=nested
+        )
+    # In eval mode bitsandbytes' CPU kernel computes in bf16 whatever the model's dtype; in
+    # training mode (there is no dropout) it multiplies by the dequantized weights, as we do.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **given)
+    return model.train()
+
+
+def packed_rows(folder: Path) -> dict[str, list[Tensor]]:
+    """Bytes and extras of every packed weight of the loaded model, all ranks' rows together."""
+    found = {}
+    for name, param in base_parameters(load_model(folder)):
+        local = local_part(param)
+        if isinstance(local, QuantizedTensor):
+            found[name] = [gather_rows(param, local.qdata), *local.metadata]
+    return found
+
+
+def assert_bytes_of(found: dict[str, list[Tensor]], tensors: dict[str, Tensor]) -> None:
+    """The codes, absmax, scales and offset are those of a bitsandbytes file."""
+    names = {n.partition(".absmax")[0] for n in tensors if n.endswith(".absmax")}
+    assert found.keys() == names and names
+    for name, (packed, *extras) in found.items():
+        codes, absmax = tensors[name].flatten(), tensors[f"{name}.absmax"]
+        width = codes.numel() // packed.size(0)
+        assert torch.equal(packed[:, :width].flatten(), codes), name
+        assert torch.equal(packed[:, width:].flatten(), absmax.view(torch.uint8)), name
+        if extras:
+            state = bytes(tensors[f"{name}.quant_state.bitsandbytes__nf4"].tolist())
+            assert torch.equal(extras[0], tensors[f"{name}.nested_absmax"]), name
+            assert extras[1].item() == json.loads(state)["nested_offset"], name
+
+
+TOKENS = torch.randint(0, 577, (2, 40), generator=torch.Generator().manual_seed(0))
+
+
+def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
+    with torch.no_grad():
+        out = model(tokens)
+    return out if isinstance(out, Tensor) else out.logits
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["nested", "plain absmax"])
+def theirs(request: Any, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """SmolLM2 as transformers and bitsandbytes write it, and what their model computes."""
+    folder = tmp_path_factory.mktemp("theirs")
+    model = their_model(smollm2_dir, nested=request.param)
+    model.save_pretrained(folder)
+    return request.param, folder, logits(model)
+
+
+def test_their_checkpoint_of_a_real_model_loads_as_it_is(theirs: Any) -> None:
+    nested, folder, expected = theirs
+    assert set(ModelWeights(folder).formats.values()) == {ABSMAX[nested]}
+    tensors = load_file(folder / SINGLE)
+    assert_bytes_of(packed_rows(folder), tensors)
+    difference = (logits(load_model(folder)) - expected).abs().max().item()
+    print(f"{ABSMAX[nested]}: logits differ by {difference:.1e} from transformers + bitsandbytes")
+    assert difference < 1e-4
+
+
+def test_three_ranks_load_their_checkpoint(theirs: Any) -> None:
+    _, folder, _ = theirs
+    tensors = load_file(folder / SINGLE)
+    for found in run_ranks(3, packed_rows, folder):
+        assert_bytes_of(found, tensors)
+
+
+def test_ours_loads_in_transformers(theirs: Any, smollm2_dir: Path, tmp_path: Path) -> None:
+    """Written by us, read by them: the same tensors and the same logits as their own."""
+    nested, folder, expected = theirs
+    config = QuantizationConfig(ABSMAX[nested])
+    quantize_folder(ModelWeights(smollm2_dir), config, tmp_path, cpu_world(), layout="bnb")
+    ours, their_tensors = load_file(tmp_path / SINGLE), load_file(folder / SINGLE)
+    assert ours.keys() == their_tensors.keys()
+    for name, value in their_tensors.items():
+        if "quant_state" not in name:
+            assert torch.equal(ours[name], value), name
+    difference = (logits(their_model(tmp_path)) - expected).abs().max().item()
+    print(f"{ABSMAX[nested]}: transformers computes logits {difference:.1e} off its own")
+    assert difference == 0
+
+
+def test_their_checkpoint_can_be_packed_into_our_layout(theirs: Any, tmp_path: Path) -> None:
+    nested, folder, _ = theirs
+    config = QuantizationConfig(ABSMAX[nested])
+    quantize_folder(ModelWeights(folder), config, tmp_path, cpu_world())
+    assert_bytes_of(packed_rows(tmp_path), load_file(folder / SINGLE))
+
+
+# ---- what is wrong with one --------------------------------------------------------------------
+
+
+def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
+    tensors = load_file(folder / SINGLE)
+    change(tensors)
+    save_file(tensors, folder / SINGLE)
+
+
+def state_with(**changes: Any) -> Callable[[dict[str, Tensor]], None]:
+    def change(tensors: dict[str, Tensor]) -> None:
+        name = f"{GATE}.quant_state.bitsandbytes__nf4"
+        state = json.loads(bytes(tensors[name].tolist())) | changes
+        tensors[name] = torch.tensor(list(json.dumps(state).encode()), dtype=torch.uint8)
+
+    return change
+
+
+def renamed(tensors: dict[str, Tensor]) -> None:
+    state = f"{GATE}.quant_state.bitsandbytes__"
+    tensors[f"{state}fp4"] = tensors.pop(f"{state}nf4")
+
+
+def method(folder: Path, **changes: Any) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    config["quantization_config"] |= changes
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
+    "fp4": (lambda f: edit(f, renamed), "is packed as 'fp4'; only NF4 is known"),
+    "8 bits": (lambda f: method(f, load_in_8bit=True), "8-bit weights; only 4-bit NF4 is known"),
+    "another method": (
+        lambda f: method(f, quant_method="gptq"),
+        "config.json: quant_method 'gptq' is unknown; known: qfsdp, bitsandbytes",
+    ),
+    "another block size": (
+        lambda f: edit(f, state_with(blocksize=128)),
+        "has blocks of (128, 256)",
+    ),
+    "another table": (
+        lambda f: edit(f, lambda t: t[f"{GATE}.quant_map"].mul_(2)),
+        f"tensor '{GATE}.quant_map' is not NF4's table",
+    ),
+    "another shape than the codes": (
+        lambda f: edit(f, state_with(shape=[576, 256])),
+        f"tensor '{GATE}' has shape [55296, 1]; its quant_state means [73728]",
+    ),
+    "another shape than config.json": (
+        lambda f: edit(f, state_with(shape=[192, 576])),
+        f"packed tensor '{GATE}' has shape [192, 576]; config.json means [576, 192]",
+    ),
+    "no absmax": (
+        lambda f: edit(f, lambda t: t.pop(f"{GATE}.absmax")),
+        f"tensor '{GATE}.absmax' is missing",
+    ),
+    "NaN in the scales": (
+        lambda f: edit(f, lambda t: t[f"{GATE}.nested_absmax"].fill_(float("nan"))),
+        f"{GATE}: its scales hold NaN or infinity",
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", **EVEN)
+    folder = tmp_path / "packed"
+    quantize_folder(ModelWeights(source), QuantizationConfig(), folder, cpu_world(), layout="bnb")
+    load_model(folder)  # nothing else is wrong
+    break_it, expected = MISTAKES[mistake]
+    break_it(folder)
+    with pytest.raises(UserError) as error:
+        load_model(folder)
+    assert expected in str(error.value) and "\n" not in str(error.value)
+    assert str(folder) in str(error.value)
+
+
+def test_columns_that_blocks_do_not_divide_cannot_be_written(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source")  # down_proj has 577 columns
+    with pytest.raises(UserError, match="64 does not divide its 577 columns; layout=qfsdp can"):
+        config = QuantizationConfig()
+        quantize_folder(ModelWeights(source), config, tmp_path / "x", cpu_world(), layout="bnb")
+
+
+def test_a_run_that_wants_plain_weights_is_refused(tmp_path: Path) -> None:
+    source = write_tiny_model(tmp_path / "source", **EVEN)
+    quantize_folder(ModelWeights(source), QuantizationConfig(), tmp_path / "p", cpu_world(), "bnb")
+    with pytest.raises(UserError, match="quantization.format: 'none', but the model folder holds"):
+        load_model(tmp_path / "p", format="none")

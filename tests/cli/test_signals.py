@@ -1,0 +1,174 @@
+"""SIGTERM and SIGINT at a run: real processes, the real agent, a stand-in for training."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+
+RECIPE = """
+from __future__ import annotations
+
+import os
+import sys
+import time
+from dataclasses import dataclass
+
+import qfsdp.cli.launch
+from qfsdp.cli.launch import launch
+from qfsdp.cli.signals import StopRequest
+
+
+@dataclass
+class Config:
+    devices: int = 1
+    last: float = 0.3  # seconds from the request to the end
+    listen: bool = True
+
+
+def check(config: Config) -> None:
+    qfsdp.cli.ranks.local_world_size = lambda: config.devices
+
+
+def main(config: Config) -> None:
+    def say(text: str) -> None:
+        os.write(1, f"{text} {os.environ.get('RANK', 0)}\\n".encode())
+
+    if not config.listen:
+        say("ready")
+        time.sleep(60)
+    with StopRequest() as signals:
+        say("ready")
+        for _ in range(6000):
+            time.sleep(0.01)
+            if signals.received:
+                break
+        say(f"{signals.received.name}")
+        until = time.monotonic() + config.last
+        while time.monotonic() < until:
+            time.sleep(0.01)
+    say("saved")
+
+
+if __name__ == "__main__":
+    launch(__file__, Config, check, main)
+"""
+
+
+@pytest.fixture(scope="module")
+def recipe(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("signals")
+    (folder / "stand_in.py").write_text(RECIPE)
+    (folder / "stand_in.yaml").write_text("devices: 1\n")
+    return folder
+
+
+ALONE = [sys.executable, "stand_in.py"]
+TUNE = [str(Path(sys.executable).with_name("tune")), "run"]
+WAYS = {
+    "one process": (ALONE, [], 1),
+    "its own ranks": (ALONE, ["devices=2"], 2),
+    "tune": ([*TUNE, "--nproc_per_node", "2", "stand_in"], [], 2),
+}
+
+
+@contextmanager
+def running(folder: Path, way: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+    """The process as typed, once all its ranks are ready."""
+    command, more, ranks = WAYS[way]
+    process = subprocess.Popen(
+        [*command, "--config", "stand_in.yaml", *more, *words],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    try:
+        assert process.stdout is not None
+        for line in process.stdout:
+            ranks -= line.startswith("ready")
+            if ranks == 0:
+                break
+        yield process
+    finally:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize(
+    ("way", "number"),
+    zip(WAYS, (signal.SIGINT, signal.SIGINT, signal.SIGTERM), strict=True),
+)
+def test_the_first_signal_lets_the_run_save_and_exit_with_0(
+    recipe: Path, way: str, number: signal.Signals
+) -> None:
+    with running(recipe, way) as process:
+        process.send_signal(number)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    ranks = range(WAYS[way][2])
+    assert sorted(out.split("\n")[:-1]) == sorted(
+        f"{what} {rank}" for what in (number.name, "saved") for rank in ranks
+    )
+    assert "Traceback" not in err
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_a_second_signal_ends_it_at_once(recipe: Path, way: str) -> None:
+    with running(recipe, way, "last=50") as process:
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.2)
+        process.send_signal(signal.SIGINT)
+        since = time.monotonic()
+        out, err = process.communicate(timeout=30)  # until no rank holds the pipe any longer
+    assert time.monotonic() - since < 5
+    assert process.returncode == 128 + signal.SIGINT, err
+    assert "SIGTERM" in out and "saved" not in out and "Traceback" not in err
+
+
+def test_what_launchers_send_twice_is_one_request(recipe: Path) -> None:
+    with running(recipe, "its own ranks", "last=1.5") as process:
+        for _ in range(4):
+            process.send_signal(signal.SIGTERM)
+            time.sleep(0.1)
+        out, err = process.communicate(timeout=30)
+    assert process.returncode == 0, err
+    assert out.count("saved") == 2
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_before_there_is_anything_to_save_the_first_signal_ends_it(recipe: Path, way: str) -> None:
+    with running(recipe, way, "listen=false") as process:
+        process.send_signal(signal.SIGTERM)
+        _, err = process.communicate(timeout=30)
+    killed = -signal.SIGTERM if way == "one process" else 128 + signal.SIGTERM
+    assert process.returncode == killed
+    assert "Traceback" not in err
+
+
+def test_ranks_that_are_signalled_themselves(recipe: Path) -> None:
+    """A batch system signals ranks too: each listens for itself."""
+    with running(recipe, "its own ranks") as process:
+        agent = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+        ranks = [int(pid) for pid in agent if b"stand_in" in _command(pid)]
+        for pid in ranks:
+            os.kill(pid, signal.SIGTERM)
+        out, err = process.communicate(timeout=30)
+    assert len(ranks) == 2
+    assert process.returncode == 0, err
+    assert out.count("saved") == 2
+
+
+def _command(pid: str) -> bytes:
+    return Path(f"/proc/{pid}/cmdline").read_bytes()

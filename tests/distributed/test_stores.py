@@ -1,0 +1,143 @@
+"""The ring that reads a base from disk, and copies ahead of use; test_strategies.py trains so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.tiers import work, write_quantized_model
+from qfsdp.checkpoint.weights.read import SafetensorsFolder
+from qfsdp.cli.errors import UserError
+from qfsdp.distributed.disk_ring import DiskRing
+from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore, Order
+from qfsdp.tensor_subclasses.plain import PlainRows
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+
+CPU = torch.device("cpu")
+LAYERS = [f"model.layers.{n}" for n in range(5)]
+STEP = [*LAYERS, *LAYERS[::-1], *LAYERS]  # forward, backward, norms
+
+
+def test_the_order_of_a_step_is_known_after_the_first() -> None:
+    order = Order()
+    order.guess(LAYERS)
+    assert order.next(3) == [None, *LAYERS[:2]]
+    wrong = []
+    for _ in range(4):
+        before = len(wrong)
+        for unit in STEP:
+            following = order.next(2)
+            if following[1:] != [unit] and unit != following[0]:
+                wrong.append(unit)
+            order.saw(unit)
+            order.saw(unit)  # several weights of a unit
+    assert before == len(wrong), "something was still not foreseen in the last step"
+    assert len(wrong) < len(STEP)
+
+
+@pytest.fixture
+def files(tmp_path: Path) -> SafetensorsFolder:
+    """Two weights of a layer, of 6 and 4 rows."""
+    torch.manual_seed(0)
+    tensors = {}
+    for layer in LAYERS:
+        for name, rows in (("a", 6), ("b", 4)):
+            tensors[f"{layer}.{name}"] = torch.randint(0, 256, (rows, 64), dtype=torch.uint8)
+    save_file(tensors, tmp_path / "model.safetensors")
+    return SafetensorsFolder(tmp_path)
+
+
+def weights_on_disk(
+    files: SafetensorsFolder, memory: int, ahead: DeviceAhead | None = None
+) -> dict[str, QuantizedTensor]:
+    """Rows 1 to 3 of every weight."""
+    ring, weights = DiskRing(memory), {}
+    for name, stored in sorted(files.tensors.items()):
+        store = DiskStore(name.rpartition(".")[0], ahead)
+        empty = PlainRows.empty(3, 32, torch.bfloat16, "meta").keep_in(store)
+        weights[name] = torch.empty_like(empty, device=CPU)
+        ring.add(store, stored, range(1, 4))
+    ring.start()
+    return weights
+
+
+@pytest.mark.parametrize("memory", [2 * 384, 3 * 384, 100 * 384])
+@pytest.mark.parametrize("ahead", [False, True])
+def test_rows_come_whatever_the_order(files: SafetensorsFolder, memory: int, ahead: bool) -> None:
+    weights = weights_on_disk(files, memory, DeviceAhead(CPU) if ahead else None)
+    held = {name: files.read(stored)[1:4] for name, stored in files.tensors.items()}
+    generator = torch.Generator().manual_seed(0)
+    surprises = [LAYERS[i] for i in torch.randint(0, 5, (40,), generator=generator)]
+    for unit in [*STEP, *STEP, *surprises, *STEP]:
+        for name in "ab":
+            weight = weights[f"{unit}.{name}"]
+            assert weight.qdata.untyped_storage().nbytes() == 1
+            assert torch.equal(weight.fetch().qdata, held[f"{unit}.{name}"])
+    ring = next(iter(weights.values())).store.ring  # type: ignore[union-attr]
+    assert sum(slot.buffer.numel() for slot in ring._slots) <= memory
+
+
+def test_copies_ahead_do_not_pile_up() -> None:
+    """Where a pass asks for one weight of a unit only, the others' copies are let go."""
+    ahead, weights = DeviceAhead(CPU), {}
+    for layer in LAYERS:
+        for name in "ab":
+            empty = PlainRows.empty(2, 8, torch.bfloat16, "meta")
+            weight = torch.empty_like(empty.keep_in(HostStore(layer, ahead)), device=CPU)
+            weight.qdata.fill_(len(weights))
+            weights[layer, name] = weight
+    for names in ("ab", "ab", "a", "ab", "b"):
+        for unit in STEP:
+            for name in names:
+                expected = list(weights).index((unit, name))
+                assert (weights[unit, name].fetch().qdata == expected).all()
+            assert len(ahead._copied) <= 4
+
+
+def test_memory_for_less_than_two_units_is_an_error(files: SafetensorsFolder) -> None:
+    with pytest.raises(UserError, match=r"ring_memory: 767 B; .* expected 768 bytes or more"):
+        weights_on_disk(files, 2 * 384 - 1)
+
+
+def test_a_file_that_ends_too_early_is_an_error(files: SafetensorsFolder) -> None:
+    path = files.folder / "model.safetensors"
+    with open(path, "r+b") as file:
+        file.truncate(path.stat().st_size - 300)
+    weights = weights_on_disk(files, 2 * 384)
+    with pytest.raises(UserError, match="truncated"):
+        for unit in STEP:
+            weights[f"{unit}.b"].fetch()
+
+
+class _Pipe:
+    """What `benchmarks.tiers.work` talks to; steps twice, and keeps the answers."""
+
+    def __init__(self) -> None:
+        self.answers: list = []
+
+    def send(self, answer: object) -> None:
+        self.answers.append(answer)
+
+    def recv(self) -> str:
+        return "step" if len(self.answers) < 3 else "end"
+
+
+def _memory_of_two_steps(folder: Path, ring: int) -> int:
+    pipe = _Pipe()
+    work("disk", folder, 64, ring, pipe, ends=False)  # type: ignore[arg-type]
+    return pipe.answers[-1][2]
+
+
+@pytest.mark.slow
+def test_memory_is_bounded_by_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A base of 3 times what the process takes above its start."""
+    from tests.ranks import run_ranks
+
+    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "0")
+    packed = write_quantized_model(tmp_path, 60)
+    (taken,) = run_ranks(1, _memory_of_two_steps, tmp_path, packed // 16)
+    print(f"packed {packed / 1e6:.0f} MB, taken {taken / 1e6:.0f} MB")
+    assert taken < packed / 3

@@ -1,0 +1,301 @@
+"""Answers: as `transformers` gives them, the same in any batch and on any number of ranks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel, TopPLogitsWarper
+
+from examples.demo import arithmetic
+from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.checkpoint.weights.merge import Merge
+from qfsdp.checkpoint.weights.quantize import quantize_folder
+from qfsdp.cli.errors import UserError
+from qfsdp.data import HFTokenizer, hf_tokenizer
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World, init_world
+from qfsdp.evaluation.generation import SamplingConfig, _draws, generate, pick
+from qfsdp.evaluation.inference import load_for_inference
+from qfsdp.evaluation.prompts import chat_tokens, stop_ids
+from qfsdp.modules.adapters import AdapterConfig, adapted_linears
+from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.modules.transformer import Decoder
+from tests.models import adapted_model, randomize_adapters
+from tests.ranks import run_ranks
+from tests.tiny import write_tiny_model
+
+CPU = World(torch.device("cpu"))
+NF4, PLAIN = QuantizationConfig(), QuantizationConfig("none")
+DORA = AdapterConfig("dora", rank=4)
+SAMPLED = SamplingConfig(max_new_tokens=12, temperature=0.8, top_p=0.9, seed=3)
+
+
+def load(
+    folder: Path | str, quantization: QuantizationConfig = PLAIN, adapter: Any = None
+) -> Decoder:
+    config = ModelConfig(str(folder), "fp32")
+    adapter = None if adapter is None else str(adapter)
+    return load_for_inference(config, quantization, adapter, ShardingConfig(), CPU)
+
+
+# --- SmolLM2-135M-Instruct ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tokenizer(smollm2_dir: Path) -> HFTokenizer:
+    return hf_tokenizer(str(smollm2_dir))
+
+
+@pytest.fixture(scope="module")
+def prompts(tokenizer: HFTokenizer) -> list[list[int]]:
+    """Of 4 to some 80 tokens."""
+    questions = [problem["question"] for problem in arithmetic.generate(2, seed=0)]
+    chats = [chat_tokens(tokenizer, [{"role": "user", "content": q}]) for q in questions]
+    texts = ["The capital of France is", "def fibonacci(n):\n    return n if n < 2 else"]
+    return [*chats, *(tokenizer.encode(text, add_eos=False) for text in texts)]
+
+
+def greedy_of_transformers(model: PreTrainedModel, prompt: list[int], new: int) -> list[int]:
+    whole: Any = model.generate(torch.tensor([prompt]), do_sample=False, max_new_tokens=new)
+    return whole[0, len(prompt) :].tolist()
+
+
+def test_smollm2_answers_as_transformers(
+    smollm2_dir: Path, tokenizer: HFTokenizer, prompts: list[list[int]]
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(smollm2_dir).eval()
+    expected = [greedy_of_transformers(model, prompt, 12) for prompt in prompts]
+    stops = stop_ids(tokenizer, smollm2_dir)
+    assert stops == {tokenizer.eos_id}
+    expected = [[token for token in answer if token not in stops] for answer in expected]
+    assert len({len(prompt) for prompt in prompts}) == len(prompts)
+    sampling = SamplingConfig(max_new_tokens=12)
+    ours = load(smollm2_dir)
+    assert generate(ours, prompts, sampling, stops, CPU) == expected
+    assert generate(ours, prompts[1:2], sampling, stops, CPU) == expected[1:2]
+
+
+# --- a tiny model, in every way that it can be held --------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    # Columns that 64 divides, for bitsandbytes' folder.
+    return write_tiny_model(tmp_path_factory.mktemp("tiny"), intermediate_size=576)
+
+
+@pytest.fixture(scope="module")
+def adapter(tiny: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    model = adapted_model(tiny, DORA, format="none")
+    randomize_adapters(model)
+    folder = tmp_path_factory.mktemp("adapter")
+    save_adapter(model, DORA, str(tiny), folder, CPU)
+    return folder
+
+
+def random_prompts(*lengths: int) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(5)
+    return [torch.randint(577, (n,), generator=generator).tolist() for n in lengths]
+
+
+PROMPTS = random_prompts(9, 1, 30, 14)
+
+
+@torch.no_grad()
+def greedy_without_cache(model: Decoder, prompt: list[int], new: int) -> list[int]:
+    tokens = torch.tensor([prompt])
+    for _ in range(new):
+        tokens = torch.cat((tokens, model(tokens)[:, -1:].argmax(-1)), dim=1)
+    return tokens[0, len(prompt) :].tolist()
+
+
+@pytest.mark.usefixtures("eager")
+def test_packed_base_with_dora_step_by_step(tiny: Path, adapter: Path) -> None:
+    model = load(tiny, NF4, adapter)
+    assert not model.training and not any(p.requires_grad for p in model.parameters())
+    found = generate(model, PROMPTS, SamplingConfig(max_new_tokens=24), set(), CPU)
+    assert found == [greedy_without_cache(model, prompt, 24) for prompt in PROMPTS]
+    assert found != generate(load(tiny, NF4), PROMPTS, SamplingConfig(24), set(), CPU)
+
+
+@pytest.mark.usefixtures("eager")
+@torch.no_grad()
+def test_a_loaded_adapter_is_the_merged_model(tiny: Path, adapter: Path, tmp_path: Path) -> None:
+    """The norms of DoRA are those of the loaded tensors."""
+    tokens = torch.tensor(random_prompts(40))
+    for quantization in (NF4, PLAIN):
+        folder = tmp_path / quantization.format
+        merge = Merge(ModelWeights(tiny), quantization, torch.float32, adapter, torch.float32)
+        merge.write(folder, CPU)
+        difference = load(tiny, quantization, adapter)(tokens) - load(folder)(tokens)
+        assert difference.abs().max() < 1e-4
+
+
+@pytest.mark.usefixtures("eager")
+def test_stored_packed_folders_answer_as_packed_on_the_fly(tiny: Path, tmp_path: Path) -> None:
+    expected = generate(load(tiny, NF4), PROMPTS, SAMPLED, set(), CPU)
+    for layout in ("qfsdp", "bnb"):
+        quantize_folder(ModelWeights(tiny), NF4, tmp_path / layout, CPU, layout)
+        assert generate(load(tmp_path / layout, NF4), PROMPTS, SAMPLED, set(), CPU) == expected
+
+
+def test_a_model_in_training_is_left_so(tiny: Path) -> None:
+    """And does not drop anything out while it answers."""
+    dropping = AdapterConfig("lora", rank=4, dropout=0.9)
+    model = adapted_model(tiny, dropping, format="none")
+    randomize_adapters(model)
+    expected = generate(model.eval(), PROMPTS, SAMPLED, set(), CPU)
+    assert generate(model.train(), PROMPTS, SAMPLED, set(), CPU) == expected
+    assert model.training and next(adapted_linears(model))[1].training
+
+
+# --- batches, ends, ranks ------------------------------------------------------------------------
+
+
+def test_an_answer_does_not_depend_on_its_batch(tiny: Path) -> None:
+    model = load(tiny)
+    for sampling in (SamplingConfig(12), SAMPLED):
+        whole = generate(model, PROMPTS, sampling, set(), CPU)
+        alone = [generate(model, [prompt], sampling, set(), CPU)[0] for prompt in PROMPTS]
+        assert whole == alone == generate(model, PROMPTS[::-1], sampling, set(), CPU)[::-1]
+        assert all(len(answer) == 12 for answer in whole)
+    other_seed = SamplingConfig(12, SAMPLED.temperature, SAMPLED.top_p, seed=4)
+    assert all(
+        a != b for a, b in zip(whole, generate(model, PROMPTS, other_seed, set(), CPU), strict=True)
+    )
+    longer = SamplingConfig(20, SAMPLED.temperature, SAMPLED.top_p, SAMPLED.seed)
+    assert [answer[:12] for answer in generate(model, PROMPTS, longer, set(), CPU)] == whole
+
+
+def ended(answers: list[list[int]], stops: set[int]) -> list[list[int]]:
+    """What is left of endless answers."""
+    ends = [next((at for at, t in enumerate(a) if t in stops), len(a)) for a in answers]
+    return [answer[:end] for answer, end in zip(answers, ends, strict=True)]
+
+
+def test_answers_end_at_stop_tokens(tiny: Path) -> None:
+    model = load(tiny)
+    endless = generate(model, PROMPTS, SAMPLED, set(), CPU)
+    for stops in ({endless[0][0]}, {endless[1][4], endless[2][7]}, {a[6] for a in endless}):
+        told: list[list[int | None]] = []
+        found = generate(model, PROMPTS, SAMPLED, stops, CPU, told.append)
+        assert found == ended(endless, stops) != endless
+        columns = zip(*told, strict=True)
+        assert found == [[t for t in column if t is not None] for column in columns]
+        assert len(told) <= max(map(len, found)) + 1  # one step more, in which the last one ended
+
+
+def on_rank(
+    tiny: Path, adapter: Path, stops: set[int], shares: list[list[int]], given: list[Any]
+) -> list[Any]:
+    """This rank's answers to its share of `PROMPTS`, for each way of sharding."""
+    found = []
+    for sharding in (ShardingConfig(**fields) for fields in given):
+        world = init_world(sharding)
+        config = ModelConfig(str(tiny), "fp32")
+        model = load_for_inference(config, NF4, str(adapter), sharding, world)
+        mine = [PROMPTS[at] for at in shares[world.rank]]
+        found.append(generate(model, mine, SAMPLED, stops, world))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("shares", "shardings"),
+    [
+        ([[2], [0, 3, 1], []], [{}, {"strategy": "ddp"}, {"offload_base": "cpu"}]),
+        pytest.param(
+            [[0, 1, 2, 3], []],
+            [
+                {},
+                {"strategy": "shard_grad_op", "wrap": "linear"},
+                {"strategy": "hybrid_full_shard", "shard": 1},
+                {"cpu_offload": True},
+            ],
+            marks=pytest.mark.slow,  # in the normal run the recipe's test has two ranks
+        ),
+    ],
+    ids=["3", "2"],
+)
+@pytest.mark.usefixtures("eager")
+def test_ranks_answer_as_one_process(
+    shares: list[list[int]], shardings: list[dict[str, Any]], tiny: Path, adapter: Path
+) -> None:
+    """Also where one has no prompt, and where all of one's answers have ended."""
+    endless = generate(load(tiny, NF4, adapter), PROMPTS, SAMPLED, set(), CPU)
+    stops = {endless[2][3], endless[1][5]}
+    expected = ended(endless, stops)
+    by_rank = run_ranks(len(shares), on_rank, tiny, adapter, stops, shares, shardings)
+    for share, of_rank in zip(shares, by_rank, strict=True):
+        for sharding, found in zip(shardings, of_rank, strict=True):
+            assert found == [expected[at] for at in share], sharding
+
+
+def test_prompts_that_cannot_be_answered(tiny: Path) -> None:
+    model = load(tiny)
+    with pytest.raises(UserError, match="prompt 2 of 2 has no tokens"):
+        generate(model, [[1], []], SAMPLED, set(), CPU)
+    with pytest.raises(UserError, match="max_new_tokens: 12 after 245 tokens of prompt 1; .* 256"):
+        generate(model, random_prompts(245), SAMPLED, set(), CPU)
+    assert len(generate(model, random_prompts(244), SAMPLED, set(), CPU)[0]) == 12
+    assert generate(model, [], SAMPLED, set(), CPU) == []
+
+
+# --- sampling ------------------------------------------------------------------------------------
+
+
+def frequencies(logits: Tensor, sampling: SamplingConfig, count: int = 20_000) -> Tensor:
+    """How often each token is picked where draws are spread evenly: no chance in it."""
+    draws = (torch.arange(count) + 0.5) / count
+    tokens = pick(logits.expand(count, -1), draws, sampling)
+    return torch.bincount(tokens, minlength=len(logits)) / count
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("temperature", "top_p"), [(1.0, 1.0), (0.7, 0.9), (1.5, 0.5), (1, 1e-6)])
+def test_tokens_have_their_probabilities(
+    temperature: float, top_p: float, dtype: torch.dtype
+) -> None:
+    logits = (2 * torch.randn(60, generator=torch.Generator().manual_seed(2))).to(dtype)
+    scores = logits.float()[None] / temperature
+    if top_p < 1:
+        scores = TopPLogitsWarper(top_p)(torch.zeros(1, 0), scores)
+    expected = scores.softmax(-1)[0]
+    found = frequencies(logits, SamplingConfig(1, temperature, top_p))
+    assert (found - expected).abs().max() < 2 / 20_000
+    likely = expected > 2 / 20_000
+    assert torch.equal(found[likely] > 0, likely[likely]) and not found[expected == 0].any()
+    assert (expected > 0).sum() == {1.0: 60, 1e-6: 1}.get(top_p, (expected > 0).sum())
+
+
+def test_a_temperature_of_zero_is_greedy() -> None:
+    logits = torch.randn(60, generator=torch.Generator().manual_seed(2))
+    assert frequencies(logits, SamplingConfig(1))[logits.argmax()] == 1
+    almost = SamplingConfig(1, temperature=1e-4)
+    assert frequencies(logits, almost)[logits.argmax()] == 1
+
+
+def test_draws_at_their_ends() -> None:
+    """Neither a draw of 0 nor the largest below 1 picks what has no probability."""
+    logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]).expand(2, -1)
+    draws = torch.tensor([0.0, 1 - 2**-24])
+    assert pick(logits, draws, SamplingConfig(1, temperature=1.0)).tolist() == [1, 2]
+    assert pick(logits, draws, SamplingConfig(1, 1.0, top_p=0.99)).tolist() == [2, 1]
+
+
+def test_draws_are_even_and_belong_to_prompt_and_seed() -> None:
+    sampling = SamplingConfig(max_new_tokens=500, temperature=1.0)
+    draws = _draws(random_prompts(*[3] * 40), sampling)
+    assert draws.min() >= 0 and draws.max() < 1 and len(draws.unique()) > 0.99 * draws.numel()
+    counts = torch.histc(draws, bins=20, min=0, max=1)
+    assert (counts - 1000).abs().max() < 5 * 1000**0.5
+    correlated = torch.corrcoef(draws)[~torch.eye(40, dtype=torch.bool)]
+    assert correlated.abs().max() < 5 * 500**-0.5
+    again = _draws([[1, 2, 3]], SamplingConfig(20, 1.0, seed=1))
+    assert not torch.equal(again, _draws([[1, 2, 3]], SamplingConfig(20, 1.0, seed=2)))
+    assert torch.equal(again[:, :7], _draws([[1, 2, 3]], SamplingConfig(7, 1.0, seed=1)))

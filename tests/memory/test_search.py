@@ -1,0 +1,164 @@
+"""Which rungs are tried and which batches are found, with an estimator of a few lines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from omegaconf import OmegaConf
+
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
+from qfsdp.memory.hardware import Hardware, known_gpu
+from qfsdp.memory.predict import Changes, Prediction, as_words, as_yaml, changed
+from qfsdp.memory.roofline import StepTime
+from qfsdp.memory.search import Found, Rung, batch_of, climb, ladder, largest_batch
+from tests.tiny import ROOT, load_recipe
+
+GIB = 1 << 30
+RANKS = 4
+
+
+class Model:
+    """`base` GiB of weights and `sample` GiB of activations per sample, on 4 ranks."""
+
+    def __init__(self, base: float, sample: float, bend: float = 0) -> None:
+        self.base, self.sample, self.bend = base, sample, bend
+        self.asked: list[Changes] = []
+
+    def __call__(self, changes: Changes) -> Prediction:
+        self.asked.append(changes)
+        strategy, checkpointing = (
+            changes["sharding.strategy"],
+            changes["activation.checkpointing"],
+        )
+        base = self.base / (RANKS if strategy == "full_shard" else 1)
+        kept = {"none": 1, "selective": 0.5, "full": 0.1}[checkpointing]
+        rows = changes["batch_size"] + self.bend * changes["batch_size"] ** 2
+        acts = self.sample * kept * rows
+        device, host = 1 + acts, 0.0
+        if changes["sharding.cpu_offload"] or changes["sharding.offload_base"] == "cpu":
+            host += self.base
+        elif changes["sharding.offload_base"] == "none":
+            device += base
+        if changes["activation.offload"]:
+            device, host = device - 0.9 * acts, host + 0.9 * acts * RANKS
+        slow = 1 + list(changes).index("batch_size") + len(str(changes)) / 1000
+        time = StepTime(slow, "compute", {})
+        return Prediction(changes, int(device * GIB), int(host * GIB), {}, time, 1.0)
+
+
+def card(device: float, host: float | None = None) -> Hardware:
+    memory = None if host is None else int(host * GIB)
+    return replace(known_gpu("rtx4090"), device_memory=int(device * GIB), host_memory=memory)
+
+
+def names(found: list[Found]) -> list[str]:
+    return [f"{each.rung.name}: {each.batch if each.fits else 'no'}" for each in found]
+
+
+def test_order() -> None:
+    rungs = ladder(RANKS)
+    assert [r.name for r in rungs[:4]] == [
+        "ddp, checkpointing none",
+        "ddp, checkpointing selective",
+        "ddp, checkpointing full",
+        "full_shard, checkpointing none",
+    ]
+    assert rungs[-1].name == (
+        "full_shard, checkpointing full, offload_base disk, activation.offload"
+    )
+    assert len(set(rungs)) == len(rungs)
+    for at, rung in enumerate(rungs):  # no rung is slower in nothing than one before it
+        assert not any(rung.not_above(before) for before in rungs[:at])
+    assert {r.changes["sharding.strategy"] for r in ladder(1)} == {"full_shard"}
+
+
+def test_nothing_is_tried_above_a_rung_that_takes_all() -> None:
+    model = Model(base=4, sample=1)
+    found = list(climb(ladder(RANKS), model, 8, card(24)))
+    assert names(found) == ["ddp, checkpointing none: 8"]
+    assert found[0].whole
+
+
+def test_frugal_rungs_are_asked_first_and_spare_the_others() -> None:
+    model = Model(base=40, sample=1)
+    found = list(climb(ladder(RANKS), model, 8, card(24)))
+    assert names(found) == [
+        "ddp, checkpointing full: no",
+        "full_shard, checkpointing none: 8",
+    ]
+    asked = [a["activation.checkpointing"] for a in model.asked if a["sharding.strategy"] == "ddp"]
+    assert asked == ["full"]
+
+
+def test_a_rung_that_takes_all_leaves_those_that_compute_less() -> None:
+    """ddp takes all samples only if everything is computed again, full_shard with less."""
+    found = names(list(climb(ladder(RANKS), Model(base=14, sample=2), 8, card(24))))
+    assert found == [
+        "ddp, checkpointing none: 4",
+        "ddp, checkpointing selective: 8",
+        "full_shard, checkpointing none: 8",
+    ]
+
+
+def test_batches_grow_with_what_is_spared() -> None:
+    found = list(climb(ladder(RANKS), Model(base=40, sample=5), 16, card(24)))
+    full_shard = [f for f in found if f.rung.changes["sharding.strategy"] == "full_shard"]
+    assert [f.batch for f in full_shard][:3] == [2, 4, 16]
+    assert not any(f.rung.changes["sharding.offload_base"] == "disk" for f in found)
+    for each in found:
+        if each.fits:
+            assert each.prediction.fits(card(24))
+            batch = each.prediction.changes
+            assert batch["batch_size"] * batch["gradient_accumulation_steps"] == 16
+
+
+def test_disk_only_where_host_memory_is_short() -> None:
+    found = names(list(climb(ladder(RANKS), Model(base=100, sample=2), 4, card(24, host=64))))
+    assert "full_shard, checkpointing full, offload_base cpu: no" in found
+    assert "full_shard, checkpointing full, offload_base disk: 4" in found
+    found = names(list(climb(ladder(RANKS), Model(base=100, sample=2), 4, card(24, host=128))))
+    assert not any("disk" in name for name in found)
+
+
+def test_a_prediction_beyond_the_line_does_not_count() -> None:
+    """Two small batches say that 8 fit; 8 do not."""
+    bent = Model(base=0, sample=1, bend=0.4)
+    rung = Rung("ddp", "none")
+    found = largest_batch(rung, bent, 8, card(24))
+    assert (found.batch, found.fits, found.whole) == (4, True, False)
+
+
+@pytest.mark.parametrize(("samples", "sizes"), [(1, {1}), (7, {1, 7}), (12, {1, 2, 3, 4, 6, 12})])
+def test_micro_batches_divide_a_step(samples: int, sizes: set[int]) -> None:
+    model = Model(base=0, sample=0)
+    largest_batch(ladder(RANKS)[0], model, samples, card(24))
+    assert {a["batch_size"] for a in model.asked} <= sizes
+
+
+def test_nothing_fits() -> None:
+    found = list(climb(ladder(RANKS), Model(base=40, sample=500), 4, card(4)))
+    assert found and not any(each.fits for each in found)
+
+
+def test_every_rung_is_a_config_from_whatever_there_is() -> None:
+    words = ["sharding.strategy=hybrid_full_shard", "sharding.replicate=2", "sharding.shard=2"]
+    recipe = load_recipe()
+    argv = ["--config", str(ROOT / "configs/llama3_8b_lora.yaml"), *words]
+    cfg = load_config(recipe.Config, argv)
+    for rung in ladder(RANKS):
+        found = changed(cfg, rung.changes | batch_of(2, 16))
+        assert found == load_config(
+            recipe.Config, [*argv, *as_words(rung.changes | batch_of(2, 16)).split()]
+        )
+        written = OmegaConf.create(as_yaml(rung.changes))
+        assert written.sharding.strategy == rung.strategy
+        assert written.activation.offload is rung.offload_activations
+
+
+def test_changes_that_do_not_go_together_are_told() -> None:
+    recipe = load_recipe()
+    cfg = load_config(recipe.Config, ["--config", str(ROOT / "configs/llama3_8b_lora.yaml")])
+    with pytest.raises(UserError, match="^with sharding.cpu_offload=true .*offload_base"):
+        changed(cfg, {"sharding.cpu_offload": True, "sharding.offload_base": "cpu"})

@@ -1,0 +1,91 @@
+"""Optimizers over sharded parameters: the bits of torch's own step, and DTensors between steps."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+from qfsdp.cli.component import Component
+from qfsdp.training.optimizer import build_optimizer
+from tests.ranks import run_ranks
+
+OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
+    "fused": ("torch.optim.AdamW", {"lr": 1e-2, "fused": True}),
+    "amsgrad": ("torch.optim.AdamW", {"lr": 1e-2, "amsgrad": True, "weight_decay": 0.1}),
+    "momentum": ("torch.optim.SGD", {"lr": 1e-2, "momentum": 0.9}),
+    "plain": ("torch.optim.SGD", {"lr": 1e-2}),
+}
+SHAPES = [(5, 7), (7,), (4, 3)]  # rows that two ranks share unevenly
+
+
+def parameters() -> list[nn.Parameter]:
+    mesh, generator = init_device_mesh("cpu", (dist.get_world_size(),)), torch.Generator()
+    generator.manual_seed(0)
+    whole = (torch.randn(shape, generator=generator) for shape in SHAPES)
+    return [nn.Parameter(distribute_tensor(tensor, mesh, [Shard(0)])) for tensor in whole]
+
+
+def steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int) -> None:
+    """Three, with other gradients in each; the last parameter has one every other step."""
+    for step in range(first, first + 3):
+        generator = torch.Generator().manual_seed(step)
+        for index, param in enumerate(params):
+            grad = torch.randn(param.shape, generator=generator)
+            if index < 2 or step % 2:
+                param.grad = distribute_tensor(grad, param.device_mesh, [Shard(0)])  # type: ignore
+        optimizer.step()
+        assert all(isinstance(param, DTensor) for param in optimizer.param_groups[0]["params"])
+        assert all(param.to_local().grad is None for param in params)
+        optimizer.zero_grad()
+
+
+def train(name: str) -> dict[str, list[dict[str, Any]]]:
+    """Rows and state of both after three steps, and three more from a loaded state."""
+    path, kwargs = OPTIMIZERS[name]
+    found: dict[str, list[dict[str, Any]]] = {"ours": [], "torch": []}
+    for who in found:
+        params = parameters()
+        made = Component(path, kwargs)
+        optimizer = build_optimizer(made, params) if who == "ours" else made.build(params)
+        for first in (0, 3):
+            steps(optimizer, params, first)
+            state = [optimizer.state.get(param, {}) for param in params]
+            kinds = [{k: type(v).__name__ for k, v in fields.items()} for fields in state]
+            rows = [{k: plain(v) for k, v in fields.items()} for fields in state]
+            found[who].append({"kinds": kinds, "state": rows, "rows": [plain(p) for p in params]})
+            optimizer.load_state_dict(optimizer.state_dict())
+    return found
+
+
+def plain(value: Any) -> Any:
+    return value.detach().to_local().clone() if isinstance(value, DTensor) else value
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_a_step_over_rows_is_a_step_over_dtensors(name: str) -> None:
+    for found in run_ranks(2, train, name):
+        for ours, theirs in zip(found["ours"], found["torch"], strict=True):
+            assert ours["kinds"] == theirs["kinds"]
+            assert name == "plain" or "DTensor" in ours["kinds"][0].values()
+            for mine, other in zip(ours["rows"], theirs["rows"], strict=True):
+                assert torch.equal(mine, other)
+            for mine, other in zip(ours["state"], theirs["state"], strict=True):
+                assert mine.keys() == other.keys()
+                for field, value in mine.items():
+                    same = value == other[field]
+                    assert same.all() if isinstance(same, Tensor) else same, field
+
+
+def test_only_sharded_parameters_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = []
+    monkeypatch.setattr(
+        "qfsdp.training.optimizer.LocalSteps", lambda optimizer: made.append(optimizer)
+    )
+    build_optimizer(Component("torch.optim.AdamW", {}), [nn.Parameter(torch.zeros(3))])
+    assert not made

@@ -1,0 +1,240 @@
+"""FLOPs are those that PyTorch counts, and times are those that were spent."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.profiler import profile
+from torch.utils.checkpoint import set_checkpoint_early_stop
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
+
+from qfsdp.data.loader import IGNORE_INDEX, collate
+from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.modules.transformer import Decoder
+from qfsdp.training.throughput import (
+    StepClock,
+    StepFlops,
+    document_lengths,
+    matmul_rate,
+    step_flops,
+    utilization,
+)
+from tests.models import load_model
+from tests.ranks import run_ranks
+from tests.tiny import TINY_CONFIG, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+CPU = torch.device("cpu")
+ROWS, SEQ, WIDTH = 3, 40, 192
+aten = torch.ops.aten
+
+SETUPS: dict[str, tuple[AdapterConfig | None, dict[str, Any]]] = {
+    "lora": (AdapterConfig("lora", rank=5), {}),
+    "dora": (AdapterConfig("dora", rank=5), {}),
+    "head": (AdapterConfig("dora", rank=5, targets=["all-linear", "lm_head"]), {}),
+    "dropout": (AdapterConfig("lora", rank=5, dropout=0.5), {}),
+    "some": (AdapterConfig("lora", rank=5, targets=["v_proj", "down_proj"]), {}),
+    "late": (AdapterConfig("lora", rank=5, targets=["down_proj"]), {}),
+    "ia3": (AdapterConfig("ia3"), {}),
+    "ia3, late": (AdapterConfig("ia3", targets=["down_proj"]), {}),
+    "nothing frozen": (None, {}),
+    "nothing frozen, tied": (None, {"tie_word_embeddings": True}),
+}
+
+
+def plain_adapted_linear(
+    x: Tensor,
+    weight: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scaling: float,
+    ratio: Tensor | None,
+    dropped: Tensor | None,
+) -> Tensor:
+    """For autograd to differentiate, and PyTorch to count."""
+    y = x @ weight.T + scaling * ((x if dropped is None else dropped) @ a.T) @ b.T
+    return y if ratio is None else y * ratio
+
+
+def attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return sdpa_flop_count(q, k, v)
+
+
+def attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
+    return sdpa_backward_flop_count(grad, q, k, v)
+
+
+# PyTorch has these formulas, but not for the kernels of CPUs.
+CPU_ATTENTION = {
+    aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
+}
+
+
+def counted(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
+    """FLOPs of a real forward and backward pass: linears, attention."""
+    counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
+    # Else the last products of a layer, whose results nobody asks for, are not done again; our
+    # own operation keeps its results.
+    with counter, set_checkpoint_early_stop(False):
+        model(tokens, labels=labels).backward()
+    by_op: dict[Any, int] = dict(counter.get_flop_counts()["Global"])
+    attention = sum(by_op.pop(op, 0) for op in CPU_ATTENTION)
+    return sum(by_op.values()), attention
+
+
+@pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
+@pytest.mark.parametrize("name", SETUPS)
+def test_flops_are_those_that_pytorch_counts(
+    name: str, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("qfsdp.modules.adapters.adapted_linear", plain_adapted_linear)
+    adapter, changes = SETUPS[name]
+    model = Decoder(DecoderConfig.from_dict(TINY_CONFIG | changes))
+    if adapter is not None:
+        add_adapters(model, adapter)
+        init_adapters(model, seed=0)
+    model.set_activations(ActivationConfig(checkpointing))
+    tokens = torch.randint(0, 577, (ROWS, SEQ))
+    labels = torch.randint(0, 577, (ROWS, SEQ)).masked_fill_(torch.rand(ROWS, SEQ) < 0.4, -100)
+    targets = int((labels != IGNORE_INDEX).sum())
+
+    linears, attention = counted(model, tokens, labels)
+    flops = step_flops(model, [SEQ] * ROWS, targets)
+
+    # PyTorch counts all pairs of tokens, we those that a causal kernel computes.
+    attention = attention * (SEQ + 1) // (2 * SEQ)
+    assert flops.hardware == linears + attention
+    if checkpointing != "full":
+        product = 2 * ROWS * SEQ * (SEQ + 1) // 2 * WIDTH  # of the attention of a layer
+        with_backward = 1 if "late" in name else 2  # nothing before the first down_proj is trained
+        assert attention == product * (2 * 2 + 5 * with_backward)
+        assert flops.model == flops.hardware - product * with_backward
+    else:
+        model.set_activations(ActivationConfig("none"))
+        assert flops.model == step_flops(model, [SEQ] * ROWS, targets).model
+        assert flops.hardware > 1.2 * flops.model
+
+
+@pytest.mark.parametrize("lengths", [[40, 40, 40], [1, 7, 3, 29, 80], [120]])
+@pytest.mark.parametrize("window", [None, 1, 16, 64, 500])
+def test_attention_sees_its_document_and_window(lengths: list[int], window: int | None) -> None:
+    changes: dict[str, Any] = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(TINY_CONFIG | changes))
+    pairs = 0
+    for length in lengths:
+        seen = torch.ones(length, length).tril()
+        pairs += int((seen if window is None else seen.triu(1 - window)).sum())
+    # One token per document attends to itself alone; what differs otherwise is attention.
+    alone, flops = step_flops(model, [1] * 120, 9), step_flops(model, lengths, 9)
+    assert flops.model - alone.model == (pairs - 120) * 2 * WIDTH * 6 * 2
+    assert flops.hardware - alone.hardware == (pairs - 120) * 2 * WIDTH * 7 * 2
+
+
+def packed_model_flops(folder: Path, world: int) -> StepFlops:
+    model = load_model(
+        folder, wrap="linear" if world > 1 else "decoder_layer", adapter=AdapterConfig(rank=5)
+    )
+    return step_flops(model, [33, 7], 20)
+
+
+def test_packed_and_sharded_models_have_the_flops_of_plain_ones(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path)
+    with torch.device("meta"):
+        plain = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
+    quantize_linears(plain, QuantizationConfig("none"))
+    add_adapters(plain, AdapterConfig(rank=5))
+    expected = step_flops(plain, [33, 7], 20)
+    assert packed_model_flops(tmp_path, 1) == expected
+    assert run_ranks(2, packed_model_flops, tmp_path, 2) == [expected, expected]
+
+
+def test_document_lengths() -> None:
+    samples = [{"tokens": list(range(1, n)), "labels": list(range(1, n))} for n in (6, 12)]
+    assert document_lengths(collate(samples, pad_id=0)) == [16, 16]
+    packs = [
+        {"tokens": [1] * 9, "labels": [1] * 9, "lengths": [4, 5]},
+        {"tokens": [1] * 12, "labels": [1] * 12, "lengths": [12]},
+    ]
+    assert document_lengths(collate(packs, pad_id=0, max_seq_len=12)) == [4, 5, 3, 12]
+
+
+def test_phases_add_up_and_are_told_once() -> None:
+    clock, since = StepClock(CPU), time.perf_counter()
+    for _ in range(2):
+        with clock.phase("forward"):
+            time.sleep(0.02)
+        with clock.phase("backward"), clock.phase("inner"):
+            time.sleep(0.03)
+    elapsed, spent = time.perf_counter() - since, clock.seconds()
+    assert set(spent) == {"forward", "backward", "inner"}
+    assert spent["forward"] >= 0.04 and spent["inner"] >= 0.06
+    assert spent["inner"] <= spent["backward"] <= elapsed - spent["forward"]
+    assert clock.seconds() == {}
+    with clock.phase("logging"):
+        clock.seconds()  # a phase that is going on belongs to the next time
+    assert list(clock.seconds()) == ["logging"]
+
+
+def test_a_phase_that_raises_is_not_counted() -> None:
+    clock = StepClock(CPU)
+    with pytest.raises(KeyError), clock.phase("data"):
+        raise KeyError
+    assert "data" not in clock.seconds()
+
+
+def test_phases_are_ranges_of_a_trace() -> None:
+    clock = StepClock(CPU)
+    with profile(acc_events=True) as trace:
+        for _ in range(3):
+            with clock.phase("forward"):
+                torch.ones(8) @ torch.ones(8)
+    (event,) = (event for event in trace.key_averages() if event.key == "forward")
+    assert event.count == 3
+
+
+def test_matmul_rate_is_what_a_product_reaches() -> None:
+    since = time.perf_counter()
+    rate = matmul_rate(CPU, torch.float32)
+    assert time.perf_counter() - since < 5.0  # 0.35 on an idle machine
+    a, best = torch.randn(1024, 1024), float("inf")
+    for _ in range(8):
+        since = time.perf_counter()
+        a @ a
+        best = min(best, time.perf_counter() - since)
+    assert 0.2 < rate / (2 * 1024**3 / best) < 5.0
+
+
+def test_utilization() -> None:
+    assert utilization(StepFlops(600, 800), seconds=2.0, rate=1000.0) == {
+        "model_flops_utilization": 0.3,
+        "hardware_flops_utilization": 0.4,
+    }
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
+def test_phases_on_a_gpu_wait_for_nothing() -> None:
+    device = torch.device("cuda", 0)
+    rate = matmul_rate(device, torch.bfloat16)
+    assert rate > 1e12
+    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    clock = StepClock(device)
+    torch.cuda.synchronize()
+    since = time.perf_counter()
+    with clock.phase("forward"):
+        for _ in range(50):
+            a @ a
+    enqueued = time.perf_counter() - since
+    spent = clock.seconds()["forward"]
+    assert enqueued < 0.5 * spent
+    assert 0.3 * rate < 50 * 2 * 8192**3 / spent < 1.2 * rate
