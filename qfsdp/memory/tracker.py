@@ -34,7 +34,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qfsdp.memory.kernels import DATA_DEPENDENT, WORKSPACE, Target, fused_rms_norm
 from qfsdp.modules import quantized_linear
-from qfsdp.tensor_subclasses.kernels import custom_op, dry_run, host_memory
+from qfsdp.tensor_subclasses.kernels import custom_op, dry_run
 from qfsdp.training.memory_usage import plain_tensors
 
 aten = torch.ops.aten
@@ -313,14 +313,14 @@ class MemoryTracker(TorchDispatchMode):
     # ---- what is no operation ----------------------------------------------------------------
 
     def in_host_memory(self, tensor: Tensor) -> None:
-        """`qfsdp.tensor_subclasses.kernels.host_memory.Observer`."""
+        """`kernels.dry_run.DryRun`."""
         if isinstance(tensor, FakeTensor):
             self.follow(tensor)
             block = self._live[tensor.untyped_storage()._cdata]
             self._move(block, block.kind, True)
 
     def moved(self, way: str, size: int) -> None:
-        """`qfsdp.tensor_subclasses.kernels.host_memory.Observer`."""
+        """`kernels.dry_run.DryRun`."""
         self.ways[self.phase, way] += size
 
     @contextmanager
@@ -341,13 +341,12 @@ class MemoryTracker(TorchDispatchMode):
             undo.callback(leaves.remove)
             for place, name, value in (
                 (torch.UntypedStorage, "resize_", resized),
-                (dry_run, "dry_run", self),
-                (host_memory, "observer", self),
                 (quantized_linear, "_scratch", threading.local()),  # a fake one must not survive
                 *([(F, "rms_norm", fused_rms_norm)] if self.target == "cuda" else []),
             ):
                 undo.callback(setattr, place, name, getattr(place, name))
                 setattr(place, name, value)
+            undo.enter_context(dry_run.following(self))
             undo.enter_context(self)
             yield
 

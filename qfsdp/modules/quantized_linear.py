@@ -177,7 +177,7 @@ def frozen_weight(
     if not format:
         return (weight if row_scale is None else weight * row_scale.unsqueeze(1)).to(dtype)
     out = None
-    traced = type(weight) is not Tensor and dry_run.dry_run is None
+    traced = type(weight) is not Tensor and dry_run.current is None
     if on_cpu(weight) and not traced:
         out = scratch("weight", (weight.size(0), cols), dtype)
     dequantize = FORMATS[format].dequantize_rows

@@ -150,7 +150,7 @@ def test_nothing_global_is_left(tiny: Path) -> None:
     random, dtype = torch.random.get_rng_state(), torch.get_default_dtype()
     threads = threading.active_count()
     estimate(*load(tiny), 3)
-    assert not dist.is_initialized() and dry_run.dry_run is None
+    assert not dist.is_initialized() and dry_run.current is None
     assert torch.equal(torch.random.get_rng_state(), random)
     assert torch.get_default_dtype() == dtype and threading.active_count() <= threads
     assert type(torch.empty(1)) is torch.Tensor

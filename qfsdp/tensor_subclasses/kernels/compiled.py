@@ -13,7 +13,7 @@ from typing import Any, ParamSpec, TypeVar
 import torch
 
 from qfsdp.cli.errors import UserError
-from qfsdp.tensor_subclasses.kernels import dry_run as dry
+from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.dispatch import Kernel
 
 DYNAMIC_DEVICES = ("cpu",)  # where `static_on_gpus` does not hold
@@ -110,8 +110,8 @@ def compiled(
         first = next(a for a in args if isinstance(a, torch.Tensor))
         plain = type(first) is torch.Tensor and first.device.type != "meta"
         large = first.numel() >= smallest
-        if dry.dry_run is not None and large and can_compile():
-            return dry.dry_run.results_only(fn, *args, **kwargs)
+        if dry_run.current is not None and large and can_compile():
+            return dry_run.current.results_only(fn, *args, **kwargs)
         if plain and large and not torch.compiler.is_compiling() and can_compile():
             shapes = None
             if static_on_gpus and first.device.type not in DYNAMIC_DEVICES:

@@ -11,41 +11,28 @@ from __future__ import annotations
 import ctypes
 import sys
 from collections.abc import Sequence
-from typing import Literal, Protocol
 
 import torch
 from torch import Tensor
 
+from qfsdp.tensor_subclasses.kernels import dry_run
+from qfsdp.tensor_subclasses.kernels.dry_run import Way
+
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
 _LARGE_BLOCK = 1 << 20
 
-Way = Literal["to_device", "to_host", "from_disk"]
-
-
-class Observer(Protocol):
-    """What a dry run wants to be told."""
-
-    def in_host_memory(self, tensor: Tensor) -> None:
-        """`tensor`'s storage is host memory."""
-
-    def moved(self, way: Way, size: int) -> None:
-        """`size` bytes went that way."""
-
-
-observer: Observer | None = None
-
 
 def in_host_memory(tensor: Tensor) -> Tensor:
-    """Says that `tensor` lies in host memory, whatever its device is called; returns it."""
-    if observer is not None:
-        observer.in_host_memory(tensor)
+    """Tells a dry run that `tensor` lies in host memory, whatever its device; returns it."""
+    if dry_run.current is not None:
+        dry_run.current.in_host_memory(tensor)
     return tensor
 
 
 def moved(way: Way, size: int) -> None:
-    """Says that `size` bytes went that way."""
-    if observer is not None:
-        observer.moved(way, size)
+    """Tells a dry run that `size` bytes are copied in the given direction."""
+    if dry_run.current is not None:
+        dry_run.current.moved(way, size)
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
