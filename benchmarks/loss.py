@@ -3,8 +3,8 @@
     python benchmarks/loss.py [--quick] [--json loss.json]
 
 Three ways to the same number and gradient, in turn, in one run: whole logits, torch's
-`F.linear_cross_entropy` (from 2.13 on), and `qfsdp.modules.loss.head_loss`, which also skips positions
-without a target; its figures are given for all positions being targets, and for half of them.
+`F.linear_cross_entropy` (from 2.13 on), and `qfsdp.modules.loss.head_loss`, which also skips
+positions without a target; its figures are given with all positions as targets, and with half.
 In bf16, but in fp32 on a CPU without bf16 products, for which the others have no other way.
 
     time_over_plain, memory_over_plain      head_loss over whole logits, every position a target

@@ -16,8 +16,8 @@ Keys of the JSON file; ratios of seconds, with `_min` and `_max`, of rank 0 of 2
     eightbit_over_fused          torchao's AdamW8bit on plain tensors; it compiles for half a
     eightbit_dtensor_over_tensor minute, so only with 1 rank, and not with --quick
     eightbit_state_bytes_over_fp32
-    clip_dtensor_over_tensor     `qfsdp.distributed.gradients.clip_grad_norm`; with DTensors it has one
-                                 all-reduce, which waits for the other rank
+    clip_dtensor_over_tensor     `qfsdp.distributed.gradients.clip_grad_norm`; with DTensors it
+                                 has one all-reduce, which waits for the other rank
     first_clip_dtensor_seconds   of the first call, for which torch works out how it shards
     zero_dtensor_over_tensor     `zero_grad`
     NAME_seconds                 medians

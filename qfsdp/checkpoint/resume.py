@@ -4,7 +4,8 @@
         state/        torch.distributed.checkpoint: what is trained, optimizer, schedule, random
                       states
         adapter/      adapters in PEFT's format, where it is these that are trained
-        facts.json    the step, and what a run that goes on must share (`qfsdp.checkpoint.compatibility`)
+        facts.json    the step, and settings that a resumed run must share
+                      (`qfsdp.checkpoint.compatibility`)
 
 A checkpoint is written as `step_00000040.partial` and renamed when every byte of it is on disk,
 so a folder that has its name is whole. Names ending in `.partial` are nobody's.

@@ -33,8 +33,8 @@ Choice = tuple[int, ...]
 def check_memory(recipe: ModuleType | str | Path, cfg: Any) -> None:
     """Compares what a step of a training recipe would hold with what there is.
 
-    By a dry run, for the ranks that are about to start (`qfsdp.cli.ranks.planned_ranks`), on GPUs of
-    `cfg.device_memory` or on those of this machine; without any, on its host memory, shared by
+    By a dry run, for the ranks that are about to start (`qfsdp.cli.ranks.planned_ranks`), on GPUs
+    of `cfg.device_memory` or on those of this machine; without any, on its host memory, shared by
     the ranks. Prints one line, or does nothing with `cfg.preflight` false.
 
     Args:

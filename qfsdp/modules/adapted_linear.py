@@ -12,8 +12,8 @@ and y is kept by what consumes it anyway, for the most part (for the rest see
 gradients for x: the sum is rounded once, and is no pass of its own over an output (235 MB for 8,192
 tokens of an 8B model's feed-forward).
 
-Two custom_op custom ops, as for `packed.linear`: traced into a compiled layer, the partitioner would
-decide what of the dequantized weight is kept.
+Two custom ops, as `quantized_linear.linear` has: traced into a compiled layer, the
+partitioner would decide what of the dequantized weight is kept.
 """
 
 from __future__ import annotations

@@ -134,7 +134,7 @@ def _varlen(
 
 
 # ---- one document after the other -------------------------------------------------------------
-# Two custom_op custom ops, so that torch.compile neither breaks its graph at the loop nor builds one
+# Two custom ops, so that torch.compile neither breaks its graph at the loop nor builds one
 # for every list of lengths. Saved for backward: q, k, v, out and its logsumexp. CPUs have a flash
 # kernel of their own: 0.14 s against 0.18 of plain products for documents of 256 tokens, 0.25
 # against 1.54 for 1024 (forward + backward of 4096 tokens, 9/3 heads of 64, bf16, one core).

@@ -111,9 +111,9 @@ def _targeted(model: nn.Module, config: QuantizationConfig) -> Iterator[str]:
 
 
 # ---- the quantized linear ------------------------------------------------------------------
-# Two custom_op custom ops. If the dequantize code were traced into a compiled decoder layer, the
+# Two custom ops. If the dequantize code were traced into a compiled decoder layer, the
 # partitioner could keep what it likes of it for backward: it kept one byte per weight when we
-# tried. Around custom_op ops `_QuantizedProduct` says what is saved: the packed bytes, which are a view
+# tried. Around custom ops `_QuantizedProduct` says what is saved: the bytes, which are a view
 # of what FSDP2 gathers again for backward, and the extras.
 
 
