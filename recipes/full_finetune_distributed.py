@@ -33,8 +33,8 @@ from qfsdp.cli.launch import launch
 from qfsdp.cli.signals import StopRequest
 from qfsdp.data import Batch, PackedDataset, StepLoader, check_data
 from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
-from qfsdp.distributed.sharding import shard_model
-from qfsdp.distributed.strategy import ShardingConfig, shard_rank
+from qfsdp.distributed.sharding import shard_model, shard_rank
+from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.adapters import refresh_dora_norms

@@ -1,14 +1,14 @@
-"""Checkpoints of a run, and going on from one.
+"""Checkpoints of a run, and resuming from one.
 
     <output_dir>/checkpoints/step_00000040/
-        state/        torch.distributed.checkpoint: what is trained, optimizer, schedule, random
+        state/        torch.distributed.checkpoint: trained tensors, optimizer, schedule, random
                       states
-        adapter/      adapters in PEFT's format, where it is these that are trained
-        facts.json    the step, and settings that a resumed run must share
+        adapter/      the adapters in PEFT's format, if adapters are trained
+        facts.json    the step, and the settings that a resumed run must share
                       (`qfsdp.checkpoint.compatibility`)
 
-A checkpoint is written as `step_00000040.partial` and renamed when every byte of it is on disk,
-so a folder that has its name is whole. Names ending in `.partial` are nobody's.
+A checkpoint is written as `step_00000040.partial` and renamed once every byte of it is on disk, so
+a folder with its final name is complete. `.partial` folders are incomplete.
 """
 
 from __future__ import annotations

@@ -1,35 +1,64 @@
-"""TODO distributed.disk_ring."""
+"""A ring of host buffers that a thread fills from disk, ahead of use.
+
+The frozen base is only read, so offloading it to disk needs no swap file: a rank's rows of a
+weight are one contiguous range of the model's own file. Each buffer holds one unit of FSDP2 (a
+decoder layer or a linear):
+
+    file --thread--> ring (bounded host memory) --copy stream--> device --all-gather--> unit
+
+The thread reads the units that `FetchOrder` predicts: in a step they come forward, backward, and
+forward again for the norms of DoRA, and every step repeats the one before. The ring knows no file
+format; whoever adds a weight passes the function that reads it.
+"""
 
 from __future__ import annotations
 
-import os
 import threading
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from queue import Queue
 
 import torch
 from torch import Tensor
 
-from qfsdp.checkpoint.weights.read import StoredTensor, read_rows
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.sizes import format_size
-from qfsdp.distributed.stores import DiskStore, Order
+from qfsdp.distributed.fetch_order import FetchOrder
 from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, moved, to_device
 
 
-@dataclass
-class _Range:
-    """Rows of a stored tensor, and where in its unit's buffer they go."""
+@dataclass(frozen=True)
+class FileRows:
+    """Rows of one weight in a file.
 
-    stored: StoredTensor
-    rows: range
-    start: int
+    Fields:
+        rows: their number.
+        row_bytes: bytes of one row.
+        read_into: fills a contiguous uint8 tensor of `rows * row_bytes` with them. The ring calls
+            it in its thread.
+    """
+
+    rows: int
+    row_bytes: int
+    read_into: Callable[[Tensor], None]
 
     @property
     def size(self) -> int:
-        return len(self.rows) * self.stored.row_bytes
+        """Bytes of all rows."""
+        return self.rows * self.row_bytes
+
+
+@dataclass(frozen=True)
+class _Entry:
+    """A weight's unit, its rows, and their first byte in the unit's buffer."""
+
+    unit: Hashable
+    source: FileRows
+    start: int
+
+    @property
+    def stop(self) -> int:
+        return self.start + self.source.size
 
 
 @dataclass(eq=False)
@@ -38,10 +67,10 @@ class _Slot:
 
     Fields:
         buffer: uint8, pinned where there is an accelerator.
-        unit: what it holds, or is about to; None at the start.
-        ready: set once that has been read, or has failed to be.
-        error: what went wrong then.
-        copied: the copies from it to the device; the buffer is not written before they are done.
+        unit: the unit that it holds or is being filled with; None at the start.
+        ready: set after the read has succeeded or failed.
+        error: why the read failed, or None.
+        copied: events of copies to the device; the buffer is not refilled before they finish.
     """
 
     buffer: Tensor
@@ -52,40 +81,39 @@ class _Slot:
 
 
 class DiskRing:
-    """Reads this rank's rows of the base, one unit ahead or several, within a bound of memory.
+    """Reads this rank's rows of the base one or more units ahead, in bounded host memory.
 
-    Fill it with `add`, then `start` it. It ends with the process.
+    Call `add` for every weight, then `start`. The thread ends with the process.
 
     Args:
         memory: bytes of host memory for all buffers together.
 
     Attributes:
-        order: of the units.
+        order: predicts the next units.
     """
 
     def __init__(self, memory: int) -> None:
         self._memory = memory
-        self._units: dict[Hashable, list[_Range]] = {}
-        self._places: dict[DiskStore, _Range] = {}
-        self._slots: list[_Slot] = []  # the one that was used last is at the end
-        self.order = Order()
-        self._wanted: Queue[tuple[_Slot, threading.Event]] = Queue()
-        self._files: dict[Path, int] = {}
+        self._units: dict[Hashable, list[_Entry]] = {}
+        self._entries: dict[Hashable, _Entry] = {}
+        self._slots: list[_Slot] = []  # least recently used first
+        self.order = FetchOrder()
+        self._requests: Queue[tuple[_Slot, threading.Event]] = Queue()
 
-    def add(self, store: DiskStore, stored: StoredTensor, rows: range) -> None:
-        """`store` keeps `rows` of `stored`; weights of one unit are read together."""
-        ranges = self._units.setdefault(store.unit, [])
-        start = ranges[-1].start + ranges[-1].size if ranges else 0
-        ranges.append(_Range(stored, rows, start))
-        self._places[store] = ranges[-1]
+    def add(self, weight: Hashable, unit: Hashable, source: FileRows) -> None:
+        """Registers a weight under the key `weight`; weights of one unit are read together."""
+        entries = self._units.setdefault(unit, [])
+        start = entries[-1].stop if entries else 0
+        entries.append(_Entry(unit, source, start))
+        self._entries[weight] = entries[-1]
 
     def start(self) -> None:
-        """Makes the buffers and reads the first units.
+        """Allocates the buffers and starts to read the first units.
 
         Raises:
-            UserError: the memory is less than two buffers take.
+            UserError: two buffers do not fit into the memory.
         """
-        largest = max((r[-1].start + r[-1].size for r in self._units.values()), default=0)
+        largest = max((entries[-1].stop for entries in self._units.values()), default=0)
         count = min(self._memory // max(largest, 1), len(self._units))
         if count < min(2, len(self._units)):
             raise UserError(
@@ -93,69 +121,64 @@ class DiskRing:
                 f"{format_size(largest)}, and two must fit: expected {2 * largest} bytes or more"
             )
         self._slots = [_Slot(host_empty([largest], torch.uint8)) for _ in range(count)]
-        for store in self._places:
-            store.ring = self
         threading.Thread(target=self._run, name="disk-ring", daemon=True).start()
         self.order.guess(list(self._units))
-        self._look_ahead()
+        self._read_ahead()
 
-    def read(self, store: DiskStore, device: torch.device) -> Tensor:
-        """uint8 `[rows, row_bytes]` of `store` on `device`, copied in the current stream."""
-        slot = self._slot_of(store.unit) or self._begin(store.unit)
+    def read(self, weight: Hashable, device: torch.device) -> Tensor:
+        """uint8 `[rows, row_bytes]` of a weight on `device`, copied in the current stream.
+
+        Raises:
+            Exception: the error of `FileRows.read_into`.
+        """
+        entry = self._entries[weight]
+        slot = self._slot_of(entry.unit) or self._request(entry.unit)
         self._slots.remove(slot)
         self._slots.append(slot)
         slot.ready.wait()
         if slot.error is not None:
             raise slot.error
-        place = self._places[store]
-        held = slot.buffer[place.start : place.start + place.size]
-        rows = to_device(held.view(len(place.rows), place.stored.row_bytes), device)
+        held = slot.buffer[entry.start : entry.stop]
+        rows = to_device(held.view(entry.source.rows, entry.source.row_bytes), device)
         if device.type != "cpu":
             slot.copied.append(torch.accelerator.current_stream(device).record_event())
-        self._look_ahead()
+        self._read_ahead()
         return rows
 
-    def is_ready(self, store: DiskStore) -> bool:
-        """Whether `read` would not wait."""
-        slot = self._slot_of(store.unit)
+    def is_ready(self, weight: Hashable) -> bool:
+        """Whether `read` returns without waiting for the disk."""
+        slot = self._slot_of(self._entries[weight].unit)
         return slot is not None and slot.ready.is_set()
 
     def _slot_of(self, unit: Hashable) -> _Slot | None:
         return next((slot for slot in self._slots if slot.unit == unit), None)
 
-    def _begin(self, unit: Hashable, keep: Sequence[Hashable] = ()) -> _Slot:
-        """Has the thread read `unit` into the buffer that has not been used for longest."""
+    def _request(self, unit: Hashable, keep: Sequence[Hashable] = ()) -> _Slot:
+        """Asks the thread to read `unit` into the least recently used buffer not in `keep`."""
         slot = next(s for s in self._slots if s.unit not in keep or s.unit is None)
         slot.unit, slot.error, slot.ready = unit, None, threading.Event()
-        self._wanted.put((slot, slot.ready))
+        self._requests.put((slot, slot.ready))
         return slot
 
-    def _look_ahead(self) -> None:
-        """Begins to read what will follow, as far as there are buffers for it."""
+    def _read_ahead(self) -> None:
+        """Requests the predicted units, as many as there are buffers."""
         units = self.order.next(len(self._slots))
         for at, unit in enumerate(units):
             if unit is not None and self._slot_of(unit) is None:
-                self._begin(unit, keep=units[:at])
+                self._request(unit, keep=units[:at])
 
     def _run(self) -> None:
         while True:
-            slot, ready = self._wanted.get()
+            slot, ready = self._requests.get()
             if slot.ready is not ready:
-                continue  # given to another unit in the meantime
+                continue  # a later request gave the buffer to another unit
             try:
                 for event in slot.copied:
                     event.synchronize()
                 slot.copied.clear()
-                for part in self._units[slot.unit]:
-                    self._read_range(part, slot.buffer)
-            except BaseException as error:  # told where the rows are asked for
+                for entry in self._units[slot.unit]:
+                    entry.source.read_into(slot.buffer[entry.start : entry.stop])
+                    moved("from_disk", entry.source.size)
+            except BaseException as error:  # raised again by `read`
                 slot.error = error
             ready.set()
-
-    def _read_range(self, part: _Range, buffer: Tensor) -> None:
-        file = part.stored.file
-        if file not in self._files:
-            self._files[file] = os.open(file, os.O_RDONLY)
-        into = buffer[part.start : part.start + part.size]
-        read_rows(self._files[file], part.stored, part.rows.start, into)
-        moved("from_disk", part.size)

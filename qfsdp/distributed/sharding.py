@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import nn
@@ -25,8 +25,6 @@ from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-
-T = TypeVar("T")
 
 
 def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
@@ -120,6 +118,16 @@ def _set_prefetch(units: list[FSDPModule], depth: int) -> None:
         before = units[max(0, index - depth) : index][::-1]
         # FSDP2 takes an empty list for "as usual"; a unit that waits for itself prefetches none.
         unit.set_modules_to_backward_prefetch(before if before else [unit])
+
+
+def shard_rank(config: ShardingConfig, world: World) -> int:
+    """Index of the rows of trained parameters that this rank holds.
+
+    Ranks of different hybrid groups that hold the same rows get the same index. Code that draws
+    random numbers for rows seeds them with it, so that these ranks draw the same numbers.
+    """
+    shard = mesh_shape(config, world.size, world.local_size)[1]
+    return world.rank % shard if config.strategy.startswith("hybrid") else world.rank
 
 
 def _keep_base_elsewhere(model: Decoder, config: ShardingConfig, world: World) -> None:

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.sizes import parse_size
-
-if TYPE_CHECKING:
-    from qfsdp.distributed.world import World
 
 
 @dataclass
@@ -86,13 +83,6 @@ def mesh_shape(config: ShardingConfig, size: int, local_size: int) -> tuple[int,
             f"processes, {local_size} on this machine"
         )
     return replicate, shard
-
-
-def shard_rank(config: ShardingConfig, world: World) -> int:
-    """Which rows this rank holds of what is trained: ranks of hybrid groups that hold the same rows
-    have the same number. What draws random numbers for rows must draw the same on these."""
-    shard = mesh_shape(config, world.size, world.local_size)[1]
-    return world.rank % shard if config.strategy.startswith("hybrid") else world.rank
 
 
 def needs_fsdp(config: ShardingConfig, world_size: int, casts: bool = False) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from qfsdp.checkpoint.weights import read as safetensors_read
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
-from qfsdp.checkpoint.weights.read import INDEX, SINGLE, StoredTensor
+from qfsdp.checkpoint.weights.read import INDEX, SINGLE, OpenFiles, StoredTensor
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
@@ -170,14 +170,14 @@ def test_a_tied_output_layer_cannot_be_packed(folders: dict[str, Path]) -> None:
 def rows_read(folder: Path) -> list[tuple[str, list[int]]]:
     """Which rows of which tensor this rank's loading asks the operating system for."""
     reads: list[tuple[str, list[int]]] = []
-    read_exactly = safetensors_read.read_rows
+    read_rows = OpenFiles.read_rows
 
-    def recorded(descriptor: int, tensor: StoredTensor, row: int, into: Tensor) -> None:
-        read_exactly(descriptor, tensor, row, into)
+    def recorded(files: OpenFiles, tensor: StoredTensor, row: int, into: Tensor) -> None:
+        read_rows(files, tensor, row, into)
         assert into.numel() * into.element_size() == len(into) * tensor.row_bytes
         reads.append((tensor.name, list(range(row, row + len(into)))))
 
-    safetensors_read.read_rows = recorded  # in a process of its own
+    OpenFiles.read_rows = recorded  # type: ignore[method-assign]  # each rank is a process
     load_model(folder)
     return reads
 
@@ -405,4 +405,4 @@ def test_shards_can_be_held_elsewhere_than_where_they_are_quantized(
     for name, param in base_parameters(model):
         if isinstance(param.data, QuantizedTensor):
             whole = nf4.quantize(checkpoint(folders["llama"])[name])
-            assert torch.equal(param.data.packed, whole.qdata)
+            assert torch.equal(param.data.qdata, whole.qdata)

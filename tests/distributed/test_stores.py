@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -9,10 +10,11 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.tiers import work, write_quantized_model
-from qfsdp.checkpoint.weights.read import SafetensorsFolder
+from qfsdp.checkpoint.weights.read import OpenFiles, SafetensorsFolder
 from qfsdp.cli.errors import UserError
-from qfsdp.distributed.disk_ring import DiskRing
-from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore, Order
+from qfsdp.distributed.disk_ring import DiskRing, FileRows
+from qfsdp.distributed.fetch_order import FetchOrder
+from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -22,7 +24,7 @@ STEP = [*LAYERS, *LAYERS[::-1], *LAYERS]  # forward, backward, norms
 
 
 def test_the_order_of_a_step_is_known_after_the_first() -> None:
-    order = Order()
+    order = FetchOrder()
     order.guess(LAYERS)
     assert order.next(3) == [None, *LAYERS[:2]]
     wrong = []
@@ -54,12 +56,12 @@ def weights_on_disk(
     files: SafetensorsFolder, memory: int, ahead: DeviceAhead | None = None
 ) -> dict[str, QuantizedTensor]:
     """Rows 1 to 3 of every weight."""
-    ring, weights = DiskRing(memory), {}
+    ring, opened, weights = DiskRing(memory), OpenFiles(), {}
     for name, stored in sorted(files.tensors.items()):
         store = DiskStore(name.rpartition(".")[0], ahead)
         empty = PlainRows.empty(3, 32, torch.bfloat16, "meta").keep_in(store)
         weights[name] = torch.empty_like(empty, device=CPU)
-        ring.add(store, stored, range(1, 4))
+        store.attach(ring, FileRows(3, stored.row_bytes, partial(opened.read_rows, stored, 1)))
     ring.start()
     return weights
 
@@ -76,7 +78,7 @@ def test_rows_come_whatever_the_order(files: SafetensorsFolder, memory: int, ahe
             weight = weights[f"{unit}.{name}"]
             assert weight.qdata.untyped_storage().nbytes() == 1
             assert torch.equal(weight.fetch().qdata, held[f"{unit}.{name}"])
-    ring = next(iter(weights.values())).store.ring  # type: ignore[union-attr]
+    ring = next(iter(weights.values())).store._ring  # type: ignore[union-attr]
     assert sum(slot.buffer.numel() for slot in ring._slots) <= memory
 
 

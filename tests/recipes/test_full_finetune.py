@@ -416,7 +416,8 @@ def test_updates_within_backward_are_the_ordinary_ones(trained: Callable[[int], 
 
 def test_replicas_draw_the_same_random_numbers() -> None:
     """Else stochastic rounding would make models of different groups drift apart."""
-    from qfsdp.distributed.strategy import ShardingConfig, shard_rank
+    from qfsdp.distributed.sharding import shard_rank
+    from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.distributed.world import World
 
     worlds = [World(torch.device("cpu"), rank, 4, local_size=4) for rank in range(4)]

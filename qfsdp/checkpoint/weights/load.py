@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.qfsdp_layout import QuantizedWeight, local_columns
 from qfsdp.checkpoint.weights.read import DTYPES as STORED_DTYPES
-from qfsdp.checkpoint.weights.read import Read, RowStream, StoredTensor
+from qfsdp.checkpoint.weights.read import OpenFiles, Read, RowStream, StoredTensor
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.sizes import parse_size
-from qfsdp.distributed.disk_ring import DiskRing
+from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.stores import DiskStore
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.modules.adapters import base_parameters
@@ -119,15 +119,17 @@ def load_base(
 
 
 def _leave_on_disk(model: Decoder, source: ModelWeights, memory: int) -> None:
-    """Tells every weight that is to stay on disk which rows of which file are this rank's."""
+    """Has a ring read this rank's rows of every weight that stays on disk."""
     check_disk(model, source)
-    ring = DiskRing(memory)
+    ring, files = DiskRing(memory), OpenFiles()
     for name, param in base_parameters(model):
         local, held = local_part(param), local_rows(param)
         if isinstance(local, QuantizedTensor) and isinstance(local.store, DiskStore):
             weight = source.quantized.get(name)
             stored = source.plain[name] if weight is None else weight.columns[0]
-            ring.add(local.store, stored, range(held.start, held.stop))
+            read_into = partial(files.read_rows, stored, held.start)
+            rows = FileRows(held.stop - held.start, stored.row_bytes, read_into)
+            local.store.attach(ring, rows)
     ring.start()
 
 

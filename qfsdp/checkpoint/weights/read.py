@@ -14,6 +14,7 @@ import os
 import struct
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Queue
@@ -148,9 +149,41 @@ class SafetensorsFolder:
     def read(self, tensor: StoredTensor) -> Tensor:
         """A whole tensor on the CPU, in the dtype of the file."""
         values = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
-        with open(tensor.file, "rb") as handle:
-            read_rows(handle.fileno(), tensor, 0, values)
+        with closing(OpenFiles()) as files:
+            files.read_rows(tensor, 0, values)
         return values
+
+
+class OpenFiles:
+    """Reads rows of tensors; opens each file at its first read and keeps it open."""
+
+    def __init__(self) -> None:
+        self._descriptors: dict[Path, int] = {}
+
+    def read_rows(self, tensor: StoredTensor, row: int, into: Tensor) -> None:
+        """Fills a contiguous CPU tensor with the bytes of `tensor` from row `row` on.
+
+        Raises:
+            UserError: the file ends within the tensor.
+        """
+        if not into.numel():
+            return
+        if tensor.file not in self._descriptors:
+            self._descriptors[tensor.file] = os.open(tensor.file, os.O_RDONLY)
+        descriptor = self._descriptors[tensor.file]
+        view = into.reshape(-1).view(torch.uint8).numpy().data
+        offset = tensor.start + row * tensor.row_bytes
+        while len(view):
+            got = os.preadv(descriptor, [view], offset)
+            if not got:
+                raise UserError(f"{tensor.file}: truncated: it ends within tensor {tensor.name!r}")
+            view, offset = view[got:], offset + got
+
+    def close(self) -> None:
+        """Closes the files."""
+        for descriptor in self._descriptors.values():
+            os.close(descriptor)
+        self._descriptors.clear()
 
 
 @dataclass(frozen=True)
@@ -226,23 +259,17 @@ class RowStream:
                 self._spare.put(buffer)
 
     def _run(self) -> None:
-        files: dict[Path, int] = {}
-        try:
-            for read in self._reads:
-                file = read.tensor.file
-                if file not in files:
-                    files[file] = os.open(file, os.O_RDONLY)
-                for rows in _pieces(read):
-                    if (item := self._place(read, rows)) is None:
-                        return
-                    read_rows(files[file], read.tensor, rows.start, item[0])
-                    self._ready.put(item)
-                self._ready.put(None)
-        except BaseException as error:  # told by the consumer's thread
-            self._ready.put(error)
-        finally:
-            for descriptor in files.values():
-                os.close(descriptor)
+        with closing(OpenFiles()) as files:
+            try:
+                for read in self._reads:
+                    for rows in _pieces(read):
+                        if (item := self._place(read, rows)) is None:
+                            return
+                        files.read_rows(read.tensor, rows.start, item[0])
+                        self._ready.put(item)
+                    self._ready.put(None)
+            except BaseException as error:  # raised again by `next_read`
+                self._ready.put(error)
 
     def _place(self, read: Read, rows: range) -> tuple[Tensor, Tensor | None] | None:
         """Where the piece is read to, and the buffer that it takes of the ring, if it does; None
@@ -264,16 +291,3 @@ def _pieces(read: Read) -> Iterator[range]:
     step = max(1, PIECE_BYTES // max(1, read.tensor.row_bytes))
     for start in range(0, max(1, len(read.rows)), step):
         yield read.rows[start : start + step]
-
-
-def read_rows(descriptor: int, tensor: StoredTensor, row: int, into: Tensor) -> None:
-    """Fills a contiguous tensor with the tensor's bytes from row `row` on."""
-    if not into.numel():
-        return
-    view = into.reshape(-1).view(torch.uint8).numpy().data
-    offset = tensor.start + row * tensor.row_bytes
-    while len(view):
-        got = os.preadv(descriptor, [view], offset)
-        if not got:
-            raise UserError(f"{tensor.file}: truncated: it ends within tensor {tensor.name!r}")
-        view, offset = view[got:], offset + got
