@@ -5,7 +5,7 @@ first rank of a process group of any size that is fake too, under a `MemoryTrack
 beside the recipe has to know what the recipe does, and neither a GPU nor weights are needed.
 
 Every row is `max_seq_len` long and every token a target: the most that the config allows. Layers
-run uncompiled; compiled ones keep 0.54 to 0.93 of that (docs/performance.md).
+run uncompiled; compiled ones keep 0.54 to 0.93 of that (docs/results.md).
 """
 
 from __future__ import annotations
