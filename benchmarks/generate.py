@@ -32,7 +32,7 @@ from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate
-from qfsdp.evaluation.inference import load_for_inference
+from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens
 from qfsdp.modules.decoder_config import DTYPES
 from qfsdp.modules.quantized_linear import QuantizationConfig

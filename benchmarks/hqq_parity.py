@@ -44,7 +44,7 @@ from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.evaluation.inference import load_for_inference
+from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.perplexity import TextConfig, dataset_loss, text_windows
 from qfsdp.modules.quantized_linear import QuantizationConfig, frozen_weight
 from qfsdp.tensor_subclasses.four_bit import BLOCK

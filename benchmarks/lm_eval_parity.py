@@ -31,8 +31,8 @@ from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.evaluation.inference import load_for_inference
-from qfsdp.evaluation.lm_harness import LMEvalConfig, Score, evaluate, load_tasks
+from qfsdp.evaluation.inference_model import load_for_inference
+from qfsdp.evaluation.lm_harness import LMEvalConfig, TaskMetric, evaluate, load_tasks
 from qfsdp.evaluation.prompts import stop_ids
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
@@ -46,7 +46,7 @@ GROUPS = [
 Rows = dict[str, list[dict[str, Any]]]
 
 
-def run(lm: Any, config: LMEvalConfig) -> tuple[list[Score], Rows, float]:
+def run(lm: Any, config: LMEvalConfig) -> tuple[list[TaskMetric], Rows, float]:
     """Scores, rows and seconds."""
     tasks = load_tasks(config)
     since = time.perf_counter()
@@ -73,7 +73,7 @@ def models(device: str, batch_size: int) -> tuple[Any, Any]:
     """Ours and lm-eval's own."""
     from lm_eval.models.huggingface import HFLM
 
-    from qfsdp.evaluation.lm_eval_model import HarnessModel
+    from qfsdp.evaluation.lm_harness_model import HarnessModel
 
     folder = prepare_model(cache_dir())
     world = World(torch.device(device))

@@ -37,7 +37,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.cli.torchtune import quiet_torchao
 from qfsdp.data import Batch, HFTokenizer, StepLoader, TokenizedDataset, collate, hf_tokenizer
-from qfsdp.data.datasets import instruct_dataset
+from qfsdp.data.conversations import instruct_dataset
 from qfsdp.data.packing import PackedDataset, best_fit
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DTYPES, DecoderConfig

@@ -35,11 +35,17 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.exact_match import ExactMatchConfig, Question, exact_match, read_questions
 from qfsdp.evaluation.generation import SamplingConfig, check_lengths
-from qfsdp.evaluation.inference import check_for_inference, load_for_inference
+from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
 from qfsdp.evaluation.lm_harness import LMEvalConfig, load_tasks, run_tasks
 from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
 from qfsdp.evaluation.prompts import stop_ids
-from qfsdp.evaluation.results import Result, of_exact_match, of_loss, table, write_results
+from qfsdp.evaluation.results import (
+    Result,
+    exact_match_results,
+    format_table,
+    loss_results,
+    write_results,
+)
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 
@@ -131,10 +137,10 @@ def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Resu
         loss = dataset_loss(
             model, dataset, cfg.batch_size, world, pad_id, cfg.max_seq_len, f"loss.{name}"
         )
-        results += of_loss("loss", name, loss)
+        results += loss_results("loss", name, loss)
     for name, windows in sets.text.items():
         loss = dataset_loss(model, windows, cfg.batch_size, world, pad_id, None, f"text.{name}")
-        results += of_loss("text", name, loss)
+        results += loss_results("text", name, loss)
     for name, questions in sets.questions.items():
         found = exact_match(
             model,
@@ -147,7 +153,7 @@ def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Resu
             rows_file(cfg, f"exact_match.{name}"),
             f"exact_match.{name}",
         )
-        results += of_exact_match(name, found)
+        results += exact_match_results(name, found)
     if sets.tasks:
         scores, rows = run_tasks(
             cfg.lm_eval, sets.tasks, model, sets.tokenizer, sets.stops, world, cfg.batch_size
@@ -180,7 +186,7 @@ def main(cfg: Config) -> None:
             "seconds": time.perf_counter() - started,
         }
         write_results(Path(cfg.output).expanduser(), results, about)
-        print(f"{table(results)}\nevaluation: {cfg.output}")
+        print(f"{format_table(results)}\nevaluation: {cfg.output}")
 
 
 if __name__ == "__main__":

@@ -30,8 +30,9 @@ from qfsdp.data.json_lines import check_new_file, read_rows, to_lines
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, check_lengths, generate, generate_all
-from qfsdp.evaluation.inference import check_for_inference, load_for_inference
-from qfsdp.evaluation.prompts import TextStream, prompt_tokens, stop_ids
+from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
+from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
+from qfsdp.evaluation.text_stream import TextStream
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir

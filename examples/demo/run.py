@@ -22,8 +22,8 @@ from qfsdp.cli.recipes import find_file, load_recipe
 from qfsdp.cli.torchtune import quiet_torchao
 from qfsdp.distributed.world import init_world
 from qfsdp.evaluation.generation import SamplingConfig, generate
-from qfsdp.evaluation.heldout import held_out_batches, held_out_loss
-from qfsdp.evaluation.inference import load_for_inference
+from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
+from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens
 
 from .prepare import prepare

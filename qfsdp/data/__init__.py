@@ -7,9 +7,9 @@ imported by the functions that use them.
 from __future__ import annotations
 
 from qfsdp.data.components import build_dataset, check_data, check_dataset
-from qfsdp.data.datasets import chat_dataset, instruct_dataset
+from qfsdp.data.conversations import chat_dataset, instruct_dataset
 from qfsdp.data.dummy import dummy_dataset
-from qfsdp.data.formats import (
+from qfsdp.data.known_datasets import (
     alpaca_dataset,
     gsm8k_dataset,
     guanaco_dataset,
@@ -19,11 +19,11 @@ from qfsdp.data.formats import (
     sql_create_context_dataset,
 )
 from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
-from qfsdp.data.mixed import mixed_dataset
+from qfsdp.data.mixture import mixed_dataset
 from qfsdp.data.packing import PackedDataset
-from qfsdp.data.sources import check_source
+from qfsdp.data.rows import check_source
 from qfsdp.data.text import text_dataset
-from qfsdp.data.tokenized import TokenizedDataset
+from qfsdp.data.tokenized_dataset import TokenizedDataset
 from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
 
 __all__ = [

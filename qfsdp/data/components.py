@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.sources import check_source
+from qfsdp.data.rows import check_source
 
 if TYPE_CHECKING:
     from qfsdp.cli.component import Component

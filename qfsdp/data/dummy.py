@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import torch
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.shuffling import keyed_generator
 
 
 class DummyDataset:
@@ -30,8 +30,7 @@ class DummyDataset:
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         index = range(self._samples)[index]  # negative indices, and IndexError
-        mixed = random.Random(f"dummy {self._seed} {index}").getrandbits(32)
-        generator = torch.Generator().manual_seed(mixed)
+        generator = keyed_generator(f"dummy {self._seed} {index}")
         tokens = torch.randint(self._vocab_size, (self._length,), generator=generator)
         return {"tokens": tokens, "labels": tokens}
 

@@ -7,7 +7,6 @@ larger micro-batches) sees the same samples in the same steps.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
@@ -16,6 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.shuffling import shuffled_indices
 
 IGNORE_INDEX = -100
 """Label of a position that is not trained on; `F.cross_entropy`'s default."""
@@ -242,10 +242,6 @@ class StepLoader:
             size = len(self.dataset)
             order = list(range(size))
             if self._shuffle:
-                # Hashed, because torch's CPU generator reads only 32 bits of its seed, and
-                # because seed + epoch would make runs with neighbouring seeds share orders.
-                mixed = random.Random(f"{self._seed} {epoch}").getrandbits(32)
-                generator = torch.Generator().manual_seed(mixed)
-                order = torch.randperm(size, generator=generator).tolist()
+                order = shuffled_indices(size, f"{self._seed} {epoch}").tolist()
             self._order = (epoch, order)
         return self._order[1]

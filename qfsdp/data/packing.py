@@ -9,7 +9,6 @@ That samples of a pack do not see each other is up to `collate` and `attend_docu
 
 from __future__ import annotations
 
-import random
 from array import array
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -17,6 +16,7 @@ from typing import Any
 import torch
 
 from qfsdp.data.loader import MapDataset, tokens_and_labels
+from qfsdp.data.shuffling import shuffled_indices
 
 
 class PackedDataset:
@@ -88,8 +88,7 @@ def best_fit(lengths: torch.Tensor, space: int, seed: int) -> list[list[int]]:
     Returns:
         packs of sample indices, every sample in one of them.
     """
-    mixed = random.Random(f"packing {seed}").getrandbits(32)  # as in `StepLoader`
-    shuffled = torch.randperm(len(lengths), generator=torch.Generator().manual_seed(mixed))
+    shuffled = shuffled_indices(len(lengths), f"packing {seed}")
     descending = lengths[shuffled].sort(descending=True, stable=True)
     packs: list[list[int]] = []
     with_space: list[list[list[int]]] = [[] for _ in range(space + 1)]

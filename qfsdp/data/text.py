@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.sources import Row, load_rows, require_column
-from qfsdp.data.tokenized import Sample, TokenizedDataset, Unusable, tokenize_rows
+from qfsdp.data.rows import Row, load_rows, require_column
+from qfsdp.data.tokenized_dataset import Sample, TokenizedDataset, Unusable, tokenize_rows
 
 
 def text_dataset(

@@ -1,7 +1,7 @@
 """Tokenizer of a Hugging Face model folder: `tokenizer.json` plus the model's chat template.
 
 `HFTokenizer` has the interface of torchtune's model tokenizers (`tokenize_messages` and a call
-on a sample), so it goes into torchtune's dataset builders as well as into `qfsdp.data.datasets`.
+on a sample), so it works with torchtune's dataset builders and with `qfsdp.data.conversations`.
 Sentencepiece and tiktoken models are left to torchtune's own tokenizers.
 
 Which tokens are trained. A chat template is a program, so nothing can be said about its output

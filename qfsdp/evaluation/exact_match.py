@@ -12,7 +12,7 @@ from qfsdp.data import check_source
 from qfsdp.data.json_lines import read_rows, to_lines
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.answers import parse_answer, same_answer
-from qfsdp.evaluation.batching import batches_by_length, rounds
+from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.intervals import Interval, wilson
 from qfsdp.evaluation.prompts import chat_tokens
@@ -164,7 +164,7 @@ def exact_match(
     results: list[dict[str, Any]] = []
     if file is not None and world.rank == 0:
         file.write_text("")
-    for chosen in rounds(batches, world, title):
+    for chosen in batches_of_rank(batches, world, title):
         prompts = [questions[index].prompt for index in chosen]
         answers = generate(model, prompts, sampling, stops, world)
         mine = [

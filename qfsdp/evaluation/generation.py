@@ -16,8 +16,8 @@ from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.distributed.world import World
-from qfsdp.evaluation.batching import batches_by_length, rounds
-from qfsdp.evaluation.inference import evaluating
+from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
+from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.modules.kv_cache import KVCache
 from qfsdp.modules.transformer import Decoder
 
@@ -99,7 +99,7 @@ def generate_all(
     """
     found: dict[int, list[int]] = {}
     batches = batches_by_length([len(prompt) for prompt in prompts], batch_size)
-    for chosen in rounds(batches, world, title):
+    for chosen in batches_of_rank(batches, world, title):
         mine = [prompts[index] for index in chosen]
         answers = generate(model, mine, sampling, stop_ids, world)
         found.update(zip(chosen, answers, strict=True))
@@ -142,7 +142,7 @@ def _generate(
         logits = model(tokens, cache=cache)
         if not rows:
             continue
-        tokens = pick(logits, draws[rows, step], sampling)
+        tokens = sample_tokens(logits, draws[rows, step], sampling)
         found = tokens.tolist()
         going = [at for at, token in enumerate(found) if token not in stop_ids]
         new: list[int | None] = [None] * len(prompts)
@@ -181,7 +181,7 @@ def _draws(prompts: list[list[int]], sampling: SamplingConfig) -> Tensor:
     return draws
 
 
-def pick(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Tensor:
+def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Tensor:
     """The next token of every row: int64 `[batch]`.
 
     Args:

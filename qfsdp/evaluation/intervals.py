@@ -6,12 +6,12 @@ import math
 from collections.abc import Sequence
 from statistics import NormalDist, fmean, stdev
 
-LEVEL = 0.95
+CONFIDENCE_LEVEL = 0.95
 
 Interval = tuple[float, float]
 
 
-def wilson(hits: int, total: int, level: float = LEVEL) -> Interval:
+def wilson(hits: int, total: int, level: float = CONFIDENCE_LEVEL) -> Interval:
     """The Wilson score interval of a proportion (J. Am. Stat. Assoc. 22, 209, 1927).
 
     Unlike the normal one it stays within 0 and 1, and says something at 0 and at all hits. Without
@@ -26,7 +26,7 @@ def wilson(hits: int, total: int, level: float = LEVEL) -> Interval:
     return max(0.0, middle - half), min(1.0, middle + half)
 
 
-def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
+def mean_interval(values: Sequence[float], level: float = CONFIDENCE_LEVEL) -> Interval:
     """The normal interval of a mean; Wilson's where all values are 0 or 1. NaN for one value."""
     if all(value in (0, 1) for value in values):
         return wilson(round(sum(values)), len(values), level)
@@ -36,7 +36,7 @@ def mean_interval(values: Sequence[float], level: float = LEVEL) -> Interval:
     return fmean(values) - half, fmean(values) + half
 
 
-def loss_interval(parts: Sequence[tuple[float, int]], level: float = LEVEL) -> Interval:
+def loss_interval(parts: Sequence[tuple[float, int]], level: float = CONFIDENCE_LEVEL) -> Interval:
     """The normal interval of a mean loss per token, by what differs between parts of the data.
 
     Tokens of one text are not independent, so parts (batches, windows) are what is drawn: the

@@ -59,7 +59,7 @@ class LMEvalConfig:
 
 
 @dataclass(frozen=True)
-class Score:
+class TaskMetric:
     """One metric of one task; the interval is None where it is no mean over rows."""
 
     task: str
@@ -212,7 +212,7 @@ def run_tasks(
     stops: set[int],
     world: World,
     batch_size: int,
-) -> tuple[list[Score], dict[str, list[dict[str, Any]]]]:
+) -> tuple[list[TaskMetric], dict[str, list[dict[str, Any]]]]:
     """Scores of all metrics of all tasks, and lm-eval's record of every row by task; the same on
     every rank.
 
@@ -221,7 +221,7 @@ def run_tasks(
         stops: tokens that end an answer.
         batch_size: contexts (with all of their choices) or prompts of a forward pass.
     """
-    from qfsdp.evaluation.lm_eval_model import HarnessModel
+    from qfsdp.evaluation.lm_harness_model import HarnessModel
 
     return evaluate(
         config, tasks, HarnessModel(model, tokenizer, stops, world, batch_size), world.rank
@@ -230,7 +230,7 @@ def run_tasks(
 
 def evaluate(
     config: LMEvalConfig, tasks: dict[str, Any], lm: Any, rank: int = 0
-) -> tuple[list[Score], dict[str, list[dict[str, Any]]]]:
+) -> tuple[list[TaskMetric], dict[str, list[dict[str, Any]]]]:
     """`run_tasks` for any model that lm-eval knows."""
     import numpy
     from lm_eval import evaluator
@@ -258,7 +258,7 @@ def evaluate(
             numbers = [row[metric] for row in rows if isinstance(row[metric], int | float)]
             whole = bool(rows) and len(numbers) == len(rows)
             interval = mean_interval([float(number) for number in numbers]) if whole else None
-            scores.append(Score(task, metric, float(value), interval, len(rows)))
+            scores.append(TaskMetric(task, metric, float(value), interval, len(rows)))
     return scores, samples
 
 

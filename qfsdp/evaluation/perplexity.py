@@ -13,8 +13,8 @@ from torch import nn
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.data.loader import IGNORE_INDEX, MapDataset
 from qfsdp.distributed.world import World
-from qfsdp.evaluation.batching import with_bar
-from qfsdp.evaluation.heldout import batch_losses, held_out_batches
+from qfsdp.evaluation.batching import progress_bar
+from qfsdp.evaluation.heldout_loss import batch_losses, held_out_batches
 from qfsdp.evaluation.intervals import Interval, loss_interval
 
 
@@ -93,7 +93,7 @@ def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
 
 
 @dataclass(frozen=True)
-class Loss:
+class MeanLoss:
     """A mean over target tokens, in nats, with its confidence interval, and their number."""
 
     loss: float
@@ -113,7 +113,7 @@ def dataset_loss(
     pad_id: int,
     max_seq_len: int | None,
     title: str = "loss",
-) -> Loss:
+) -> MeanLoss:
     """The mean loss over all target tokens of a dataset, the same on every rank.
 
     Args:
@@ -127,9 +127,9 @@ def dataset_loss(
     """
     batches = held_out_batches(dataset, batch_size, world, pad_id, max_seq_len)
     total = math.ceil(len(dataset) / (batch_size * world.size))
-    mine = batch_losses(model, with_bar(batches, title, world, total), world)
+    mine = batch_losses(model, progress_bar(batches, title, world, total), world)
     parts = [part for of_rank in world.gather(mine) for part in of_rank]
     tokens = sum(count for _, count in parts)
     if not tokens:
         raise UserError(f"{title}: no token to predict in {len(dataset)} samples")
-    return Loss(math.fsum(loss for loss, _ in parts) / tokens, loss_interval(parts), tokens)
+    return MeanLoss(math.fsum(loss for loss, _ in parts) / tokens, loss_interval(parts), tokens)

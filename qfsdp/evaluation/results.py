@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.evaluation.exact_match import ExactMatch
-from qfsdp.evaluation.intervals import LEVEL, Interval
-from qfsdp.evaluation.perplexity import Loss
+from qfsdp.evaluation.intervals import CONFIDENCE_LEVEL, Interval
+from qfsdp.evaluation.perplexity import MeanLoss
 
 
 @dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Result:
     unit: str
 
 
-def of_loss(section: str, name: str, found: Loss) -> list[Result]:
+def loss_results(section: str, name: str, found: MeanLoss) -> list[Result]:
     """The mean loss (nats per token) and the perplexity."""
     low, high = found.interval
     rest = (found.tokens, "tokens")
@@ -46,15 +46,15 @@ def of_loss(section: str, name: str, found: Loss) -> list[Result]:
     ]
 
 
-def of_exact_match(name: str, found: ExactMatch) -> list[Result]:
+def exact_match_results(name: str, found: ExactMatch) -> list[Result]:
     """The share of right answers."""
     score = (found.accuracy, found.interval, found.rows, "rows")
     return [Result("exact_match", name, "exact_match", *score)]
 
 
-def table(results: Sequence[Result]) -> str:
+def format_table(results: Sequence[Result]) -> str:
     """One line per figure, in columns."""
-    rows = [("", "metric", "value", f"{LEVEL:.0%} interval", "over")]
+    rows = [("", "metric", "value", f"{CONFIDENCE_LEVEL:.0%} interval", "over")]
     for result in results:
         low, high = result.interval or (math.nan, math.nan)
         told = "" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
@@ -79,5 +79,6 @@ def write_results(path: Path, results: Sequence[Result], about: dict[str, Any]) 
         if entry["interval"] is not None and any(map(math.isnan, entry["interval"])):
             entry["interval"] = None
     partial = path.with_name(f"{path.name}.partial")
-    partial.write_text(json.dumps(about | {"level": LEVEL, "results": found}, indent=2) + "\n")
+    report = about | {"level": CONFIDENCE_LEVEL, "results": found}
+    partial.write_text(json.dumps(report, indent=2) + "\n")
     os.replace(partial, path)

@@ -26,7 +26,7 @@ from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.data import PackedDataset, build_dataset
 from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
-from qfsdp.evaluation.heldout import held_out_batches, held_out_loss
+from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
 from qfsdp.training.metrics import RunLog
 from qfsdp.training.throughput import Meter
 

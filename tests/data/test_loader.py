@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from examples.demo.arithmetic import write_splits
-from qfsdp.data.datasets import instruct_dataset
+from qfsdp.data.conversations import instruct_dataset
 from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
 from qfsdp.data.tokenizer import hf_tokenizer
 

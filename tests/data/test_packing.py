@@ -10,7 +10,7 @@ import torch
 from qfsdp.checkpoint.compatibility import data_facts
 from qfsdp.data import StepLoader
 from qfsdp.data.packing import PackedDataset, best_fit
-from qfsdp.data.tokenized import TokenizedDataset
+from qfsdp.data.tokenized_dataset import TokenizedDataset
 
 PAD = 0
 

@@ -14,7 +14,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.world import World
 from qfsdp.evaluation import exact_match as module
-from qfsdp.evaluation.batching import batches_by_length, rounds
+from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.exact_match import ExactMatchConfig, exact_match, read_questions
 from qfsdp.evaluation.intervals import wilson
 from tests.models import cpu_world, load_model
@@ -115,7 +115,7 @@ def test_batches_have_like_lengths_and_every_rank_as_many() -> None:
     batches = batches_by_length([3, 9, 1, 7, 5], 2)
     assert batches == [[1, 3], [4, 0], [2]]
     cpu = torch.device("cpu")
-    shares = [list(rounds(batches, World(cpu, rank, 2), "x")) for rank in range(2)]
+    shares = [list(batches_of_rank(batches, World(cpu, rank, 2), "x")) for rank in range(2)]
     assert shares == [[[1, 3], [2]], [[4, 0], []]]
 
 

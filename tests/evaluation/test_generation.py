@@ -20,8 +20,8 @@ from qfsdp.cli.errors import UserError
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
-from qfsdp.evaluation.generation import SamplingConfig, _draws, generate, pick
-from qfsdp.evaluation.inference import load_for_inference
+from qfsdp.evaluation.generation import SamplingConfig, _draws, generate, sample_tokens
+from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens, stop_ids
 from qfsdp.modules.adapters import AdapterConfig, adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
@@ -252,7 +252,7 @@ def test_prompts_that_cannot_be_answered(tiny: Path) -> None:
 def frequencies(logits: Tensor, sampling: SamplingConfig, count: int = 20_000) -> Tensor:
     """How often each token is picked where draws are spread evenly: no chance in it."""
     draws = (torch.arange(count) + 0.5) / count
-    tokens = pick(logits.expand(count, -1), draws, sampling)
+    tokens = sample_tokens(logits.expand(count, -1), draws, sampling)
     return torch.bincount(tokens, minlength=len(logits)) / count
 
 
@@ -284,8 +284,8 @@ def test_draws_at_their_ends() -> None:
     """Neither a draw of 0 nor the largest below 1 picks what has no probability."""
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]).expand(2, -1)
     draws = torch.tensor([0.0, 1 - 2**-24])
-    assert pick(logits, draws, SamplingConfig(1, temperature=1.0)).tolist() == [1, 2]
-    assert pick(logits, draws, SamplingConfig(1, 1.0, top_p=0.99)).tolist() == [2, 1]
+    assert sample_tokens(logits, draws, SamplingConfig(1, temperature=1.0)).tolist() == [1, 2]
+    assert sample_tokens(logits, draws, SamplingConfig(1, 1.0, top_p=0.99)).tolist() == [2, 1]
 
 
 def test_draws_are_even_and_belong_to_prompt_and_seed() -> None:

@@ -66,7 +66,7 @@ def answers(lm: Any) -> tuple[Any, ...]:
 
 
 def ours(folder: Path, batch_size: int) -> tuple[Any, ...]:
-    from qfsdp.evaluation.lm_eval_model import HarnessModel
+    from qfsdp.evaluation.lm_harness_model import HarnessModel
 
     tokenizer = hf_tokenizer(str(folder))
     model = load_model(folder, format="none")

@@ -11,8 +11,9 @@ import pytest
 from qfsdp.cli.errors import UserError
 from qfsdp.data import hf_tokenizer
 from qfsdp.data.json_lines import read_rows
-from qfsdp.evaluation.prompts import TextStream, chat_tokens, prompt_tokens, stop_ids
-from tests.data.test_datasets import sentencepiece_tokenizer, tiktoken_tokenizer
+from qfsdp.evaluation.prompts import chat_tokens, prompt_tokens, stop_ids
+from qfsdp.evaluation.text_stream import TextStream
+from tests.data.test_conversations import sentencepiece_tokenizer, tiktoken_tokenizer
 from tests.data.test_tokenizer import (
     CHAT,
     CHATML,

@@ -14,7 +14,7 @@ from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.data import hf_tokenizer
 from qfsdp.evaluation.generation import generate
-from qfsdp.evaluation.inference import load_for_inference
+from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.recipes.test_qdora_distributed import tune

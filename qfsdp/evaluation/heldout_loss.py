@@ -10,7 +10,7 @@ from torch import nn
 
 from qfsdp.data.loader import Batch, MapDataset, StepLoader
 from qfsdp.distributed.world import World
-from qfsdp.evaluation.inference import evaluating
+from qfsdp.evaluation.inference_model import evaluating
 
 
 def held_out_batches(

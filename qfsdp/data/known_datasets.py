@@ -13,9 +13,14 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
-from qfsdp.data.datasets import Tokenizer, chat_dataset, conversations, instruct_dataset
-from qfsdp.data.sources import Row, load_rows, require_column
-from qfsdp.data.tokenized import TokenizedDataset, Unusable
+from qfsdp.data.conversations import (
+    Tokenizer,
+    chat_dataset,
+    instruct_dataset,
+    tokenize_conversations,
+)
+from qfsdp.data.rows import Row, load_rows, require_column
+from qfsdp.data.tokenized_dataset import TokenizedDataset, Unusable
 
 alpaca_dataset = partial(
     instruct_dataset,
@@ -79,7 +84,7 @@ def guanaco_dataset(
     rows = load_rows(source, split, subset, data_files, max_rows)
     require_column("text_column", text_column, rows, source)
     options = (train_on_input, train_on_last_turn_only)
-    return conversations(
+    return tokenize_conversations(
         tokenizer, rows, source, lambda row: turns_of_text(row[text_column] or ""), *options
     )
 

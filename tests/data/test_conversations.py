@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.datasets import chat_dataset, instruct_dataset
+from qfsdp.data.conversations import chat_dataset, instruct_dataset
 from qfsdp.data.loader import StepLoader
-from qfsdp.data.sources import check_source
-from qfsdp.data.tokenized import TokenizedDataset
+from qfsdp.data.rows import check_source
+from qfsdp.data.tokenized_dataset import TokenizedDataset
 from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
 
 GSM8K = Path(__file__).parents[2] / "../shared/data/gsm8k/train.jsonl"

@@ -18,7 +18,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate_all
-from qfsdp.evaluation.scoring import log_likelihoods
+from qfsdp.evaluation.log_likelihood import log_likelihoods
 from qfsdp.modules.transformer import Decoder
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task says nothing

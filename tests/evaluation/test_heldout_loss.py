@@ -15,8 +15,8 @@ from torch.distributed.tensor import DTensor
 from qfsdp.cli.errors import UserError
 from qfsdp.data import PackedDataset
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.evaluation.heldout import held_out_batches, held_out_loss
-from qfsdp.evaluation.inference import evaluating
+from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
+from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world, load_model

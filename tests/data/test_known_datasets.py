@@ -25,12 +25,12 @@ from qfsdp.data import (
     sql_create_context_dataset,
     text_dataset,
 )
-from qfsdp.data.formats import turns_of_text
+from qfsdp.data.known_datasets import turns_of_text
 from qfsdp.data.loader import StepLoader
 from qfsdp.data.packing import PackedDataset
-from qfsdp.data.tokenized import Unusable
+from qfsdp.data.tokenized_dataset import Unusable
 from qfsdp.data.tokenizer import HFTokenizer
-from tests.data.test_datasets import CHAT, GSM8K, sentencepiece_tokenizer, texts, write
+from tests.data.test_conversations import CHAT, GSM8K, sentencepiece_tokenizer, texts, write
 
 SHARED = GSM8K.parents[1]
 

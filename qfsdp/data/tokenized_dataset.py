@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.sources import Row
+from qfsdp.data.rows import Row
 
 if TYPE_CHECKING:
     from datasets import Dataset

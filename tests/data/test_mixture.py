@@ -14,9 +14,9 @@ from qfsdp.cli.component import Component
 from qfsdp.cli.errors import UserError
 from qfsdp.data import check_data, hf_tokenizer, mixed_dataset
 from qfsdp.data.loader import StepLoader
-from qfsdp.data.mixed import apportion
+from qfsdp.data.mixture import apportion
 from qfsdp.data.packing import PackedDataset
-from tests.data.test_datasets import PAIRS, texts, write
+from tests.data.test_conversations import PAIRS, texts, write
 
 TOKENIZER = SimpleNamespace(pad_id=0)
 

@@ -4,22 +4,20 @@ from __future__ import annotations
 
 import logging
 import math
-import random
 from array import array
 from collections.abc import Mapping
 from typing import Any
-
-import torch
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.components import build_dataset, parts_of
 from qfsdp.data.loader import MapDataset
 from qfsdp.data.packing import sample_lengths
+from qfsdp.data.shuffling import shuffled_indices
 
 log = logging.getLogger("qfsdp")
 
 
-class MixedDataset:
+class MixtureDataset:
     """Chosen samples of several datasets, as items of theirs.
 
     Which samples, and in which order, is a function of the datasets' lengths, `counts` and `seed`,
@@ -65,7 +63,7 @@ def mixed_dataset(
     weights: Mapping[str, float] | None = None,
     samples: int | None = None,
     seed: int = 0,
-) -> MixedDataset:
+) -> MixtureDataset:
     """Several datasets as one:
 
         dataset:
@@ -104,7 +102,7 @@ def mixed_dataset(
     unlike = any(counts[name] != size for name, size in sizes.items())
     level = logging.WARNING if unlike else logging.INFO
     log.log(level, "mixed: %d samples: %s", samples, ", ".join(told))
-    return MixedDataset(parts, counts, seed)
+    return MixtureDataset(parts, counts, seed)
 
 
 def apportion(shares: Mapping[str, float], total: int) -> dict[str, int]:
@@ -134,7 +132,6 @@ def _check_weights(
             raise UserError(f"dataset.weights.{name}: {weight!r}; a number above 0 is right")
 
 
-def _shuffled(size: int, seed: str) -> list[int]:
-    mixed = random.Random(f"mixed {seed}").getrandbits(32)  # as in `StepLoader`
-    order: list[int] = torch.randperm(size, generator=torch.Generator().manual_seed(mixed)).tolist()
-    return order
+def _shuffled(size: int, key: str) -> list[int]:
+    indices: list[int] = shuffled_indices(size, f"mixed {key}").tolist()
+    return indices

@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from qfsdp.distributed.world import World
-from qfsdp.evaluation.batching import batches_by_length, rounds
-from qfsdp.evaluation.inference import evaluating
+from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
+from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.modules.loss import CHUNK_LOGITS
 from qfsdp.modules.transformer import Decoder
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """Tokens of a context, at least one, and of its continuation."""
-Score = tuple[float, bool]
+Likelihood = tuple[float, bool]
 """Summed log-probability of a continuation (nats); whether greedy decoding gives it."""
 
 
@@ -44,7 +44,7 @@ def log_likelihoods(
     world: World,
     batch_size: int,
     title: str = "scoring",
-) -> list[Score]:
+) -> list[Likelihood]:
     """Scores of continuations, each after its context; the same on every rank.
 
     A pair that is longer than the model's positions loses the beginning of its context. Equal
@@ -59,9 +59,9 @@ def log_likelihoods(
     wanted = [_shorten(*pair, model.config.max_position_embeddings) for pair in pairs]
     rows = _rows(wanted, _longest_row(model))
     batches = batches_by_length([row.inputs for row in rows], batch_size)
-    found: dict[Pair, Score] = {}
+    found: dict[Pair, Likelihood] = {}
     with evaluating(model):
-        for chosen in rounds(batches, world, title):
+        for chosen in batches_of_rank(batches, world, title):
             # A rank without a batch runs one token, in step with the others.
             mine = [rows[index] for index in chosen] or [_Row((0,), [(0,)], 1)]
             scores = _score(model, mine, world.device)
@@ -105,7 +105,7 @@ def _rows(pairs: list[Pair], longest: int) -> list[_Row]:
     return rows
 
 
-def _score(model: Decoder, rows: list[_Row], device: torch.device) -> dict[Pair, Score]:
+def _score(model: Decoder, rows: list[_Row], device: torch.device) -> dict[Pair, Likelihood]:
     """One forward pass."""
     tokens, positions, mask, scored, targets = (
         None if part is None else part.to(device) for part in _inputs(rows)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from qfsdp.evaluation.scoring import Score, log_likelihoods
+from qfsdp.evaluation.log_likelihood import Likelihood, log_likelihoods
 from tests.models import cpu_world, load_model
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
@@ -43,12 +43,12 @@ def pairs() -> list[tuple[list[int], list[int]]]:
     return [*found, found[3], (found[0][0], []), found[12], ([7], tokens(40))]
 
 
-def score(folder: Path, batch_size: int) -> list[Score]:
+def score(folder: Path, batch_size: int) -> list[Likelihood]:
     return log_likelihoods(load_model(folder, format="none"), pairs(), cpu_world(), batch_size)
 
 
 @torch.no_grad()
-def by_transformers(folder: Path) -> list[Score]:
+def by_transformers(folder: Path) -> list[Likelihood]:
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
     positions = model.config.max_position_embeddings
     found = []

@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.loader import IGNORE_INDEX
-from qfsdp.data.sources import Row, load_rows, require_column
-from qfsdp.data.tokenized import Sample, TokenizedDataset, Unusable, tokenize_rows
+from qfsdp.data.rows import Row, load_rows, require_column
+from qfsdp.data.tokenized_dataset import Sample, TokenizedDataset, Unusable, tokenize_rows
 
 if TYPE_CHECKING:
     from datasets import Dataset
@@ -132,10 +132,12 @@ def chat_dataset(
     rows = load_rows(source, split, subset, data_files, max_rows)
     require_column("messages_column", messages_column, rows, source)
     options = (train_on_input, train_on_last_turn_only)
-    return conversations(tokenizer, rows, source, lambda row: row[messages_column] or [], *options)
+    return tokenize_conversations(
+        tokenizer, rows, source, lambda row: row[messages_column] or [], *options
+    )
 
 
-def conversations(
+def tokenize_conversations(
     tokenizer: Tokenizer,
     rows: Dataset,
     source: str,
