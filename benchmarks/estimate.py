@@ -254,7 +254,9 @@ def compare(quick: bool) -> Figures:
             estimates = []
             for case in chosen:
                 since = time.perf_counter()
-                found = estimate_fast(*config_of(case, folders), case.ranks, target="cpu")
+                recipe, cfg = config_of(case, folders)
+                functions = (recipe.build_model, recipe.train_step)
+                found = estimate_fast(*functions, cfg, case.ranks, target="cpu")
                 estimates.append((found, time.perf_counter() - since))
         for case, peak, (found, seconds) in zip(chosen, peaks.result(), estimates, strict=True):
             figures |= {f"{case.name}_measured": peak, f"{case.name}_estimated": found.peak}
@@ -308,7 +310,8 @@ def compare_published() -> Figures:
         argv += [f"max_seq_len={case.seq}", f"sharding.cpu_offload={str(case.offload).lower()}"]
         argv += ["adapter.targets=[q_proj,k_proj,v_proj,gate_proj,up_proj,down_proj]"]
         argv += ["gradient_accumulation_steps=1", "activation.checkpointing=full"]
-        found = estimate_fast(recipe, load_config(recipe.Config, argv), 2)
+        cfg = load_config(recipe.Config, argv)
+        found = estimate_fast(recipe.build_model, recipe.train_step, cfg, 2)
         fields = [str(value) for value in asdict(case).values()][:4] + ["offload"] * case.offload
         name = "_".join(fields)
         reserved = (found.reserved - CONTEXT_BYTES) / 2**30

@@ -54,7 +54,8 @@ def device_memory(train: Any) -> int | None:
 def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
     limit = device_memory(train)
-    found = estimate_fast(training.recipe, train, cfg.world_size, cfg.local_world_size, cfg.target)
+    functions = (training.recipe.build_model, training.recipe.train_step)
+    found = estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)
     title = f"{Path(train.model.path).name}, {cfg.world_size} ranks"
     print(
         f"{title}, {train.batch_size} x {train.max_seq_len} tokens per micro-batch, "

@@ -98,7 +98,8 @@ def main(cfg: Config, training: Training) -> None:
     show_hardware(cfg, hardware)
     print(f"{samples} samples of {train.max_seq_len} tokens per GPU and step, as the config has it")
     local = cfg.local_world_size or cfg.world_size
-    predict = Predictor(training.recipe, train, cfg.world_size, local, hardware)
+    functions = (training.recipe.build_model, training.recipe.train_step)
+    predict = Predictor(*functions, train, cfg.world_size, local, hardware)
     found = []
     for tried in climb(ladder(cfg.world_size), predict, samples, hardware):
         show_tried(tried, hardware)

@@ -114,7 +114,7 @@ def check(cfg: Config) -> None:
         raise UserError(f"max_seq_len: {cfg.max_seq_len}; the model has {positions} positions")
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_facts(cfg))
-    check_memory(__file__, cfg)
+    check_memory(cfg, build_model, train_step)
 
 
 def build_model(cfg: Config, weights: ModelWeights) -> Decoder:

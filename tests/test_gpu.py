@@ -229,7 +229,7 @@ def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_
         batch_size=4,
         max_seq_len=256,
     )
-    expected = estimate(recipe, cfg, world_size=1)
+    expected = estimate(recipe.build_model, recipe.train_step, cfg, world_size=1)
     gc.collect()  # other tests' models
     torch._C._cuda_clearCublasWorkspaces()  # which the estimate counts
     before = torch.cuda.memory_allocated()

@@ -15,13 +15,12 @@ import re
 import sys
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from itertools import groupby, pairwise
 from operator import itemgetter
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -43,6 +42,7 @@ from qfsdp.memory.kernels import CUBLAS_WORKSPACES, Target
 from qfsdp.memory.models import find_config
 from qfsdp.memory.tracker import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, MemoryTracker, Point
 from qfsdp.modules.adapters import low_rank_linears
+from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.memory_usage import plain_tensors
@@ -59,6 +59,8 @@ __all__ = [
     "reserved_bytes",
 ]
 
+BuildModel = Callable[[Any, Any], Decoder]  # (cfg, weights) -> the model on the meta device
+TrainStep = Callable[..., dict[str, float]]  # one update; arguments as in the training recipes
 Kinds = dict[str, int]  # bytes by kind of tensor
 RING = "ring of the base"
 MICRO_BATCHES = 2  # that a step is made of at most: one finds gradients, the first does not
@@ -102,7 +104,8 @@ def reserved_bytes(peak: int) -> int:
 
 
 def estimate(
-    recipe: ModuleType,
+    build_model: BuildModel,
+    train_step: TrainStep,
     cfg: Any,
     world_size: int,
     local_world_size: int | None = None,
@@ -112,9 +115,9 @@ def estimate(
     """The memory of a recipe's step, one that is not the first.
 
     Args:
-        recipe: with `build_model(cfg, weights)` and `train_step`.
-        cfg: its config. `model.path` is a model folder, with weights or only `config.json`, or
-            the name of a known model.
+        build_model, train_step: the recipe's functions.
+        cfg: the recipe's config. `model.path` is the name of a known model, or a model folder with
+            at least `config.json`.
         world_size: number of ranks.
         local_world_size: of them on one machine; default: all.
         target: whose allocator and attention kernels are followed.
@@ -129,7 +132,7 @@ def estimate(
         folder, formats = stack.enter_context(model_folder(cfg.model.path, layers))
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
         world = stack.enter_context(_fake_world(world_size, local_world_size or world_size))
-        model = recipe.build_model(cfg, formats)
+        model = build_model(cfg, formats)
         shard_model(model, cfg.sharding, world)
         tracker = MemoryTracker(target, optimizer_in_host=cfg.sharding.cpu_offload)
         if target == "cuda":
@@ -138,11 +141,12 @@ def estimate(
         stack.enter_context(tracker.following(model))
         # Nothing is compiled; an optimizer that compiles its step (torchao's) runs it as it is.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        return _run(recipe, cfg, model, world, tracker)
+        return _run(train_step, cfg, model, world, tracker)
 
 
 def estimate_fast(
-    recipe: ModuleType,
+    build_model: BuildModel,
+    train_step: TrainStep,
     cfg: Any,
     world_size: int,
     local_world_size: int | None = None,
@@ -159,8 +163,8 @@ def estimate_fast(
     shallow += (depth - shallow) % every
     sizes = (shallow, shallow + every)
     if depth <= sizes[1] or not _layers_alike(cfg):
-        return estimate(recipe, cfg, world_size, local_world_size, target)
-    given = (recipe, cfg, world_size, local_world_size, target)
+        return estimate(build_model, train_step, cfg, world_size, local_world_size, target)
+    given = (build_model, train_step, cfg, world_size, local_world_size, target)
     return _extrapolate(estimate(*given, sizes[0]), estimate(*given, sizes[1]), sizes, depth)
 
 
@@ -239,11 +243,11 @@ def _by_place(points: list[Point], layers: int, shallow: int) -> dict[Place, Poi
 
 
 def _run(
-    recipe: ModuleType, cfg: Any, model: nn.Module, world: World, tracker: MemoryTracker
+    train_step: TrainStep, cfg: Any, model: Decoder, world: World, tracker: MemoryTracker
 ) -> Estimate:
     """A step of a model without storage, within the modes, which is not the first."""
     model.to_empty(device=world.device)
-    model.tie_weights()  # type: ignore[operator]
+    model.tie_weights()
     model.train()
     _mark_parameters(model, tracker)
     tracker.host_peak = tracker.host.copy()  # nothing had its kind before
@@ -254,7 +258,7 @@ def _run(
 
     def step() -> None:
         tracker.start_step()
-        recipe.train_step(model, optimizer, None, batches, cfg.clip_grad_norm, world, clock)
+        train_step(model, optimizer, None, batches, cfg.clip_grad_norm, world, clock)
         tracker.look()
 
     if in_backward:

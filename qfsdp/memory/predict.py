@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from types import ModuleType
 from typing import Any
 
 from omegaconf import OmegaConf
@@ -16,7 +15,7 @@ from omegaconf import OmegaConf
 from qfsdp.cli.component import Component
 from qfsdp.cli.config import get_key
 from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.memory.estimate import Estimate, estimate_fast, model_folder
+from qfsdp.memory.estimate import BuildModel, Estimate, TrainStep, estimate_fast, model_folder
 from qfsdp.memory.hardware import Hardware
 from qfsdp.memory.roofline import Load, StepTime, step_time
 from qfsdp.modules.transformer import Decoder
@@ -132,8 +131,8 @@ class Predictor:
     """Predictions for one config and what is changed in it; each is made once.
 
     Args:
-        recipe: the module whose config it is.
-        cfg: the config.
+        build_model, train_step: the recipe's functions.
+        cfg: the recipe's config.
         world_size: number of ranks, `local_world_size` of them on a machine.
         hardware: of every machine.
         target: "cuda", or "cpu" for a run without accelerators.
@@ -142,7 +141,8 @@ class Predictor:
 
     def __init__(
         self,
-        recipe: ModuleType,
+        build_model: BuildModel,
+        train_step: TrainStep,
         cfg: Any,
         world_size: int,
         local_world_size: int,
@@ -150,7 +150,7 @@ class Predictor:
         target: str = "cuda",
         estimate: Callable[..., Estimate] = estimate_fast,
     ) -> None:
-        self.recipe, self.cfg = recipe, cfg
+        self.build_model, self.train_step, self.cfg = build_model, train_step, cfg
         self.world_size, self.local_world_size = world_size, local_world_size
         self.hardware, self.target = hardware, target
         self._estimate = estimate
@@ -159,8 +159,16 @@ class Predictor:
 
     def on(self, world_size: int) -> Predictor:
         """The same for another number of ranks, on more or fewer such machines."""
-        recipe, cfg, local = self.recipe, self.cfg, self.local_world_size
-        return Predictor(recipe, cfg, world_size, local, self.hardware, self.target, self._estimate)
+        return Predictor(
+            self.build_model,
+            self.train_step,
+            self.cfg,
+            world_size,
+            self.local_world_size,
+            self.hardware,
+            self.target,
+            self._estimate,
+        )
 
     @property
     def count(self) -> int:
@@ -178,7 +186,8 @@ class Predictor:
     def _predict(self, changes: Changes) -> Prediction:
         cfg = changed(self.cfg, changes)
         ranks = self.local_world_size
-        found = self._estimate(self.recipe, cfg, self.world_size, ranks, self.target)
+        functions = (self.build_model, self.train_step)
+        found = self._estimate(*functions, cfg, self.world_size, ranks, self.target)
         load = step_load(self._model(cfg), cfg, found, self.world_size)
         time = step_time(load, self.hardware, ranks)
         host = sum(found.host.values())
@@ -198,7 +207,7 @@ class Predictor:
             cfg = replace(cfg, compile=False)
             with model_folder(cfg.model.path, None) as (folder, formats):
                 cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
-                self._models[key] = self.recipe.build_model(cfg, formats)
+                self._models[key] = self.build_model(cfg, formats)
         return self._models[key]
 
 

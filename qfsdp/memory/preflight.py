@@ -10,15 +10,13 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import product
 from operator import le
-from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.ranks import planned_ranks
-from qfsdp.cli.recipes import load_recipe
 from qfsdp.cli.sizes import format_size
+from qfsdp.memory.estimate import BuildModel, TrainStep
 from qfsdp.memory.hardware import Hardware, HardwareConfig, machine_memory, told_device_memory
 from qfsdp.memory.predict import Changes, Prediction, Predictor, as_words, between
 from qfsdp.memory.search import CHECKPOINTING, STORES, batch_of, spread
@@ -30,27 +28,25 @@ PER_OPTION = 1.05  # times the time, see `_likely`
 Choice = tuple[int, ...]
 
 
-def check_memory(recipe: ModuleType | str | Path, cfg: Any) -> None:
+def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> None:
     """Compares what a step of a training recipe would hold with what there is.
 
-    By a dry run, for the ranks that are about to start (`qfsdp.cli.ranks.planned_ranks`), on GPUs
-    of `cfg.device_memory` or on those of this machine; without any, on its host memory, shared by
-    the ranks. Prints one line, or does nothing with `cfg.preflight` false.
+        By a dry run, for the ranks that are about to start (`qfsdp.cli.ranks.planned_ranks`), on GPUs
+            of `cfg.device_memory` or on those of this machine; without any, on its host memory, shared
+        by the ranks. Prints one line, or does nothing with `cfg.preflight` false.
+    
+        Args:
+            cfg: the recipe's config.
+            build_model, train_step: the recipe's functions.
 
-    Args:
-        recipe: its module or file.
-        cfg: its config.
-
-    Raises:
-        UserError: it does not fit; the message has the cheapest changes with which it does.
+        Raises:
+            UserError: it does not fit; the message has the cheapest changes with which it does.
     """
     if not cfg.preflight:
         return
-    if not isinstance(recipe, ModuleType):
-        recipe = load_recipe(recipe)
     world_size, local = planned_ranks()
     hardware, target = this_machine(cfg, local)
-    predict = Predictor(recipe, cfg, world_size, local, hardware, target)
+    predict = Predictor(build_model, train_step, cfg, world_size, local, hardware, target)
     try:
         now = predict({})
     except UserError:

@@ -27,11 +27,18 @@ CONFIG = str(ROOT / "configs/smollm2_135m_qdora.yaml")
 DEEP = {"num_hidden_layers": 8, "hidden_size": 128, "num_attention_heads": 4}
 
 
-def load(model: Path | str, *words: str) -> tuple[Any, Any]:
+def read_config(model: Path | str, *words: str) -> tuple[Any, Any]:
+    """The recipe and its config."""
     recipe = load_recipe()
     small = ["max_seq_len=64", "batch_size=2", "gradient_accumulation_steps=2"]
     argv = ["--config", CONFIG, f"model.path={model}", *small, *words]
     return recipe, load_config(recipe.Config, argv)
+
+
+def load(model: Path | str, *words: str) -> tuple[Any, Any, Any]:
+    """The first arguments of an estimate."""
+    recipe, cfg = read_config(model, *words)
+    return recipe.build_model, recipe.train_step, cfg
 
 
 @pytest.fixture
@@ -44,7 +51,7 @@ def tiny(tmp_path: Path) -> Path:
 
 def measured(model: Path, words: tuple[str, ...]) -> int:
     """Of this rank: bytes that PyTorch's allocator held at most in real steps."""
-    recipe, cfg = load(model, *words)
+    recipe, cfg = read_config(model, *words)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         world = recipe.init_world()
@@ -142,8 +149,8 @@ def test_offloaded_parameters_are_host_memory(tiny: Path) -> None:
 def test_packed_rows_and_compile(tiny: Path) -> None:
     plain, packed = estimate(*load(tiny), 1), estimate(*load(tiny, "packed=true"), 1)
     assert packed.peak == pytest.approx(plain.peak, rel=0.05)
-    recipe, cfg = load(tiny, "compile=true")
-    assert estimate(recipe, cfg, 1).peak == plain.peak and cfg.compile
+    compiled = load(tiny, "compile=true")
+    assert estimate(*compiled, 1).peak == plain.peak and compiled[-1].compile
 
 
 def test_nothing_global_is_left(tiny: Path) -> None:

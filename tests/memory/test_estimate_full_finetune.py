@@ -25,15 +25,22 @@ CASES = [
 ]
 
 
-def load(model: Path, *words: str) -> tuple[Any, Any]:
+def read_config(model: Path, *words: str) -> tuple[Any, Any]:
+    """The recipe and its config."""
     recipe = load_recipe("full_finetune_distributed")
     argv = ["--config", str(ROOT / "configs/smollm2_135m_full.yaml"), f"model.path={model}"]
     return recipe, load_config(recipe.Config, [*argv, "max_seq_len=64", "batch_size=2", *words])
 
 
+def load(model: Path, *words: str) -> tuple[Any, Any, Any]:
+    """The first arguments of an estimate."""
+    recipe, cfg = read_config(model, *words)
+    return recipe.build_model, recipe.train_step, cfg
+
+
 def measured(model: Path) -> list[int]:
     """Bytes that PyTorch's allocator held at most in real steps, of every case."""
-    return [measured_one(*load(model, *words)) for words in CASES]
+    return [measured_one(*read_config(model, *words)) for words in CASES]
 
 
 def measured_one(recipe: Any, cfg: Any) -> int:
@@ -72,8 +79,7 @@ def test_few_layers_do_not_tell_of_chosen_ones(tmp_path: Path) -> None:
 def test_what_would_fit_has_no_base_elsewhere(tmp_path: Path) -> None:
     """All weights are trained: rungs that offload frozen ones are left out."""
     model = write_tiny_model(tmp_path / "model")
-    recipe, cfg = load(model)
     hardware = HardwareConfig(gpu="h100", device_memory="10MiB").build()
-    predict = Predictor(recipe, cfg, 1, 1, hardware)
+    predict = Predictor(*load(model), 1, 1, hardware)
     stores = [found.rung.store for found in climb(ladder(1), predict, 2, hardware)]
     assert stores == ["device", "device", "cpu_offload", "cpu_offload"]

@@ -40,7 +40,9 @@ def test_the_best_is_a_config_that_fits(tmp_path: Path) -> None:
     recipe = load_recipe()
     cfg = load_config(recipe.Config, [*training, *words[1].split()])
     assert cfg.batch_size * cfg.gradient_accumulation_steps == 4
-    assert estimate_fast(recipe, cfg, 2).reserved <= parse_size("1GiB")
+    assert estimate_fast(recipe.build_model, recipe.train_step, cfg, 2).reserved <= parse_size(
+        "1GiB"
+    )
     yaml = done.stdout.partition("in the config:\n\n")[2].partition("\n\n")[0]
     for word in words[1].split():
         key, _, value = word.partition("=")

@@ -41,7 +41,7 @@ def argv(tmp_path: Path) -> list[str]:
 
 
 def formula(
-    recipe: ModuleType, cfg: Any, world_size: int, local_world_size: int, target: str
+    build_model: Any, train_step: Any, cfg: Any, world_size: int, local: int, target: str
 ) -> Estimate:
     """1024 MiB of base, 100 of activations per sample and 100 that only `cpu_offload` moves; in
     place of the dry run."""
@@ -72,9 +72,14 @@ def read(argv: list[str], *words: str) -> tuple[ModuleType, Any]:
     return recipe, load_config(recipe.Config, [*argv, *words])
 
 
+def check(argv: list[str], *words: str) -> None:
+    recipe, cfg = read(argv, *words)
+    check_memory(cfg, recipe.build_model, recipe.train_step)
+
+
 def refused(argv: list[str], *words: str) -> str:
     with pytest.raises(UserError) as told:
-        check_memory(*read(argv, *words))
+        check(argv, *words)
     message = str(told.value)
     assert "\n" not in message
     return message
@@ -86,7 +91,7 @@ def ways(message: str) -> list[list[str]]:
 
 
 def test_what_fits_is_told_in_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    check_memory(*read(argv, "device_memory=8GiB"))
+    check(argv, "device_memory=8GiB")
     told = capsys.readouterr().out
     assert re.fullmatch(r"memory: about [\d.]+ GiB of 8.00 GiB per rank \(preflight\)\n", told)
 
@@ -95,14 +100,14 @@ def check_suggestions(argv: list[str], memory: str) -> list[list[str]]:
     """Applies every suggestion as a user would; returns their words."""
     suggested = ways(refused(argv, memory))
     for words in suggested:
-        recipe, cfg = read(argv, memory, *words)
+        cfg = read(argv, memory, *words)[1]
         assert cfg.batch_size * cfg.gradient_accumulation_steps == 4
-        check_memory(recipe, cfg)
+        check(argv, memory, *words)
     return suggested
 
 
 def test_every_suggestion_fits(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    check_memory(*read(argv, "device_memory=8GiB"))
+    check(argv, "device_memory=8GiB")
     size = re.search(r"about ([\d.]+) GiB", capsys.readouterr().out)
     assert size is not None
     assert len(check_suggestions(argv, f"device_memory={float(size[1]) * 0.95}GiB")) == 3
@@ -137,7 +142,7 @@ def test_where_nothing_is_enough(argv: list[str], monkeypatch: pytest.MonkeyPatc
 
 
 def test_preflight_false(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    check_memory(*read(argv, "device_memory=1MiB", "preflight=false"))
+    check(argv, "device_memory=1MiB", "preflight=false")
     assert capsys.readouterr().out == ""
 
 
@@ -161,7 +166,8 @@ def test_a_cpu_has_its_part_of_this_machines_memory(
 def predictor(argv: list[str], size: int, *words: str, world_size: int = 2) -> Predictor:
     recipe, cfg = read(argv, *words)
     hardware = replace(known_gpu("rtx4090"), device_memory=size * MIB)
-    return Predictor(recipe, cfg, world_size, world_size, hardware, estimate=formula)
+    functions = (recipe.build_model, recipe.train_step)
+    return Predictor(*functions, cfg, world_size, world_size, hardware, estimate=formula)
 
 
 def test_options_come_after_what_the_config_has(argv: list[str]) -> None:
@@ -230,9 +236,8 @@ class Unforeseen(torch.optim.SGD):
 def test_what_cannot_run_dry_still_trains(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    recipe = load_recipe()
     words = [f"optimizer._component_={__name__}.Unforeseen", "~optimizer.fused"]
     monkeypatch.setitem(sys.modules, __name__, sys.modules[Unforeseen.__module__])
-    check_memory(recipe, load_config(recipe.Config, [*argv, *words]))
+    check(argv, *words)
     told = capsys.readouterr().err
     assert told.startswith("memory: not estimated, going on without it (") and "\n" in told
