@@ -29,18 +29,19 @@ Choice = tuple[int, ...]
 
 
 def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> None:
-    """Compares what a step of a training recipe would hold with what there is.
+    """Compares the memory that a training step needs with the memory that is there.
 
-        By a dry run, for the ranks that are about to start (`qfsdp.cli.ranks.planned_ranks`), on GPUs
-            of `cfg.device_memory` or on those of this machine; without any, on its host memory, shared
-        by the ranks. Prints one line, or does nothing with `cfg.preflight` false.
-    
-        Args:
-            cfg: the recipe's config.
-            build_model, train_step: the recipe's functions.
+    A dry run finds what the step needs, for the number of ranks that will start
+    (`qfsdp.cli.ranks.planned_ranks`). What is there: `cfg.device_memory`, else the memory of this
+    machine's GPUs, else a rank's share of its host memory. Prints one line. Does nothing if
+    `cfg.preflight` is false.
 
-        Raises:
-            UserError: it does not fit; the message has the cheapest changes with which it does.
+    Args:
+        cfg: the recipe's config.
+        build_model, train_step: the recipe's functions.
+
+    Raises:
+        UserError: the step does not fit; the message names the cheapest changes with which it does.
     """
     if not cfg.preflight:
         return
