@@ -1,6 +1,6 @@
 """qfsdp's own layout of packed weights on disk: a row of bytes is a row of the file.
 
-docs/packed_checkpoints.md describes it. For a packed weight NAME of `[rows, cols]`:
+docs/internals/quantized-folders.md describes it. For a packed weight NAME of `[rows, cols]`:
 
     NAME            U8  [rows, row_bytes]    exactly what `QuantizedTensor.qdata` holds
     NAME.<extra>    F32                      its metadata, by the format's `metadata_names`

@@ -70,7 +70,7 @@ def quantize_folder(
     compared with their checksums, and written again where they differ.
 
     Args:
-        layout: "qfsdp" (docs/packed_checkpoints.md), or "bnb": what transformers loads with
+        layout: "qfsdp" (docs/internals), or "bnb": what transformers loads with
             bitsandbytes.
         key: the config's name for `folder`, for the messages.
 

@@ -1,0 +1,285 @@
+"""Checks the Markdown files of the project; `make lint` runs it.
+
+    python docs/check.py            prints one line per mistake; status 1 if there is any
+    python docs/check.py --counts   writes the line counts into the tables of architecture.md
+
+* Relative links lead to a file, and to a heading of it.
+* Files in backticks exist.
+* Commands exist: `tune` and `qfsdp` with their recipe, config and keys, `make` with its target,
+  `python` with its script. A command that is followed by "error: ..." must give that error.
+* Lines are at most 100 columns; README.md, architecture.md and docs/internals/ have line limits.
+* The tables of architecture.md list existing files, their line counts, and sums within limits.
+
+Keys are checked by the recipe's own schema. Neither models nor data are read.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shlex
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+WIDTH = 100
+LIMITS = {"README.md": 150, "docs/architecture.md": 150, "docs/internals/*.md": 100}
+ARCHITECTURE = ROOT / "docs" / "architecture.md"
+# A table of architecture.md is introduced by its limits, e.g. "at most 10 files / 2,600 lines".
+BUDGET = re.compile(r"[Aa]t most (\d+) files / ([\d,]+) lines")
+ROW = re.compile(r"\| `([\w/.]+\.py)` \| +(\d+) \|")
+DRIFT = 20  # lines by which a count in architecture.md may be off
+SUBCOMMANDS = ("run", "ls", "cp", "cat", "validate", "download")
+FOLDERS = ("qfsdp", "recipes", "configs", "benchmarks", "docs", "tests", "examples")
+INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Checks the Markdown files of the project.")
+    parser.add_argument("--counts", action="store_true", help="write counts to architecture.md")
+    if parser.parse_args().counts:
+        write_counts()
+    os.chdir(ROOT)
+    sys.path.insert(0, str(ROOT))
+    problems = [problem for file in markdown_files() for problem in check_file(file)]
+    problems += check_budgets()
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+def markdown_files() -> list[Path]:
+    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
+    return sorted(found)
+
+
+def check_file(file: Path) -> Iterator[str]:
+    name = str(file.relative_to(ROOT))
+    text = file.read_text()
+    lines = text.splitlines()
+    for pattern, limit in LIMITS.items():
+        if file.relative_to(ROOT).match(pattern) and len(lines) > limit:
+            yield f"{name}: {len(lines)} lines; expected at most {limit}"
+    for at, line in enumerate(lines, 1):
+        if len(line) > WIDTH:
+            yield f"{name}:{at}: {len(line)} columns; expected at most {WIDTH}"
+    yield from (f"{name}: {problem}" for problem in check_links(file, text))
+    if name != "docs/log.md" and name != "CHANGELOG.md":  # these speak of the past
+        yield from (f"{name}: {problem}" for problem in check_paths(text))
+    if name != "docs/results.md":
+        yield from (f"{name}: {problem}" for problem in check_commands(text))
+
+
+# Links and paths
+
+
+def check_links(file: Path, text: str) -> Iterator[str]:
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if re.match(r"[a-z]+:", target):
+            continue
+        path, _, anchor = target.partition("#")
+        goal = (file.parent / path) if path else file
+        if not goal.exists():
+            yield f"link to {target}: no such file"
+        elif anchor and goal.suffix == ".md" and anchor not in anchors(goal):
+            yield f"link to {target}: no such heading"
+
+
+@cache
+def anchors(file: Path) -> set[str]:
+    """The link targets that GitHub makes of the headings of a file."""
+    titles = re.findall(r"^#+ (.*)$", file.read_text(), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def check_paths(text: str) -> Iterator[str]:
+    """Files and folders of the project that are named in backticks."""
+    for word in INLINE.findall(text):
+        if not re.fullmatch(r"[\w./-]+", word) or word.partition("/")[0] not in FOLDERS:
+            continue
+        candidates = [ROOT / word, ROOT / f"{word}.py", ROOT / f"{word}.yaml"]
+        if "/" in word and "..." not in word and not any(path.exists() for path in candidates):
+            yield f"`{word}`: no such file"
+
+
+# Commands
+
+
+def check_commands(text: str) -> Iterator[str]:
+    copies: dict[str, str] = {}  # what `tune cp` has made in this document
+    for command, expected in commands(text):
+        problem = check_command(command, copies)
+        if problem != expected:
+            told = problem or f"no error; expected '{expected}'"
+            yield f"`{command}`: {told}"
+
+
+def commands(text: str) -> Iterator[tuple[str, str | None]]:
+    """Commands of code blocks and of inline code, each with the error that it is to give."""
+    lines = re.sub(r" *\\\n\s*", " ", text).splitlines()
+    for at, line in enumerate(lines):
+        if line.startswith("    "):
+            command = line.strip().removeprefix("$ ")
+            after = lines[at + 1].strip() if at + 1 < len(lines) else ""
+            error = after.removeprefix("error: ") if after.startswith("error: ") else None
+            yield re.split(r"\s{2,}#?", command)[0], error
+    prose = "\n".join(line for line in lines if not line.startswith("    "))
+    for code in INLINE.findall(prose):
+        yield " ".join(code.split()), None
+
+
+def check_command(command: str, copies: dict[str, str]) -> str | None:
+    """What is wrong with a command; None if nothing is, or if it is none of ours."""
+    try:
+        words = shlex.split(re.sub(r"\[[^\]]*\.\.\.\]", "", command), comments=True)
+    except ValueError:
+        return None
+    while words and re.fullmatch(r"[A-Z_]+=\S*", words[0]):
+        words.pop(0)  # environment variables
+    words = [word for word in words if word not in ("...", "…")]
+    if len(words) < 2:
+        return None
+    if words[0] == "make":
+        return check_make(words[1:])
+    if words[0] in ("python", "python3"):
+        return None if script_exists(words[1:]) else "no such script"
+    if words[0] in ("tune", "qfsdp"):
+        return check_tune(words[1:], copies)
+    return None
+
+
+def check_make(words: list[str]) -> str | None:
+    text = (ROOT / "Makefile").read_text()
+    for word in words:
+        if "=" not in word and not re.search(rf"^{re.escape(word)}:", text, re.MULTILINE):
+            return f"the Makefile has no target '{word}'"
+    return None
+
+
+def script_exists(words: list[str]) -> bool:
+    if words[0] == "-m":
+        module = ROOT / words[1].replace(".", "/")
+        return words[1].partition(".")[0] not in FOLDERS or module.with_suffix(".py").is_file()
+    return words[0].startswith("-") or "<" in words[0] or (ROOT / words[0]).is_file()
+
+
+def check_tune(words: list[str], copies: dict[str, str]) -> str | None:
+    subcommand, *rest = words
+    if subcommand not in SUBCOMMANDS:
+        return f"no command '{subcommand}'"
+    names = [word for word in rest if not word.startswith("-")]
+    if subcommand == "run":
+        return check_run(rest, copies)
+    if subcommand in ("cp", "cat", "validate") and names:
+        source = copies.get(names[0], names[0])
+        if find(source) is None and not is_placeholder(source):
+            return f"no recipe or config '{source}'"
+        if subcommand == "cp" and len(names) > 1:
+            copies[names[1]] = copies[names[1].partition(".")[0]] = source
+    return None
+
+
+def check_run(words: list[str], copies: dict[str, str]) -> str | None:
+    at = next((i for i, word in enumerate(words) if word == "--config"), len(words))
+    recipe = words[at - 1] if at else ""
+    if at == len(words) or is_placeholder(recipe) or is_placeholder(words[at + 1]):
+        return None  # part of a command
+    recipe, config = copies.get(recipe, recipe), copies.get(words[at + 1], words[at + 1])
+    if find(recipe) is None:
+        return f"no recipe '{recipe}'"
+    if find(config) is None:
+        return f"no config '{config}'"
+    overrides = [word for word in words[at + 2 :] if not is_placeholder(word)]
+    return config_error(str(find(recipe)), str(find(config)), overrides)
+
+
+def config_error(recipe: str, config: str, overrides: list[str]) -> str | None:
+    """What `tune run` says about the keys and values, without looking at any file they name."""
+    from qfsdp.cli.config import load_config
+    from qfsdp.cli.errors import UserError
+
+    module = recipe_module(recipe)
+    trained = re.search(r"# tune run (recipes/\w+)", Path(config).read_text())
+    try:
+        if trained and str(find(trained[1])) != recipe:  # a tool, with a training config
+            own = set(module.Config.__dataclass_fields__)
+            mine = [word for word in overrides if word.partition("=")[0] in own]
+            load_config(module.Config, ["--config", os.devnull, *mine])
+            overrides = [word for word in overrides if word not in mine]
+            module = recipe_module(str(find(trained[1])))
+        load_config(module.Config, ["--config", config, *overrides])
+    except UserError as error:
+        return str(error)
+    return None
+
+
+@cache
+def recipe_module(file: str) -> ModuleType:
+    from qfsdp.cli.recipes import load_recipe
+
+    module: Any = load_recipe(file)
+    return module
+
+
+def find(name: str) -> Path | None:
+    """The file of a recipe or config; its suffix may be missing."""
+    for path in (ROOT / name, ROOT / f"{name}.py", ROOT / f"{name}.yaml"):
+        if path.is_file():
+            return path
+    return None
+
+
+def is_placeholder(word: str) -> bool:
+    """Whether a word stands for something else: `...`, `recipes/...`, CONFIG, NAME.yaml."""
+    return "..." in word or re.fullmatch(r"(\w+/)?[A-Z]+(\.\w+)?", word) is not None
+
+
+# Line counts of architecture.md
+
+
+def tables() -> Iterator[tuple[int, int, list[tuple[str, int]]]]:
+    """Limits of files and lines, and the rows (file, count), of each table with limits."""
+    parts = BUDGET.split(ARCHITECTURE.read_text())
+    for files, lines, body in zip(parts[1::3], parts[2::3], parts[3::3], strict=True):
+        rows = [(path, int(count)) for path, count in ROW.findall(body)]
+        yield int(files), int(lines.replace(",", "")), rows
+
+
+def check_budgets() -> Iterator[str]:
+    name = ARCHITECTURE.relative_to(ROOT)
+    if not ARCHITECTURE.is_file():
+        return
+    for most_files, most_lines, rows in tables():
+        counts = {path: count_lines(path) for path, _ in rows}
+        for path, listed in rows:
+            if counts[path] is None:
+                yield f"{name}: {path}: no such file"
+            elif abs(counts[path] - listed) > DRIFT:
+                yield f"{name}: {path} has {counts[path]} lines; expected {listed}"
+        total = sum(count or 0 for count in counts.values())
+        if len(rows) > most_files or total > most_lines:
+            yield (
+                f"{name}: {len(rows)} files with {total} lines; "
+                f"expected at most {most_files} with {most_lines}"
+            )
+
+
+def count_lines(path: str) -> Any:
+    file = ROOT / path
+    return len(file.read_text().splitlines()) if file.is_file() else None
+
+
+def write_counts() -> None:
+    def row(match: re.Match[str]) -> str:
+        return f"| `{match[1]}` | {count_lines(match[1]) or 0} |"
+
+    ARCHITECTURE.write_text(ROW.sub(row, ARCHITECTURE.read_text()))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
