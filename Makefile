@@ -1,4 +1,5 @@
 # make test      a virtual environment in .venv (first time), then the tests
+# make test-all  every test that needs no GPU and no hour
 # make demo      the same, then the demonstration run
 # make PYTHON=python3.12 ...   with another interpreter; 3.11 or newer
 
@@ -6,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo test test-slow test-gpu gpu-suite gpu-bundle lint clean
+.PHONY: venv demo test test-long test-all test-slow test-gpu gpu-suite gpu-bundle lint clean
 
 venv: $(STAMP)
 
@@ -20,12 +21,23 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python -m examples.demo.run
 
-# Two files of tests at a time, a thread for each: on two cores most tests keep one busy.
-test: venv
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# Two processes, each with one thread and with one file of tests at a time.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
+# At most ten minutes on two cores; every promise of the README is touched.
+test: venv
+	$(PYTEST)
+
+# What `make test` leaves out.
+test-long: venv
+	$(PYTEST) -m "long and not slow and not gpu"
+
+test-all: venv
+	$(PYTEST) -m "not slow and not gpu"
+
+# Too long for .ci/run.
 test-slow: venv
-	$(BIN)/python -m pytest -m slow
+	$(PYTEST) -m "slow and not gpu"
 
 # With the interpreter at hand, not .venv: machines with accelerators bring their own torch.
 test-gpu:

@@ -7,7 +7,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import cpu_world, load_model
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.waiting import wait_until
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -155,20 +155,19 @@ def test_a_killed_command_is_finished_by_the_same_command(source: Path, tmp_path
     words = ["recipes/quantize.py", "--config", "configs/quantize.yaml", "max_file_bytes=100000"]
     words += [f"model.path={source}", f"output_dir={tmp_path}/packed"]
     words += ["quantization.targets=[all-linear, lm_head]"]
-    slow = tmp_path / "slow.py"  # the recipe with a pause after each file
+    slow = tmp_path / "slow.py"  # the recipe, which waits after the third file
     slow.write_text(
-        "import sys, time, runpy\nfrom qfsdp.checkpoint import quantize\n"
+        "import sys, time, runpy\nfrom qfsdp.checkpoint.weights import quantize\n"
         "files = quantize.write_files\n"
-        "def paused(*args):\n    for file in files(*args):\n        yield file\n"
-        "        time.sleep(0.2)\n"
+        "def paused(*args):\n    for at, file in enumerate(files(*args), 1):\n"
+        "        yield file\n        time.sleep(600 if at == 3 else 0)\n"
         "quantize.write_files = paused\nsys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    process = subprocess.Popen([sys.executable, slow, *words], cwd=ROOT, env=environment)
-    while not len(list(tmp_path.glob("packed/*.safetensors"))) >= 3:
-        assert process.poll() is None
-        time.sleep(0.05)
+    process = subprocess.Popen([sys.executable, slow, *words], cwd=ROOT, env=environment, text=True)
+    written = lambda: len(list(tmp_path.glob("packed/*.safetensors"))) == 3  # noqa: E731
+    wait_until(written, "three files are written", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
     assert not (tmp_path / "packed" / MANIFEST).exists()

@@ -19,6 +19,7 @@ from pathlib import Path
 import pytest
 
 from qfsdp.cli.ranks import share_cores
+from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -30,7 +31,8 @@ import os
 import time
 from dataclasses import dataclass, field
 
-import qfsdp.cli.launch
+import torch
+
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.launch import launch
@@ -53,7 +55,7 @@ def check(config: Config) -> None:
     print("PLACE preflight")
     if config.fail == "check":
         raise UserError("model.path: no such directory")
-    qfsdp.cli.ranks.local_world_size = lambda: config.devices
+    torch.accelerator.device_count = lambda: config.devices
 
 
 def main(config: Config) -> None:
@@ -64,7 +66,7 @@ def main(config: Config) -> None:
         raise ValueError("a bug")
     if " on " in config.fail:
         print("PLACE waits", flush=True)
-        time.sleep(60)
+        time.sleep(600)
     os.write(1, f"PLACE rank {rank} of {size}: {config.model.path}\\n".encode())
 
 
@@ -100,7 +102,7 @@ def run(*words: str, cwd: Path, **env: str) -> Result:
     clean = {k: v for k, v in os.environ.items() if k not in ("RANK", "LOCAL_RANK", "WORLD_SIZE")}
     clean.pop("PYTHONPATH", None)
     done = subprocess.run(
-        words, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=120
+        words, cwd=cwd, env={**clean, **env}, capture_output=True, text=True, timeout=LIMIT_S
     )
     ours = sorted(line for line in done.stdout.splitlines() if " rank " in line or "flight" in line)
     return Result(done.returncode, ours or done.stdout.splitlines(), done.stderr)
@@ -194,7 +196,7 @@ def test_ctrl_c_ends_all_ranks(checkout: Path) -> None:
                 break
         process.send_signal(signal.SIGINT)
         process.stdout.read()  # ends when no rank holds the pipe any longer
-        assert process.wait(timeout=30) == 128 + signal.SIGINT
+        assert process.wait(timeout=LIMIT_S) == 128 + signal.SIGINT
 
 
 # ---- building and the hook without torchtune -----------------------------------------------

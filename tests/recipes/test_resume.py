@@ -27,6 +27,7 @@ from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.waiting import LIMIT_S, wait_until
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
@@ -217,15 +218,21 @@ def start(command: list[str]) -> subprocess.Popen[str]:
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
 
-def wait_for_step(run: Path, step: int, stale: int = 0) -> None:
-    """`stale`: the log's inode, if it has lines that the run will remove before its first step."""
+def wait_for_step(
+    run: Path, step: int, process: subprocess.Popen[str] | None = None, stale: int = 0
+) -> None:
+    """Returns when the log of `run` has `step` lines.
+
+    Args:
+        stale: inode of a log that the run will replace before its first step.
+    """
     file = run / "metrics.jsonl"
-    for _ in range(6000):
+
+    def taken() -> bool:
         fresh = file.exists() and file.stat().st_ino != stale
-        if fresh and len(file.read_text().splitlines()) >= step:
-            return
-        time.sleep(0.01)
-    raise AssertionError(f"{run} took no step {step}")
+        return fresh and len(file.read_text().splitlines()) >= step
+
+    wait_until(taken, f"{run} takes step {step}", process)
 
 
 def rank_pids(agent: int) -> list[int]:
@@ -241,61 +248,78 @@ def reference(folder: Path) -> dict[int, float]:
     return losses(folder / "reference")
 
 
-SLOW = "dataset.seconds=0.02"  # a step of 12 samples then takes 0.15 s and more
+@pytest.fixture
+def hold(folder: Path) -> Path:
+    """While it exists, a process takes four steps or five (19 samples per rank) and then waits."""
+    file = folder / "hold"
+    file.touch()
+    return file
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(
-    folder: Path, reference: dict[int, float]
+    folder: Path, reference: dict[int, float], hold: Path
 ) -> None:
     run = folder / "stopped"
-    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=null", SLOW]
+    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=null"]
+    words.append(f"dataset.hold_file={hold}")
     process = start(tune(folder, *words))
-    wait_for_step(run, 3)
+    wait_for_step(run, 3, process)
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     (saved,) = published(run)
     at = read_facts(saved)["step"]
     assert list(losses(run)) == list(range(1, at + 1)) and 3 <= at < STEPS
     assert f"saving after step {at}, then stopping; resume=auto goes on from there" in err
     assert "Traceback" not in err and "adapter (PEFT format)" not in out
+    hold.unlink()
     process = start(tune(folder, *words))
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert losses(run) == reference and "adapter (PEFT format)" in out
     assert adapter_bytes(run) == adapter_bytes(folder / "reference")
 
 
-def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float]) -> None:
-    """torchrun starts all ranks anew, and they go on; the others do not hang in a collective."""
+def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float], hold: Path) -> None:
+    """torchrun starts all ranks again, and they go on; the others do not hang in a collective."""
     run = folder / "restarted"
-    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1", SLOW]
+    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1"]
+    words.append(f"dataset.hold_file={hold}")
     process = start(tune(folder, *words, flags="--nproc_per_node 2 --max-restarts 3"))
-    wait_for_step(run, 4)
-    since = time.monotonic()
+    wait_for_step(run, 4, process)
     first = rank_pids(process.pid)
     os.kill(first[1], signal.SIGKILL)
-    while set(rank_pids(process.pid)) & set(first):
-        assert time.monotonic() - since < 15, "ranks of the broken run still live"
-        time.sleep(0.1)
-    _, err = process.communicate(timeout=90)
+    ended = lambda: not set(first) & set(rank_pids(process.pid))  # noqa: E731
+    wait_until(ended, "the first ranks end", process)
+    hold.unlink()
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert losses(run) == reference
     assert adapter_bytes(run) == adapter_bytes(folder / "reference")
 
 
 def kill_and_go_on(
-    command: list[str], run: Path, kills: int, every: int, steps: int, scratch: Path
+    command: list[str],
+    run: Path,
+    kills: int,
+    every: int,
+    steps: int,
+    scratch: Path,
+    hold: Path | None = None,
 ) -> list[tuple[float, int, int, int]]:
-    """Kills all processes of a run `kills` times, at random moments after it has taken 1 to
-    `steps` steps beyond its last checkpoint, and then lets it end.
+    """Kills all processes of a run `kills` times, then lets the run end.
 
-    After each kill every checkpoint that bears its name must be readable to the last byte, by
-    torch's own tool, and no more may be lost than what followed the last one.
+    A kill comes at a random moment after 1 to `steps` steps beyond the last checkpoint. After each
+    kill torch's own tool must read every published checkpoint to the last byte, and only steps
+    after the last save may be lost.
+
+    Args:
+        every: steps between two saves.
+        hold: see `hold`; removed after the last kill.
 
     Returns:
-        per kill: the seconds since the start, the step it had started from, the last it took, the
-        last it saved.
+        per kill: seconds since the start, the step of the start, the last step taken, the last
+        step saved.
     """
     chance, table = random.Random(kills), []
     for _ in range(kills):
@@ -303,7 +327,7 @@ def kill_and_go_on(
         if table and table[-1][2] > start_at:
             stale = (run / "metrics.jsonl").stat().st_ino
         process = start(command)
-        wait_for_step(run, start_at + chance.randint(1, steps), stale)
+        wait_for_step(run, start_at + chance.randint(1, steps), process, stale)
         time.sleep(chance.uniform(0, 0.2 * every))
         moment = time.monotonic() - since
         for pid in [process.pid, *rank_pids(process.pid)]:
@@ -314,10 +338,12 @@ def kill_and_go_on(
         for path in published(run):
             dcp_to_torch_save(path / "state", scratch)
             load_file(path / "adapter" / "adapter_model.safetensors")
-        # A save that was under way is lost with up to `every` steps that were taken meanwhile.
+        # A kill loses an unfinished save and up to `every` steps that were taken meanwhile.
         assert start_at <= saved and taken - saved < 2 * every, table
+    if hold is not None:
+        hold.unlink()
     process = start(command)
-    _, err = process.communicate(timeout=600)
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert not list((run / "checkpoints").glob("*.partial"))
     return table
@@ -328,12 +354,13 @@ def newest_step(run: Path) -> int:
 
 
 def test_killed_at_random_moments(
-    folder: Path, reference: dict[int, float], tmp_path: Path
+    folder: Path, reference: dict[int, float], hold: Path, tmp_path: Path
 ) -> None:
-    """A save at every step, so that most kills come upon one."""
+    """The run saves at every step, so most kills hit a save."""
     run = folder / "killed"
-    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1", SLOW]
-    kill_and_go_on(tune(folder, *words), run, 2, 1, 2, tmp_path / "all.pt")
+    words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1"]
+    words.append(f"dataset.hold_file={hold}")
+    kill_and_go_on(tune(folder, *words), run, 2, 1, 2, tmp_path / "all.pt", hold)
     assert losses(run) == reference
     assert adapter_bytes(run) == adapter_bytes(folder / "reference")
 
@@ -352,7 +379,7 @@ def real(model: Path, data: Path, run: Path, *words: str) -> list[str]:
 
 def finish(command: list[str]) -> None:
     process = start(command)
-    _, err = process.communicate(timeout=900)
+    _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
 
 
