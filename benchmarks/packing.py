@@ -35,7 +35,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples.demo.prepare import prepare
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
-from qfsdp.cli.torchtune import quiet_torchao
+from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.data import Batch, HFTokenizer, StepLoader, TokenizedDataset, collate, hf_tokenizer
 from qfsdp.data.conversations import instruct_dataset
 from qfsdp.data.packing import PackedDataset, best_fit

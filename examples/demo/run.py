@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.config import load_config
-from qfsdp.cli.launch import user_errors
+from qfsdp.cli.errors import user_errors
+from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.cli.recipes import find_file, load_recipe
-from qfsdp.cli.torchtune import quiet_torchao
 from qfsdp.distributed.world import init_world
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
@@ -72,8 +72,8 @@ def evaluate(
 ) -> tuple[float, list[tuple[str, str]]]:
     """Mean loss over the answer tokens of `count` held-out problems, and (question, answer)
     of the first few, by the quantized model with or without an adapter."""
-    recipe = load_recipe(find_file(RECIPE, ".py"))
-    argv = ["--config", find_file(CONFIG, ".yaml"), f"dataset.source={heldout}"]
+    recipe = load_recipe(find_file(RECIPE) or RECIPE)
+    argv = ["--config", find_file(CONFIG) or CONFIG, f"dataset.source={heldout}"]
     cfg: Any = load_config(recipe.Config, [*argv, *overrides, f"dataset.max_rows={count}"])
     world, tokenizer = init_world(), cfg.tokenizer.build()
     told = None if adapter is None else str(adapter)

@@ -92,7 +92,7 @@ def _read_yaml(path: str) -> dict[str, Any]:
     try:
         tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
     except FileNotFoundError:
-        hint = "; `tune ls` lists those that come with qfsdp"
+        hint = "; `qfsdp ls` lists those that come with qfsdp"
         raise UserError(f"--config {path}: no such file{hint}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

@@ -15,23 +15,18 @@ from __future__ import annotations
 import os
 import signal
 import sys
-import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
 from qfsdp.cli.config import check_components, load_config
-from qfsdp.cli.errors import USER_ERROR_STATUS, UserError
+from qfsdp.cli.errors import user_errors
+from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.cli.ranks import leave_process_group, local_world_size, run_ranks_here
 from qfsdp.cli.recipes import load_recipe
-from qfsdp.cli.torchtune import quiet_torchao
 
 T = TypeVar("T")
-
-# All ranks usually meet the same mistake. Rank 0 tells it at once and torchrun then ends the
-# others; one that is still alive after this many seconds met a mistake of its own.
-_RANK_0_GOES_FIRST_S = 2.0
 
 
 def launch(
@@ -60,23 +55,6 @@ def launch(
         with explain_oom(config):
             main(config)
         leave_process_group()
-
-
-@contextmanager
-def user_errors() -> Iterator[None]:
-    """Turns a UserError into `error: <message>` on stderr and exit status 2."""
-    try:
-        yield
-    except UserError as error:
-        rank = os.environ.get("RANK", "0")
-        if rank != "0":
-            time.sleep(_RANK_0_GOES_FIRST_S)
-        told_by = "" if rank == "0" else f"rank {rank}: "
-        sys.stdout.flush()
-        print(f"error: {told_by}{error}", file=sys.stderr, flush=True)
-        if "LOCAL_RANK" in os.environ:
-            os._exit(USER_ERROR_STATUS)  # past gloo's threads, see `leave_process_group`
-        raise SystemExit(USER_ERROR_STATUS) from None
 
 
 @contextmanager

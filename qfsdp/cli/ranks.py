@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import sys
+from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
@@ -45,9 +46,13 @@ def planned_ranks() -> tuple[int, int]:
 
 @contextmanager
 def torchrun_flags(nnodes: str, nproc_per_node: str) -> Iterator[None]:
-    """Within it, the environment says of the ranks' number what torchrun will tell them.
+    """Sets WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun will, while it is entered.
 
-    Of "2:4" machines the fewest count; "gpu" and "auto" are what a plain start makes.
+
+    Args:
+        nnodes: torchrun's flag; of "2:4" the lower number counts.
+        nproc_per_node: torchrun's flag; words such as "gpu" count as one rank per accelerator.
+
     """
     local = int(nproc_per_node) if nproc_per_node.isdecimal() else local_world_size()
     told = {
@@ -67,12 +72,21 @@ def torchrun_flags(nnodes: str, nproc_per_node: str) -> Iterator[None]:
 
 
 def run_ranks_here(count: int, recipe_file: str, argv: Sequence[str]) -> None:
-    from torch.distributed.run import parse_args, run
+    """Runs a recipe on `count` ranks of this machine."""
+    from torch.distributed.run import parse_args
 
-    share_cores(count)
-    with rank_failures():
-        recipe = os.path.abspath(recipe_file)
-        run(parse_args(["--standalone", "--nproc_per_node", str(count), recipe, *argv]))
+    recipe = os.path.abspath(recipe_file)
+    run_ranks(parse_args(["--standalone", "--nproc_per_node", str(count), recipe, *argv]))
+
+
+def run_ranks(args: Namespace) -> None:
+    """Runs torchrun's agent in this process, as its flags `args` say; exits as `rank_failures`."""
+    from torch.distributed.run import run
+
+    if str(args.nproc_per_node).isdecimal():
+        share_cores(int(args.nproc_per_node))
+    with rank_failures(args.max_restarts):
+        run(args)
 
 
 def share_cores(count: int) -> None:

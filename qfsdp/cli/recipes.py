@@ -1,23 +1,66 @@
-"""TODO cli.recipes."""
+"""Where recipes and configs are, and which recipe a config belongs to.
+
+A recipe is a Python file that defines `Config` and `main`. It is found by its name,
+`recipes/NAME`, or by its path. The names come from two places, and the second wins: what comes
+with qfsdp (inside the package in a wheel, beside it in a checkout), and the working directory.
+
+A config belongs to the recipe of the first comment line that runs it:
+
+    # tune run recipes/NAME --config configs/CONFIG.yaml
+
+That line stands above all keys. A config without one belongs to `DEFAULT_RECIPE`.
+"""
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import os
-import re
 import sys
 from pathlib import Path
 from types import ModuleType
 
+from qfsdp.cli.errors import UserError
+
+DEFAULT_RECIPE = "recipes/qdora_distributed"
+_SUFFIXES = {"recipes": ".py", "configs": ".yaml"}
+
+
+def list_files(kind: str) -> dict[str, str]:
+    """Names without suffix -> absolute paths of all "recipes" or "configs", the default first."""
+    found = {}
+    for root in _roots():
+        folder = os.path.join(root, kind)
+        for file in os.listdir(folder) if os.path.isdir(folder) else []:
+            name, suffix = os.path.splitext(file)
+            if suffix == _SUFFIXES[kind] and not name.startswith(("_", ".")):
+                found[f"{kind}/{name}"] = os.path.join(folder, file)
+    return dict(sorted(found.items(), key=lambda item: (item[0] != DEFAULT_RECIPE, item[0])))
+
+
+def find_file(name: str) -> str | None:
+    """The file of `recipes/NAME` or `configs/NAME`, with or without suffix; None without one."""
+    name = os.path.normpath(name)
+    kind = name.partition(os.sep)[0]
+    if kind not in _SUFFIXES:
+        return None
+    return list_files(kind).get(name.removesuffix(_SUFFIXES[kind]))
+
+
+def find_recipe(name: str) -> str | None:
+    """The file of a recipe by its name or its path, the suffix optional; None if it is not one."""
+    path = find_file(name) or os.path.abspath(name.removesuffix(".py") + ".py")
+    return path if is_recipe(path) else None
+
 
 def is_recipe(path: str | Path) -> bool:
-    """Whether a file is a qfsdp recipe: whether it ends in a call that all of them end in, this
-    module's or that of tools (`qfsdp.cli.tool_config`)."""
+    """Whether a Python file defines `Config` and `main` at its top level."""
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
+        tree = ast.parse(Path(path).read_bytes())
+    except (OSError, SyntaxError, ValueError):
         return False
-    return re.search(r"\b(launch\(\s*__file__|run_tool\(\s*Config)", text) is not None
+    defined = {getattr(statement, "name", None) for statement in tree.body}
+    return {"Config", "main"} <= defined
 
 
 def load_recipe(recipe_file: str | Path) -> ModuleType:
@@ -31,49 +74,31 @@ def load_recipe(recipe_file: str | Path) -> ModuleType:
     return module
 
 
-DEFAULT_RECIPE = "recipes/qdora_distributed"
-
-
-# ---- what there is -------------------------------------------------------------------------
-
-
-def roots() -> list[str]:
-    """Where `recipes/` and `configs/` lie: in the package (wheel) or beside it (checkout), and
-    in the working directory; later ones win."""
-    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
-    installed = os.path.isdir(os.path.join(package, "recipes"))
-    return [package if installed else os.path.dirname(package), os.getcwd()]
-
-
-def files_in(folder: str, suffix: str) -> dict[str, str]:
-    """`folder/name` without suffix -> absolute path, over all roots."""
-    found = {}
-    for root in roots():
-        path = os.path.join(root, folder)
-        for file in os.listdir(path) if os.path.isdir(path) else []:
-            if file.endswith(suffix) and not file.startswith(("_", ".")):
-                found[f"{folder}/{file.removesuffix(suffix)}"] = os.path.join(path, file)
-    return dict(sorted(found.items(), key=lambda item: (item[0] != DEFAULT_RECIPE, item[0])))
-
-
-def find_file(name: str, suffix: str) -> str:
-    """The file that `tune` takes for `recipes/NAME` (".py") or `configs/NAME` (".yaml").
-
-    Raises KeyError where there is none.
-    """
-    return files_in(name.partition("/")[0], suffix)[name.removesuffix(suffix)]
-
-
-def recipe_named_by(config: str) -> str | None:
-    """The `recipes/NAME` in a YAML file's leading comment, as in `# tune run recipes/NAME`."""
-    import re
-
-    if not os.path.isfile(config):
+def recipe_of_config(config_file: str | Path) -> str | None:
+    """The `recipes/NAME` in the comments above a config's keys; None without one."""
+    if not os.path.isfile(config_file):
         return None
-    with open(config, encoding="utf-8", errors="replace") as lines:
+    with open(config_file, encoding="utf-8", errors="replace") as lines:
         for line in lines:
             if line.strip() and not line.startswith("#"):
                 return None
-            if match := re.search(r"tune run .*?(recipes/[\w-]+)", line):
-                return match[1]
+            words = line.lstrip("# ").split()
+            if words[:2] in (["tune", "run"], ["qfsdp", "run"]):
+                names = [word for word in words if word.startswith("recipes/")]
+                return names[0].removesuffix(".py") if names else None
     return None
+
+
+def recipe_file_of(config_file: str | Path) -> str:
+    """The file of the recipe that a config belongs to; raises UserError without one."""
+    name = recipe_of_config(config_file) or DEFAULT_RECIPE
+    found = find_recipe(name)
+    if found is None:
+        raise UserError(f"{config_file}: its first line names {name}, which does not exist")
+    return found
+
+
+def _roots() -> list[str]:
+    package = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+    installed = os.path.isdir(os.path.join(package, "recipes"))
+    return [package if installed else os.path.dirname(package), os.getcwd()]

@@ -18,10 +18,9 @@ from types import ModuleType
 from typing import Any, TypeVar
 
 from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.launch import user_errors
-from qfsdp.cli.recipes import DEFAULT_RECIPE, find_file, load_recipe, recipe_named_by
-from qfsdp.cli.torchtune import quiet_torchao
+from qfsdp.cli.errors import UserError, user_errors
+from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.cli.recipes import load_recipe, recipe_file_of
 
 T = TypeVar("T")
 
@@ -65,13 +64,11 @@ def read_training(argv: Sequence[str]) -> Training:
     """
     words = [part for word in argv for part in _apart(word)]
     path = next((b for a, b in pairwise(words) if a == "--config"), "")
-    name = recipe_named_by(path) or DEFAULT_RECIPE
-    try:
-        recipe = load_recipe(find_file(name, ".py"))
-    except KeyError:
-        raise UserError(f"{path}: its first line names {name}, which does not exist") from None
+    file = recipe_file_of(path)
+    recipe = load_recipe(file)
     if not hasattr(recipe, "train_step"):
-        raise UserError(f"{path}: it belongs to {name}, which trains nothing")
+        name = os.path.basename(file).removesuffix(".py")
+        raise UserError(f"{path}: it belongs to recipes/{name}, which trains nothing")
     return Training(recipe, load_config(recipe.Config, words), words)
 
 

@@ -1,17 +1,16 @@
-"""Makes torchtune's `tune` command know qfsdp's recipes, without touching torchtune.
+"""Everything that depends on torchtune's internals: `tune` runs our files, torchtune imports.
 
-`tune run recipes/NAME` cannot work by itself: `tune` puts the working directory last on
-`sys.path`, and torchtune installs a top-level `recipes` package whose import raises. So a `.pth`
-file imports this module at every start of the interpreter; it installs a finder that waits for
-three of torchtune's modules and then adds to them:
+`tune` cannot find recipes outside torchtune, and torchtune 0.6.1 imports names that torchao 0.16
+and later no longer have. So a `.pth` file imports this module at every start of the interpreter.
+It installs a finder that acts on four imports:
 
-  torchtune._recipe_registry  entries for our recipes and configs, and for those in the working
-                              directory, which win: it is where a user edits copies of ours
-  torchtune._cli.run          recipes anywhere on disk; the preflight before torchrun starts ranks
-  torchtune._cli.validate     our configs, against the schema of the recipe they belong to
+  torchtune._cli.tune              `main` passes commands on our files to `qfsdp.cli.command`
+  torchtune.training.quantization  needs three names of torchao; stand-ins are added first
+  torchao.dtypes.nf4tensor         is loaded from its place in newer versions of torchao
+  torchao                          prints warnings; they are silenced where the program is `tune`
 
-Every interpreter pays for this import: nothing but `os` and `sys` (both loaded already) before
-torchtune is there. A failure in here is told in one line and leaves torchtune as it is.
+Every interpreter pays for this import, so it needs only `os` and `sys`, which are loaded already.
+A failure in here prints one line and leaves torchtune as it is.
 """
 
 from __future__ import annotations
@@ -19,205 +18,156 @@ from __future__ import annotations
 import os
 import sys
 
-from qfsdp.cli.recipes import DEFAULT_RECIPE, files_in, recipe_named_by
-
 TYPE_CHECKING = False  # typing.TYPE_CHECKING without importing typing
 if TYPE_CHECKING:
-    from collections.abc import Callable, Sequence
+    from collections.abc import Sequence
     from importlib.machinery import ModuleSpec
     from types import ModuleType
     from typing import Any
 
 
-class Name(str):
-    """A registry name that also equals itself with the file's suffix, and as `./name`."""
-
-    suffix: str
-
-    def __new__(cls, text: str, suffix: str) -> Name:
-        name = super().__new__(cls, text)
-        name.suffix = suffix
-        return name
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, str) and self._bare(self) == self._bare(other)
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        return hash(self._bare(self))
-
-    def _bare(self, text: str) -> str:
-        return os.path.normpath(str(text)).removesuffix(self.suffix)
+# ---- the `tune` command --------------------------------------------------------------------
 
 
-def _add_recipes(registry: ModuleType) -> None:
-    entries = {
-        name: registry.Recipe(Name(name, ".py"), path, [], supports_distributed=True)
-        for name, path in files_in("recipes", ".py").items()
-    }
-    for name, path in files_in("configs", ".yaml").items() if entries else ():
-        owner = entries.get(recipe_named_by(path) or "") or next(iter(entries.values()))
-        owner.configs.append(registry.Config(Name(f"{name}.yaml", ".yaml"), path))
-    registry.get_all_recipes().extend(entries.values())
+def _extend_tune(cli: Any) -> None:
+    """Replaces `main`, which the `tune` script imports."""
+    theirs = cli.main
+
+    def main() -> None:
+        from qfsdp.cli import command
+
+        words = sys.argv[1:]
+        if "-h" in words or "--help" in words:
+            theirs()
+        elif words == ["ls"]:
+            theirs()
+            command.list_recipes(header=False)
+        elif _is_ours(words):
+            command.run_command("tune", words)
+        else:
+            theirs()
+
+    cli.main = main
 
 
-# ---- tune run, tune validate ---------------------------------------------------------------
+def _is_ours(words: list[str]) -> bool:
+    """Whether a command line names a recipe or config of qfsdp, or one that a user copied."""
+    from qfsdp.cli import command, recipes
+
+    if words[:1] == ["run"] and len(words) > 1:
+        name = command.parse_run("tune", words[1:]).training_script
+        in_our_folder = os.path.normpath(name).startswith("recipes" + os.sep)
+        return in_our_folder or recipes.find_recipe(name) is not None
+    files = [word for word in words[1:] if not word.startswith("-")]
+    if not files or words[0] not in ("cp", "cat", "validate"):
+        return False
+    if recipes.find_file(files[0]) is not None:
+        return True
+    return words[0] == "validate" and not _builds_a_model(files[0])
 
 
-def _extend_run(cli: ModuleType) -> None:
-    known_recipe = cli.Run._get_recipe
-    run_distributed = cli.Run._run_distributed
-
-    def get_recipe(self: Any, recipe_str: str) -> Any:
-        # torchtune imports any other recipe as a module from the working directory, which does
-        # not reach other places. Ours run as files; foreign ones are left to torchtune.
-        from qfsdp.cli.recipes import is_recipe
-
-        path = os.path.abspath(recipe_str.removesuffix(".py") + ".py")
-        recipe = known_recipe(self, recipe_str)
-        if recipe is None and is_recipe(path):
-            recipe = cli.Recipe(recipe_str, path, [], supports_distributed=True)
-        elif recipe is None and os.path.normpath(recipe_str).startswith("recipes/"):
-            self._parser.error(f"no recipe '{recipe_str}'; `tune ls` lists those that exist")
-        return recipe
-
-    def run_checked(self: Any, args: Any, is_builtin: bool) -> None:
-        from qfsdp.cli import launch, ranks, recipes
-
-        if not recipes.is_recipe(args.recipe):
-            return run_distributed(self, args, is_builtin)
-        with launch.user_errors(), ranks.torchrun_flags(str(args.nnodes), str(args.nproc_per_node)):
-            launch.check_recipe(args.recipe, args.recipe_args)
-        if str(args.nproc_per_node).isdecimal():
-            ranks.share_cores(int(args.nproc_per_node))
-        with ranks.rank_failures(args.max_restarts):
-            run_distributed(self, args, is_builtin)
-
-    cli.Run._get_recipe = get_recipe
-    cli.Run._run_distributed = run_checked
-
-
-def _extend_validate(cli: ModuleType) -> None:
-    theirs = cli.Validate._validate_cmd
-
-    def validate(self: Any, args: Any) -> None:
-        from torchtune._recipe_registry import get_all_recipes
-
-        from qfsdp.cli import launch
-
-        recipes = {str(r.name): r for r in get_all_recipes() if isinstance(r.name, Name)}
-        configs = [config for recipe in recipes.values() for config in recipe.configs]
-        path = next((c.file_path for c in configs if c.name == str(args.config)), str(args.config))
-        if not recipes or not _is_our_config(path):
-            return theirs(self, args)
-        recipe = recipes.get(recipe_named_by(path) or DEFAULT_RECIPE)
-        with launch.user_errors():
-            launch.validate_config(path, (recipe or next(iter(recipes.values()))).file_path)
-        print("Config is well-formed!")
-
-    cli.Validate._validate_cmd = validate
-
-
-def _is_our_config(path: str) -> bool:
-    """torchtune's configs build their model from a `_component_`; ours load it from a path."""
-    from omegaconf import OmegaConf
+def _builds_a_model(config: str) -> bool:
+    """Whether a config is torchtune's: it builds its model from a `_component_`."""
+    import yaml
 
     try:
-        tree: Any = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
-        model = tree.get("model")
-    except Exception:
-        return True  # missing or broken: our reader tells it in one line
-    return isinstance(model, dict) and "_component_" not in model
+        with open(config, encoding="utf-8") as file:
+            return "_component_" in yaml.safe_load(file)["model"]
+    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+        return False  # our reader reports a missing or broken file in one line
 
 
-def quiet_torchao() -> None:
-    """Silences torchao's warning about C++ extensions, which qfsdp does not use: it would stand
-    above every one-line error of ours, whatever is imported of torchao."""
-    import logging
-
-    logging.getLogger("torchao").setLevel(logging.ERROR)
-
-
-# ---- names of torchao that torchtune 0.6.1 imports and torchao 0.16 and later no longer have ----
+# ---- names that torchtune 0.6.1 imports and torchao 0.16 and later no longer have ----------
 
 _NF4 = "torchao.dtypes.nf4tensor"
 _NF4_NOW = "torchao.quantization.quantize_.workflows.nf4.nf4_tensor"
+_REMOVED = {
+    "torchao.dtypes": ["TensorCoreTiledLayout"],
+    "torchao.quantization": ["int4_weight_only", "int8_dynamic_activation_int4_weight"],
+}
 
 
-def _moved_nf4() -> ModuleSpec:
-    """`torchao.dtypes.nf4tensor`, with everything that the module at its new place defines."""
-    from importlib import import_module
-    from importlib.machinery import ModuleSpec
+class _NF4Loader:
+    """Fills `torchao.dtypes.nf4tensor` with what the module at its new place defines."""
 
-    class Loader:
-        @staticmethod
-        def create_module(spec: ModuleSpec) -> None:
-            return None
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        return None
 
-        @staticmethod
-        def exec_module(module: ModuleType) -> None:
-            vars(module).update(vars(import_module(_NF4_NOW)) | {"__name__": _NF4})
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        from importlib import import_module
 
-    return ModuleSpec(_NF4, Loader)  # type: ignore[arg-type]
+        names = vars(import_module(_NF4_NOW))
+        vars(module).update({k: v for k, v in names.items() if not k.startswith("__")})
 
 
 def _add_removed_names() -> None:
-    """What `torchtune.training.quantization` imports and only its quantization recipes use."""
-    import torchao.dtypes
-    import torchao.quantization
+    """Adds stand-ins, which only torchtune's own quantization recipes would call."""
+    from importlib import import_module
 
-    for module, name in (
-        (torchao.dtypes, "TensorCoreTiledLayout"),
-        (torchao.quantization, "int4_weight_only"),
-        (torchao.quantization, "int8_dynamic_activation_int4_weight"),
-    ):
-        if not hasattr(module, name):
-            setattr(module, name, type(name, (), {"__module__": module.__name__}))
+    for name, removed in _REMOVED.items():
+        module = import_module(name)
+        for attribute in removed:
+            if not hasattr(module, attribute):
+                setattr(module, attribute, _stand_in(f"{name}.{attribute}"))
+
+
+def _stand_in(path: str) -> Any:
+    def removed(*args: Any, **kwargs: Any) -> None:
+        raise ImportError(f"{path}: this torchao does not have it; torchtune 0.6.1 needs 0.15")
+
+    return removed
 
 
 # ---- the finder ----------------------------------------------------------------------------
 
-_CALLBACKS = {
-    "torchtune._recipe_registry": _add_recipes,
-    "torchtune._cli.run": _extend_run,
-    "torchtune._cli.validate": _extend_validate,
-}
-
 
 class _Finder:
-    """Lets the other finders find a module and calls back once it has been executed."""
+    """Acts on the imports above; all other modules are left to the other finders."""
 
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if name == "torchao" and os.path.basename(sys.argv[0]) in ("tune", "tune.py"):
+        if name == "torchao" and os.path.basename(sys.argv[0]) == "tune":
+            from qfsdp.cli.quiet import quiet_torchao
+
             quiet_torchao()
-        if name == "torchtune.training.quantization":
+        elif name == "torchtune.training.quantization":
             _add_removed_names()
-        callback = _CALLBACKS.get(name)
-        if callback is None and name != _NF4:
-            return None
-        for finder in sys.meta_path:
-            if finder is not _Finder and hasattr(finder, "find_spec"):
-                spec = finder.find_spec(name, path, target)
-                if spec is not None and spec.loader is not None:
-                    return spec if callback is None else _then(spec, callback)
-        return _moved_nf4() if name == _NF4 else None
+        elif name == _NF4:
+            return _spec_of(name, path, target) or _nf4_spec()
+        elif name == "torchtune._cli.tune" and (spec := _spec_of(name, path, target)):
+            return _then_extend(spec)
+        return None
 
 
-def _then(spec: ModuleSpec, callback: Callable[[ModuleType], None]) -> ModuleSpec:
-    loader: Any = spec.loader
-    execute = loader.exec_module
+def _spec_of(name: str, path: Sequence[str] | None, target: Any) -> Any:
+    """What the other finders find; None without a loader."""
+    for finder in sys.meta_path:
+        if finder is not _Finder and hasattr(finder, "find_spec"):
+            spec = finder.find_spec(name, path, target)
+            if spec is not None and spec.loader is not None:
+                return spec
+    return None
+
+
+def _nf4_spec() -> ModuleSpec:
+    from importlib.machinery import ModuleSpec
+
+    return ModuleSpec(_NF4, _NF4Loader)  # type: ignore[arg-type]
+
+
+def _then_extend(spec: Any) -> Any:
+    execute = spec.loader.exec_module
 
     def exec_module(module: ModuleType) -> None:
         execute(module)
         try:
-            callback(module)
-        except Exception as error:  # torchtune must work even where we do not
+            _extend_tune(module)
+        except Exception as error:  # torchtune must work even if this fails
             print(f"qfsdp: cannot extend {spec.name}: {error!r}", file=sys.stderr)
 
-    loader.exec_module = exec_module
+    spec.loader.exec_module = exec_module
     return spec
 
 

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.config import load_config
-from qfsdp.cli.recipes import recipe_named_by
+from qfsdp.cli.recipes import recipe_of_config
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world
 from tests.tiny import (
@@ -54,7 +54,7 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     )
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(ROW) + "\n" for _ in range(64)))
-    name = recipe_named_by(str(config)) or ""
+    name = recipe_of_config(str(config)) or ""
     recipe = load_recipe(name.removeprefix("recipes/"))
     argv = ["--config", str(config), "max_steps=2", "max_seq_len=128", "batch_size=2"]
     argv += ["gradient_accumulation_steps=2", "lr_scheduler.num_warmup_steps=0"]
