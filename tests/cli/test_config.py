@@ -309,7 +309,7 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
         (["--config"], "no config given; expected --config FILE [key=value ...]"),
         (
             ["--config", "nope.yaml"],
-            "--config nope.yaml: no such file; `tune ls` lists those that come with qfsdp",
+            "--config nope.yaml: no such file; `qfsdp ls` lists those that come with qfsdp",
         ),
     ]:
         with pytest.raises(UserError) as info:

@@ -227,7 +227,7 @@ def test_hook_imports_nothing_and_survives_its_own_absence() -> None:
     )
     there = run(sys.executable, "-I", "-S", "-c", code, str(ROOT), cwd=ROOT)
     gone = run(sys.executable, "-I", "-S", "-c", code, "/nowhere", cwd=ROOT)
-    assert there.out[0].startswith("['__future__', 'qfsdp', 'qfsdp.cli.torchtune']")
+    assert there.out[0].startswith("['__future__', 'qfsdp', 'qfsdp.cli', 'qfsdp.cli.torchtune']")
     assert gone.out == ["[] 3"] and gone.err == ""
 
 
@@ -247,11 +247,17 @@ def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
     with zipfile.ZipFile(next(root.glob("*.whl"))) as archive:
         archive.extractall(site)
     write_stand_in(site / "qfsdp", "packaged")
+    # What pip writes for torchtune, for this interpreter.
+    (root / "venv/bin/tune").write_text("from torchtune._cli.tune import main\nmain()\n")
     return root / "venv" / "bin" / "python"
 
 
 def tune(python: Path, cwd: Path, *words: str) -> Result:
-    return run(str(python), "-m", "torchtune._cli.tune", *words, cwd=cwd)
+    return run(str(python), str(python.with_name("tune")), *words, cwd=cwd)
+
+
+def qfsdp(python: Path, cwd: Path, *words: str) -> Result:
+    return run(str(python), "-m", "qfsdp.cli.command", *words, cwd=cwd)
 
 
 def test_wheel_carries_recipes_and_configs(tmp_path: Path) -> None:
@@ -283,7 +289,10 @@ def test_tune_run_tells_mistakes_once(python: Path, tmp_path: Path) -> None:
     assert "Traceback" not in typo.err + odd.err
     none = tune(python, tmp_path, "run", "recipes/nope", *STEP)
     assert none.status == 2
-    assert "error: no recipe 'recipes/nope'; `tune ls` lists those that exist" in none.err
+    assert none.errors == [
+        "error: recipes/nope: no such recipe; expected one that `tune ls` lists, "
+        "or a Python file that defines Config and main"
+    ]
 
 
 def test_a_copied_recipe_runs_and_the_working_directory_wins(python: Path, tmp_path: Path) -> None:
@@ -357,7 +366,7 @@ def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
         [
             2,
             "",
-            "error: --config nope.yaml: no such file; `tune ls` lists those that come with qfsdp\n",
+            "error: --config nope.yaml: no such file; `qfsdp ls` lists those that come with qfsdp\n",
         ],
         [0, "Config is well-formed!\n", ""],
     ]
