@@ -366,7 +366,8 @@ def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
         [
             2,
             "",
-            "error: --config nope.yaml: no such file; `qfsdp ls` lists those that come with qfsdp\n",
+            "error: --config nope.yaml: no such file; "
+            "`qfsdp ls` lists those that come with qfsdp\n",
         ],
         [0, "Config is well-formed!\n", ""],
     ]
