@@ -52,7 +52,11 @@ gpu-bundle: venv
 
 lint: venv
 	$(BIN)/python -m ruff check
+	$(BIN)/python -m ruff format --check
 	$(BIN)/python -m mypy
+	$(BIN)/lint-imports --no-logo
+	$(BIN)/python tests/check_layout.py
+	$(BIN)/python docs/check.py
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,82 @@
+"""Checks the limits that keep the code readable; `make lint` runs it.
+
+    python tests/check_layout.py    prints one line per violation; status 1 if there is any
+
+* `qfsdp/` has at most 10 entries, and every package's docstring has three to six lines.
+* A file of `qfsdp/` has at most 400 lines, a recipe at most 260, a function at most 60.
+* Lines of YAML, Markdown and TOML have at most 100 columns (ruff checks Python).
+"""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+ENTRIES = 10
+FILE_LINES = 400
+RECIPE_LINES = 260
+FUNCTION_LINES = 60
+INIT_LINES = range(3, 7)
+WIDTH = 100
+TEXT = {".yaml", ".yml", ".md", ".toml"}
+
+
+def main() -> int:
+    files = tracked_files()
+    problems = [*check_entries(files)]
+    for file in files:
+        folder = file.relative_to(ROOT).parts[0]
+        if file.suffix == ".py" and folder in ("qfsdp", "recipes", "examples", "benchmarks"):
+            problems += check_python(file, folder)
+        elif file.suffix in TEXT:
+            problems += check_width(file)
+    for problem in problems:
+        print(problem)
+    return 1 if problems else 0
+
+
+def tracked_files() -> list[Path]:
+    """Files that git tracks or would add; those of an archive without git, all."""
+    command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    names = listed.stdout.splitlines() if listed.returncode == 0 else ROOT.rglob("*")
+    return sorted(path for path in (ROOT / name for name in names) if path.is_file())
+
+
+def check_entries(files: list[Path]) -> Iterator[str]:
+    package = ROOT / "qfsdp"
+    entries = {file.relative_to(package).parts[0] for file in files if package in file.parents}
+    if len(entries) > ENTRIES:
+        yield f"qfsdp: {len(entries)} entries; expected at most {ENTRIES}"
+
+
+def check_python(file: Path, folder: str) -> Iterator[str]:
+    name, text = file.relative_to(ROOT), file.read_text(encoding="utf-8")
+    lines, tree = len(text.splitlines()), ast.parse(text)
+    limit = {"qfsdp": FILE_LINES, "recipes": RECIPE_LINES}.get(folder)
+    if limit is not None and lines > limit:
+        yield f"{name}: {lines} lines; expected at most {limit}"
+    if folder == "qfsdp" and file.name == "__init__.py":
+        docstring = len((ast.get_docstring(tree) or "").splitlines())
+        if docstring not in INIT_LINES:
+            yield f"{name}: a docstring of {docstring} lines; expected 3 to 6"
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            length = (node.end_lineno or 0) - node.lineno + 1
+            if length > FUNCTION_LINES:
+                place = f"{name}:{node.lineno}"
+                yield f"{place}: {node.name} has {length} lines; expected at most {FUNCTION_LINES}"
+
+
+def check_width(file: Path) -> Iterator[str]:
+    for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
+        if len(line) > WIDTH:
+            place = f"{file.relative_to(ROOT)}:{number}"
+            yield f"{place}: {len(line)} columns; expected at most {WIDTH}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
