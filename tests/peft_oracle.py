@@ -1,4 +1,4 @@
-"""PEFT on a plain transformers model, in a process of its own."""
+"""PEFT, as installed with the project, on a plain transformers model in a separate process."""
 
 from __future__ import annotations
 
@@ -17,14 +17,8 @@ from torch import Tensor, nn
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
-# torchao cannot be found in the process: PEFT refuses to inject LoRA next to a torchao older than
-# 0.16, torchtune needs one.
 PREAMBLE = """
-import importlib.util, sys
-find_spec = importlib.util.find_spec
-importlib.util.find_spec = lambda name, *package: (
-    None if name.split(".")[0] == "torchao" else find_spec(name, *package)
-)
+import sys
 import torch
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
