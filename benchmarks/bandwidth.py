@@ -3,21 +3,21 @@
     python benchmarks/bandwidth.py [--quick] [--json here.json] [--device cpu] [--file FILE]
     tune run recipes/find_fit --config ... hardware=here.json
 
-The JSON file has the fields of `qfsdp.memory.hardware.Hardware` that could be measured; the words
-that are printed say the same on a command line. The best of several rounds counts, as for a
-roofline it should.
+The JSON file has the fields of `qfsdp.memory.hardware.Hardware` that could be measured; the
+printed words are the same figures for a command line. The best of several rounds counts, because a
+roofline needs peak rates.
 
     device_memory      bytes of the smallest GPU
     matmul_rate        FLOP/s of large bf16 products (`qfsdp.training.throughput.matmul_rate`)
     memory_bandwidth   of one GPU, bytes read and written by a copy within it
-    pcie               from pinned host memory to one GPU, while all others are fed as well
-    interconnect       that one GPU sends, in an all-gather of all GPUs by NCCL
+    pcie               from pinned host memory to one GPU, while all GPUs are fed
+    interconnect       bytes that one GPU sends in an all-gather of all GPUs by NCCL
     host_memory        bytes of this machine (or of its container)
     host_bandwidth     bytes read and written by copies within host memory, on all cores
-    disk               from FILE (or one that is written for it in the working directory), past the
+    disk               read rate of FILE, or of a temporary file in the working directory, past the
                        page cache
 
-Without a GPU the rates of host memory and disk remain, and `matmul_rate` of the CPU.
+Without a GPU only host memory, disk and the CPU's `matmul_rate` are measured.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from qfsdp.memory.hardware import machine_memory
 from qfsdp.training.throughput import matmul_rate
 
 ROUNDS = 5
-PIECE = 16 << 20  # bytes of a read, as the loader reads
+PIECE = 16 << 20  # bytes of a read, the same as the loader's
 
 
 def best_rate(size: int, copy: Callable[[], object], wait: Callable[[], object]) -> float:
-    """Bytes per second of the fastest of some calls that move `size` bytes each."""
+    """Bytes per second of the fastest of several calls; each moves `size` bytes."""
     copy()
     wait()
     seconds = []
@@ -64,7 +64,7 @@ def of_host(size: int) -> Figures:
 
 
 def of_disk(file: Path | None, size: int) -> Figures:
-    """Reads `size` bytes, or the file if that has less, past the page cache where this works."""
+    """Reads `size` bytes, or the whole file if it is smaller, past the page cache if possible."""
     with tempfile.NamedTemporaryFile(dir=".") as own:
         if file is None:
             block = os.urandom(PIECE)
@@ -75,9 +75,9 @@ def of_disk(file: Path | None, size: int) -> Figures:
         path = Path(own.name) if file is None else file
         try:
             handle = os.open(path, os.O_RDONLY | getattr(os, "O_DIRECT", 0))
-        except OSError:  # no such file system
+        except OSError:  # this file system has no O_DIRECT
             handle = os.open(path, os.O_RDONLY)
-        buffer, read = mmap.mmap(-1, PIECE), 0  # direct reads want whole pages
+        buffer, read = mmap.mmap(-1, PIECE), 0  # O_DIRECT needs page-aligned memory
         since = time.perf_counter()
         while read < size and (got := os.preadv(handle, [buffer], read)) > 0:
             read += got
@@ -87,7 +87,7 @@ def of_disk(file: Path | None, size: int) -> Figures:
 
 
 def of_gpus(size: int) -> Figures:
-    """Of one GPU, all of them working at once where they share something."""
+    """Rates of one GPU; shared links are measured with all GPUs at work."""
     devices = [torch.device("cuda", at) for at in range(torch.cuda.device_count())]
     figures: Figures = {
         "device_memory": min(torch.cuda.get_device_properties(d).total_memory for d in devices),
@@ -121,13 +121,13 @@ def of_copies(devices: list[torch.device], size: int) -> Figures:
 
 
 def gather(rank: int, count: int, size: int, folder: str) -> None:
-    """On every rank; the first writes what one rank sends per second."""
+    """Runs on every rank; rank 0 writes the bytes that one rank sends per second."""
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", count)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=count)
     mine = torch.ones(size // count, dtype=torch.uint8, device="cuda")
     everyone = torch.empty(count * mine.numel(), dtype=torch.uint8, device="cuda")
-    sent = mine.numel() * (count - 1)  # a ring passes on all parts but one
+    sent = mine.numel() * (count - 1)  # in a ring, each rank sends all parts but one
     rate = best_rate(
         sent, lambda: dist.all_gather_into_tensor(everyone, mine), torch.cuda.synchronize
     )

@@ -1,18 +1,18 @@
-"""Whether block expansion puts the right number of blocks in place, and changes no bit of logits.
+"""Checks block expansion: the right number of blocks, in the right places, with equal logits.
 
     python benchmarks/block_expansion.py [--quick] [--json [FILE]]
 
-Every depth from 2 to 80 with every rate from 0.01 to 1.00: the number is the documented one (rate *
-depth to the nearest, halves up), the numbers of old blocks between new ones differ by at most one,
-no old block is followed by two new ones, and all old blocks are there in their order. Then
-SmolLM2-135M with 8 more blocks: its logits and those of the old one, in qfsdp and transformers.
+First part: every depth from 2 to 80 with every rate from 0.01 to 1.00. The number of new blocks
+must be rate * depth, rounded half up. The runs of old blocks between new ones must differ in length
+by at most one. No two new blocks may be neighbours, and all old blocks must be there in order.
+Second part: SmolLM2-135M with 8 more blocks against the original, in qfsdp and in transformers.
 
-    cases, wrong_numbers, wrong_places      of the first part
+    cases, wrong_numbers, wrong_places      counts of the first part
     places_32                               the number of cases at depth 32, and their places
-    smollm2_<implementation>_<dtype>        largest difference of a logit; 0 is bit for bit
+    smollm2_<implementation>_<dtype>        largest difference of a logit; 0 means equal bits
 
-Ends with status 1 if anything is wrong. `--quick` is the first part alone. `--json` alone prints
-the figures as JSON only.
+Exits with status 1 if anything is wrong. `--quick` runs the first part only. `--json` without a
+file prints the figures as JSON only.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ NEW_BLOCKS = 8
 
 
 def well_placed(depth: int, count: int) -> bool:
-    """Whether `count` new blocks on `depth` are spread evenly, between all of the old ones."""
+    """Whether `count` new blocks are spread evenly among all `depth` old ones."""
     places, sources = expanded_positions(depth, count), block_sources(depth, count)
     old = [source for at, source in enumerate(sources) if at not in places]
     gaps = [b - a - 1 for a, b in pairwise([-1, *places])]

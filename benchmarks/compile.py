@@ -1,24 +1,24 @@
-"""Compiled decoder layers beside uncompiled ones: graph breaks, recompilations, time, memory.
+"""Compiled against uncompiled decoder layers: graph breaks, recompilations, time, memory.
 
     python benchmarks/compile.py [--quick] [--json compile.json] [--device cpu] [--only qdora]
 
-The recipe's own `load_model` and `train_step`, once with `compile: true` and once without, in one
-process, step by step in turns on the same batches: 20 steps, each of another length. QLoRA and
-QDoRA (rank 16), activations kept or checkpointed, 1 rank and on CPUs 2 ranks over gloo. The model
-is SmolLM2-135M where it is prepared, else and with --quick a random one of two layers.
+Runs the recipe's `load_model` and `train_step` with `compile: true` and without, in one process.
+The two take turns on the same batches: 20 steps, each of a different length. QLoRA and QDoRA (rank
+16), activations kept or checkpointed, 1 rank, and on CPUs also 2 ranks over gloo. The model is
+SmolLM2-135M if it has been prepared; otherwise, and with --quick, a random model of two layers.
 
-Keys of the JSON file: for each case (`qdora_`, `qdora_checkpointed_`, `qdora_2ranks_`, ... before
-the key, of rank 0) and the largest of all cases without:
+Keys of the JSON file. Each has a version per case, of rank 0 (prefix `qdora_`,
+`qdora_checkpointed_`, `qdora_2ranks_`, ...), and without prefix the largest of all cases:
 
-    graph_breaks                 of the layers and whatever else is compiled, in all steps
+    graph_breaks                 in all compiled code, over all steps
     unique_graphs                builds of a layer's computation
-    recompiles_after_step_2      of those, builds in step 3 and later
-    first_steps_seconds          compiled: of the first two steps; and `eager_...`
-    max_loss_difference          between the two, of any step
-    compiled_over_eager_time     of the steps after the second, without those that compiled;
-                                 with `_min` and `_max`
-    compiled_over_eager_memory   what a step needs at its peak above what is held between steps, of
-                                 one step of the largest length
+    recompiles_after_step_2      builds in step 3 and later
+    first_steps_seconds          the first two steps, compiled; also `eager_first_steps_seconds`
+    max_loss_difference          largest difference of the losses in any step
+    compiled_over_eager_time     over the steps after the second that did not compile; with `_min`
+                                 and `_max`
+    compiled_over_eager_memory   peak of a step of the largest length above what is held between
+                                 steps
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ COLUMNS += ["compiled_over_eager_time", "compiled_over_eager_memory", "max_loss_
 
 
 def lengths() -> list[int]:
-    """Of the steps' batches, no two alike; the longest in the end."""
+    """Row lengths of the steps: all different, the longest last."""
     generator = torch.Generator().manual_seed(0)
     return (40 + 9 * torch.randperm(STEPS - 1, generator=generator)).tolist() + [256]
 
@@ -89,7 +89,7 @@ def random_model(folder: Path) -> Path:
 
 
 def build_step(folder: str, method: str, checkpointing: str, compile: bool) -> Callable[..., float]:
-    """tokens -> loss of a train step of a model of its own."""
+    """Loads a model; returns a function that takes tokens, trains one step, returns its loss."""
     recipe = load_recipe(RECIPE)
     cfg = recipe.Config(
         output_dir="unused",
@@ -114,26 +114,28 @@ def build_step(folder: str, method: str, checkpointing: str, compile: bool) -> C
 
 
 def builds() -> int:
-    """How often a layer's computation was compiled so far."""
+    """How many times a layer's computation has been compiled so far."""
     metrics = get_compilation_metrics()
     return sum((m.co_filename or "").endswith("transformer.py") for m in metrics)
 
 
 def peak_bytes(step: Callable[[], Any]) -> int:
-    """The most that is allocated in a step, above what was before."""
+    """Peak memory of a step in bytes, above what was allocated before it."""
     if torch.cuda.is_available():
         before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         step()
         return torch.cuda.max_memory_allocated() - before
-    ctypes.CDLL(None).malloc_trim(0)  # what malloc kept would not count as the step's
+    ctypes.CDLL(None).malloc_trim(
+        0
+    )  # gives back freed memory, so that the step's allocations count
     memory = PeakMemory()
     step()
     return memory.stop()
 
 
 def measure(folder: str, method: str, checkpointing: str) -> Figures:
-    """Both models, in turns; on every rank."""
+    """Runs both models in turns, on every rank."""
     warnings.filterwarnings("ignore")
     torch._logging.set_logs(dynamo=40, inductor=40)
     steps = {c: build_step(folder, method, checkpointing, c) for c in (False, True)}
@@ -146,7 +148,7 @@ def measure(folder: str, method: str, checkpointing: str) -> Figures:
         losses = []
         for compiled, step in steps.items():
             since = time.perf_counter()
-            losses.append(step(tokens))  # waits for the device, to return the loss
+            losses.append(step(tokens))  # reading the loss waits for the device
             seconds[compiled].append(time.perf_counter() - since)
         built.append(builds())
         apart = max(apart, abs(losses[1] - losses[0]))
@@ -166,7 +168,7 @@ def measure(folder: str, method: str, checkpointing: str) -> Figures:
 
 
 def cases(args: Any) -> dict[str, tuple[str, str, int]]:
-    """name: (method, checkpointing, ranks)"""
+    """Name -> (method, checkpointing, ranks)."""
     found = {}
     for ranks in (1,) if args.device == "cuda" else (1, 2):
         for method in ("lora", "dora"):
@@ -180,11 +182,11 @@ def cases(args: Any) -> dict[str, tuple[str, str, int]]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--only", default="", help="run only cases whose name contains this")
     args = parser.parse_args()
     if args.device == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    # Not `run_ranks`' default: what is compared runs as in training.
+    # `run_ranks` would use uncompiled kernels; training uses compiled ones.
     os.environ.setdefault("QFSDP_EAGER_KERNELS", "0")
     share_cores(2)
     details: Figures = {}

@@ -1,29 +1,28 @@
-"""Time to dequantize NF4 weights to bf16: ours, torchao's, bitsandbytes', and a copy beside them.
+"""Time to dequantize NF4 weights to bf16: ours, torchao's, bitsandbytes', and a plain copy.
 
     python benchmarks/dequantize.py [--quick] [--json dequantize.json] [--device cpu]
 
-Everyone writes where its users have it written: ours where training does (`frozen_weight`, on CPUs
-over the previous weight), the others into new memory. Bits are compared with bitsandbytes' before
-anything is timed. Shapes: on a CPU the linears of SmolLM2-135M and Llama-3-8B and two of
-Llama-3-70B, with --quick only the two smallest of 8B; on a GPU those of 70B. torchao takes none
-whose size 16,384 does not divide, and with --quick none above 16 M weights, as it quantizes 7 M a
-second.
+Ours writes as in training (`frozen_weight`: on CPUs over the previous weight); the others write
+into new memory, as their users do. Bits are compared with bitsandbytes' before anything is timed.
+Shapes on a CPU: the linears of SmolLM2-135M and Llama-3-8B and two of Llama-3-70B; with --quick
+those of SmolLM2 and two of 8B. On a GPU: those of 70B. torchao needs sizes that 16,384 divides;
+with --quick it gets none above 16 M weights, because it quantizes 7 M a second.
 
-Keys of the JSON file; `gpu_` for `cpu_` on a GPU. Each ratio has `_min` and `_max`, over all shapes
-and rounds, and is itself the geometric mean over shapes of medians over rounds:
+Keys of the JSON file; on a GPU the prefix is `gpu_`. A ratio is the geometric mean over shapes of
+the medians over rounds; its `_min` and `_max` are over all shapes and rounds:
 
     cpu_vs_torchao_compiled            seconds of torchao's compiled dequantize over ours
-    cpu_vs_bitsandbytes                of bitsandbytes', double quantized
-    cpu_vs_bitsandbytes_same_memory    of the same, given a tensor to write to
-    cpu_vs_bitsandbytes_fp32_absmax    of bitsandbytes without double quantization over ours with
-    cpu_dequantize_over_copy           bytes read and written a second over those of `copy_` between
-                                       bf16 tensors of the shape
-    cpu_elements_per_second            all shapes' elements over all shapes' medians
-    cpu_selections_over_table          seconds: levels chosen by 15 selections, or looked up in a
-                                       table, in the compiled kernel; each also over `copy_` as
-    cpu_table_over_copy, cpu_selections_over_copy
-    gpu_temporaries_over_output        most bytes allocated beside the output over those of it
-    cpu_ROWSxCOLS_...                  the same of one shape, and NAME_seconds, medians
+    cpu_vs_bitsandbytes                seconds of bitsandbytes, double quantized, over ours
+    cpu_vs_bitsandbytes_same_memory    the same, with a tensor to write to
+    cpu_vs_bitsandbytes_fp32_absmax    bitsandbytes without double quantization over ours with it
+    cpu_dequantize_over_copy           bytes read and written a second, over those of `copy_`
+                                       between bf16 tensors of the same shape
+    cpu_elements_per_second            weights a second, over all shapes
+    cpu_selections_over_table          seconds in the compiled kernel: a level chosen by 15
+                                       selections, over a level read from a table
+    cpu_table_over_copy, cpu_selections_over_copy      both over `copy_`
+    gpu_temporaries_over_output        peak of temporary bytes over the bytes of the output
+    cpu_ROWSxCOLS_...                  the same for one shape, and NAME_seconds, medians
 """
 
 from __future__ import annotations
@@ -51,9 +50,9 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 SMOLLM2 = [(576, 576), (192, 576), (1536, 576), (576, 1536)]
 LLAMA_8B = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
 LLAMA_70B = [(8192, 8192), (28672, 8192), (8192, 28672), (1024, 8192)]
-TORCHAO_BLOCK = 64 * 256  # weights per second-level scale, none shorter
+TORCHAO_BLOCK = 64 * 256  # weights per second-level scale; torchao needs whole blocks
 QUICK_TORCHAO = 1 << 24  # weights
-RATIOS = {  # key: whose seconds over whose
+RATIOS = {  # key: seconds of the first over seconds of the second
     "vs_torchao_compiled": ("torchao", "ours"),
     "vs_bitsandbytes": ("bitsandbytes", "ours"),
     "vs_bitsandbytes_same_memory": ("bitsandbytes_same_memory", "ours"),
@@ -72,7 +71,7 @@ def ours(weight: QuantizedTensor) -> Tensor:
 
 @cache
 def with_levels(level: Callable[[Tensor, Tensor], Tensor]) -> Callable[[QuantizedTensor], Tensor]:
-    """Ours with other code for the levels, in builds of its own."""
+    """Our dequantize with other code for the levels, compiled separately."""
     write = _copy(nf4._write_weights.__wrapped__)  # type: ignore[attr-defined]
     kernel = compiled(write, nf4.ONE_KERNEL, static_on_gpus=True)
 
@@ -88,7 +87,7 @@ def with_levels(level: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Quantize
 
 
 def bitsandbytes_cases(weight: Tensor, expected: Tensor) -> dict[str, Callable[[], Any]]:
-    """bitsandbytes' ways, of which the double quantized one must give `expected`."""
+    """bitsandbytes' variants; the double quantized one must equal `expected`."""
     try:
         from bitsandbytes import functional
     except ImportError as error:
@@ -113,7 +112,7 @@ def bitsandbytes_cases(weight: Tensor, expected: Tensor) -> dict[str, Callable[[
 
 
 def bitsandbytes_cpu_kernel(codes: Tensor, state: Any, out: Tensor) -> Tensor:
-    """What its `dequantize_4bit` does on a CPU, where it takes no `out`."""
+    """The CPU path of `dequantize_4bit`, with an output tensor, which that does not take."""
     from bitsandbytes import functional
     from bitsandbytes.cextension import lib
 
@@ -131,66 +130,65 @@ def torchao_cases(weight: Tensor, quick: bool) -> dict[str, Callable[[], Any]]:
     if not can_compile():
         return {}
     try:
-        from torchao.dtypes.nf4tensor import to_nf4
+        from torchao.quantization.quantize_.workflows.nf4.nf4_tensor import to_nf4
     except ImportError as error:
         print(f"torchao: skipped, {error}")
         return {}
-    packed = to_nf4(weight)
-    return {"torchao": partial(original_weight, packed)}
+    return {"torchao": partial(original_weight, to_nf4(weight))}
 
 
 @partial(torch.compile, dynamic=False)
-def original_weight(packed: Any) -> Tensor:
-    return packed.get_original_weight()
+def original_weight(weight: Any) -> Tensor:
+    return weight.get_original_weight()
 
 
 def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tuple[Times, Figures]:
     torch.manual_seed(0)
     weight = torch.randn(shape, device=device).mul_(0.02).bfloat16()
-    packed, copied = nf4.quantize(weight), torch.empty_like(weight)
+    quantized, copied = nf4.quantize(weight), torch.empty_like(weight)
     cases: dict[str, Callable[[], Any]] = {
-        "ours": partial(ours, packed),
+        "ours": partial(ours, quantized),
         "copy": lambda: copied.copy_(weight),
     }
-    cases |= bitsandbytes_cases(weight, ours(packed))
+    cases |= bitsandbytes_cases(weight, ours(quantized))
     cases |= torchao_cases(weight, quick)
     if can_compile():
-        expected = ours(packed).clone()
+        expected = ours(quantized).clone()
         for name, level in (
             ("table", nf4.level_from_table),
             ("selections", nf4.level_by_selections),
         ):
-            cases[name] = partial(with_levels(level), packed)
+            cases[name] = partial(with_levels(level), quantized)
             assert torch.equal(cases[name](), expected), name
     times = in_turns(cases, rounds, device)
     found: Figures = {}
     for key, (over, under) in RATIOS.items():
         if over in times and under in times:
             found |= ratios(key, times[over], times[under])
-    held = sum(t.nbytes for t in (packed.qdata, *packed.metadata))
+    held = sum(t.nbytes for t in (quantized.qdata, *quantized.metadata))
     moved = (held + weight.nbytes) / (2 * weight.nbytes)
     for key, name in OVER_COPY.items():
         if name in times:
             speed = ratios(f"{key}_over_copy", times["copy"], times[name])
             found |= {k: v * moved for k, v in speed.items()}
     if device == "cuda":
-        found["temporaries_over_output"] = temporaries(packed) / weight.nbytes
+        found["temporaries_over_output"] = temporaries(quantized) / weight.nbytes
     return times, found
 
 
-def temporaries(packed: QuantizedTensor) -> int:
-    """The most bytes on the GPU while it dequantizes, without the output."""
+def temporaries(quantized: QuantizedTensor) -> int:
+    """Peak bytes on the GPU while it dequantizes, without the output."""
     torch.cuda.synchronize()
     before = torch.cuda.memory_allocated()
     torch.cuda.reset_peak_memory_stats()
-    out = ours(packed)
+    out = ours(quantized)
     return torch.cuda.max_memory_allocated() - before - out.nbytes
 
 
 def main() -> None:
     args = arguments(__doc__).parse_args()
     warnings.filterwarnings("ignore", module="torchao|bitsandbytes")
-    torch._dynamo.config.recompile_limit = 64  # torchao's, once per shape
+    torch._dynamo.config.recompile_limit = 64  # torchao compiles once per shape
     prefix, shapes = "cpu", SMOLLM2 + (LLAMA_8B[:2] if args.quick else LLAMA_8B + LLAMA_70B[:2])
     if args.device == "cuda":
         prefix, shapes = "gpu", LLAMA_70B

@@ -1,20 +1,20 @@
-"""The memory estimate against what runs really hold.
+"""The memory estimate against the memory of real runs.
 
     python benchmarks/estimate.py [--quick] [--json estimate.json]
     python benchmarks/estimate.py --published
 
-Every case is three updates of two micro-batches by the recipe's own functions, on 1, 2 or 4
-processes with one thread each, and the same config run dry (`qfsdp.memory.estimate`, target "cpu").
-Measured is what PyTorch's CPU allocator held at most within a train step, by the memory events of
-its profiler, which starts before the model is built; of the rank that held most. SmolLM2-135M, and
-4 layers of a 7B model's kind, 2048 wide, with random weights.
+Every case is two updates of two micro-batches by the recipe's functions, on 1, 2 or 4 processes
+with one thread each, and a dry run of the same config (`qfsdp.memory.estimate`, target "cpu").
+"Measured" is the peak of PyTorch's CPU allocator within a train step, from the memory events of its
+profiler, on the rank with the highest peak. The profiler starts before the model is built. Models:
+SmolLM2-135M, and 4 layers of 7B type, 2048 wide, with random weights.
 
-`--published` compares with what others measured on two 24 GB GPUs (Answer.AI, "You can now train a
-70b language model at home", March 2024: FSDP and QLoRA with Hugging Face models; they tell reserved
-memory, in GiB), target "cuda". Their figure over ours is above 1 where ours takes less.
+`--published` compares with measurements of others on two 24 GB GPUs (Answer.AI, "You can now train
+a 70b language model at home", March 2024: FSDP and QLoRA with Hugging Face models; reserved memory
+in GiB), target "cuda". Their figure over ours is above 1 if ours takes less.
 
-Keys of the JSON file: `mean_error`, `max_error` (estimate over measured, less 1, absolute),
-`max_under` (by how much the estimate was too low at most), `cases`, and NAME_measured,
+Keys of the JSON file: `mean_error`, `max_error` (absolute value of estimate over measured, less 1),
+`max_under` (largest share by which an estimate is too low), `cases`, and NAME_measured,
 NAME_estimated in bytes.
 """
 
@@ -105,15 +105,12 @@ def config_of(case: Case, folders: dict[str, str]) -> tuple[Any, Any]:
     argv.append(f"gradient_accumulation_steps={case.micro_batches}")
     argv.append(f"activation.checkpointing={case.checkpointing}")
     if case.method != "lora":
-        argv.append(f"model.quantize_cache={folders[case.model]}-packed")
+        argv.append(f"model.quantize_cache={folders[case.model]}-quantized")
     return recipe, load_config(recipe.Config, argv)
 
 
-# ---- measured ------------------------------------------------------------------------------
-
-
 def measure(chosen: list[Case], folders: dict[str, str]) -> list[int]:
-    """The peak of each case in bytes."""
+    """The measured peak of each case in bytes."""
     peaks: dict[Case, int] = {}
     for size in sorted({case.ranks for case in chosen}):
         alike = [case for case in chosen if case.ranks == size]
@@ -122,7 +119,7 @@ def measure(chosen: list[Case], folders: dict[str, str]) -> list[int]:
 
 
 def _on_ranks(size: int, chosen: list[Case], folders: dict[str, str]) -> list[int]:
-    """By `size` processes that do one case after the other."""
+    """Runs one case after the other on `size` processes."""
     with tempfile.TemporaryDirectory() as folder:
         mp.start_processes(
             _rank, (size, chosen, folders, folder), nprocs=size, start_method="spawn"
@@ -143,12 +140,12 @@ def _rank(rank: int, size: int, chosen: list[Case], folders: dict[str, str], out
     if size > 1:
         dist.barrier()
     sys.stdout.flush()
-    os._exit(0)  # past gloo's threads, which abort the interpreter now and then
+    os._exit(0)  # gloo's threads may abort the interpreter as it shuts down
 
 
 def _measure(case: Case, folders: dict[str, str]) -> int:
     recipe, cfg = config_of(case, folders)
-    gc.collect()  # else the model of the case before dies while this one is measured
+    gc.collect()  # frees the model of the last case before the measurement
     vars(quantized_linear._scratch).clear()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
@@ -168,7 +165,7 @@ def _measure(case: Case, folders: dict[str, str]) -> int:
 
 @dataclass(frozen=True, order=True)
 class Change:
-    """Memory that is taken, or given back with a negative size; `piece` tells which (0: any)."""
+    """An allocation, or with a negative size a release; `piece` numbers it (0: any)."""
 
     when: int
     address: int
@@ -177,8 +174,8 @@ class Change:
 
 
 def _peak_within_steps(profiler: torch.profiler.profile) -> int:
-    """Most that was held at a time within a step: within that one, of those after the first, of
-    which it is least. They are alike, but for what gloo's threads give back late, or unseen."""
+    """The lowest peak of the steps after the first. The steps are equal except for memory that
+    gloo's threads release late, or without an event."""
     begins, changes = _changes(profiler)
     peaks = [0] * (len(begins) + 1)
     live: dict[int, tuple[int, int]] = {}
@@ -186,7 +183,7 @@ def _peak_within_steps(profiler: torch.profiler.profile) -> int:
     for change in sorted(changes):
         there, piece = live.get(change.address, (0, 0))
         if change.size > 0 or change.piece in (0, piece):
-            # What lay there has been freed unseen, if it is still known.
+            # A block still known at this address was released without an event.
             held += max(0, change.size) - there
             live[change.address] = (max(0, change.size), change.piece)
         step = bisect(begins, change.when)
@@ -195,14 +192,14 @@ def _peak_within_steps(profiler: torch.profiler.profile) -> int:
 
 
 def _changes(profiler: torch.profiler.profile) -> tuple[list[int], list[Change]]:
-    """When steps begin, and what memory this thread takes and gives back.
+    """The start times of steps, and the allocations and releases of this thread.
 
-    gloo works with threads of its own: what these take is not the training's, and what they give
-    back the profiler may not see. A collective's memory counts until it asks for more (it never
-    held two pieces where all was seen) or returns.
+    gloo has its own threads. Their allocations are not the training's, and the profiler may not
+    see their releases. The memory of a collective counts until the collective allocates again
+    (with all events visible it never held two blocks) or returns.
     """
     steps: list[Any] = []
-    taken: list[tuple[int, int, Change]] = []  # by which thread, when its collective returns
+    taken: list[tuple[int, int, Change]] = []  # thread, end of its collective
     of_gloo = defaultdict(list)
     tree = profiler.profiler.kineto_results.experimental_event_tree()  # type: ignore[union-attr]
     pending: list[tuple[Any, int]] = [(event, 0) for event in tree]
@@ -241,7 +238,7 @@ def write_wide_model(folder: Path) -> None:
 
 
 def compare(quick: bool) -> Figures:
-    """Measures and estimates every case; prints a table."""
+    """Measures and estimates every case; prints a table, returns the figures."""
     chosen, figures = cases(quick), Figures()
     with tempfile.TemporaryDirectory() as scratch:
         folders = {"smollm2": f"{scratch}/smollm2", "wide": f"{scratch}/wide"}
@@ -273,12 +270,9 @@ def compare(quick: bool) -> Figures:
     }
 
 
-# ---- published -----------------------------------------------------------------------------
-
-
 @dataclass(frozen=True)
 class Published:
-    """Reserved GiB that others measured on each of two GPUs."""
+    """Reserved memory in GiB on each of two GPUs, measured by others."""
 
     model: str
     method: str
@@ -324,7 +318,7 @@ def compare_published() -> Figures:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--published", action="store_true", help="compare with Answer.AI's")
+    parser.add_argument("--published", action="store_true", help="compare with Answer.AI's figures")
     args = parser.parse_args()
     torch.set_num_threads(1)
     figures = compare_published() if args.published else compare(args.quick)

@@ -1,14 +1,14 @@
-"""Greedy answers beside transformers, on the same weights: are the tokens the same, and how fast.
+"""Greedy answers of ours and of transformers on the same weights: equal tokens, and rates.
 
     python benchmarks/generate.py [--quick] [--json generate.json] [--compile]
 
-50 questions (GSM8K's where its file is there, else generated ones) to SmolLM2-135M-Instruct, 64 new
-tokens each, in batches of 10 and, some of them, one by one; in fp32, and in bf16 where the device
-has products in it. Rates count the prompts' pass too. Each batch is answered by all in turn.
+SmolLM2-135M-Instruct answers 50 questions (of GSM8K if its file exists, otherwise generated) with
+64 new tokens each, in batches of 10, and some of them one by one; in fp32, and in bf16 if the
+device multiplies bf16. Rates include the pass over the prompts. The contestants take turns.
 
-    prompts, identical_prompts          in fp32, by token, whole answers
+    prompts, identical_prompts          prompts, and those with equal tokens in fp32
     tokens_per_s/WHO/DTYPE/BATCH        WHO: transformers, ours, ours_nf4, ours_compiled
-    ours_over_transformers/DTYPE/BATCH  of the same batches
+    ours_over_transformers/DTYPE/BATCH  ratio of rates on the same batches
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k/test.jsonl"
 BATCH = 10
 
 Answer = Callable[[list[list[int]], int], list[list[int]]]
-"""Prompts and how many new tokens -> the new tokens of each."""
+"""Takes prompts and a number of new tokens; returns the new tokens of each prompt."""
 
 
 def questions(count: int) -> list[str]:
@@ -84,11 +84,13 @@ def ours(folder: Path, dtype: Any, device: str, format: Any, compile: bool = Fal
 def measure(
     who: dict[str, Answer], prompts: list[list[int]], batch: int, new: int
 ) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
-    """Seconds of every batch, and all answers."""
+    """Seconds of every batch, and all answers, by contestant."""
     seconds: dict[str, list[float]] = {name: [] for name in who}
     answers: dict[str, list[list[int]]] = {name: [] for name in who}
     for name, answer in who.items():
-        for _ in range(2 if "compiled" in name else 1):  # built for one batch, and again for any
+        for _ in range(
+            2 if "compiled" in name else 1
+        ):  # the second call compiles for varying sizes
             answer(prompts[:batch], 2)
     for start in range(0, len(prompts), batch):
         for name, answer in who.items():
@@ -100,7 +102,7 @@ def measure(
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--compile", action="store_true", help="compiled layers too")
+    parser.add_argument("--compile", action="store_true", help="measure compiled layers too")
     args = parser.parse_args()
     count, new, single = (4, 8, 2) if args.quick else (50, 64, args.repeat)
     folder = prepare_model(cache_dir())

@@ -1,9 +1,9 @@
-"""Fetches the wheels that `make gpu-suite` needs on a machine without a network.
+"""Downloads the wheels that `make gpu-suite` needs on a machine without a network.
 
     python benchmarks/gpu_bundle.py [--python 3.12] [--all]
 
-They go to `gpu_wheels/`, for Linux on x86-64; the checkout with that folder is then all there is to
-carry, less than 60 MB. `--all` adds transformers and what it needs, for peers.
+The wheels, for Linux on x86-64, go to `gpu_wheels/`. Copy the checkout with that folder to the
+machine; it is less than 60 MB. `--all` adds transformers and its dependencies, for PEFT.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ LIMIT_BYTES = 55 << 20
 NEEDED = ["safetensors", "omegaconf", "pyyaml", "tqdm", "pytest", "pluggy", "iniconfig"]
 NEEDED += ["packaging", "pygments", "pytest-xdist", "execnet", "bitsandbytes", "peft"]
 PEERS = ["transformers", "accelerate", "tokenizers"]
-NO_WHEEL = ["antlr4-python3-runtime==4.9.3"]  # of omegaconf; pure Python, built here
+NO_WHEEL = ["antlr4-python3-runtime==4.9.3"]  # needed by omegaconf; pure Python, built here
 PLATFORMS = ["manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014"]
 
 
@@ -27,8 +27,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--python", default="3.12", help="of the machine with the GPU")
-    parser.add_argument("--all", action="store_true", help="transformers as well")
+    parser.add_argument(
+        "--python", default="3.12", help="Python version of the machine with the GPU"
+    )
+    parser.add_argument("--all", action="store_true", help="add transformers, for PEFT")
     args = parser.parse_args()
     shutil.rmtree(WHEELS, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]
@@ -41,7 +43,7 @@ def main() -> None:
     size = sum(wheel.stat().st_size for wheel in WHEELS.iterdir())
     print(f"{WHEELS}: {len(list(WHEELS.iterdir()))} wheels, {size / 1e6:.1f} MB")
     if size > LIMIT_BYTES:
-        raise SystemExit(f"error: more than {LIMIT_BYTES / 1e6:.0f} MB; leave --all out")
+        raise SystemExit(f"error: {size / 1e6:.0f} MB; expected at most {LIMIT_BYTES / 1e6:.0f}")
 
 
 if __name__ == "__main__":

@@ -1,19 +1,19 @@
-"""All that needs a GPU, in one command: `make gpu-suite`. Under 8 minutes on one H200.
+"""Runs everything that needs a GPU: `make gpu-suite`. Under 8 minutes on one H200.
 
     python benchmarks/gpu_suite.py [--json gpu_suite.json] [--minutes 8] [--try]
 
-GPU tests, the small benchmarks on the device, and train steps of a model with Llama-3-8B's shapes,
-ours and PEFT's, each in a process of its own. Nothing is fetched; what cannot run is told and the
-rest goes on: with 80 GB, maybe PEFT at 8192 tokens, which allocates 76. All that the parts print,
-tables of kernels too, is in `gpu_suite.log`, beside the JSON file. What it needs beside torch,
-bitsandbytes and peft, `make gpu-bundle` puts into `gpu_wheels/`, for a machine without a network.
-`--try` runs tiny sizes, 2048 tokens, on a CPU as well. PEFT's QDoRA and the tiers of an offloaded
-base have commands of their own: `gpu_train_step.py peft_qdora`, `tiers.py`.
+Parts: the GPU tests, the small benchmarks on the device, and train steps of a model with
+Llama-3-8B's shapes, ours and PEFT's. Each part is a process. Nothing is downloaded. A part that
+cannot run is reported and the rest goes on; with 80 GB of GPU memory this may happen to PEFT at
+8192 tokens, which allocates 76 GB. The output of all parts, with tables of kernels, goes to
+`gpu_suite.log` next to the JSON file. On a machine without a network, packages other than torch
+come from `gpu_wheels/`, which `make gpu-bundle` fills. `--try` runs tiny sizes (2048 tokens), also
+on a CPU. Not included: `gpu_train_step.py peft_qdora` and `offload_tiers.py`.
 
-Keys: those of the parts, and `tests_passed`, `tests_failed`, `minutes`,
-`qlora_tokens_per_second`, `qlora_over_lora_tokens`, `qlora_over_peft_tokens`,
-`qdora_over_qlora_time`, `qlora_memory_over_peft`, all at 8192 tokens per micro-batch, and with
-`_2048` at 2048.
+Keys: those of the parts, and `tests_passed`, `tests_failed`, `minutes`. At 8192 tokens per
+micro-batch, and with the suffix `_2048` at 2048: `qlora_tokens_per_second`,
+`qlora_over_lora_tokens`, `qlora_over_peft_tokens`, `qdora_over_qlora_time`,
+`qlora_memory_over_peft`.
 """
 
 from __future__ import annotations
@@ -33,8 +33,13 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 WHEELS = ROOT / "gpu_wheels"
-STEPS = ("ours_qlora", "ours_qdora", "ours_lora", "peft_qlora")  # 50, 70, 47, 62 s on an H200
-BENCHMARKS = ("dequantize", "linear", "bandwidth")  # 20, 37, 13 s
+STEPS = (
+    "ours_qlora",
+    "ours_qdora",
+    "ours_lora",
+    "peft_qlora",
+)  # they took 50, 70, 47, 62 s on an H200
+BENCHMARKS = ("dequantize", "linear", "bandwidth")  # they took 20, 37, 13 s
 TESTS = ["tests/test_gpu.py", "tests/test_gpu_packing.py"]
 TESTS += [
     "tests/training/test_throughput.py",
@@ -49,7 +54,7 @@ TIMES = {  # key: seconds of the first over those of the second
 
 
 def environment(scratch: Path) -> dict[str, str]:
-    """With the wheels of `gpu_wheels/`, less what this interpreter has already."""
+    """Environment variables that add the wheels of `gpu_wheels/` that are not installed."""
     paths = [str(ROOT)]
     if WHEELS.is_dir():
         site = scratch / "site"
@@ -76,7 +81,7 @@ def importable(wheel: Path) -> bool:
 
 
 class Suite:
-    """Runs the parts one after the other, as long as there is time."""
+    """Runs one part after the other until the time is over."""
 
     def __init__(self, minutes: float, env: dict[str, str], scratch: Path, log: Path) -> None:
         self.end = time.monotonic() + 60 * minutes
@@ -85,11 +90,11 @@ class Suite:
         self.figures: dict[str, float] = {}
 
     def run(self, name: str, *command: str) -> str:
-        """Output of `python COMMAND`; its figures, if it writes any, are added."""
+        """Runs `python COMMAND` and returns its output; adds the figures that it writes."""
         print(f"\n== {name}", flush=True)
         left, since = self.end - time.monotonic(), time.monotonic()
         if left < 10:
-            print(f"{name}: left out, the time is over")
+            print(f"{name}: skipped, the time is over")
             return ""
         file = self.scratch / f"{name}.json"
         words = [sys.executable, *(word.replace("JSON", str(file)) for word in command)]
@@ -99,7 +104,7 @@ class Suite:
             )
             output, status = done.stdout + done.stderr, done.returncode
         except subprocess.TimeoutExpired as error:
-            printed = (error.stdout or b"") + (error.stderr or b"")  # bytes, in spite of `text`
+            printed = (error.stdout or b"") + (error.stderr or b"")  # bytes, despite `text=True`
             output, status = printed.decode(errors="replace") + "\nthe time was over", -1
         with self.log.open("a") as log:
             log.write(f"\n== {name}: exit {status}\n{output}")
@@ -111,7 +116,7 @@ class Suite:
         return output
 
     def tests(self) -> None:
-        """Eight at a time where pytest-xdist is there: they compile, 152 s on 16 cores."""
+        """Runs the GPU tests, with pytest-xdist eight at a time: 152 s of compiling on 16 cores."""
         has_xdist = find_spec("xdist") or any(WHEELS.glob("pytest_xdist-*"))
         at_once = ["-n", str(min(8, os.cpu_count() or 1))] if has_xdist else []
         options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *at_once]
@@ -122,7 +127,7 @@ class Suite:
 
 
 def compare(found: dict[str, float]) -> dict[str, float]:
-    """The figures that put contestants beside each other."""
+    """Ratios between contestants."""
     ratios = {}
     for tokens, suffix in ((8192, ""), (2048, "_2048")):
         for key, pair in TIMES.items():
@@ -143,7 +148,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--json", type=Path, default=Path("gpu_suite.json"))
-    parser.add_argument("--minutes", type=float, default=8.0, help="after which nothing starts")
+    parser.add_argument("--minutes", type=float, default=8.0, help="no part starts later")
     parser.add_argument("--try", dest="tiny", action="store_true", help="tiny sizes")
     args = parser.parse_args()
     if not torch.cuda.is_available() and not args.tiny:
@@ -155,7 +160,7 @@ def main() -> None:
         log = args.json.with_suffix(".log")
         suite = Suite(args.minutes, environment(Path(folder)), Path(folder), log)
         small = ["--quick"] if args.tiny else []
-        for contestant in STEPS:  # first: what the rest of the time cannot make up for
+        for contestant in STEPS:  # first, because they matter most if time runs out
             script = "benchmarks/gpu_train_step.py"
             suite.run(contestant, script, contestant, "--kernels", "--json", "JSON", *small)
         for benchmark in BENCHMARKS:

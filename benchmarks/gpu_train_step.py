@@ -1,19 +1,19 @@
-"""Train steps of a random model with the shapes of Llama-3-8B, by us or by PEFT + bitsandbytes.
+"""Train steps of a random model with Llama-3-8B's shapes: ours, or PEFT + bitsandbytes.
 
     python benchmarks/gpu_train_step.py CONTESTANT [--quick] [--tokens 2048 8192] [--kernels]
                                         [--json FILE]
 
 CONTESTANT is one of ours_qlora, ours_qdora, ours_lora (bf16 base), peft_qlora, peft_qdora. Weights
-are drawn on the device, alike for all, so nothing is read from disk. Steps are those of the recipe
-(its `train_step`, compiled layers) and of PEFT's users (bf16 autocast, fused AdamW): rank 16 on all
-linears, rows of 2048 tokens with a target at every position, no activation checkpointing.
-`--kernels` adds a table of what one more step spends its time on. `--quick` is for trying the
-script on a CPU: two small layers, two steps, 2048 tokens if not told otherwise (PEFT's products in
-bf16 take 11 s a step on a CPU without such instructions).
+are drawn on the device and are the same for all, so nothing is read from disk. Our steps are the
+recipe's `train_step` with compiled layers; PEFT's run under bf16 autocast with fused AdamW. Rank 16
+on all linears, rows of 2048 tokens with a target at every position, no activation checkpointing.
+`--kernels` prints a table of the kernels of one more step. `--quick` tries the script on a CPU: two
+small layers, two steps, 2048 tokens (a bf16 step of PEFT takes 11 s on a CPU without bf16
+products).
 
 Keys, for every number of tokens in a micro-batch that fits into memory:
 `CONTESTANT_8192_tokens_per_second`, `_seconds` (median of the steps), `_peak_bytes` (allocated),
-`_first_loss`, `_last_loss`; of ours also `_model_flops_utilization`,
+`_first_loss`, `_last_loss`; for ours also `_model_flops_utilization`,
 `_hardware_flops_utilization` and `_seconds/PHASE`.
 """
 
@@ -71,11 +71,11 @@ TINY = LLAMA_8B | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 
 TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
 ROOT = Path(__file__).parent.parent
 ROW, RANK = 2048, 16
-WARMUP = 3  # the first compiles, the second still allocates
+WARMUP = 3  # the first step compiles, the second still allocates
 
 
 def random_weight(name: str, like: Tensor, device: torch.device) -> Tensor:
-    """bf16, the same for everyone who asks for that name."""
+    """A bf16 weight that depends on its name only."""
     if "norm" in name:
         return torch.ones(like.shape, dtype=torch.bfloat16, device=device)
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
@@ -132,14 +132,14 @@ def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
         param.data = random_weight(name, param, device)
     for name, module in list(base.model.named_modules()):
         if isinstance(module, nn.Linear):
-            packed = Linear4bit(
+            linear = Linear4bit(
                 module.in_features, module.out_features, False, torch.bfloat16, True, "nf4"
             )
-            packed.weight = Params4bit(
+            linear.weight = Params4bit(
                 module.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
             )
             parent = base.model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], packed.to(device))
+            setattr(parent, name.rpartition(".")[2], linear.to(device))
     adapter = LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=ADAPTED, use_dora=kind.endswith("dora")
     )
@@ -172,7 +172,7 @@ def measure(
         batch = random_batch(rows, vocabulary, index)
         since = time.perf_counter()
         losses.append(step(*batch))
-        seconds.append(time.perf_counter() - since)  # reading the loss has waited for the device
+        seconds.append(time.perf_counter() - since)  # reading the loss waited for the device
     median = statistics.median(seconds[WARMUP:])
     return {
         "seconds": median,
@@ -185,7 +185,7 @@ def measure(
 
 
 def print_kernels(step: Step, rows: int, vocabulary: int) -> None:
-    """The 30 kernels (operations, on a CPU) with the most time in one step, and their calls."""
+    """Prints the 30 kernels (operations, on a CPU) that take most of one step."""
     batch = random_batch(rows, vocabulary, seed=0)
     cuda = torch.cuda.is_available()
     kinds = torch.profiler.ProfilerActivity

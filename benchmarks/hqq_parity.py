@@ -1,21 +1,20 @@
-"""HQQ beside the hqq package, NF4 and plain weights: numbers, perplexity, time.
+"""HQQ against the hqq package, NF4 and plain weights: equal codes, perplexity, time.
 
     python benchmarks/hqq_parity.py [--quick] [--json hqq.json] [--text wikitext2/test.txt]
 
-Numbers: the linears of SmolLM2-135M (all 210; with --quick those of every tenth layer) are
-quantized by us and by the package (in fp32, on the CPU), and compared part by part. Perplexity: of
---text in windows of 1024 tokens (the first 32 windows, 1 with --quick; --windows 0: all), computed
-in bf16, or in fp32 on a CPU without bf16 products.
-The model's linears lie on a 4-bit grid of their own (blocks of 32): groups of 32 would lose nothing
-there, and none are shown. Times: SmolLM2's linears, and the dequantizing of one of Llama-3-8B's
-into memory that is overwritten by the next.
+Codes: the linears of SmolLM2-135M (all 210; with --quick those of every tenth layer) are quantized
+by us and by the package, in fp32 on the CPU, and compared part by part. Perplexity: of --text in
+windows of 1024 tokens (the first 32, 1 with --quick; --windows 0: all), computed in bf16, or in
+fp32 on a CPU without bf16 products. The model's linears lie on a 4-bit grid with blocks of 32, so
+groups of 32 would lose nothing and are not shown. Times: SmolLM2's linears, and dequantizing one
+linear of Llama-3-8B into memory that the next call overwrites.
 
 Keys of the JSON file; ratios have `_min` and `_max` over rounds:
 
-    differing_codes, differing_scales, differing_zeros    from the package's, of `weights`
-    dequantized_max_difference, dequantized_mean_difference   fp32, both with scales in fp16
-    fp32_scales_max_difference, fp32_scales_mean_difference   from the package's with fp32 scales
-    perplexity_bf16, perplexity_nf4, perplexity_hqq, perplexity_hqq_package   (tokens: `tokens`)
+    differing_codes, differing_scales, differing_zeros    among `weights`, against the package
+    dequantized_max_difference, dequantized_mean_difference   fp32, both with fp16 scales
+    fp32_scales_max_difference, fp32_scales_mean_difference   against fp32 scales of the package
+    perplexity_bf16, perplexity_nf4, perplexity_hqq, perplexity_hqq_package   over `tokens`
     quantize_weights_per_second, package_weights_per_second, nf4_quantize_weights_per_second
     quantize_vs_package                seconds of the package over ours
     hqq_dequantize_weights_per_second, nf4_dequantize_weights_per_second
@@ -57,13 +56,13 @@ WINDOW = 1024
 
 def quantize(weight: Tensor, format: str) -> QuantizedTensor:
     rows, cols = weight.shape
-    packed = FORMATS[format].empty(rows, cols, weight.dtype, weight.device)
-    packed.quantize_(weight)
-    return packed
+    quantized = FORMATS[format].empty(rows, cols, weight.dtype, weight.device)
+    quantized.quantize_(weight)
+    return quantized
 
 
 def parts(weight: QuantizedTensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes `[rows, cols]`, scales and zeros fp16 `[rows, groups]` of a weight in HQQ."""
+    """Codes uint8 `[rows, cols]`, scales and zeros fp16 `[rows, groups]` of an HQQ weight."""
     code_bytes, per_row = -(-weight.cols // 2), -(-weight.cols // BLOCK)
     codes, fp16 = weight.qdata[:, :code_bytes], weight.qdata[:, code_bytes:]
     codes = torch.stack([codes >> 4, codes & 15], dim=2).flatten(1)[:, : weight.cols]
@@ -83,7 +82,7 @@ def of_package(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def dequantized_by_package(codes: Tensor, scales: Tensor, zeros: Tensor) -> Tensor:
-    """Its weights in fp32, of scales and zeros in whatever type they are given."""
+    """The package's fp32 weights from codes, scales and zeros of any dtype."""
     from hqq.core.quantize import Quantizer
 
     meta = {"scale": scales.view(-1, 1), "zero": zeros.view(-1, 1), "shape": codes.shape}
@@ -108,7 +107,7 @@ def linears(folder: Path, quick: bool) -> Iterator[tuple[str, Tensor]]:
 
 
 def compare(folder: Path, quick: bool) -> Figures:
-    """Every linear, by us and by the package."""
+    """Quantizes every linear with ours and with the package, and compares."""
     quantize(torch.randn(512, 512), "hqq").dequantize()  # compiles
     counts, weights = torch.zeros(3, dtype=torch.int64), 0
     largest, sums, seconds = [0.0, 0.0], [0.0, 0.0], [0.0, 0.0]
@@ -143,7 +142,7 @@ def compare(folder: Path, quick: bool) -> Figures:
 
 
 def perplexities(folder: Path, text: Path, windows: int, package: bool) -> Figures:
-    """Of the model as it is, packed by us, and with the package's dequantized weights."""
+    """Perplexity of the plain model, of ours in NF4 and HQQ, and of the package's weights."""
     tokenizer = hf_tokenizer(str(folder))
     config = TextConfig(str(text), WINDOW, max_tokens=windows * WINDOW or None)
     dataset, world = text_windows("text", config, tokenizer), World(torch.device("cpu"))
@@ -175,12 +174,12 @@ def times(rounds: int) -> Figures:
     cases: dict[str, Any] = {"copy": lambda: copied.copy_(weight)}
     held = {}
     for name in ("nf4", "hqq"):
-        packed = quantize(weight, name)
-        held[name] = sum(t.nbytes for t in (packed.qdata, *packed.metadata))
+        quantized = quantize(weight, name)
+        held[name] = sum(t.nbytes for t in (quantized.qdata, *quantized.metadata))
 
-        def dequantize(packed: QuantizedTensor = packed) -> Tensor:
-            which = (packed.format, packed.cols, 0, torch.bfloat16)
-            return frozen_weight(packed.qdata, packed.metadata, *which)
+        def dequantize(quantized: QuantizedTensor = quantized) -> Tensor:
+            which = (quantized.format, quantized.cols, 0, torch.bfloat16)
+            return frozen_weight(quantized.qdata, quantized.metadata, *which)
 
         cases[name] = dequantize
     taken = in_turns(cases, rounds)
@@ -199,8 +198,10 @@ def times(rounds: int) -> Figures:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--text", type=Path, default=TEXT, help="plain text, for perplexity")
-    parser.add_argument("--windows", type=int, help="of 1024 tokens; 0: all of the text")
+    parser.add_argument("--text", type=Path, default=TEXT, help="a plain text file, for perplexity")
+    parser.add_argument(
+        "--windows", type=int, help="number of windows of 1024 tokens; 0: all of the text"
+    )
     args = parser.parse_args()
     windows = args.windows if args.windows is not None else (1 if args.quick else 32)
     folder, package = prepare_model(cache_dir()), has_package()

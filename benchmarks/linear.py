@@ -1,24 +1,24 @@
-"""Forward and backward of one linear: plain, packed, with LoRA, with DoRA; and the peers'.
+"""Forward and backward of one linear: plain, quantized, with LoRA, with DoRA; and the peers'.
 
     python benchmarks/linear.py [--quick] [--json linear.json] [--device cpu] [--tokens 2048]
 
-The input needs a gradient, as within a model. bf16 activations (fp32 on a CPU without bf16
-products); adapters of rank 16 in fp32, PEFT's under bf16 autocast as its Trainer has it. DoRA's
-norms, computed once per update, are not in it; PEFT computes them in every forward.
+The input needs a gradient, as within a model. Activations are bf16 (fp32 on a CPU without bf16
+products). Adapters have rank 16, in fp32; PEFT's run under bf16 autocast, as in its Trainer. Our
+DoRA norms are computed once per update and not included; PEFT computes them in every forward.
 
     plain     F.linear with a frozen weight
     nf4       our QuantizedLinear                      bnb        bitsandbytes' Linear4bit
     lora      our LowRankLinear on NF4            peft_lora  PEFT's LoRA on Linear4bit
     dora      the same with DoRA                    peft_dora  PEFT's DoRA on Linear4bit
 
-Keys of the JSON file, for each shape (`OUTxIN_` before the key) and as the geometric mean over
-shapes; ratios of seconds, with `_min` and `_max`:
+Keys of the JSON file, for each shape (prefix `OUTxIN_`) and as the geometric mean over shapes;
+ratios of seconds, with `_min` and `_max`:
 
     nf4_over_plain, lora_over_plain, dora_over_plain, lora_over_nf4, dora_over_lora
     bnb_over_plain, bnb_over_nf4, peft_lora_over_lora, peft_dora_over_dora
-    NAME_seconds, NAME_saved_bytes     by shape; saved are bytes that autograd keeps from forward to
-                                       backward and that are no parameter or packed weight; DoRA's
-                                       with its output, which the next operation mostly keeps too
+    NAME_seconds, NAME_saved_bytes     by shape; saved bytes are those that autograd keeps for
+                                       backward, without parameters and quantized weights; DoRA's
+                                       include its output, which the next operation keeps too
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ Forward = Callable[[Tensor], Tensor]
 
 
 def ours(weight: Tensor) -> dict[str, nn.Module]:
-    """Our linears; adapters as after some training, B is not zero."""
+    """Our linears; B of the adapters is not zero, as after some training."""
     rows, cols = weight.shape
     plain = nn.Linear(cols, rows, bias=False, device="meta")
     plain.weight = nn.Parameter(weight, requires_grad=False)
-    packed = QuantizedLinear(nf4.quantize(weight), None)
-    made: dict[str, nn.Module] = {"plain": plain, "nf4": packed}
+    quantized = QuantizedLinear(nf4.quantize(weight), None)
+    made: dict[str, nn.Module] = {"plain": plain, "nf4": quantized}
     for method in ("lora", "dora"):
-        adapted = LowRankLinear(packed, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
+        adapted = LowRankLinear(quantized, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
         init_adapters(adapted, seed=0)
         nn.init.normal_(adapted.lora_B, std=0.02)
         made[method] = adapted
@@ -90,7 +90,7 @@ def bitsandbytes(weight: Tensor) -> dict[str, nn.Module]:
 
 
 def peft(base: nn.Module) -> dict[str, nn.Module]:
-    """PEFT's layer by itself: to build it by a model fails where an old torchao is installed."""
+    """PEFT's layers, built without a model around them."""
     try:
         from peft import LoraConfig
         from peft.tuners.lora.bnb import Linear4bit
@@ -127,7 +127,7 @@ def step(module: nn.Module, forward: Forward, x: Tensor, grad: Tensor) -> Callab
 
 
 def saved_bytes(module: nn.Module, forward: Forward, x: Tensor) -> int:
-    """Bytes of distinct storages that autograd keeps of a forward pass, without the module's."""
+    """Bytes that autograd keeps of a forward pass, by distinct storages, without parameters."""
     known = {address for param in module.parameters() for address in storages(param)}
     saved: dict[int, int] = {}
 
@@ -142,7 +142,7 @@ def saved_bytes(module: nn.Module, forward: Forward, x: Tensor) -> int:
 
 
 def storages(tensor: Tensor) -> dict[int, int]:
-    """Address -> bytes, of what a tensor is stored in."""
+    """Address -> bytes of the storages of a tensor."""
     inner: list[Tensor] = [tensor]
     if isinstance(tensor, QuantizedTensor):
         inner = [tensor.qdata, *tensor.metadata]
@@ -179,7 +179,7 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--tokens", type=int, help="default 2048; 512 with --quick")
     args = parser.parse_args()
-    warnings.filterwarnings("ignore")  # of the peers
+    warnings.filterwarnings("ignore")  # the peers warn
     tokens = args.tokens or (512 if args.quick else 2048)
     shapes = QUICK if args.quick else GPU if args.device == "cuda" else CPU
     details, parts = Figures(), []

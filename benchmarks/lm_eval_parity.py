@@ -1,16 +1,16 @@
-"""lm-eval's tasks on our decoder and on lm-eval's own `hf` model, with the same weights in fp32.
+"""lm-eval's tasks on our decoder and on lm-eval's `hf` model, with the same weights in fp32.
 
     python benchmarks/lm_eval_parity.py [--quick] [--json lm_eval.json] [--limit 200]
 
-ARC-Easy, ARC-Challenge, HellaSwag and TruthfulQA (MC1, MC2), rows from files, on
-SmolLM2-135M-Instruct. Both answer the same requests; what is compared is every score, and every
-choice that is the likeliest.
+ARC-Easy, ARC-Challenge, HellaSwag and TruthfulQA (MC1, MC2), with rows from files, on
+SmolLM2-135M-Instruct. Both answer the same requests. Every score and every most likely choice is
+compared.
 
-    <task>_ours, <task>_hf    accuracy (MC2: the share of probability on correct answers)
-    <task>_differ             rows whose likeliest choice is another
-    largest_difference        of a log-likelihood (nats), over all requests
-    equal                     1 if no accuracy and no likeliest choice differs, else 0
-    ours_s, hf_s, speedup     seconds of requests, without loading
+    <task>_ours, <task>_hf    accuracy (MC2: the probability of the correct answers)
+    <task>_differ             rows with different most likely choices
+    largest_difference        largest difference of a log-likelihood, in nats
+    equal                     1 if all accuracies and all most likely choices are equal, else 0
+    ours_s, hf_s, speedup     seconds of all requests, without loading
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from qfsdp.evaluation.lm_harness import LMEvalConfig, TaskMetric, evaluate, load
 from qfsdp.evaluation.prompts import stop_ids
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
-# Tasks that ask the same are together: their equal requests are computed once by ours.
+# Tasks with equal requests are in one group; ours computes these requests once.
 GROUPS = [
     ["arc_easy"],
     ["arc_challenge"],
@@ -59,7 +59,7 @@ def likelihoods(row: dict[str, Any]) -> list[float]:
 
 
 def compare(ours: Rows, theirs: Rows) -> tuple[dict[str, int], float]:
-    """Rows of each task whose likeliest choice differs, and the largest difference of a value."""
+    """Rows of each task with different most likely choices; the largest difference of a value."""
     differ, largest = {}, 0.0
     for task, rows in ours.items():
         pairs = [(likelihoods(a), likelihoods(b)) for a, b in zip(rows, theirs[task], strict=True)]
@@ -70,7 +70,7 @@ def compare(ours: Rows, theirs: Rows) -> tuple[dict[str, int], float]:
 
 
 def models(device: str, batch_size: int) -> tuple[Any, Any]:
-    """Ours and lm-eval's own."""
+    """Our model and lm-eval's."""
     from lm_eval.models.huggingface import HFLM
 
     from qfsdp.evaluation.lm_harness_model import HarnessModel
@@ -107,14 +107,14 @@ def main() -> None:
             key = a.task if a.metric == "acc" else f"{a.task}_{a.metric}"
             figures |= {f"{key}_ours": a.value, f"{key}_hf": b.value}
             figures[f"{a.task}_differ"] = differ[a.task]
-            # MC2 is no count: probabilities are as equal as log-likelihoods are.
+            # MC2 is a probability, so equal only within rounding.
             if differ[a.task] or abs(a.value - b.value) > 1e-4:
                 figures["equal"] = 0
             told = (f"{a.value:.4f}", f"{b.value:.4f}", str(differ[a.task]))
             lines.append((a.task, a.metric, *told))
         figures |= {"ours_s": seconds[0], "hf_s": seconds[1], "speedup": seconds[1] / seconds[0]}
         print(f"{', '.join(tasks)}: ours {our_s:.1f} s, hf {their_s:.1f} s", flush=True)
-        tell({}, args.json, figures)  # so far
+        tell({}, args.json, figures)  # after every group
     table(lines)
     tell(figures, args.json)
 

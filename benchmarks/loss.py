@@ -2,10 +2,10 @@
 
     python benchmarks/loss.py [--quick] [--json loss.json]
 
-Three ways to the same number and gradient, in turn, in one run: whole logits, torch's
-`F.linear_cross_entropy` (from 2.13 on), and `qfsdp.modules.loss.head_loss`, which also skips
-positions without a target; its figures are given with all positions as targets, and with half.
-In bf16, but in fp32 on a CPU without bf16 products, for which the others have no other way.
+Compares three ways to compute the same loss and gradient, in turns: whole logits, torch's
+`F.linear_cross_entropy` (since 2.13), and `qfsdp.modules.loss.head_loss`. head_loss skips
+positions without a target; it is measured with all positions as targets, and with half of them.
+In bf16; in fp32 on a CPU without bf16 products.
 
     time_over_plain, memory_over_plain      head_loss over whole logits, every position a target
     torch_time_over_plain, torch_memory_over_plain
@@ -48,7 +48,7 @@ def torchs(head: nn.Linear, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 def run(way: Way, head: nn.Linear, hidden: Tensor, labels: Tensor) -> tuple[float, int, Tensor]:
-    """Seconds, bytes and the gradient of one forward and backward."""
+    """Seconds, peak bytes and the gradient of one forward and backward."""
     hidden = hidden.detach().requires_grad_()
     memory, since = PeakMemory(), time.perf_counter()
     way(head, hidden, labels).backward()

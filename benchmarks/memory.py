@@ -7,7 +7,7 @@ import time
 
 
 class PeakMemory(threading.Thread):
-    """Samples this process's anonymous memory until `stop`; bytes above those at the start."""
+    """Samples this process's anonymous memory until `stop`; `peak` is in bytes above the start."""
 
     def __init__(self) -> None:
         super().__init__(daemon=True)

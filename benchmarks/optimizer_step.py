@@ -2,15 +2,15 @@
 
     python benchmarks/optimizer_step.py [--quick] [--json optimizer.json] [--device cpu] [--rank 16]
 
-LoRA on every linear, fp32, fused AdamW where nothing else is said. DTensors are compared with plain
-tensors of the same rows, in one process, in turns. On a CPU twice: 2 ranks over gloo (with a core
-each), and 1 rank; on a GPU with 1 rank.
+LoRA on every linear, fp32, fused AdamW unless the key says otherwise. DTensors are compared with
+plain tensors of the same rows, in one process, in turns. On a CPU with 2 ranks over gloo (a core
+each) and with 1 rank; on a GPU with 1 rank.
 
-Keys of the JSON file; ratios of seconds, with `_min` and `_max`, of rank 0 of 2. The same with
-`_1rank` at the end over a mesh of one rank, and only so on a GPU:
+Keys of the JSON file; ratios of seconds, with `_min` and `_max`, of rank 0 of 2. The suffix
+`_1rank` means a mesh of one rank; a GPU has only these:
 
-    dtensor_over_tensor          as recipes build it (`qfsdp.training.optimizer.build_optimizer`)
-    torch_dtensor_over_tensor    torch.optim.AdamW itself
+    dtensor_over_tensor          with `qfsdp.training.optimizer.build_optimizer`, as in recipes
+    torch_dtensor_over_tensor    with torch.optim.AdamW itself
     foreach_dtensor_over_tensor, loop_dtensor_over_tensor     not fused, with foreach and without
     foreach_over_fused, loop_over_fused                       on plain tensors
     eightbit_over_fused          torchao's AdamW8bit on plain tensors; it compiles for half a
@@ -18,7 +18,7 @@ Keys of the JSON file; ratios of seconds, with `_min` and `_max`, of rank 0 of 2
     eightbit_state_bytes_over_fp32
     clip_dtensor_over_tensor     `qfsdp.distributed.gradients.clip_grad_norm`; with DTensors it
                                  has one all-reduce, which waits for the other rank
-    first_clip_dtensor_seconds   of the first call, for which torch works out how it shards
+    first_clip_dtensor_seconds   the first call, in which torch works out the sharding
     zero_dtensor_over_tensor     `zero_grad`
     NAME_seconds                 medians
 """
@@ -55,7 +55,7 @@ from tests.ranks import run_ranks
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 30, 576, 1536, 192
 LINEARS = [(HIDDEN, HIDDEN)] * 2 + [(KEYS, HIDDEN)] * 2  # [out, in]
 LINEARS += [(INTERMEDIATE, HIDDEN)] * 2 + [(HIDDEN, INTERMEDIATE)]
-RATIOS = {  # key: whose seconds over whose
+RATIOS = {  # key: seconds of the first over seconds of the second
     "dtensor_over_tensor": ("ours_dtensor", "fused"),
     "torch_dtensor_over_tensor": ("fused_dtensor", "fused"),
     "foreach_dtensor_over_tensor": ("foreach_dtensor", "foreach"),
@@ -85,7 +85,7 @@ def eightbit() -> Callable[[list[Tensor]], Optimizer] | None:
 
 
 def sharded_adapters(rank: int, device: str) -> list[Tensor]:
-    """A and B of every linear, as FSDP2 holds them."""
+    """A and B of every linear, sharded as FSDP2 shards them."""
     mesh = init_device_mesh(device, (dist.get_world_size(),))
     shapes = [s for out, into in LINEARS * LAYERS for s in ((rank, into), (out, rank))]
     made = [distribute_tensor(torch.randn(s, device=device), mesh, [Shard(0)]) for s in shapes]
@@ -112,7 +112,7 @@ def state_bytes(optimizer: Optimizer) -> int:
 
 
 def measure(rank: int, rounds: int, with_eightbit: bool, device: str) -> tuple[Times, Figures]:
-    """On every rank: seconds of each case, and what is counted."""
+    """Runs on every rank; seconds of each case, and counted figures."""
     warnings.filterwarnings("ignore")
     torch.manual_seed(0)
     sharded = sharded_adapters(rank, device)
@@ -132,7 +132,7 @@ def measure(rank: int, rounds: int, with_eightbit: bool, device: str) -> tuple[T
     times = in_turns(cases, rounds, device, calls=1)
     names = ("zero", "fused"), ("zero_dtensor", "ours_dtensor")
     zero = {name: optimizers[of].zero_grad for name, of in names}
-    times |= in_turns(zero, rounds, device)  # last, as no gradient is left
+    times |= in_turns(zero, rounds, device)  # last, because it removes the gradients
     if "eightbit" in optimizers:
         held = state_bytes(optimizers["eightbit"]) / state_bytes(optimizers["fused"])
         figures["eightbit_state_bytes_over_fp32"] = held
@@ -170,7 +170,7 @@ def report(title: str, times: Times, end: str) -> Figures:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--rank", type=int, default=16, help="of the adapters")
+    parser.add_argument("--rank", type=int, default=16, help="rank of the adapters")
     args = parser.parse_args()
     rounds = min(args.repeat, 5) if args.quick else 3 * args.repeat
     os.environ.setdefault("OMP_NUM_THREADS", "1")

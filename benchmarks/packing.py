@@ -1,20 +1,20 @@
-"""Real tokens per second on packed rows against padded ones.
+"""Real tokens per second with packed rows against padded ones.
 
     python benchmarks/packing.py [--quick] [--json packing.json] [--data train.jsonl]
 
-SmolLM2-135M, its base in NF4, with LoRA adapters in bf16: forward and backward of shuffled batches
-of 8 samples, padded to the longest, and of 2 packs of 1,024 slots, in turn (with --quick 3 and 1).
-The data are GSM8K's questions and answers (`--data`, rows with `question` and `answer`; without
-GSM8K, the generated problems of the demonstration).
+SmolLM2-135M with its base in NF4 and LoRA adapters, in bf16. Forward and backward of shuffled
+batches of 8 samples, padded to the longest, and of 2 packs of 1,024 slots, in turns (with --quick 3
+samples and 1 pack). The data are GSM8K's questions and answers (`--data`: rows with `question` and
+`answer`); without GSM8K, the generated problems of the demonstration.
 
     packed_over_padded_tokens           ratio of real tokens per second, the median of all turns;
                                         `_min` and `_max` are the worst and the best turn
-    packed_over_padded_cpu              the same per second of processor time, `_min` and `_max`
-                                        too: for machines that are shared
+    packed_over_padded_cpu              the same per second of processor time, with `_min` and
+                                        `_max`; for shared machines
     packed_efficiency, padded_efficiency
                                         real tokens over slots, of the whole epoch
-    loss_difference                     between the mean losses of the same samples
-    pack_seconds_per_million_samples    to choose the packs of a million samples of such lengths
+    loss_difference                     difference of the mean losses of the same samples
+    pack_seconds_per_million_samples    seconds to choose packs for a million such samples
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ MAX_SEQ_LEN = 1024
 
 
 class Sizes(NamedTuple):
-    """What is measured: `samples` or `packs` to a batch, some turns, rows of the data or all."""
+    """Number of turns, samples or packs in a batch, rows of the data (None: all)."""
 
     turns: int
     samples: int = 8
@@ -77,7 +77,7 @@ def loss_of(model: Decoder, batch: Batch) -> Tensor:
 
 
 def tokens_per_second(model: Decoder, batch: Batch) -> tuple[float, float]:
-    """Of forward and backward, padding not counted; per second, and per processor second."""
+    """Real tokens of a forward and backward per second, and per second of processor time."""
     since, cpu_since = time.perf_counter(), time.process_time()
     loss_of(model, batch).backward()
     seconds, cpu_seconds = time.perf_counter() - since, time.process_time() - cpu_since
@@ -102,7 +102,7 @@ def loader(
 
 @torch.no_grad()
 def loss_difference(model: Decoder, packed: PackedDataset, packs: int, pad_id: int) -> float:
-    """Of the samples of the first packs, packed and one per row."""
+    """Difference of the losses of the first packs' samples, packed and one per row."""
     together = [packed[n] for n in range(packs)]
     alone = [packed.dataset[i] for n in range(packs) for i in packed.samples(n)]
     losses = [
@@ -164,7 +164,7 @@ def main() -> None:
     parser.add_argument("--data", type=Path, help="a .jsonl file with questions and answers")
     parser.add_argument("--turns", type=int, default=10, help="batches of each kind")
     parser.add_argument(
-        "--threads", type=int, help="default: 1; more wait for each other where others compute too"
+        "--threads", type=int, help="default: 1; on a busy machine more threads wait for each other"
     )
     args = parser.parse_args()
     torch.set_num_threads(args.threads or (2 if args.quick else 1))

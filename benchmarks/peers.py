@@ -1,10 +1,10 @@
-"""Interpreters in which the packages that benchmarks compare with can be imported.
+"""Interpreters that can import the packages to compare with.
 
-`python_for(PEFT)` is an interpreter with everything that the peer needs, or None and a printed
-line. Where the running one has it all, it is that one. Else it is a virtual environment below
-`examples.demo.cache_dir()`, made once: it sees the packages of the running interpreter through a
-folder of links, without those that the peer cannot bear, so torch is the same and nothing is
-copied; pip adds only what is missing.
+`python_for(PEFT)` returns an interpreter with everything that the peer needs, or None and a printed
+line. It is the running interpreter if that has everything. Otherwise it is a virtual environment
+below `examples.demo.cache_dir()`, made once. The environment sees the packages of the running
+interpreter through a folder of links, except those in `hidden`. So torch is the same, nothing is
+copied, and pip adds only the missing packages.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Peer:
     """A set of packages to compare with.
 
     Fields:
-        name: of its folder, and in messages.
-        requirements: as pip takes them; a version, if any, as `==`.
-        hidden: packages that must not be importable beside them.
+        name: of the folder, and in messages.
+        requirements: in pip's syntax; a version only as `==`.
+        hidden: packages of the running interpreter that the peer must not see.
     """
 
     name: str
@@ -38,8 +38,7 @@ class Peer:
     hidden: tuple[str, ...] = ()
 
 
-# PEFT refuses to add adapters while a torchao older than 0.16 can be imported.
-PEFT = Peer("peft", ("peft", "bitsandbytes", "transformers", "accelerate"), ("torchao",))
+PEFT = Peer("peft", ("peft", "bitsandbytes", "transformers", "accelerate"))
 BITSANDBYTES = Peer("bitsandbytes", ("bitsandbytes",))
 TORCHAO = Peer("torchao", ("torchao==0.15.*",))
 TORCHTUNE = Peer("torchtune", ("torchtune==0.6.1", "torchao==0.15.*"))
@@ -59,11 +58,11 @@ for requirement in sys.argv[1:]:
 
 
 def python_for(peer: Peer) -> Path | None:
-    """An interpreter for `peer`, made at the first call; None, and a line, if it cannot be."""
+    """An interpreter for `peer`, made at the first call; None and a printed line on failure."""
     running = Path(sys.executable)
     if not peer.hidden and not missing(running, peer):
         return running
-    # One for each environment that the links may point into.
+    # One folder per environment, because the links point into it.
     digest = hashlib.sha256(sys.prefix.encode()).hexdigest()[:8]
     folder = cache_dir() / "peers" / f"{peer.name}-{digest}"
     python = folder / "venv/bin/python"
@@ -93,10 +92,10 @@ def missing(python: Path, peer: Peer) -> list[str]:
 
 
 def link_packages(folder: Path, hidden: tuple[str, ...]) -> None:
-    """Fills `folder` with links to what the running interpreter has installed, except `hidden`.
+    """Fills `folder` with links to the packages of the running interpreter, except `hidden`.
 
-    Outside the environment: pip leaves alone what it finds there, where it would empty a
-    linked package inside of it to replace it.
+    The folder is outside the virtual environment: pip does not touch packages there. A linked
+    package inside it would be emptied when pip replaces it.
     """
     folder.mkdir(parents=True, exist_ok=True)
     for link in folder.iterdir():

@@ -1,4 +1,4 @@
-"""What the small benchmarks share: timing in turns, ratios with their spread, a JSON file."""
+"""Shared by the benchmarks: timing in turns, ratios with their spread, a JSON file."""
 
 from __future__ import annotations
 
@@ -18,24 +18,26 @@ Cases = Mapping[str, Callable[[], Any]]
 Times = dict[str, list[float]]
 Figures = dict[str, float]
 
-SHARED = """Where other processes take cores: OMP_WAIT_POLICY=PASSIVE, else threads spin while they
-wait for each other, whole time slices long; or OMP_NUM_THREADS=1, for figures of one core."""
-LONG_ENOUGH = 0.005  # seconds of calls between two looks at the clock
+SHARED = """On a busy machine set OMP_WAIT_POLICY=PASSIVE; otherwise threads spin for whole time
+slices while they wait for each other. Or set OMP_NUM_THREADS=1 for figures of one core."""
+LONG_ENOUGH = 0.005  # seconds of calls between two readings of the clock
 FLUSH_BYTES = 256 << 20  # more than the second-level cache of any GPU
 
 
 def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the options of all of them; `--help` is the module's docstring."""
+    """A parser with the shared options; `--help` prints the module's docstring."""
     parser = argparse.ArgumentParser(
         description=doc,
         epilog=SHARED,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("--quick", action="store_true", help="smaller, under a minute")
+    parser.add_argument("--quick", action="store_true", help="smaller sizes, about a minute")
     parser.add_argument("--json", type=Path, help="write the figures here")
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
-    parser.add_argument("--repeat", type=int, default=7, help="rounds; medians are told")
+    parser.add_argument(
+        "--repeat", type=int, default=7, help="rounds; figures are medians over them"
+    )
     return parser
 
 
@@ -46,11 +48,11 @@ def usual_dtype(device: str) -> Literal["bf16", "fp32"]:
 
 
 def in_turns(cases: Cases, rounds: int, device: str = "cpu", calls: int = 0) -> Times:
-    """Seconds of a call of every case, once per round: what disturbs the machine meets all alike.
+    """Seconds of a call of every case, once per round, so that noise affects all cases equally.
 
-    Every case is called before, which compiles it and says how many calls take long enough; where
-    ranks must call it equally often, `calls` says it. On a GPU a call is timed by events, its
-    operands not in the cache.
+    Each case is called once before, which compiles it and tells how many calls fill
+    `LONG_ENOUGH`. Ranks must call a case equally often: then give `calls`. On a GPU a call is
+    timed by events, and its operands are not in the cache.
     """
     if device == "cuda":
         return _on_gpu(cases, rounds)
@@ -81,7 +83,7 @@ def _on_gpu(cases: Cases, rounds: int) -> Times:
     for _ in range(rounds):
         for name, case in cases.items():
             start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-            # Takes longer than to launch the case, whose kernels then run without gaps.
+            # Longer than launching the case takes, so its kernels run without gaps.
             flush.zero_()
             torch.cuda._sleep(1_000_000)
             start.record()
@@ -104,8 +106,8 @@ def ratios(key: str, over: Sequence[float], under: Sequence[float]) -> Figures:
 
 
 def geometric(key: str, parts: Sequence[Figures], name: str) -> Figures:
-    """Geometric mean of `name` over several measurements under `key`; its ends are the
-    smallest and largest of any."""
+    """The geometric mean of `name` over several measurements, under `key`; `_min` and `_max` are
+    the smallest and the largest of all."""
     found = [part for part in parts if name in part]
     if not found:
         return {}
@@ -117,7 +119,7 @@ def geometric(key: str, parts: Sequence[Figures], name: str) -> Figures:
 
 
 def table(rows: Sequence[Sequence[str]]) -> None:
-    """Prints rows in columns, the first row a header."""
+    """Prints rows in columns; the first row is the header."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = [cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True)]
@@ -126,7 +128,7 @@ def table(rows: Sequence[Sequence[str]]) -> None:
 
 
 def tell(figures: Figures, path: Path | None, details: Figures | None = None) -> None:
-    """Prints every figure with its spread; writes them, and `details`, to `path`."""
+    """Prints every figure with its spread; writes the figures and `details` to `path`."""
     for key, value in figures.items():
         if not key.endswith(("_min", "_max")):
             ends = [f"{figures[k]:.3g}" for k in (f"{key}_min", f"{key}_max") if k in figures]

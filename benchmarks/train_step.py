@@ -1,4 +1,4 @@
-"""A train step by us, PEFT and torchtune: same model, tokens, rank and first adapters.
+"""A train step of ours, PEFT and torchtune: same model, tokens, rank and first adapters.
 
     python benchmarks/train_step.py [--quick] [--json step.json] [--model FOLDER] [--device cuda]
                                     [--dtype fp32] [--only ours,peft_qlora] [--eager]
@@ -10,30 +10,29 @@ Contestants, in groups that fit into memory together:
                                         compiled (`compile: true`) unless --eager or --quick
     peft_lora, peft_qlora, peft_qdora   PEFT and bitsandbytes (NF4, double quantization) on a
                                         transformers model, in bf16 under autocast
-    torchtune_lora, torchtune_qlora     what its `lora_finetune_single_device` sets up
+    torchtune_lora, torchtune_qlora     the setup of its `lora_finetune_single_device`
 
 bf16 (fp32 on a CPU without bf16 products), alpha 32, adapters on every linear of every layer,
 random tokens with a target at every position, gradients clipped to norm 1, fused AdamW. Each
-contestant is a process that lives through its group; they take one step each in turn, so noise of
-the machine meets all alike, and ratios are of the steps of one turn. Memory is sampled in warm-up
-steps, which are not timed.
-torchtune's NF4 refuses weights of SmolLM2's sizes: its QLoRA and ours then run on a model of
-random weights, nearly as large.
+contestant is a process that lives as long as its group. They take one step each in turn, so noise
+of the machine affects all equally, and ratios are of the steps of one turn. Memory is sampled in
+warm-up steps, which are not timed. torchtune's NF4 refuses weights of SmolLM2's sizes; its QLoRA
+and ours then run on a model of random weights, nearly as large.
 
-Keys of the JSON file, where `tokens` are tokens per second of us over those of the peer, each
-ratio of speed with `_min` and `_max`:
+Keys of the JSON file. `tokens` is our tokens per second over the peer's. Ratios of speed have
+`_min` and `_max`:
 
-    qdora_over_qlora_time, qdora_over_qlora_memory      ours; and with `_rank64`
+    qdora_over_qlora_time, qdora_over_qlora_memory      ours; also with `_rank64`
     qlora_over_lora_tokens                              ours
     qlora_over_peft_tokens, qdora_over_peft_tokens, lora_over_peft_tokens, memory_over_peft
     qlora_over_torchtune_tokens, lora_over_torchtune_tokens, memory_over_torchtune
-    max_loss_difference, max_loss_difference_torchtune  of any step; torchtune's adapters have
-                                                        the dtype of products
+    max_loss_difference, max_loss_difference_torchtune  largest of any step; torchtune's adapters
+                                                        have the dtype of products
     NAME_seconds, NAME_tokens_per_second                medians
-    NAME_cpu_seconds                                    of all threads, median: what to compare
-                                                        where the machine is shared
-    NAME_peak_bytes, NAME_max_rss_bytes                 private memory while training (on a GPU:
-                                                        allocated there); resident, loading too
+    NAME_cpu_seconds                                    of all threads, median; compare these on
+                                                        a shared machine
+    NAME_peak_bytes, NAME_max_rss_bytes                 peak private memory while training (on a
+                                                        GPU: allocated); resident, with loading
     idle_cpu_seconds                                    the most that a process used at rest
 """
 
@@ -66,7 +65,7 @@ from qfsdp.modules.transformer import Decoder
 
 Answer = dict[str, float]
 
-# Idle processes keep what malloc kept: 2.4 GB (ours) to 4.6 GB (PEFT's QDoRA) at 4 x 512 tokens.
+# An idle process keeps its heap: 2.4 GB (ours) to 4.6 GB (PEFT's QDoRA) at 4 x 512 tokens.
 GROUPS = (
     ("ours_qlora", "ours_qdora", "peft_qlora", "peft_qdora"),
     ("ours_qlora", "ours_lora", "peft_lora"),
@@ -95,7 +94,7 @@ LOSS_DIFFERENCES = {
     "peft": "max_loss_difference",
     "torchtune": "max_loss_difference_torchtune",
 }
-TORCHTUNE_NF4_WEIGHTS = 64 * 256  # blocks of 64, their scalers in blocks of 256, none shorter
+TORCHTUNE_NF4_WEIGHTS = 64 * 256  # blocks of 64, their scales in whole blocks of 256
 RANDOM_MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -113,14 +112,14 @@ RANDOM_MODEL = {
 
 
 class Contestant:
-    """A process of `train_step_worker.py`."""
+    """A process that runs `train_step_worker.py`."""
 
     def __init__(self, name: str, job: Job, python: Path) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
-        # Where another process took a core, OpenMP threads that spin for long while they wait for
-        # each other made steps of 0.6 s take up to 71 s (PEFT) and 11 s (ours). Where they do not
-        # spin at all, every small operation takes 0.1 ms; so they do for some 10 us.
+        # OpenMP threads spin while they wait for each other. With another process on a core, long
+        # spinning made steps of 0.6 s take up to 71 s (PEFT) and 11 s (ours). Without spinning
+        # every small operation takes 0.1 ms. This count spins for some 10 us.
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "20000"}
         if job.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
@@ -136,7 +135,7 @@ class Contestant:
         )
 
     def answer(self) -> Answer | None:
-        """The next answer; None, and a printed line, if the process has ended instead."""
+        """The next answer; None and a printed line if the process has ended."""
         assert self._process.stdout is not None
         if line := self._process.stdout.readline():
             return json.loads(line)
@@ -148,17 +147,17 @@ class Contestant:
     def step(self, command: str) -> Answer | None:
         """Takes a step ("step"), or one whose memory is sampled ("sample")."""
         assert self._process.stdin is not None
-        with suppress(BrokenPipeError):  # it has ended, as its answer will tell
+        with suppress(BrokenPipeError):  # the process has ended; `answer` reports it
             self._process.stdin.write(f"{command}\n")
         return self.answer()
 
     def close(self) -> None:
-        self._process.communicate()  # ends its input
+        self._process.communicate()  # closes its input, which ends it
         self._log.close()
 
 
 def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
-    """`ours_qdora_rank64`: the library, what it does, another rank."""
+    """The job of a name such as `ours_qdora_rank64`: library, method, and rank if it differs."""
     library, kind, *rank = name.split("_")
     return Job(
         library=library,  # type: ignore[arg-type]
@@ -177,7 +176,7 @@ def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
 def run_group(
     names: Iterable[str], model: Path, pythons: dict[str, Path], args: argparse.Namespace
 ) -> dict[str, list[Answer]]:
-    """The answers to every step of those contestants that took them all."""
+    """The answers of the contestants that took every step."""
     with ExitStack() as stack:
         running = {}
         for name in names:
@@ -197,7 +196,7 @@ def run_group(
 
 
 def figures(groups: list[dict[str, list[Answer]]], warmup: int, tokens: int) -> dict[str, float]:
-    """The keys of the JSON file; of what several groups tell, the first one's."""
+    """The keys of the JSON file; where several groups give a key, the first group's counts."""
     found: dict[str, float] = {}
     for group in groups:
         seconds = {n: [a["seconds"] for a in steps[warmup:]] for n, steps in group.items()}
@@ -226,7 +225,7 @@ def figures(groups: list[dict[str, list[Answer]]], warmup: int, tokens: int) -> 
 
 
 def loss_differences(group: dict[str, list[Answer]], library: str) -> Iterator[float]:
-    """Of every step that `library` and we took with the same method and base."""
+    """Differences of the losses of `library` and ours, for every step of the same job."""
     for name, theirs in group.items():
         ours = group.get(name.replace(library, "ours"))
         if name.startswith(library) and ours:
@@ -250,7 +249,8 @@ def print_group(group: dict[str, list[Answer]], warmup: int, tokens: int) -> Non
 
 
 def chosen_groups(only: list[str], available: Iterable[str]) -> list[list[str]]:
-    """The groups, less who was not named and who cannot run; nobody alone who has a group."""
+    """The groups without contestants that are not chosen or cannot run. A contestant that is left
+    alone in a group stays only if no other group has it."""
     kept = []
     for group in GROUPS:
         left = [n for n in group if n.split("_")[0] in available]
@@ -268,7 +268,7 @@ def fits_torchtune(folder: Path) -> bool:
 
 
 def write_random_model(folder: Path) -> Path:
-    """A model with the layers and vocabulary of SmolLM2 and widths that torchao's NF4 takes."""
+    """Writes a model with SmolLM2's layers and vocabulary and widths that torchao's NF4 takes."""
     folder.mkdir(exist_ok=True)
     torch.manual_seed(0)
     model = Decoder(DecoderConfig.from_dict(RANDOM_MODEL)).bfloat16()

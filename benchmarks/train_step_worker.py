@@ -1,11 +1,11 @@
-"""One contestant of `benchmarks/train_step.py`, in a process of its own.
+"""One contestant of `benchmarks/train_step.py`; runs as a process.
 
     python benchmarks/train_step_worker.py JOB
 
-JOB is a `Job` as JSON. The process loads the model and writes a line of JSON to stdout; then it
-takes one train step for every line on stdin, and answers with a line of JSON: seconds, loss,
-memory. A step is forward, backward, clipping to norm 1, AdamW; all contestants get the same tokens
-and start from the same adapters.
+JOB is a `Job` as JSON. The process loads the model and writes a line of JSON to stdout. Then it
+takes one train step for every line on stdin and answers with a line of JSON: seconds, loss, memory.
+A step is forward, backward, clipping to norm 1, AdamW. All contestants get the same tokens and
+start from the same adapters.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ Step = Callable[[Tensor, Tensor], float]  # tokens and their targets -> mean los
 
 @dataclass(frozen=True)
 class Job:
-    """What a contestant is, and the steps it takes."""
+    """A contestant and the size of its steps."""
 
     library: Literal["ours", "peft", "torchtune"]
     method: Literal["lora", "dora"]
@@ -51,12 +51,12 @@ class Job:
     batch: int
     seq: int
     device: str
-    dtype: Literal["bf16", "fp32"] = "bf16"  # of products; of the base too, where it is not packed
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of products, and of the base if it is not quantized
     compile: bool = False  # ours only
 
 
 def ours(job: Job) -> Step:
-    """The recipe's own step; DoRA's norms are computed again within it."""
+    """The recipe's `train_step`, which includes the refresh of DoRA's norms."""
     from qfsdp.cli.component import Component
     from qfsdp.cli.recipes import load_recipe
     from qfsdp.data import Batch
@@ -87,14 +87,13 @@ def ours(job: Job) -> Step:
 
 
 def peft(job: Job) -> Step:
-    """PEFT on a transformers model, with bitsandbytes' NF4 where the base is packed.
+    """PEFT on a transformers model, with bitsandbytes' NF4 if the base is quantized.
 
-    bf16 is under autocast, as in transformers' Trainer with `bf16: true`; without it PEFT
-    multiplies by its adapters in fp32 (QLoRA at 4 x 512 tokens: 4.3 s and 5.2 GB instead of 3.7 s
-    and 4.4 GB).
-    Without `prepare_model_for_kbit_training`: it turns the norms and the output layer to fp32 and
-    checkpointing on, which nobody else here does. DoRA's magnitudes are set to the norms in fp32;
-    PEFT starts from norms rounded to the base's bf16, up to 0.4 % off.
+    bf16 runs under autocast, as in transformers' Trainer with `bf16: true`. Without autocast PEFT
+    multiplies by its adapters in fp32: QLoRA at 4 x 512 tokens took 4.3 s and 5.2 GB instead of
+    3.7 s and 4.4 GB. `prepare_model_for_kbit_training` is not called: it casts the norms and the
+    output layer to fp32 and turns checkpointing on, which no other contestant does. DoRA's
+    magnitudes are set to fp32 norms; PEFT's own start is rounded to bf16, up to 0.4 % off.
     """
     from peft import LoraConfig, get_peft_model
     from peft.utils.integrations import dequantize_module_weight
@@ -134,11 +133,11 @@ def peft(job: Job) -> Step:
 
 
 def torchtune(job: Job) -> Step:
-    """What torchtune's `lora_finetune_single_device` sets up, without its data and logs.
+    """The setup of torchtune's `lora_finetune_single_device`, without its data and logs.
 
-    Its adapters and optimizer are of the job's dtype, and its NF4 is torchao's. It rotates
-    neighbouring rows of a head where Hugging Face rotates halves, so rows of q and k are permuted
-    as it converts them; A has no such rows, and B is zero.
+    Adapters and optimizer have the job's dtype, and NF4 is torchao's. torchtune rotates
+    neighbouring rows of a head and Hugging Face rotates halves, so torchtune permutes the rows of
+    q and k as it converts them. A has no such rows, and B is zero.
     """
     from torchtune import training
     from torchtune.models.convert_weights import _FROM_HF, get_mapped_key, hf_to_tune
@@ -190,7 +189,7 @@ LIBRARIES = {"ours": ours, "peft": peft, "torchtune": torchtune}
 
 
 def training_step(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], device: str) -> Step:
-    """A train step as Trainer and torchtune's recipe take it, with the fused AdamW of both."""
+    """A train step like that of Trainer and of torchtune's recipe, with fused AdamW."""
     trained = [param for param in model.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=LEARNING_RATE, fused=True)
 
@@ -206,7 +205,7 @@ def training_step(model: nn.Module, loss: Callable[[Tensor, Tensor], Tensor], de
 
 
 def initial_adapters(job: Job) -> dict[str, Tensor]:
-    """Hugging Face's name of every adapted linear -> our first A; every B starts at zero."""
+    """Hugging Face name of every adapted linear -> our initial A; every B starts at zero."""
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dir(job.model))
     add_adapters(model, AdapterConfig("lora", job.rank, ALPHA))
@@ -217,14 +216,14 @@ def initial_adapters(job: Job) -> dict[str, Tensor]:
 
 
 def random_batch(job: Job, vocabulary: int, index: int) -> tuple[Tensor, Tensor]:
-    """Tokens of step `index`, and their targets: every position has one."""
+    """Tokens and targets of step `index`, `[batch, seq]` each; every position has a target."""
     generator = torch.Generator().manual_seed(index)
     drawn = torch.randint(0, vocabulary, (job.batch, job.seq + 1), generator=generator)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def take_step(step: Step, batch: tuple[Tensor, Tensor], device: str) -> dict[str, float]:
-    """Seconds, CPU time and loss of a step; the memory after it (on a GPU: the peak)."""
+    """Seconds, CPU time and loss of a step, and the memory after it (on a GPU: the peak)."""
     on_gpu = device == "cuda"
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
@@ -241,14 +240,14 @@ def take_step(step: Step, batch: tuple[Tensor, Tensor], device: str) -> dict[str
 def main() -> None:
     job = Job(**json.loads(sys.argv[1]))
     answers = os.fdopen(os.dup(1), "w", buffering=1)
-    os.dup2(2, 1)  # whatever libraries print is no answer
+    os.dup2(2, 1)  # output of libraries must not mix with the answers
     step = LIBRARIES[job.library](job)
     vocabulary = DecoderConfig.from_dir(job.model).vocab_size
     print(json.dumps({"idle": 0.0}), file=answers)
     at_rest = time.process_time()
     for index, line in enumerate(sys.stdin):
         idle = time.process_time() - at_rest
-        # Sampling takes a thread, so no step is timed and sampled.
+        # Sampling runs in a thread, so sampled steps are not timed.
         memory = PeakMemory() if line.strip() == "sample" and job.device == "cpu" else None
         answer = take_step(step, random_batch(job, vocabulary, index), job.device)
         if memory is not None:

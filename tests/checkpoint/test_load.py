@@ -362,7 +362,7 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 def peak_of_loading(folder: Path) -> dict[str, int]:
     """Bytes of anonymous memory at the peak of loading, above those before it and the shard."""
-    from benchmarks.load import held_bytes
+    from benchmarks.load_base import held_bytes
     from benchmarks.memory import PeakMemory
 
     model = build_meta_model(folder, dtype="bf16")

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from benchmarks.tiers import work, write_quantized_model
+from benchmarks.offload_tiers import work, write_quantized_model
 from qfsdp.checkpoint.weights.read import OpenFiles, SafetensorsFolder
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.disk_ring import DiskRing, FileRows

@@ -1,22 +1,23 @@
-"""The methods of the field on one task: what each learns, and what it takes.
+"""Finetuning methods on one task: what each learns, and what it takes.
 
-    python benchmarks/methods.py [--quick] [--json methods.json] [--work DIR] [--rows NAME ...]
+    python benchmarks/compare_methods.py [--quick] [--json methods.json] [--work DIR]
+                                         [--rows NAME ...]
 
-SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`), by the
-recipes and shipped configs that a user would run, in processes of their own. Every method sees the
-same samples in the same order, at each of the same learning rates; the one with the lowest loss on
-problems kept for that choice is told. Then, on problems that nothing has seen: exact match of
-greedy answers, with its 95 % interval, and held-out loss. Once more from the start, at that
-learning rate, on GSM8K: its held-out loss (`--gsm8k FOLDER` with train.jsonl and test.jsonl).
+SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`) by the
+shipped recipes and configs, each run in a process. Every method sees the same samples in the same
+order, at each of the same learning rates. The rate with the lowest loss on a set kept for that
+choice counts. Figures are from unseen problems: exact match of greedy answers with a 95 % interval,
+and held-out loss. Then the method trains from the start on GSM8K at the chosen rate, which gives
+its held-out loss there (`--gsm8k FOLDER` with train.jsonl and test.jsonl).
 
-    zero_shot, few_shot   the model as it is, few_shot with 4 solved problems before each
-    full, full_nf4        all weights; the same with its linears packed to NF4 after training
+    zero_shot, few_shot   the untrained model; few_shot with 4 solved problems before each
+    full, full_nf4        all weights; the same with its linears quantized to NF4 after training
     lora, qlora, rslora, qdora, hqq_dora, ia3
                           adapters over a plain (lora), NF4 or HQQ (hqq_dora) base
     llama_pro             3 new blocks over 30 frozen ones in NF4; evaluated as exported, plain
 
-Two hours on two cores without AVX-512, where all is computed in fp32. What has been run is kept in
-`--work` (runs/methods); the same command goes on from there, so the table can be made row by row.
+Takes two hours on two cores without AVX-512, in fp32. Finished parts are kept in `--work`
+(runs/methods), and the same command goes on from there, so the table can be made row by row.
 The keys of the JSON file are ROW_FIGURE.
 """
 
@@ -45,17 +46,17 @@ ROOT = Path(__file__).parent.parent
 DTYPE = usual_dtype("cuda" if torch.cuda.is_available() else "cpu")
 GSM8K = ROOT.parent / "shared/data/gsm8k"
 LEARNING_RATES = (1e-4, 1e-3, 1e-2)
-SEED = 20_000  # of the problems: not those of the demonstration
+SEED = 20_000  # of the problems; the demonstration uses others
 Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a row is trained: a shipped config, and what is changed in it."""
+    """How a row is trained: a shipped config and its changes."""
 
     config: str
     changes: tuple[tuple[str, Any], ...] = ()
-    adapter: bool = True  # what is trained is an adapter, not a model
+    adapter: bool = True  # trains an adapter, not weights themselves
 
 
 METHODS = {
@@ -73,14 +74,14 @@ ROWS = ("zero_shot", "few_shot", "full", "full_nf4", *list(METHODS)[1:])
 
 @dataclass(frozen=True)
 class Sizes:
-    """How much of everything."""
+    """Sizes of the comparison."""
 
     rates: tuple[float, ...] = LEARNING_RATES
     steps: int = 30
     gsm8k_steps: int = 12
     batch_size: int = 4
-    chosen_by: int = 40  # problems that decide on the learning rate
-    asked: int = 100  # problems of the test
+    chosen_by: int = 40  # problems that choose the learning rate
+    asked: int = 100  # problems of the test set
     new_tokens: int = 96  # of an answer, at most
 
 
@@ -88,14 +89,16 @@ QUICK = Sizes((1e-3,), steps=2, gsm8k_steps=0, batch_size=1, chosen_by=1, asked=
 
 
 class Table:
-    """The rows, and the folder in which everything that they need is kept."""
+    """The rows of the table, and the folder that keeps their runs."""
 
     def __init__(self, work: Path, sizes: Sizes, gsm8k: Path | None) -> None:
         self.work, self.sizes, self.gsm8k = work, sizes, gsm8k
         work.mkdir(parents=True, exist_ok=True)
         kept, told = work / "sizes.json", json.dumps(vars(sizes))
         if kept.exists() and kept.read_text() != told:
-            raise SystemExit(f"{work} holds a table of other sizes; name another --work")
+            raise SystemExit(
+                f"--work: {work} holds a table of other sizes; expected another folder"
+            )
         kept.write_text(told)
         self.model = prepare_model(cache_dir())
         problems = generate(2000 + sizes.chosen_by + sizes.asked, SEED)
@@ -107,7 +110,7 @@ class Table:
             self.files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
 
     def row(self, name: str) -> Changes:
-        """The figures of a row, measured now or before."""
+        """The figures of a row, measured now or in an earlier call."""
         kept = self.work / f"{name}.json"
         if not kept.exists():
             figures = self._measure(name)
@@ -134,8 +137,6 @@ class Table:
             figures["gsm8k_loss"] = self._train(of, best, on_gsm8k=True)["chosen_by_loss"]
         return figures
 
-    # ---- training
-
     def _folder(self, name: str, rate: float, on_gsm8k: bool = False) -> Path:
         return self.work / f"{name}_{rate:g}{'_gsm8k' if on_gsm8k else ''}"
 
@@ -143,7 +144,7 @@ class Table:
         return OmegaConf.load(ROOT / f"configs/{stem}.yaml")
 
     def _train(self, name: str, rate: float, on_gsm8k: bool = False) -> Changes:
-        """Trains and reads what the run has logged."""
+        """Trains, unless an earlier call has; returns the logged figures."""
         method, out = METHODS[name], self._folder(name, rate, on_gsm8k)
         if not (out / "finished").exists():
             shutil.rmtree(out, ignore_errors=True)
@@ -151,7 +152,7 @@ class Table:
             for key, value in {**dict(method.changes), **self._run(out, rate, on_gsm8k)}.items():
                 OmegaConf.update(cfg, key, value, merge=False)
             if method.adapter:
-                cfg.model.quantize_cache = str(self.work / "packed")
+                cfg.model.quantize_cache = str(self.work / "quantized")
             if name == "llama_pro":
                 cfg.model.path = str(self._expanded())
             self._command(method.config, cfg, out)
@@ -159,7 +160,7 @@ class Table:
         return read_metrics(out / "metrics.jsonl")
 
     def _run(self, out: Path, rate: float, on_gsm8k: bool) -> Changes:
-        """What all runs have in common."""
+        """The keys that all runs share."""
         train, held_out = self.files["train"], self.files["chosen_by"]
         steps = self.sizes.steps
         if on_gsm8k:
@@ -190,7 +191,7 @@ class Table:
         }
 
     def _expanded(self) -> Path:
-        """The model with 3 new blocks."""
+        """The folder of the model with 3 new blocks."""
         folder = self.work / "expanded"
         if not (folder / "config.json").exists():
             cfg = self._config("block_expansion")
@@ -198,8 +199,6 @@ class Table:
             cfg.update(rate=None, new_blocks=3)
             self._command("block_expansion", cfg, self.work / "expansion")
         return folder
-
-    # ---- evaluating
 
     def _evaluate(
         self,
@@ -213,10 +212,10 @@ class Table:
         shutil.rmtree(out, ignore_errors=True)
         cfg = self._config("evaluate")
         cfg.update(output=str(out / "results.json"), adapter=adapter and str(adapter), text={})
-        cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(self.work / "packed"))
+        cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(self.work / "quantized"))
         cfg.quantization.format = quantized_as
         cfg.tokenizer.path = str(self.model)
-        cfg.batch_size = self.sizes.asked  # weights are dequantized once for a token of each
+        cfg.batch_size = self.sizes.asked  # one batch: weights are dequantized once per new token
         cfg.loss = {
             "test": {"_component_": "qfsdp.data.instruct_dataset", "source": test}
             | {"prompt_column": "question", "answer_column": "answer"}
@@ -234,7 +233,7 @@ class Table:
         return figures if shots else figures | {"loss": loss["value"]}
 
     def _command(self, stem: str, cfg: Any, out: Path) -> None:
-        """Runs the recipe that a shipped config is for, on a changed one."""
+        """Runs the recipe of a shipped config with a changed config."""
         out.mkdir(parents=True, exist_ok=True)
         OmegaConf.save(cfg, out / "changed.yaml")
         header = (ROOT / f"configs/{stem}.yaml").read_text().split("\n", 1)[0]
@@ -248,7 +247,7 @@ class Table:
 
 
 def read_metrics(file: Path) -> Changes:
-    """Of a run: loss on the problems that decide, peak memory, speed, trained parameters."""
+    """From the metrics of a run: loss on the choosing set, peak memory, speed, parameters."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     speeds = [line["tokens_per_second_per_rank"] for line in lines if "loss" in line][1:]
     losses = [v for line in lines if (v := line.get("validation/chosen_by/loss")) is not None]
@@ -273,8 +272,8 @@ def cells(name: str, row: Changes) -> list[str]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--work", type=Path, default=None, help="what has been run is kept here")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, help="all, if not told")
+    parser.add_argument("--work", type=Path, default=None, help="folder that keeps finished parts")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all")
     parser.add_argument("--gsm8k", type=Path, default=GSM8K)
     args = parser.parse_args()
     sizes, rows, work = Sizes(), args.rows or ROWS, args.work or Path("runs/methods")

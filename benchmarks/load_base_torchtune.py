@@ -1,9 +1,9 @@
-"""torchtune's own way of loading a sharded LoRA or QLoRA base, for `benchmarks/load.py`.
+"""torchtune's loading of a sharded LoRA or QLoRA base, for `benchmarks/load_base.py`.
 
-    python benchmarks/load_torchtune.py FOLDER RESULT.json nf4|bf16
+    python benchmarks/load_base_torchtune.py FOLDER RESULT.json nf4|bf16
 
-What `lora_finetune_distributed` of torchtune 0.6.1 does with a Llama-3-70B-shaped folder, on two
-ranks: model on the meta device, `shard_model`, the checkpointer's state dict,
+Takes the steps of torchtune 0.6.1's `lora_finetune_distributed` for a Llama-3-70B-shaped folder on
+two ranks: model on the meta device, `shard_model`, the checkpointer's state dict,
 `load_from_full_model_state_dict`.
 """
 
@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.load import drop_from_page_cache, files_of, touch_memory
+from benchmarks.load_base import drop_from_page_cache, files_of, touch_memory
 from benchmarks.memory import PeakMemory
 
 RANKS = 2

@@ -1,20 +1,20 @@
-"""How fast a base model loads, and how much memory that takes above what is kept.
+"""How fast a base model loads, and how much memory that takes above the shard.
 
-    python benchmarks/load.py [--quick] [--json load.json] [--layers N] [--dir DIR]
+    python benchmarks/load_base.py [--quick] [--json load.json] [--layers N] [--dir DIR]
 
-Writes a model of random weights with the layer shapes of Llama-3-70B, packs it in qfsdp's and in
-bitsandbytes' layout, and loads each of the three into a sharded QDoRA base on 1 and on 2 ranks.
-Beside each load, in the same run: `cat FILES > /dev/null`. Files are dropped from the page cache
-before either. Where memory allows it, torchtune loads the same model too.
+Writes a model of random weights with the layer shapes of Llama-3-70B, quantizes it in qfsdp's and
+in bitsandbytes' layout, and loads each of the three into a sharded QDoRA base on 1 and on 2 ranks.
+Each load is compared with `cat FILES > /dev/null` in the same run. Files are dropped from the page
+cache before both. If there is enough memory, torchtune loads the same model too.
 
 The last lines, and the keys of the JSON file:
 
-    peak_above_shard_bytes   the most private memory of a rank while it loaded, less what it had
-                             before and the bytes of its shard
-    largest_rows_bytes       a rank's rows of the largest tensor, in the dtype of the file
-    packed_over_cat          rate of loading the packed folder over the rate of cat
+    peak_above_shard_bytes   peak private memory of a rank while it loads, less the memory before
+                             and the bytes of its shard
+    largest_rows_bytes       bytes of a rank's rows of the largest tensor, in the file's dtype
+    packed_over_cat          rate of loading the quantized folder over the rate of cat
 
-Plain keys are the worst of all cases; `KEY.SOURCE.N` are those of one source on N ranks.
+Keys without suffix are the worst of all cases; `KEY.SOURCE.N` is one source on N ranks.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def write_model(folder: Path, layers: int, vocab_size: int) -> None:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dir(folder)).bfloat16()
     params = dict(base_parameters(model))
-    # 32 M random numbers, over and over: what they are does not matter to the time they take.
+    # 32 M random numbers, repeated: the values do not change the time.
     noise = (torch.randn(1 << 25, generator=torch.Generator().manual_seed(0)) * 0.02).bfloat16()
 
     def fill(name: str, file: SafetensorsFile) -> None:
@@ -108,15 +108,13 @@ def write_model(folder: Path, layers: int, vocab_size: int) -> None:
     write_index(folder, files)
 
 
-# ---- one rank ------------------------------------------------------------------------------
-
-
 def touch_memory(size: int) -> None:
-    """Takes memory from the operating system, and gives it back.
+    """Takes memory from the operating system and gives it back.
 
-    A virtual machine may get memory from its host only when it is touched, and give free memory
-    back within seconds: here 1 GB that nobody had used cost 2 s, once, in shards or in the
-    page cache. That is not loading; so files are dropped just before they are read, too.
+    A virtual machine may get memory from its host only when it is touched, and may give free
+    memory back within seconds. 1 GB of untouched memory cost 2 s here, once, in shards or in the
+    page cache. That is not loading. For the same reason files are dropped from the page cache just
+    before they are read.
     """
     memory = torch.empty(size, dtype=torch.uint8)
     use_huge_pages(memory)
@@ -130,8 +128,8 @@ def held_bytes(param: torch.Tensor) -> int:
 
 
 def load_rank(rank: int, size: int, folder: str, format: Format, repeat: int, result: str) -> None:
-    """Loads `folder` as a rank of QDoRA training would, and writes down what it took: lists of
-    `repeat` figures."""
+    """Loads `folder` like a rank of QDoRA training, `repeat` times; writes the figures, as lists,
+    to `result`."""
     torch.set_num_threads(max(1, (os.cpu_count() or 1) // size))
     world = ALONE
     if size > 1:
@@ -139,7 +137,7 @@ def load_rank(rank: int, size: int, folder: str, format: Format, repeat: int, re
         dist.init_process_group("gloo", store=store, rank=rank, world_size=size)
         world = World(CPU, rank, size, init_device_mesh("cpu", (size,)))
     if format != "none" and not ModelWeights(folder).quantized:
-        # The kernel is built (and the compiler's memory taken) before the measurement.
+        # Compiles the kernel, which also takes the compiler's memory, before the measurement.
         nf4.quantize(torch.randn(1024, 8192, dtype=torch.bfloat16))
     figures = [load_once(Path(folder), format, world) for _ in range(repeat)]
     Path(f"{result}.{rank}").write_text(
@@ -150,7 +148,7 @@ def load_rank(rank: int, size: int, folder: str, format: Format, repeat: int, re
 
 
 def load_once(folder: Path, format: Format, world: World) -> dict[str, float]:
-    gc.collect()  # the model of the time before: FSDP2's hooks make cycles
+    gc.collect()  # FSDP2's hooks make cycles, which keep the model of the last call
     cat = cat_seconds(folder) if world.rank == 0 else 0.0
     weights = ModelWeights(folder)
     with torch.device("meta"):
@@ -184,9 +182,6 @@ def row_bytes(weights: ModelWeights, name: str) -> int:
     return weights.plain[name].row_bytes
 
 
-# ---- the measurement -----------------------------------------------------------------------
-
-
 def files_of(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.safetensors"))
 
@@ -210,7 +205,7 @@ def cat_seconds(folder: Path) -> float:
 def measure(
     folder: Path, size: int, work: Path, repeat: int, format: Format = "nf4"
 ) -> dict[str, float]:
-    """Loads on `size` ranks: medians of the slowest rank's times, the largest of all else."""
+    """Loads on `size` ranks; medians of the slowest rank's times, the maximum of other figures."""
     result = str(work / f"result{time.time_ns()}")
     args = (size, str(folder), format, repeat, result)
     mp.start_processes(load_rank, args, nprocs=size, start_method="spawn")
@@ -228,7 +223,7 @@ def available_memory() -> int:
 
 
 def choose_layers(directory: Path, vocab_size: int) -> int:
-    """As many layers as disk (three copies, 60 % of it) and memory (one packed copy) take."""
+    """The layers that fit on disk (three copies in 60 %) and in memory (one quantized copy)."""
     tables = 4 * vocab_size * LLAMA3_70B["hidden_size"]
     disk = (shutil.disk_usage(directory).free * 0.6 - 3 * tables) / (LAYER_BYTES * 1.53)
     memory = (available_memory() * 0.7 - tables) / (LAYER_BYTES * 0.26)
@@ -240,7 +235,7 @@ HEADER += ["shard MB", "above it MB", "rows MB"]
 
 
 def compare(name: str, folder: Path, size: int, repeat: int, work: Path) -> dict[str, float]:
-    """Prints a line, and returns the figures of this source on `size` ranks."""
+    """Measures one source on `size` ranks; prints a line and returns the figures."""
     total = sum(file.stat().st_size for file in files_of(folder))
     found = measure(folder, size, work, repeat)
     row = [
@@ -282,14 +277,17 @@ def run(args: argparse.Namespace, work: Path) -> dict[str, float]:
 
 
 def torchtune_beside(source: Path, work: Path) -> dict[str, float]:
-    """torchtune's loader on two ranks, and ours without quantizing, as its NF4 may not run."""
+    """torchtune's loader on two ranks, and ours unquantized, because its NF4 may not run."""
     total = sum(file.stat().st_size for file in files_of(source))
     if available_memory() < 1.3 * total:
         print(f"torchtune: not run; {total / 1e9:.1f} GB in bf16 do not fit into memory here")
         return {}
     figures: dict[str, float] = {}
     for base in ("nf4", "bf16"):
-        result, script = work / f"torchtune-{base}", Path(__file__).with_name("load_torchtune.py")
+        result, script = (
+            work / f"torchtune-{base}",
+            Path(__file__).with_name("load_base_torchtune.py"),
+        )
         command = [sys.executable, script, source, result, base]
         done = subprocess.run(list(map(str, command)), capture_output=True, text=True)
         if done.returncode:
@@ -317,11 +315,11 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="one layer, once, no torchtune")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument(
-        "--layers", type=int, help="default: what disk and memory allow, at least 4"
+        "--layers", type=int, help="default: as many as disk and memory allow, at least 4"
     )
     parser.add_argument("--dir", type=Path, default=Path("."), help="where the models are written")
     parser.add_argument(
-        "--repeat", type=int, default=3, help="loads of each kind; medians are told"
+        "--repeat", type=int, default=3, help="loads of each kind; figures are medians"
     )
     args = parser.parse_args()
     args.dir.mkdir(parents=True, exist_ok=True)
@@ -329,7 +327,7 @@ def main() -> None:
         figures = run(args, Path(work))
     for key in ("peak_above_shard_bytes", "largest_rows_bytes"):
         figures[key] = max(v for name, v in figures.items() if name.startswith(f"{key}."))
-    figures["packed_over_cat"] = min(figures[f"over_cat.qdata.{size}"] for size in (1, 2))
+    figures["packed_over_cat"] = min(figures[f"over_cat.packed.{size}"] for size in (1, 2))
     for key in ("peak_above_shard_bytes", "largest_rows_bytes", "packed_over_cat"):
         print(f"{key} {figures[key]:.4g}")
     if args.json:

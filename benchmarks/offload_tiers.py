@@ -1,13 +1,15 @@
-"""Where the frozen base lies: on the device, in host memory, on disk. Speed and memory of a step.
+"""Speed and memory of a step with the frozen base on the device, in host memory or on disk.
 
-    python benchmarks/tiers.py [--quick] [--json PATH]
+    python benchmarks/offload_tiers.py [--quick] [--json PATH]
 
-A model of random weights whose packed base is three times the bound that the process gets above
-what it had before (resident memory, anonymous). One process for each tier, one step each in turn.
-"disk, cold" drops the files from the page cache before every step. Losses must be equal bit by bit.
+A model of random weights; its quantized base is three times the memory that the process may take
+(resident anonymous memory above the start). One process for each tier; they take one step each in
+turn. "disk, cold" drops the files from the page cache before every step. Losses must be equal bit
+for bit.
 
     host_over_resident_tokens, disk_over_resident_tokens, disk_cold_over_resident_tokens
-    disk_memory_over_packed    memory above the start / packed bytes, base on disk; below 1/3
+    disk_memory_over_packed    memory above the start over bytes of the quantized base, base on
+                               disk; must be below 1/3
 """
 
 from __future__ import annotations
@@ -48,8 +50,8 @@ TIERS: dict[str, Any] = {"resident": "none", "host": "cpu", "disk": "disk", "dis
 
 
 def write_quantized_model(folder: Path, layers: int) -> int:
-    """A packed folder of `layers` layers that all hold the same bytes, in files of their own, and
-    the bytes of its packed weights; the time to draw and pack 3 G numbers is saved."""
+    """Writes a quantized folder with the same bytes in every layer; returns the bytes of its
+    quantized weights. Drawing and quantizing 3 G numbers would take long."""
     from qfsdp.checkpoint.weights.folder import ModelWeights
     from qfsdp.checkpoint.weights.quantize import quantize_folder
     from qfsdp.distributed.world import World
@@ -58,7 +60,7 @@ def write_quantized_model(folder: Path, layers: int) -> int:
     from qfsdp.modules.transformer import Decoder
 
     with tempfile.TemporaryDirectory(dir=folder) as work:
-        plain, packed = Path(work) / "plain", Path(work) / "packed"
+        plain, quantized = Path(work) / "plain", Path(work) / "quantized"
         plain.mkdir()
         config = SIZES | {"num_hidden_layers": 1}
         (plain / "config.json").write_text(json.dumps(config))
@@ -70,8 +72,8 @@ def write_quantized_model(folder: Path, layers: int) -> int:
         }
         save_file({k: v.bfloat16() for k, v in tensors.items()}, plain / "model.safetensors")
         world = World(torch.device("cpu"))
-        quantize_folder(ModelWeights(plain), QuantizationConfig(), packed, world)
-        return _repeat_layer(packed, folder, layers)
+        quantize_folder(ModelWeights(plain), QuantizationConfig(), quantized, world)
+        return _repeat_layer(quantized, folder, layers)
 
 
 def _repeat_layer(one: Path, folder: Path, layers: int) -> int:
@@ -98,16 +100,16 @@ def _repeat_layer(one: Path, folder: Path, layers: int) -> int:
     (folder / "qfsdp_packed.json").write_text(json.dumps(manifest))
     config = json.loads((one / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
-    packed = sum(
+    layer_bytes = sum(
         v.numel() for k, v in tensors.items() if k.startswith(first) and v.dtype.itemsize == 1
     )
-    return packed * layers
+    return layer_bytes * layers
 
 
 def work(
     tier: str, folder: Path, tokens: int, ring: int, pipe: Connection, ends: bool = True
 ) -> None:
-    """Makes the model, then one step for every message; answers seconds, loss and memory."""
+    """Loads the model, takes one step per message, and answers with seconds, loss and memory."""
     from qfsdp.data import Batch
     from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.modules.adapters import AdapterConfig
@@ -141,11 +143,11 @@ def work(
         loss = recipe.train_step(model, optimizer, None, [batch], 1.0, world, clock)["loss"]
         pipe.send((time.perf_counter() - since, loss, private_bytes() - before))
     if ends:
-        os._exit(0)  # past gloo's threads
+        os._exit(0)  # gloo's threads may abort the interpreter as it shuts down
 
 
 def _load_the_compiler() -> None:
-    """It is 150 MB of code and caches, whatever the model."""
+    """Takes its 150 MB of code and caches before memory is measured."""
     from qfsdp.tensor_subclasses import nf4
 
     nf4.quantize(torch.randn(512, 512)).dequantize(torch.bfloat16)
@@ -165,23 +167,23 @@ def main() -> None:
     found: dict[str, list[tuple[float, float, int]]] = {tier: [] for tier in TIERS}
     with tempfile.TemporaryDirectory(dir=os.environ.get("TMPDIR")) as work_dir:
         folder = Path(work_dir)
-        packed = write_quantized_model(folder, layers)
-        pipes, ring = {}, max(packed // 20, 3 * packed // layers)
+        base_bytes = write_quantized_model(folder, layers)
+        pipes, ring = {}, max(base_bytes // 20, 3 * base_bytes // layers)
         for tier in TIERS:
             pipes[tier], theirs = context.Pipe()
             values = (tier, folder, tokens, ring, theirs)
             context.Process(target=work, args=values, daemon=True).start()
-            theirs.close()  # so that its end is noticed here
+            theirs.close()  # so that reading fails if the process ends
         for tier, pipe in pipes.items():
             print(f"{tier}: loaded in {pipe.recv():.1f} s", file=sys.stderr)
-        for _ in range(steps + 1):  # the first is not counted
+        for _ in range(steps + 1):  # the first step is not counted
             for tier, pipe in pipes.items():
                 pipe.send("step")
                 found[tier].append(pipe.recv())
         for pipe in pipes.values():
             pipe.send("end")
     rows = [("", "s/step", "tokens/s", "MB above start", "last loss")]
-    figures: dict[str, float] = {"packed_mb": packed / 1e6}
+    figures: dict[str, float] = {"packed_mb": base_bytes / 1e6}
     for tier, results in found.items():
         seconds, losses, memory = zip(*results, strict=True)
         assert losses == tuple(result[1] for result in found["resident"]), f"{tier}: {losses}"
@@ -195,7 +197,7 @@ def main() -> None:
             over = [r[0] for r in found["resident"][1:]]
             figures |= ratios(f"{key}_over_resident_tokens", over, seconds[1:])
     figures["disk_memory_over_packed"] = figures["disk_mb"] / figures["packed_mb"]
-    print(f"packed base {packed / 1e6:.0f} MB, ring {ring / 1e6:.0f} MB, {layers} layers")
+    print(f"quantized base {base_bytes / 1e6:.0f} MB, ring {ring / 1e6:.0f} MB, {layers} layers")
     table(rows)
     tell(figures, args.json)
 

@@ -1,25 +1,25 @@
-"""Adapters gathered with their layer, or whole on every rank: time, memory, bytes on the wire.
+"""Adapters gathered with their layer, or replicated on every rank: time, memory, bytes sent.
 
-    python benchmarks/gather.py [--quick] [--json gather.json] [--device cpu]
+    python benchmarks/adapter_gathering.py [--quick] [--json gathering.json] [--device cpu]
 
 QLoRA train steps of SmolLM2's layers (random weights, no vocabulary) on 2 ranks over gloo, with
 adapters of rank 16 and 64:
 
     gathered     `shard_model`: adapters are gathered with their layer for forward and backward,
-                 gradients reduce-scattered, and every rank's optimizer has its rows
-    replicated   every rank holds all adapters, FSDP2 ignores them (`ignored_params`), gradients go
-                 into one buffer and one all-reduce after backward, optimizers step on everything
+                 gradients are reduce-scattered, each rank's optimizer steps on its rows
+    replicated   every rank holds all adapters and FSDP2 ignores them (`ignored_params`); after
+                 backward one all-reduce sums all gradients, optimizers step on everything
 
-Keys of the JSON file, for each adapter rank R; both run in turns:
+Keys of the JSON file, for each adapter rank R; the two run in turns:
 
-    rankR_replicated_over_gathered_time    seconds of a step, with `_min` and `_max`
-    rankR_replicated_minus_gathered_bytes  memory per rank that replicated takes more, counted:
+    rankR_replicated_over_gathered_time    ratio of seconds of a step, with `_min` and `_max`
+    rankR_replicated_minus_gathered_bytes  additional memory per rank of replicated, counted:
                                            adapters, gradients and two optimizer states
     rankR_gathered_bytes_per_step, rankR_replicated_bytes_per_step
-                                           that a rank sends, computed for rings: all-gather and
-                                           reduce-scatter of n bytes over w ranks send n (w - 1) / w
-                                           each, an all-reduce twice that
-    rankR_base_bytes_per_step              of those: the packed base, the same for both
+                                           bytes that a rank sends, computed for rings: all-gather
+                                           and reduce-scatter of n bytes over w ranks send
+                                           n (w - 1) / w each, an all-reduce twice that
+    rankR_base_bytes_per_step              the part of the quantized base, the same for both
     rankR_gathered_seconds, rankR_replicated_seconds
 """
 
@@ -67,11 +67,11 @@ SMOLLM2 = DecoderConfig(
 )
 OPTIMIZER = Component("torch.optim.AdamW", {"lr": 1e-4, "fused": True})
 Shards = Callable[[Decoder, World], Callable[[], None]]
-NUMBERS_PER_ADAPTER = 4  # itself, its gradient, two states; fp32 all of them
+NUMBERS_PER_ADAPTER = 4  # the number, its gradient, two optimizer states; all fp32
 
 
 def build_model(config: DecoderConfig, rank: int) -> Decoder:
-    """bf16, packed, LoRA on all linears; random bytes would be as good as random weights."""
+    """A decoder in bf16 with NF4 linears of random weights and LoRA on all of them."""
     torch.manual_seed(0)
     model = Decoder(config).bfloat16()
     weights = {name: param.detach().clone() for name, param in model.named_parameters()}
@@ -90,7 +90,7 @@ def gathered(model: Decoder, world: World) -> Callable[[], None]:
 
 
 def replicated(model: Decoder, world: World) -> Callable[[], None]:
-    """Shards the base only; returns what reduces the gradients of the adapters."""
+    """Shards the base only; returns a function that sums the adapters' gradients over ranks."""
     params = trainable_parameters(model)
     options: dict[str, Any] = {"mesh": world.mesh, "ignored_params": set(params)}
     for layer in model.model.layers:
@@ -110,7 +110,7 @@ def replicated(model: Decoder, world: World) -> Callable[[], None]:
 
 
 def train_step(model: Decoder, shard: Shards, world: World, tokens: Tensor) -> Callable[[], float]:
-    """Shards `model`; a train step of it, as the recipe takes it, that returns its loss."""
+    """Shards `model`; returns a train step like the recipe's, which returns the loss."""
     reduce = shard(model, world)
     params = trainable_parameters(model)
     optimizer = build_optimizer(OPTIMIZER, params)
@@ -128,7 +128,7 @@ def train_step(model: Decoder, shard: Shards, world: World, tokens: Tensor) -> C
 
 
 def measure(rank: int, layers: int, seq: int, rounds: int) -> Figures:
-    """On every rank."""
+    """Runs on every rank; figures of both ways for adapters of one rank R."""
     warnings.filterwarnings("ignore")
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
@@ -142,10 +142,12 @@ def measure(rank: int, layers: int, seq: int, rounds: int) -> Figures:
     times = in_turns(steps, rounds, calls=1)
     losses = {name: step() for name, step in steps.items()}
     if abs(losses["gathered"] - losses["replicated"]) > 0.02:
-        raise SystemExit(f"the two have not learnt the same: {losses}")
+        raise SystemExit(f"losses: {losses}; expected equal ones")
     adapters = sum(param.numel() * 4 for param in trainable_parameters(models["gathered"]))
     part = (size - 1) / size
-    base = 2 * quantized_bytes(models["gathered"]) * size * part  # for forward and for backward
+    base = (
+        2 * quantized_bytes(models["gathered"]) * size * part
+    )  # gathered in forward and in backward
     held = NUMBERS_PER_ADAPTER * (adapters - adapters // size)
     found = {
         "replicated_minus_gathered_bytes": held,
@@ -163,9 +165,9 @@ def main() -> None:
     parser.add_argument("--seq", type=int, help="tokens per rank and step; default 512")
     args = parser.parse_args()
     if args.device == "cuda":
-        raise SystemExit("gather.py: needs two devices; run it with --device cpu")
+        raise SystemExit("--device cuda: needs two devices; expected --device cpu")
     layers, seq = (4, args.seq or 64) if args.quick else (30, args.seq or 512)
-    if not args.quick:  # where building kernels takes longer than all steps
+    if not args.quick:  # compiling kernels takes longer than the quick steps
         os.environ.setdefault("QFSDP_EAGER_KERNELS", "0")
     found: Figures = {}
     for rank in (16, 64):
