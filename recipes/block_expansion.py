@@ -28,6 +28,7 @@ from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.launch import launch
 from qfsdp.distributed.world import init_world
+from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.decoder_config import DecoderConfig
 
 
@@ -83,7 +84,8 @@ def check(cfg: Config) -> None:
     check_output(Path(cfg.output_dir).expanduser())
 
 
-def main(cfg: Config) -> None:
+@explain_out_of_memory
+def main(cfg: Config, _: Run) -> None:
     world = init_world()
     folder = Path(cfg.output_dir).expanduser()
     weights = ModelWeights(cfg.model.path)

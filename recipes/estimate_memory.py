@@ -1,13 +1,12 @@
-"""How much memory a training config takes: exactly, before there are GPUs or weights.
+"""Estimate the memory of a training config, before there are GPUs or weights.
 
     tune run recipes/estimate_memory --config configs/llama3_70b_qdora.yaml \\
         world_size=8 device_memory=24GiB [key=value ...]
 
 Runs the training recipe's own model, sharding, optimizer and train step dry, as one rank of
-`world_size`, in seconds and in one process. Prints what the fullest moment of a step is made of and
-draws the step. The model need not be downloaded: of known models the name in `model.path` is
-enough, of others the folder with `config.json`. Words that `Config` does not have change the
-training config.
+`world_size`, in seconds and in one process. Prints the peak of a step by kind of tensor, and draws
+memory over the step. No weights are needed: `model.path` is the name of a known model, or a folder
+with `config.json`. Keys that `Config` does not have change the training config.
 """
 
 from __future__ import annotations
@@ -22,17 +21,17 @@ import torch
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.tool_config import Training, run_tool
 from qfsdp.memory.estimate import estimate_fast
-from qfsdp.memory.hardware import told_device_memory
+from qfsdp.memory.hardware import device_memory_of
 from qfsdp.memory.report import draw, lines
 
 
 @dataclass
 class Config:
-    """What is told beside the training config."""
+    """Keys of this tool; all other keys go to the training config."""
 
     world_size: int = 1  # ranks
-    local_world_size: int | None = None  # of them in one machine; null: all
-    target: Literal["cuda", "cpu"] = "cuda"  # whose allocator and attention kernels
+    local_world_size: int | None = None  # ranks per machine; null: all are on one machine
+    target: Literal["cuda", "cpu"] = "cuda"  # device type that the estimate is for
     picture: str | None = None  # a PNG; null: memory.png in the training's output_dir
 
     def check(self) -> None:
@@ -44,11 +43,11 @@ class Config:
 
 
 def device_memory(train: Any) -> int | None:
-    """Bytes: as the config tells, else of this machine's accelerator; None without one."""
-    told = told_device_memory(train)
-    if told is None and torch.cuda.is_available():
+    """Bytes from the config, else of this machine's GPU; None without both."""
+    given = device_memory_of(train)
+    if given is None and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
-    return told
+    return given
 
 
 def main(cfg: Config, training: Training) -> None:
@@ -63,7 +62,7 @@ def main(cfg: Config, training: Training) -> None:
     )
     print("\n".join(lines(found, limit)))
     if train.compile:
-        print("estimated without compile: compiled layers keep less, 0.54 to 0.93 of it")
+        print("estimated without compile: compiled layers keep 0.54 to 0.93 of it")
     picture = Path(cfg.picture or Path(train.output_dir) / "memory.png").expanduser()
     try:
         draw(found, picture, title, limit)

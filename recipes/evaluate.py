@@ -46,6 +46,7 @@ from qfsdp.evaluation.results import (
     loss_results,
     write_results,
 )
+from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 
@@ -171,10 +172,13 @@ def rows_file(cfg: Config, what: str) -> Path:
     return output.with_name(f"{output.stem}.{what}.jsonl")
 
 
-def main(cfg: Config) -> None:
+@explain_out_of_memory
+def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding)
     sets = read_sets(cfg)
-    model = load_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world)
+    run.model = model = load_for_inference(
+        cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world
+    )
     started = time.perf_counter()
     results = evaluate(cfg, model, sets, world)
     if world.rank == 0:

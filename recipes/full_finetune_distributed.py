@@ -36,6 +36,7 @@ from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
 from qfsdp.distributed.sharding import shard_model, shard_rank
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
+from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.adapters import refresh_dora_norms
 from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
@@ -190,7 +191,8 @@ def train_step(
     return {"loss": world.sum(loss.item()), "grad_norm": grad_norm.item(), "lr": lr}
 
 
-def main(cfg: Config) -> None:
+@explain_out_of_memory
+def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding, casts=cfg.trainable.dtype != cfg.model.dtype)
     torch.manual_seed(cfg.seed + shard_rank(cfg.sharding, world))  # for stochastic rounding
     output_dir = Path(cfg.output_dir).expanduser()
@@ -202,21 +204,22 @@ def main(cfg: Config) -> None:
     validation = Validation(cfg, world, output_dir, total_steps)
     origin = checkpoints.find(cfg.resume, lambda: config_facts(cfg) | data_facts(loader))
     write_run_files(output_dir, cfg, __file__, world.rank)
-    model = load_model(cfg, world)
+    run.model = model = load_model(cfg, world)
     trained = trainable_parameters(model)
-    optimizer = build_optimizer(cfg.optimizer, trained, cfg.optimizer_in_backward)
+    run.optimizer = optimizer = build_optimizer(cfg.optimizer, trained, cfg.optimizer_in_backward)
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, total_steps)
     state = TrainState(model, optimizer, scheduler, validation.progress)
     first_step = checkpoints.load(origin, state)  # 0 without one
 
     log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps, world.rank)
-    clock = StepClock(world.device)
+    run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
     dtype, weights = DTYPES[cfg.save_dtype or cfg.model.dtype], ModelWeights(cfg.model.path)
     save = partial(save_model, model, weights, dtype, world=world)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, save)
         for step in validation.steps(first_step):  # up to total_steps, or until it is over
+            run.step = step
             with profiler.step(step):
                 with clock.phase("data"):
                     batches = loader.step(step - 1)

@@ -33,6 +33,7 @@ from qfsdp.evaluation.generation import SamplingConfig, check_lengths, generate,
 from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
 from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
 from qfsdp.evaluation.text_stream import TextStream
+from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir
@@ -133,14 +134,17 @@ def write_answers(rows: list[dict[str, Any]], texts: list[str], output: str | No
         Path(output).expanduser().write_text(lines, encoding="utf-8")
 
 
-def main(cfg: Config) -> None:
+@explain_out_of_memory
+def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding)
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
     tokenizer = cfg.tokenizer.build()
     rows = rows_of(cfg)
     prompts = tokenized(cfg, tokenizer, rows)
     stops = stop_ids(tokenizer, cfg.model.folder)
-    model = load_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world)
+    run.model = model = load_for_inference(
+        cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world
+    )
     if cfg.compile:
         model.compile_layers()
     if cfg.prompts is None:

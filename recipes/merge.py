@@ -29,6 +29,7 @@ from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.cli.errors import InvalidField
 from qfsdp.cli.launch import launch
 from qfsdp.distributed.world import init_world
+from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.decoder_config import DTYPES
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
@@ -75,7 +76,8 @@ def check(cfg: Config) -> None:
     warn_of_another_base(merge.adapter, base)
 
 
-def main(cfg: Config) -> None:
+@explain_out_of_memory
+def main(cfg: Config, _: Run) -> None:
     world = init_world()
     folder = Path(cfg.output_dir).expanduser()
     build(cfg).write(folder, world, cfg.max_file_bytes)

@@ -37,6 +37,7 @@ from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
+from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, parameter_groups, refresh_dora_norms
 from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
@@ -189,7 +190,8 @@ def train_step(
     return {"loss": world.sum(loss.item()), "grad_norm": grad_norm.item(), "lr": lr}
 
 
-def main(cfg: Config) -> None:
+@explain_out_of_memory
+def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding)
     torch.manual_seed(cfg.seed + world.rank)  # dropout; nothing else draws from it
     output_dir = Path(cfg.output_dir).expanduser()
@@ -202,19 +204,20 @@ def main(cfg: Config) -> None:
     validation = Validation(cfg, world, output_dir, total_steps)
     origin = checkpoints.find(cfg.resume, lambda: config_facts(cfg) | data_facts(loader))
     write_run_files(output_dir, cfg, __file__, world.rank)
-    model = load_model(cfg, world, resumed=origin is not None)
-    optimizer = build_optimizer(cfg.optimizer, parameter_groups(model, cfg.adapter))
+    run.model = model = load_model(cfg, world, resumed=origin is not None)
+    run.optimizer = optimizer = build_optimizer(cfg.optimizer, parameter_groups(model, cfg.adapter))
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, total_steps)
     state = TrainState(model, optimizer, scheduler, validation.progress)
     first_step = checkpoints.load(origin, state)  # 0 without one
 
     log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps, world.rank)
-    clock = StepClock(world.device)
+    run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
     save = partial(save_adapter, model, cfg.adapter, cfg.model.path, world=world)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, save)
         for step in validation.steps(first_step):  # up to total_steps, or until it is over
+            run.step = step
             with profiler.step(step):
                 with clock.phase("data"):
                     batches = loader.step(step - 1)

@@ -50,10 +50,7 @@ def launch(
             check(config)
             if (count := local_world_size()) > 1:
                 return run_ranks_here(count, recipe_file, argv)
-        from qfsdp.memory.oom import explain_oom
-
-        with explain_oom(config):
-            main(config)
+        main(config)
         leave_process_group()
 
 

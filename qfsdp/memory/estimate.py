@@ -38,8 +38,8 @@ from qfsdp.data import Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.world import World
-from qfsdp.memory.kernels import CUBLAS_WORKSPACES, Target
-from qfsdp.memory.models import find_config
+from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
+from qfsdp.memory.known_models import find_config
 from qfsdp.memory.tracker import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, MemoryTracker, Point
 from qfsdp.modules.adapters import low_rank_linears
 from qfsdp.modules.transformer import Decoder

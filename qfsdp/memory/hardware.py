@@ -210,7 +210,7 @@ def parse_rate(text: str | float) -> float:
     return rate
 
 
-def told_device_memory(cfg: Any) -> int | None:
+def device_memory_of(cfg: Any) -> int | None:
     """Bytes of `device_memory` in a training config; None where that is null.
 
     Raises:

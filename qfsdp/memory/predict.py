@@ -5,16 +5,11 @@ Memory and traffic are those of a dry run (`qfsdp.memory.estimate`), seconds tho
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from omegaconf import OmegaConf
-
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import get_key
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.memory.changes import Changes, changed, differing
 from qfsdp.memory.estimate import BuildModel, Estimate, TrainStep, estimate_fast, model_folder
 from qfsdp.memory.hardware import Hardware
 from qfsdp.memory.roofline import Load, StepTime, step_time
@@ -25,57 +20,6 @@ from qfsdp.training.throughput import step_flops
 # Host memory of a rank beside what is offloaded: libraries and batches (measured with SmolLM2 on a
 # CPU), and with a GPU CUDA's and NCCL's part (not measured).
 PROCESS_BYTES, CPU_PROCESS_BYTES = 3 << 30, 300 << 20
-
-Changes = dict[str, Any]  # key of the config -> value, e.g. {"sharding.strategy": "ddp"}
-
-
-# ---- changes of a config -------------------------------------------------------------------
-
-
-def changed(cfg: Any, changes: Changes) -> Any:
-    """A copy of a config with other values, checked as `load_config` checks them.
-
-    Raises:
-        AttributeError: the config has no such key.
-        UserError: a section does not take these values together.
-    """
-    cfg = copy.deepcopy(cfg)
-    for key, value in changes.items():
-        *sections, name = key.split(".")
-        node = cfg
-        for section in sections:
-            node = getattr(node, section)
-        getattr(node, name)
-        setattr(node, name, value)
-    try:
-        for section in (cfg, *vars(cfg).values()):
-            if hasattr(section, "check") and not isinstance(section, Component):
-                section.check()
-    except InvalidField as error:
-        raise UserError(f"with {as_words(changes)}, {error}") from None
-    return cfg
-
-
-def as_words(changes: Changes) -> str:
-    """ "sharding.strategy=ddp batch_size=4", for a command line."""
-    return " ".join(f"{key}={_text(value)}" for key, value in changes.items())
-
-
-def as_yaml(changes: Changes) -> str:
-    """The same as a fragment of a YAML file."""
-    tree = OmegaConf.create({})
-    for key, value in changes.items():
-        OmegaConf.update(tree, key, value)
-    return OmegaConf.to_yaml(tree)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-# ---- predictions ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -177,7 +121,7 @@ class Predictor:
 
     def __call__(self, changes: Changes) -> Prediction:
         """Of the config with `changes`. Raises what `changed` and the estimate raise."""
-        changes = {key: value for key, value in changes.items() if get_key(self.cfg, key) != value}
+        changes = differing(self.cfg, changes)
         key = repr(sorted(changes.items()))
         if key not in self._known:
             self._known[key] = self._predict(changes)

@@ -1,4 +1,4 @@
-"""A run that cannot fit is refused before anything is loaded, with what would make it fit."""
+"""Refuses a run that cannot fit before anything is loaded, and names changes that would fit."""
 
 from __future__ import annotations
 
@@ -12,20 +12,19 @@ from itertools import product
 from operator import le
 from typing import Any
 
-from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.ranks import planned_ranks
 from qfsdp.cli.sizes import format_size
+from qfsdp.memory.advice import SUGGESTIONS, options
+from qfsdp.memory.changes import Changes, as_words, strategy_over_all_ranks
 from qfsdp.memory.estimate import BuildModel, TrainStep
-from qfsdp.memory.hardware import Hardware, HardwareConfig, machine_memory, told_device_memory
-from qfsdp.memory.predict import Changes, Prediction, Predictor, as_words, between
-from qfsdp.memory.search import CHECKPOINTING, STORES, batch_of, spread
+from qfsdp.memory.hardware import Hardware, HardwareConfig, device_memory_of, machine_memory
+from qfsdp.memory.predict import Prediction, Predictor, between
 
-SUGGESTIONS = 3
-MOST_TRIED = 8  # dry runs for them, beside those of single changes
-PER_OPTION = 1.05  # times the time, see `_likely`
+MOST_TRIED = 8  # dry runs of choices, besides those of single options
+PER_OPTION = 1.05  # factor on the time, see `_likely`
 
-Choice = tuple[int, ...]
+Choice = tuple[int, ...]  # of every group: 0, or 1 + the index of an option
 
 
 def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> None:
@@ -52,7 +51,7 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
         now = predict({})
     except UserError:
         raise
-    except Exception as error:  # a user's own optimizer, say, that fake tensors do not get through
+    except Exception as error:  # for example, a user's optimizer that fails on fake tensors
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
         print(f"memory: not estimated, going on without it ({what})", file=sys.stderr, flush=True)
         return
@@ -60,54 +59,54 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
         print("memory: too little; looking for what would fit", file=sys.stderr, flush=True)
         raise UserError(refusal(predict, now))
     if os.environ.get("RANK", "0") == "0":
-        needs, there = format_size(now.device_bytes), format_size(hardware.device_memory)
-        print(f"memory: about {needs} of {there} per rank (preflight)", flush=True)
+        needs, available = format_size(now.device_bytes), format_size(hardware.device_memory)
+        print(f"memory: about {needs} of {available} per rank (preflight)", flush=True)
 
 
 def this_machine(cfg: Any, ranks: int) -> tuple[Hardware, str]:
-    """What `ranks` ranks of this machine have, and whether that is "cuda" or "cpu".
+    """The hardware that `ranks` ranks of this machine have, and the target, "cuda" or "cpu".
 
     Raises:
-        UserError: `cfg.device_memory` is no size.
+        UserError: `cfg.device_memory` is not a size.
     """
     import torch
 
-    told = told_device_memory(cfg)
+    given = device_memory_of(cfg)
     if torch.accelerator.is_available():
         module = torch.get_device_module()
         cards = [module.get_device_properties(at) for at in range(module.device_count())]
         smallest = min(cards, key=lambda card: card.total_memory)
-        size = told or smallest.total_memory
+        size = given or smallest.total_memory
         try:
             hardware = HardwareConfig(gpu=smallest.name, device_memory=size).build()
-        except UserError:  # a card that is not in the table
+        except UserError:  # a GPU that is not in the table
             hardware = HardwareConfig(device_memory=size).build()
-    elif told is not None:
-        hardware = HardwareConfig(device_memory=told).build()
+    elif given is not None:
+        hardware = HardwareConfig(device_memory=given).build()
     else:
         return HardwareConfig(device_memory=machine_memory() // ranks).build(), "cpu"
     return replace(hardware, host_memory=machine_memory()), "cuda"
 
 
-# ---- what to say ---------------------------------------------------------------------------
+# ---- the message ---------------------------------------------------------------------------
 
 
 def refusal(predict: Predictor, now: Prediction) -> str:
-    """One sentence: what is needed of what there is, and the fastest changes that would fit."""
+    """One line: what a step needs, what is there, and the fastest changes that would fit."""
     hardware = predict.hardware
     if now.fits_device(hardware):
         needs = f"{format_size(now.host_bytes)} of host memory on a machine"
-        there = format_size(hardware.host_memory or 0)
+        available = format_size(hardware.host_memory or 0)
     else:
         needs = f"{format_size(now.device_bytes)} per rank, of which {_largest(now)},"
-        there = format_size(hardware.device_memory)
+        available = format_size(hardware.device_memory)
     found, least = suggest(predict, now)
     if found:
         ways = (f"{as_words(p.changes)} ({_cost(p, now)})" for p in found)
         advice = f"it would fit with {'; or with '.join(ways)}"
     else:
         advice = _without_fit(predict, least)
-    return f"memory: a step needs {needs} and there are {there}; {advice}"
+    return f"memory: a step needs {needs} and there are {available}; {advice}"
 
 
 def _largest(prediction: Prediction) -> str:
@@ -121,11 +120,11 @@ def _cost(prediction: Prediction, now: Prediction) -> str:
 
 
 def _without_fit(predict: Predictor, least: Prediction) -> str:
-    """What would have to be there, where no change of the config is enough."""
+    """What hardware the config would need, if no change of the config is enough."""
     needs = f"GPUs of {format_size(least.device_bytes)}"
     if least.fits_device(predict.hardware):
         needs = f"{format_size(least.host_bytes)} of host memory"
-    changes = least.changes | spread("full_shard")
+    changes = least.changes | strategy_over_all_ranks("full_shard")
     for doubled in range(1, 4):
         ranks = predict.world_size * 2**doubled
         if predict.on(ranks)(changes).fits(predict.hardware):
@@ -137,55 +136,31 @@ def _without_fit(predict: Predictor, least: Prediction) -> str:
 # ---- what would fit ------------------------------------------------------------------------
 
 
-def options(predict: Predictor) -> list[list[Changes]]:
-    """Changes that take less memory, in groups of which one can be chosen, the fastest first."""
-    cfg = predict.cfg
-    rows = cfg.batch_size * cfg.gradient_accumulation_steps
-    halves = (cfg.batch_size >> times for times in range(1, cfg.batch_size.bit_length()))
-    groups = [
-        [batch_of(size, rows) for size in halves if rows % size == 0],
-        _after(cfg.activation.checkpointing, CHECKPOINTING, "activation.checkpointing"),
-    ]
-    if predict.world_size > 1:
-        # shard_grad_op takes no less than ddp: see `qfsdp.memory.search`.
-        groups.append([spread("full_shard")] * (cfg.sharding.strategy != "full_shard"))
-        groups.append(_after(cfg.sharding.wrap, ("decoder_layer", "linear"), "sharding.wrap"))
-    if predict.target != "cpu":
-        needed = spread("full_shard") if cfg.sharding.strategy == "ddp" else {}
-        names = ["cpu", "cpu_offload"] + ["disk"] * _is_packed(cfg.model.path)
-        now = "cpu_offload" if cfg.sharding.cpu_offload else cfg.sharding.offload_base
-        later = names[names.index(now) + 1 :] if now in names else names
-        groups.append([STORES[name] | needed for name in later])
-        groups.append(_after(cfg.activation.offload, (False, True), "activation.offload"))
-    return [group for group in groups if group]
+def option_groups(predict: Predictor) -> list[list[Changes]]:
+    """The options of `qfsdp.memory.advice` that leave the training as it is, one group per aspect.
 
-
-def _after(now: Any, order: tuple[Any, ...], key: str) -> list[Changes]:
-    """The values after `now`; all but the first where `now` is none of them."""
-    at = order.index(now) if now in order else 0
-    return [{key: value} for value in order[at + 1 :]]
-
-
-def _is_packed(folder: str) -> bool:
-    try:
-        return bool(ModelWeights(folder).quantized)
-    except UserError:
-        return False
+    A choice takes at most one option of each group. The cheapest of a group comes first.
+    """
+    groups: dict[str, list[Changes]] = {}
+    for option in options(predict.cfg, predict.world_size, on_gpu=predict.target != "cpu"):
+        if option.same_numbers:
+            groups.setdefault(option.aspect, []).append(option.changes)
+    return list(groups.values())
 
 
 def suggest(predict: Predictor, now: Prediction) -> tuple[list[Prediction], Prediction]:
-    """Up to three changes that fit, the fastest first, and the prediction that takes least.
+    """Up to three changes that fit, the fastest first, and the prediction that takes the least.
 
-    A choice is an option of every group, or none of it (0). Single options are predicted; other
-    choices are guessed from these, and predicted in the order of the time that they should take,
-    as far as they should fit. What goes further than another one that fits is told only where
-    there is nothing else; what merely adds to it, never.
+    Single options are predicted. Choices of several are guessed from these; those that should fit
+    are predicted, in the order of their guessed time. A choice that goes further than one that fits
+    in every group is suggested only if nothing else is left. A choice that only adds changes to one
+    that fits is never suggested.
     """
-    groups = options(predict)
-    singles = [_of_group(predict, now, group) for group in groups]
-    last = tuple(map(len, groups))  # takes least of all, probably
+    groups = option_groups(predict)
+    singles = [_predict_group(predict, now, group) for group in groups]
+    last = tuple(map(len, groups))  # probably takes the least of all
     choices = [*_likely(now, singles, predict.hardware), last]
-    found: dict[Choice, Prediction] = {}
+    fitting: dict[Choice, Prediction] = {}
     tried, most = [now], predict.count + MOST_TRIED
 
     def goes_further(choice: Choice, other: Choice) -> bool:
@@ -196,16 +171,16 @@ def suggest(predict: Predictor, now: Prediction) -> tuple[list[Prediction], Pred
 
     for is_spare in (goes_further, only_adds):
         for choice in choices:
-            if len(found) == SUGGESTIONS or predict.count >= most:
+            if len(fitting) == SUGGESTIONS or predict.count >= most:
                 break
-            if any(is_spare(choice, other) for other in found):
+            if any(is_spare(choice, other) for other in fitting):
                 continue
             if (real := _attempt(predict, _changes(groups, choice))) is not None:
                 tried.append(real)
                 if real.fits(predict.hardware):
-                    found[choice] = real
+                    fitting[choice] = real
     tried += [p for group in singles for p in group if p is not None]
-    ranked = sorted(found.values(), key=lambda p: p.time.seconds)
+    ranked = sorted(fitting.values(), key=lambda p: p.time.seconds)
     return ranked, min(tried, key=lambda p: p.device_bytes)
 
 
@@ -215,17 +190,19 @@ def _changes(groups: Sequence[Sequence[Changes]], choice: Choice) -> Changes:
 
 
 def _attempt(predict: Predictor, changes: Changes) -> Prediction | None:
-    """None where the config refuses it."""
+    """The prediction; None if the config refuses the changes."""
     with suppress(UserError):
         return predict(changes)
     return None
 
 
-def _of_group(
+def _predict_group(
     predict: Predictor, now: Prediction, group: Sequence[Changes]
 ) -> list[Prediction | None]:
-    """A prediction of every option; of micro-batches only the smallest is asked for, as those
-    between lie on a line."""
+    """The predictions of all options of a group.
+
+    Of micro-batches only the smallest is run dry: the others lie on a line between it and `now`.
+    """
     least = _attempt(predict, group[-1])
     if "batch_size" not in group[0] or least is None:
         return [*(_attempt(predict, changes) for changes in group[:-1]), least]
@@ -237,8 +214,10 @@ def _of_group(
 def _likely(
     now: Prediction, singles: Sequence[Sequence[Prediction | None]], hardware: Hardware
 ) -> list[Choice]:
-    """All choices that should fit, those first that should be fastest, where another option counts
-    for as much as `PER_OPTION` of the time: fewer changes are easier to follow."""
+    """The choices that should fit, in the order of their guessed time.
+
+    Each further option counts as `PER_OPTION` of the time, as fewer changes are easier to follow.
+    """
     fitting: list[tuple[float, Choice]] = []
     for choice in product(*(range(len(group) + 1) for group in singles)):
         chosen = [group[at - 1] for group, at in zip(singles, choice, strict=True) if at]
@@ -250,8 +229,11 @@ def _likely(
 
 
 def _together(now: Prediction, singles: Sequence[Prediction]) -> Prediction:
-    """A guess of several changes at once, from each of them: of every kind of tensor each leaves
-    its share, as half the batch of half the activations are a quarter of them."""
+    """Guesses several changes at once from the prediction of each.
+
+    Every change leaves a share of each kind of tensors, and the shares multiply: half the batch of
+    half the activations are a quarter of the activations.
+    """
     kinds = {}
     for kind in {kind for p in (now, *singles) for kind in p.kinds}:
         parts = [p.kinds.get(kind, 0) for p in singles]

@@ -1,8 +1,9 @@
-"""The ladder from the fastest way to run a config to the one that takes the least device memory.
+"""Searches the fastest way to run a config that fits into memory.
 
-Practitioners climb it by hand: the base whole on every GPU, activations computed again, everything
-spread, the base in host memory, activations there too, the optimizer there too, the base on
-disk. `climb` does it with predictions: memory by dry run, seconds by the roofline.
+Candidates go from the fastest to the one that takes the least device memory: the base whole on
+every GPU, activations computed again, everything sharded, the base in host memory, activations
+there too, the optimizer there too, the base on disk. `search` predicts their memory by dry runs and
+their time by a roofline.
 """
 
 from __future__ import annotations
@@ -12,43 +13,42 @@ from dataclasses import astuple, dataclass, replace
 from itertools import groupby
 
 from qfsdp.cli.errors import UserError
+from qfsdp.memory.changes import (
+    CHECKPOINTING,
+    OFFLOAD,
+    Changes,
+    micro_batches,
+    strategy_over_all_ranks,
+)
 from qfsdp.memory.hardware import Hardware
-from qfsdp.memory.predict import Changes, Predict, Prediction, between
+from qfsdp.memory.predict import Predict, Prediction, between
 
-# Values from the fastest to the one that takes the least device memory. "shard_grad_op" is not
-# among them: of a frozen base it gathers what "ddp" has, and holds more, as its shards stay (for a
-# step of Llama-3-70B on 2 GPUs 69.6 GiB instead of 50.0).
+# The faster one first. "shard_grad_op" is left out: it gathers as much of a frozen base as "ddp"
+# holds, and keeps its shards besides (a step of Llama-3-70B on 2 GPUs: 69.6 GiB instead of 50.0).
 STRATEGIES = ("ddp", "full_shard")
-CHECKPOINTING = ("none", "selective", "full")
-# Where parameters lie: on the device; the base in host memory; all there, with the optimizer; the
-# base on disk.
-STORES: dict[str, Changes] = {
-    "device": {"sharding.offload_base": "none", "sharding.cpu_offload": False},
-    "cpu": {"sharding.offload_base": "cpu", "sharding.cpu_offload": False},
-    "cpu_offload": {"sharding.offload_base": "none", "sharding.cpu_offload": True},
-    "disk": {"sharding.offload_base": "disk", "sharding.cpu_offload": False},
-}
-
-
-def spread(strategy: str) -> Changes:
-    """To a strategy over all ranks, from whatever there is."""
-    return {"sharding.strategy": strategy, "sharding.replicate": None, "sharding.shard": None}
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One way to run the config; its values are those of the tuples above."""
+class Candidate:
+    """One way to run the config.
+
+    Fields:
+        strategy: one of STRATEGIES.
+        checkpointing: one of CHECKPOINTING.
+        offload: a key of OFFLOAD.
+        offload_activations: `activation.offload`.
+    """
 
     strategy: str
     checkpointing: str
-    store: str = "device"
+    offload: str = "none"
     offload_activations: bool = False
 
     @property
     def changes(self) -> Changes:
         return {
-            **spread(self.strategy),
-            **STORES[self.store],
+            **strategy_over_all_ranks(self.strategy),
+            **OFFLOAD[self.offload],
             "activation.checkpointing": self.checkpointing,
             "activation.offload": self.offload_activations,
         }
@@ -56,116 +56,121 @@ class Rung:
     @property
     def name(self) -> str:
         """ "full_shard, checkpointing full, offload_base cpu"."""
-        stores = {"cpu": "offload_base cpu", "disk": "offload_base disk"}
+        keys = {
+            "base_to_cpu": "offload_base cpu",
+            "all_to_cpu": "cpu_offload",
+            "base_to_disk": "offload_base disk",
+        }
         parts = [self.strategy, f"checkpointing {self.checkpointing}"]
-        if self.store != "device":
-            parts.append(stores.get(self.store, self.store))
+        if self.offload != "none":
+            parts.append(keys[self.offload])
         return ", ".join(parts + ["activation.offload"] * self.offload_activations)
 
-    def not_above(self, other: Rung) -> bool:
-        """Whether nothing in here is slower than in `other`."""
-        orders = (STRATEGIES, CHECKPOINTING, tuple(STORES), (False, True))
+    def is_faster_in_all(self, other: Candidate) -> bool:
+        """Whether every field is as fast as in `other`, or faster."""
+        orders = (STRATEGIES, CHECKPOINTING, tuple(OFFLOAD), (False, True))
         pairs = zip(orders, astuple(self), astuple(other), strict=True)
         return all(order.index(mine) <= order.index(its) for order, mine, its in pairs)
 
 
-def ladder(world_size: int) -> list[Rung]:
-    """The rungs, the fastest first; those that differ in checkpointing only follow each other."""
-    rungs = [Rung(s, c) for s in STRATEGIES if s != "ddp" or world_size > 1 for c in CHECKPOINTING]
-    rungs += [Rung("full_shard", "full", "device", True)]
-    rungs += [Rung("full_shard", checkpointing, "cpu") for checkpointing in CHECKPOINTING]
-    rungs += [Rung("full_shard", "full", "cpu", True)]
-    for store in ("cpu_offload", "disk"):
-        rungs += [Rung("full_shard", "full", store, offload) for offload in (False, True)]
-    return rungs
+def candidates(world_size: int) -> list[Candidate]:
+    """The ways to try, the fastest first; those that differ only in checkpointing are adjacent."""
+    strategies = STRATEGIES if world_size > 1 else ("full_shard",)
+    found = [Candidate(s, checkpointing) for s in strategies for checkpointing in CHECKPOINTING]
+    found += [Candidate("full_shard", "full", "none", True)]
+    found += [Candidate("full_shard", c, "base_to_cpu") for c in CHECKPOINTING]
+    found += [Candidate("full_shard", "full", "base_to_cpu", True)]
+    for offload in ("all_to_cpu", "base_to_disk"):
+        found += [Candidate("full_shard", "full", offload, acts) for acts in (False, True)]
+    return found
 
 
 @dataclass(frozen=True)
-class Found:
-    """A rung that was tried.
+class Trial:
+    """A candidate that was tried.
 
     Fields:
-        batch: its largest micro-batch that fits; 1 where none does.
-        prediction: of that.
+        batch: its largest micro-batch that fits; 1 if none fits.
+        prediction: for that micro-batch.
         fits: whether it fits.
-        whole: whether it is all samples of a step.
+        whole: whether the micro-batch holds all samples of a step.
     """
 
-    rung: Rung
+    candidate: Candidate
     batch: int
     prediction: Prediction
     fits: bool
     whole: bool
 
 
-def climb(
-    rungs: Sequence[Rung], predict: Predict, samples: int, hardware: Hardware
-) -> Iterator[Found]:
-    """Tries rungs in their order; leaves out what cannot be better.
+def search(
+    ways: Sequence[Candidate], predict: Predict, samples: int, hardware: Hardware
+) -> Iterator[Trial]:
+    """Tries candidates in their order, without those that cannot be the best.
+
+    Left out are:
+
+    * those slower in all than one that takes a whole step as one micro-batch: they only trade
+      speed for memory;
+    * weaker checkpointing, where not even one sample fits with the strongest;
+    * a base on disk, where a base in host memory fits, or where the device is too small for both.
 
     Args:
-        samples: of one rank in one step; micro-batches are divisors of it.
-
-    Left out are rungs above one that takes all samples at once, as they only trade speed for
-    memory; other checkpointing where not even "full" lets one sample fit; and a base on disk where
-    host memory is not what was short.
+        ways: as `candidates` returns them.
+        samples: of one rank in one step; the sizes of micro-batches divide it.
     """
-    found: list[Found] = []
-    for _, group in groupby(rungs, key=lambda rung: replace(rung, checkpointing="")):
-        useful = [r for r in group if not any(_is_useless(r, before, hardware) for before in found)]
+    tried: list[Trial] = []
+    for _, group in groupby(ways, key=lambda way: replace(way, checkpointing="")):
+        useful = [way for way in group if not any(_rules_out(t, way, hardware) for t in tried)]
         if not useful:
             continue
         try:
-            least = predict(useful[-1].changes | batch_of(1, samples))
+            least = predict(useful[-1].changes | micro_batches(1, samples))
         except UserError:
-            if useful[-1].store in ("cpu", "disk"):
-                continue  # nothing is frozen, so there is no base to be elsewhere
+            if useful[-1].offload in ("base_to_cpu", "base_to_disk"):
+                continue  # nothing is frozen: there is no base to offload
             raise
         if not least.fits(hardware):
-            found.append(Found(useful[-1], 1, least, fits=False, whole=False))
-            yield found[-1]
+            tried.append(Trial(useful[-1], 1, least, fits=False, whole=False))
+            yield tried[-1]
             continue
-        for rung in useful:
-            if not any(_is_useless(rung, before, hardware) for before in found):
-                found.append(largest_batch(rung, predict, samples, hardware))
-                yield found[-1]
+        for way in useful:
+            if not any(_rules_out(trial, way, hardware) for trial in tried):
+                tried.append(largest_batch(way, predict, samples, hardware))
+                yield tried[-1]
 
 
-def _is_useless(rung: Rung, before: Found, hardware: Hardware) -> bool:
-    if before.whole and before.rung.not_above(rung):
+def _rules_out(trial: Trial, way: Candidate, hardware: Hardware) -> bool:
+    """Whether `way` cannot be better, because of an earlier trial."""
+    if trial.whole and trial.candidate.is_faster_in_all(way):
         return True
-    if rung.store == "disk" and before.rung == replace(rung, store="cpu"):
-        return before.fits or not before.prediction.fits_device(hardware)
+    if way.offload == "base_to_disk" and trial.candidate == replace(way, offload="base_to_cpu"):
+        return trial.fits or not trial.prediction.fits_device(hardware)
     return False
-
-
-def batch_of(size: int, samples: int) -> Changes:
-    """Micro-batches of `size`, as many as `samples` of a step take."""
-    return {"batch_size": size, "gradient_accumulation_steps": samples // size}
 
 
 def divisors(number: int) -> list[int]:
     return [n for n in range(1, number + 1) if number % n == 0]
 
 
-def largest_batch(rung: Rung, predict: Predict, samples: int, hardware: Hardware) -> Found:
-    """The largest micro-batch that fits, of the divisors of a step's `samples`.
+def largest_batch(way: Candidate, predict: Predict, samples: int, hardware: Hardware) -> Trial:
+    """Finds the largest micro-batch that fits; its size divides `samples`, those of a step.
 
-    Memory is a constant and a part per sample, so the predictions for one and for all samples say
-    which size between them to try; that one counts only if its own prediction fits.
+    Memory is a constant plus a part per sample. So the predictions for one sample and for all of
+    them tell which sizes to try; a size counts only if its own prediction fits.
     """
 
     def at(size: int) -> Prediction:
-        return predict(rung.changes | batch_of(size, samples))
+        return predict(way.changes | micro_batches(size, samples))
 
-    def result(size: int) -> Found:
+    def trial(size: int) -> Trial:
         fits = at(size).fits(hardware)
-        return Found(rung, size, at(size), fits, whole=fits and size == samples)
+        return Trial(way, size, at(size), fits, whole=fits and size == samples)
 
     if not at(1).fits(hardware) or at(samples).fits(hardware):
-        return result(samples if at(1).fits(hardware) else 1)
+        return trial(samples if at(1).fits(hardware) else 1)
     for size in reversed(divisors(samples)[1:-1]):
         share = (size - 1) / (samples - 1)
         if between(at(1), at(samples), share).fits(hardware) and at(size).fits(hardware):
-            return result(size)
-    return result(1)
+            return trial(size)
+    return trial(1)

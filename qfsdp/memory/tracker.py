@@ -8,13 +8,12 @@ is patched for the time).
 
 Where an operation takes more than it returns, what it runs is followed instead: our custom ops
 (`kernels.custom_op.CUSTOM_OPS`) run as Python on fake tensors. Only for PyTorch's own attention
-kernels there are formulas (`qfsdp.memory.kernels`).
+kernels there are formulas (`qfsdp.memory.kernel_memory`).
 """
 
 from __future__ import annotations
 
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -25,22 +24,21 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from qfsdp.memory.kernels import DATA_DEPENDENT, WORKSPACE, Target, fused_rms_norm
-from qfsdp.modules import quantized_linear
+from qfsdp.memory.kernel_memory import DATA_DEPENDENT, WORKSPACE, Target
+from qfsdp.memory.patches import patched
 from qfsdp.tensor_subclasses.kernels import custom_op, dry_run
 from qfsdp.training.memory_usage import plain_tensors
 
 aten = torch.ops.aten
 _engine = torch.autograd.graph._engine_run_backward.__code__
 
-QUANTIZED = "parameters, packed"
+QUANTIZED = "parameters, quantized"
 PLAIN = "parameters, plain"
 TRAINED = "parameters, trained"
 GRADIENTS = "gradients"
@@ -325,30 +323,21 @@ class MemoryTracker(TorchDispatchMode):
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
-        """Follows what is done with `model` and all else in a `with` block."""
+        """Follows what is done with `model`, and all else, in a `with` block."""
         self._names = {module: name for name, module in model.named_modules()}
-        resize = torch.UntypedStorage.resize_
-
-        def resized(storage: Any, size: int) -> Any:
-            if (block := self._live.get(storage._cdata)) is not None:
-                self._move(block, GATHERED, block.in_host)
-                self._change(block, size)
-            return resize(storage, size)
-
         with ExitStack() as undo:
             undo.callback(hooks.register_module_forward_pre_hook(self._enter_module).remove)
             leaves = hooks.register_module_forward_hook(self._leave_module, always_call=True)
             undo.callback(leaves.remove)
-            for place, name, value in (
-                (torch.UntypedStorage, "resize_", resized),
-                (quantized_linear, "_scratch", threading.local()),  # a fake one must not survive
-                *([(F, "rms_norm", fused_rms_norm)] if self.target == "cuda" else []),
-            ):
-                undo.callback(setattr, place, name, getattr(place, name))
-                setattr(place, name, value)
+            undo.enter_context(patched(self.target, self._before_resize))
             undo.enter_context(dry_run.following(self))
             undo.enter_context(self)
             yield
+
+    def _before_resize(self, storage: torch.UntypedStorage, size: int) -> None:
+        if (block := self._live.get(storage._cdata)) is not None:
+            self._move(block, GATHERED, block.in_host)
+            self._change(block, size)
 
     def mark_gradient(self, param: Tensor) -> None:
         """A hook of a parameter, called when its gradient is there."""

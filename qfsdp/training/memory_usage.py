@@ -19,7 +19,8 @@ from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
-QUANTIZED, PLAIN, TRAINED = "parameters_packed", "parameters_plain", "parameters_trained"
+QUANTIZED, PLAIN = "parameters_quantized", "parameters_plain"
+TRAINED = "parameters_trained"
 GRADIENTS, OPTIMIZER = "gradients", "optimizer_state"
 IN_HOST = "_in_host"  # follows the kind, where the device is an accelerator
 

@@ -16,7 +16,7 @@ from benchmarks.estimate import STEP, STEPS, _peak_within_steps
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.memory.estimate import Estimate, estimate, estimate_fast
-from qfsdp.memory.models import _FILE, find_config
+from qfsdp.memory.known_models import _FILE, find_config
 from qfsdp.memory.tracker import KINDS
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.tensor_subclasses.kernels import dry_run
@@ -141,7 +141,7 @@ def test_offloaded_parameters_are_host_memory(tiny: Path) -> None:
     given = load(tiny, "sharding.cpu_offload=true", "adapter.method=lora")
     found, on_device = estimate(*given, 2), estimate(*load(tiny, "adapter.method=lora"), 2)
     assert found.peak < on_device.peak
-    assert found.host["parameters, packed"] == on_device.at_peak["parameters, packed"]
+    assert found.host["parameters, quantized"] == on_device.at_peak["parameters, quantized"]
     assert found.host["optimizer state"] > 0 and "optimizer state" not in found.at_peak
     assert found.moved["to_host"] < found.moved["to_device"]
 

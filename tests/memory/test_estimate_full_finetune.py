@@ -13,7 +13,7 @@ from qfsdp.cli.config import load_config
 from qfsdp.memory.estimate import estimate, estimate_fast
 from qfsdp.memory.hardware import HardwareConfig
 from qfsdp.memory.predict import Predictor
-from qfsdp.memory.search import climb, ladder
+from qfsdp.memory.search import candidates, search
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
@@ -77,9 +77,9 @@ def test_few_layers_do_not_tell_of_chosen_ones(tmp_path: Path) -> None:
 
 
 def test_what_would_fit_has_no_base_elsewhere(tmp_path: Path) -> None:
-    """All weights are trained: rungs that offload frozen ones are left out."""
+    """All weights are trained: candidates that offload frozen ones are left out."""
     model = write_tiny_model(tmp_path / "model")
     hardware = HardwareConfig(gpu="h100", device_memory="10MiB").build()
     predict = Predictor(*load(model), 1, 1, hardware)
-    stores = [found.rung.store for found in climb(ladder(1), predict, 2, hardware)]
-    assert stores == ["device", "device", "cpu_offload", "cpu_offload"]
+    found = [trial.candidate.offload for trial in search(candidates(1), predict, 2, hardware)]
+    assert found == ["none", "none", "all_to_cpu", "all_to_cpu"]

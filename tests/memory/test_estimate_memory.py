@@ -28,7 +28,12 @@ def test_as_typed(tmp_path: Path) -> None:
         [*command, *words, f"output_dir={tmp_path}/run"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    for told in ("model, 3 ranks", "peak per rank:", "parameters, packed", "fits into 24.00 GiB:"):
+    for told in (
+        "model, 3 ranks",
+        "peak per rank:",
+        "parameters, quantized",
+        "fits into 24.00 GiB:",
+    ):
         assert told in done.stdout
     assert (tmp_path / "run/memory.png").read_bytes().startswith(b"\x89PNG")
 

@@ -54,7 +54,7 @@ def test_where_nothing_fits(tmp_path: Path) -> None:
     done = find_fit(*CONFIG, f"model.path={model}", "device_memory=300MiB")
     assert done.returncode == 2
     told = done.stderr.strip().splitlines()[-1]
-    assert re.fullmatch(r"error: nothing fits; what takes least takes .* of every GPU", told)
+    assert re.fullmatch(r"error: nothing fits; the smallest needs .* of every GPU", told)
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +20,8 @@ from qfsdp.cli.errors import UserError
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.memory import oom
-from qfsdp.memory.oom import explain_oom, is_out_of_memory, less_host_memory, less_memory
+from qfsdp.memory.advice import ACTIVATIONS, less_device_memory, less_host_memory
+from qfsdp.memory.oom import Run, explain_out_of_memory, is_out_of_memory
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.training.throughput import StepClock
@@ -60,16 +62,19 @@ def load_model(fail: Callable[[], None]) -> None:
     fail()
 
 
-def main(cfg: Config, folder: Path, fail: Callable[[], None], at_load: bool = False) -> None:
-    """As a recipe's: it loads, and fails in the backward pass of its second step."""
-    with explain_oom(cfg):
+def train(cfg: Config, folder: Path, fail: Callable[[], None], at_load: bool = False) -> None:
+    """Runs a `main` that loads, and fails in the backward pass of its second step."""
+
+    @explain_out_of_memory
+    def main(cfg: Config, run: Run) -> None:
         if at_load:
             load_model(fail)
-        model = adapted_model(folder, AdapterConfig("dora", 5))
-        optimizer = torch.optim.AdamW(trainable_parameters(model))
-        clock = StepClock(CPU)
+        run.model = model = adapted_model(folder, AdapterConfig("dora", 5))
+        run.optimizer = optimizer = torch.optim.AdamW(trainable_parameters(model))
+        run.clock = clock = StepClock(CPU)
         tokens = torch.arange(40).view(2, 20)
         for step in range(1, 4):
+            run.step = step
             with clock.phase("forward"):
                 loss = model(tokens, labels=tokens)
             with clock.phase("backward"):
@@ -78,6 +83,13 @@ def main(cfg: Config, folder: Path, fail: Callable[[], None], at_load: bool = Fa
                     fail()
             with clock.phase("optimizer"):
                 optimizer.step()
+
+    main(cfg)
+
+
+def run(cfg: Any, fail: Callable[[], None]) -> None:
+    """Runs a `main` that only fails."""
+    explain_out_of_memory(lambda cfg, run: fail())(cfg)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +106,7 @@ def test_a_step_that_fails(
     monkeypatch.setattr(oom, "LARGEST_TENSORS", count)
     cfg = Config(str(tmp_path / "run"))
     with pytest.raises(UserError) as caught:
-        main(cfg, write_tiny_model(tmp_path / "model"), fail)
+        train(cfg, write_tiny_model(tmp_path / "model"), fail)
     said = str(caught.value)
     print(said)
     assert "\n" not in said and said.startswith("out of memory at step 2, backward")
@@ -108,7 +120,7 @@ def test_a_step_that_fails(
     facts = json.loads(file.read_text())
     kinds = facts["bytes_by_kind"]
     assert kinds["gradients"] == kinds["parameters_trained"] > 0
-    assert kinds["parameters_packed"] > 0 and kinds["optimizer_state"] > 0
+    assert kinds["parameters_quantized"] > 0 and kinds["optimizer_state"] > 0
     assert list(kinds.values()) == sorted(kinds.values(), reverse=True)
     tensors = facts["largest_tensors"]
     sizes = [tensor["bytes"] for tensor in tensors]
@@ -120,21 +132,21 @@ def test_a_step_that_fails(
 
 def test_loading_that_fails(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="out of memory in load_model") as caught:
-        main(Config(str(tmp_path)), tmp_path, partial(torch.empty, 2**50), at_load=True)
+        train(Config(str(tmp_path)), tmp_path, partial(torch.empty, 2**50), at_load=True)
     assert "activation." not in str(caught.value).partition("try")[2]
 
 
 def test_on_another_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(UserError):
-        main(Config(str(tmp_path)), tmp_path, really, at_load=True)
+        train(Config(str(tmp_path)), tmp_path, really, at_load=True)
     assert (tmp_path / "oom" / "rank_3.json").exists()
 
 
 def test_a_folder_that_cannot_be_written_is_no_other_error(tmp_path: Path) -> None:
     (tmp_path / "oom").touch()
     with pytest.raises(UserError, match="out of memory") as caught:
-        main(Config(str(tmp_path)), tmp_path, really, at_load=True)
+        train(Config(str(tmp_path)), tmp_path, really, at_load=True)
     assert "see" not in str(caught.value)
 
 
@@ -144,16 +156,16 @@ def test_tensors_without_sizes_are_left_out(tmp_path: Path) -> None:
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake = mode.from_tensor(torch.empty(7, 5), symbolic_context=symbols)
     functional = torch._to_functional_tensor(fake)  # of type Tensor
-    with pytest.raises(UserError, match="out of memory"), explain_oom(Config(str(tmp_path))):
-        really()
+    with pytest.raises(UserError, match="out of memory"):
+        run(Config(str(tmp_path)), really)
     assert isinstance(fake.size(0), torch.SymInt) and isinstance(functional.size(0), torch.SymInt)
 
 
 def test_wrappers_of_torch_func_are_left_out(tmp_path: Path) -> None:
     def loss(wrapped: torch.Tensor) -> torch.Tensor:
         assert type(wrapped) is torch.Tensor
-        with pytest.raises(UserError, match="out of memory"), explain_oom(Config(str(tmp_path))):
-            really()
+        with pytest.raises(UserError, match="out of memory"):
+            run(Config(str(tmp_path)), really)
         return wrapped.sum()
 
     torch.func.grad(loss)(torch.ones(3))
@@ -166,7 +178,7 @@ def test_an_explanation_that_fails_hides_nothing(
 ) -> None:
     monkeypatch.setattr(oom, "largest_tensors", lambda model: 1 / 0)
     with pytest.raises(torch.OutOfMemoryError, match="2.50 GiB") as caught:
-        main(Config(str(tmp_path)), tmp_path, on_cuda, at_load=True)
+        train(Config(str(tmp_path)), tmp_path, on_cuda, at_load=True)
     assert "in load_model" in "".join(traceback.format_exception(caught.value))
 
 
@@ -174,8 +186,11 @@ def test_an_explanation_that_fails_hides_nothing(
     "error", [RuntimeError("shapes do not match"), ValueError("out of memory"), KeyboardInterrupt()]
 )
 def test_other_exceptions_pass(error: BaseException, tmp_path: Path) -> None:
-    with pytest.raises(type(error)) as caught, explain_oom(Config(str(tmp_path))):
+    def fail() -> None:
         raise error
+
+    with pytest.raises(type(error)) as caught:
+        run(Config(str(tmp_path)), fail)
     assert caught.value is error and not list(tmp_path.iterdir())
 
 
@@ -184,8 +199,10 @@ def test_pinned_memory_is_memory_too() -> None:
 
 
 def advice(device: torch.device = GPU, training: bool = True, **changes: Any) -> list[str]:
-    kinds = {"parameters_packed": 50, "optimizer_state": 20, oom.REST: 30}
-    return list(less_memory(Config("", **changes), kinds, device, training))
+    kinds = {"parameters_quantized": 50, "optimizer_state": 20, ACTIVATIONS: 30}
+    ranks = int(os.environ.get("WORLD_SIZE", 1))
+    cfg = Config("", **changes)
+    return list(less_device_memory(cfg, kinds, ranks, device.type != "cpu", training))
 
 
 def test_advice_is_what_is_not_set_yet(monkeypatch: pytest.MonkeyPatch) -> None:

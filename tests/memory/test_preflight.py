@@ -20,10 +20,11 @@ from qfsdp.cli import ranks as ranks_module
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.memory import preflight
+from qfsdp.memory.changes import as_words, changed
 from qfsdp.memory.estimate import Estimate, Point
 from qfsdp.memory.hardware import known_gpu, machine_memory
-from qfsdp.memory.predict import PROCESS_BYTES, Predictor, as_words, changed
-from qfsdp.memory.preflight import check_memory, options, refusal, suggest
+from qfsdp.memory.predict import PROCESS_BYTES, Predictor
+from qfsdp.memory.preflight import check_memory, option_groups, refusal, suggest
 from tests.tiny import ROOT, TINY_CONFIG, load_recipe
 
 MIB = 1 << 20
@@ -134,7 +135,7 @@ def test_every_combination_fits(argv: list[str], size: int, count: int) -> None:
 
 @pytest.mark.usefixtures("by_formula")
 def test_where_nothing_is_enough(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preflight, "options", lambda predict: [])
+    monkeypatch.setattr(preflight, "option_groups", lambda predict: [])
     message = refused(argv, "device_memory=800MiB")
     assert message.endswith(
         "not even another config would fit: it takes GPUs of 1.49 GiB, or 4 ranks"
@@ -172,16 +173,16 @@ def predictor(argv: list[str], size: int, *words: str, world_size: int = 2) -> P
 
 def test_options_come_after_what_the_config_has(argv: list[str]) -> None:
     words = ("activation.checkpointing=selective", "sharding.strategy=ddp")
-    found = options(predictor(argv, 1000, *words))
-    assert [as_words(option) for option in found[0]] == [
+    found = option_groups(predictor(argv, 1000, *words))
+    assert found[0] == [{"activation.checkpointing": "full"}]
+    assert [as_words(option) for option in found[1]] == [
         "batch_size=2 gradient_accumulation_steps=2",
         "batch_size=1 gradient_accumulation_steps=4",
     ]
-    assert found[1] == [{"activation.checkpointing": "full"}]
     for group in found:  # all of them are configs
         for option in group:
             changed(read(argv, *words)[1], option)
-    alone = options(predictor(argv, 1000, world_size=1))
+    alone = option_groups(predictor(argv, 1000, world_size=1))
     assert not any(key == "sharding.strategy" for group in alone for o in group for key in o)
 
 

@@ -1,4 +1,4 @@
-"""Which rungs are tried and which batches are found, with an estimator of a few lines."""
+"""Which ways are tried and which batches are found, with an estimator of a few lines."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ from omegaconf import OmegaConf
 
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
+from qfsdp.memory.changes import Changes, as_words, as_yaml, changed, micro_batches
 from qfsdp.memory.hardware import Hardware, known_gpu
-from qfsdp.memory.predict import Changes, Prediction, as_words, as_yaml, changed
+from qfsdp.memory.predict import Prediction
 from qfsdp.memory.roofline import StepTime
-from qfsdp.memory.search import Found, Rung, batch_of, climb, ladder, largest_batch
+from qfsdp.memory.search import Candidate, Trial, candidates, largest_batch, search
 from tests.tiny import ROOT, load_recipe
 
 GIB = 1 << 30
@@ -53,37 +54,37 @@ def card(device: float, host: float | None = None) -> Hardware:
     return replace(known_gpu("rtx4090"), device_memory=int(device * GIB), host_memory=memory)
 
 
-def names(found: list[Found]) -> list[str]:
-    return [f"{each.rung.name}: {each.batch if each.fits else 'no'}" for each in found]
+def names(found: list[Trial]) -> list[str]:
+    return [f"{each.candidate.name}: {each.batch if each.fits else 'no'}" for each in found]
 
 
 def test_order() -> None:
-    rungs = ladder(RANKS)
-    assert [r.name for r in rungs[:4]] == [
+    ways = candidates(RANKS)
+    assert [r.name for r in ways[:4]] == [
         "ddp, checkpointing none",
         "ddp, checkpointing selective",
         "ddp, checkpointing full",
         "full_shard, checkpointing none",
     ]
-    assert rungs[-1].name == (
+    assert ways[-1].name == (
         "full_shard, checkpointing full, offload_base disk, activation.offload"
     )
-    assert len(set(rungs)) == len(rungs)
-    for at, rung in enumerate(rungs):  # no rung is slower in nothing than one before it
-        assert not any(rung.not_above(before) for before in rungs[:at])
-    assert {r.changes["sharding.strategy"] for r in ladder(1)} == {"full_shard"}
+    assert len(set(ways)) == len(ways)
+    for at, way in enumerate(ways):  # no way is slower in nothing than one before it
+        assert not any(way.is_faster_in_all(before) for before in ways[:at])
+    assert {r.changes["sharding.strategy"] for r in candidates(1)} == {"full_shard"}
 
 
-def test_nothing_is_tried_above_a_rung_that_takes_all() -> None:
+def test_nothing_is_tried_above_a_way_that_takes_all() -> None:
     model = Model(base=4, sample=1)
-    found = list(climb(ladder(RANKS), model, 8, card(24)))
+    found = list(search(candidates(RANKS), model, 8, card(24)))
     assert names(found) == ["ddp, checkpointing none: 8"]
     assert found[0].whole
 
 
-def test_frugal_rungs_are_asked_first_and_spare_the_others() -> None:
+def test_frugal_ways_are_asked_first_and_spare_the_others() -> None:
     model = Model(base=40, sample=1)
-    found = list(climb(ladder(RANKS), model, 8, card(24)))
+    found = list(search(candidates(RANKS), model, 8, card(24)))
     assert names(found) == [
         "ddp, checkpointing full: no",
         "full_shard, checkpointing none: 8",
@@ -92,9 +93,9 @@ def test_frugal_rungs_are_asked_first_and_spare_the_others() -> None:
     assert asked == ["full"]
 
 
-def test_a_rung_that_takes_all_leaves_those_that_compute_less() -> None:
+def test_a_way_that_takes_all_leaves_those_that_compute_less() -> None:
     """ddp takes all samples only if everything is computed again, full_shard with less."""
-    found = names(list(climb(ladder(RANKS), Model(base=14, sample=2), 8, card(24))))
+    found = names(list(search(candidates(RANKS), Model(base=14, sample=2), 8, card(24))))
     assert found == [
         "ddp, checkpointing none: 4",
         "ddp, checkpointing selective: 8",
@@ -103,10 +104,10 @@ def test_a_rung_that_takes_all_leaves_those_that_compute_less() -> None:
 
 
 def test_batches_grow_with_what_is_spared() -> None:
-    found = list(climb(ladder(RANKS), Model(base=40, sample=5), 16, card(24)))
-    full_shard = [f for f in found if f.rung.changes["sharding.strategy"] == "full_shard"]
+    found = list(search(candidates(RANKS), Model(base=40, sample=5), 16, card(24)))
+    full_shard = [f for f in found if f.candidate.changes["sharding.strategy"] == "full_shard"]
     assert [f.batch for f in full_shard][:3] == [2, 4, 16]
-    assert not any(f.rung.changes["sharding.offload_base"] == "disk" for f in found)
+    assert not any(f.candidate.changes["sharding.offload_base"] == "disk" for f in found)
     for each in found:
         if each.fits:
             assert each.prediction.fits(card(24))
@@ -115,46 +116,46 @@ def test_batches_grow_with_what_is_spared() -> None:
 
 
 def test_disk_only_where_host_memory_is_short() -> None:
-    found = names(list(climb(ladder(RANKS), Model(base=100, sample=2), 4, card(24, host=64))))
+    found = names(list(search(candidates(RANKS), Model(base=100, sample=2), 4, card(24, host=64))))
     assert "full_shard, checkpointing full, offload_base cpu: no" in found
     assert "full_shard, checkpointing full, offload_base disk: 4" in found
-    found = names(list(climb(ladder(RANKS), Model(base=100, sample=2), 4, card(24, host=128))))
+    found = names(list(search(candidates(RANKS), Model(base=100, sample=2), 4, card(24, host=128))))
     assert not any("disk" in name for name in found)
 
 
 def test_a_prediction_beyond_the_line_does_not_count() -> None:
     """Two small batches say that 8 fit; 8 do not."""
     bent = Model(base=0, sample=1, bend=0.4)
-    rung = Rung("ddp", "none")
-    found = largest_batch(rung, bent, 8, card(24))
+    way = Candidate("ddp", "none")
+    found = largest_batch(way, bent, 8, card(24))
     assert (found.batch, found.fits, found.whole) == (4, True, False)
 
 
 @pytest.mark.parametrize(("samples", "sizes"), [(1, {1}), (7, {1, 7}), (12, {1, 2, 3, 4, 6, 12})])
 def test_micro_batches_divide_a_step(samples: int, sizes: set[int]) -> None:
     model = Model(base=0, sample=0)
-    largest_batch(ladder(RANKS)[0], model, samples, card(24))
+    largest_batch(candidates(RANKS)[0], model, samples, card(24))
     assert {a["batch_size"] for a in model.asked} <= sizes
 
 
 def test_nothing_fits() -> None:
-    found = list(climb(ladder(RANKS), Model(base=40, sample=500), 4, card(4)))
+    found = list(search(candidates(RANKS), Model(base=40, sample=500), 4, card(4)))
     assert found and not any(each.fits for each in found)
 
 
-def test_every_rung_is_a_config_from_whatever_there_is() -> None:
+def test_every_way_is_a_config_from_whatever_there_is() -> None:
     words = ["sharding.strategy=hybrid_full_shard", "sharding.replicate=2", "sharding.shard=2"]
     recipe = load_recipe()
     argv = ["--config", str(ROOT / "configs/llama3_8b_lora.yaml"), *words]
     cfg = load_config(recipe.Config, argv)
-    for rung in ladder(RANKS):
-        found = changed(cfg, rung.changes | batch_of(2, 16))
+    for way in candidates(RANKS):
+        found = changed(cfg, way.changes | micro_batches(2, 16))
         assert found == load_config(
-            recipe.Config, [*argv, *as_words(rung.changes | batch_of(2, 16)).split()]
+            recipe.Config, [*argv, *as_words(way.changes | micro_batches(2, 16)).split()]
         )
-        written = OmegaConf.create(as_yaml(rung.changes))
-        assert written.sharding.strategy == rung.strategy
-        assert written.activation.offload is rung.offload_activations
+        written = OmegaConf.create(as_yaml(way.changes))
+        assert written.sharding.strategy == way.strategy
+        assert written.activation.offload is way.offload_activations
 
 
 def test_changes_that_do_not_go_together_are_told() -> None:

@@ -9,7 +9,9 @@ from typing import Any
 
 from qfsdp.cli.errors import UserError
 
-_FILE = Path(__file__).parent / "models.json"  # name -> what of its config.json says its shape
+_FILE = (
+    Path(__file__).parent / "known_models.json"
+)  # name -> what of its config.json says its shape
 # Of one shape.
 _VARIANTS = {"meta", "instruct", "chat", "it", "hf", "base", "bnb", "4bit", "nf4", "hqq"}
 

@@ -119,22 +119,3 @@ WORKSPACE: dict[tuple[Target, Any], Callable[..., float]] = {
     ("cpu", torch.ops.c10d._reduce_scatter_base_.default): lambda _, given, *__: given.nbytes,
 }
 """(target, operation) -> bytes that it takes for itself, beside its results."""
-
-
-class FusedRMSNorm(torch.autograd.Function):
-    """`F.rms_norm` without a weight, as CUDA has it: one kernel that keeps its input and a number
-    per row, where the CPU keeps the steps of a composition."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, shape: Sequence[int], eps: float) -> Tensor:
-        ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
-        return torch.empty_like(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        x, _ = ctx.saved_tensors
-        return torch.empty_like(x), None, None
-
-
-def fused_rms_norm(x: Tensor, normalized_shape: Sequence[int], eps: float) -> Tensor:
-    return FusedRMSNorm.apply(x, normalized_shape, eps)  # type: ignore[no-any-return]

@@ -1,0 +1,64 @@
+"""What a dry run replaces in PyTorch and in qfsdp, and puts back when it ends."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from qfsdp.modules import quantized_linear
+
+
+@contextmanager
+def patched(
+    target: str, before_resize: Callable[[torch.UntypedStorage, int], None]
+) -> Iterator[None]:
+    """Applies the patches in a `with` block.
+
+    Args:
+        target: "cuda" or "cpu", the device type that the dry run stands for.
+        before_resize: called with each storage that is resized, and its new size in bytes.
+    """
+    resize = torch.UntypedStorage.resize_
+
+    def followed_resize(storage: torch.UntypedStorage, size: int) -> Any:
+        before_resize(storage, size)
+        return resize(storage, size)
+
+    replacements: list[tuple[Any, str, Any]] = [
+        # FSDP2 frees gathered parameters by resizing their storages, which no dispatch mode sees.
+        (torch.UntypedStorage, "resize_", followed_resize),
+        # A real run must not find fake tensors in this cache.
+        (quantized_linear, "_scratch", threading.local()),
+    ]
+    if target == "cuda":
+        replacements.append((F, "rms_norm", _fused_rms_norm))
+    with ExitStack() as undo:
+        for owner, name, value in replacements:
+            undo.callback(setattr, owner, name, getattr(owner, name))
+            setattr(owner, name, value)
+        yield
+
+
+class _FusedRMSNorm(torch.autograd.Function):
+    """`F.rms_norm` without a weight as CUDA runs it: one kernel that keeps its input and one number
+    per row. The CPU keeps the intermediates of a composition."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, shape: Sequence[int], eps: float) -> Tensor:
+        ctx.save_for_backward(x, x.new_empty(*x.shape[:-1], 1, dtype=torch.float32))
+        return torch.empty_like(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
+        x, _ = ctx.saved_tensors
+        return torch.empty_like(x), None, None
+
+
+def _fused_rms_norm(x: Tensor, normalized_shape: Sequence[int], eps: float) -> Tensor:
+    return _FusedRMSNorm.apply(x, normalized_shape, eps)  # type: ignore[no-any-return]
