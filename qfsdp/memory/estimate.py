@@ -259,7 +259,7 @@ def _run(
     def step() -> None:
         tracker.start_step()
         train_step(model, optimizer, None, batches, cfg.clip_grad_norm, world, clock)
-        tracker.look()
+        tracker.note_peak()
 
     if in_backward:
         step()
@@ -281,7 +281,7 @@ def _run(
         steady=sum(tracker.now.values()),
         host=dict(+tracker.host_peak),
         wire=tracker.per_step(tracker.wire, repeats),
-        moved=tracker.per_step(tracker.ways, repeats),
+        moved=tracker.per_step(tracker.copies, repeats),
         timeline=tracker.points,
         reserved=reserved_bytes(peak.total) if tracker.target == "cuda" else 0,
     )

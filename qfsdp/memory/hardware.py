@@ -1,7 +1,7 @@
-"""What steps run on: memory and rates of known GPUs and of the machine around them.
+"""Memory and rates of known GPUs, and of the machine around them.
 
-All rates are such as programs reach. Vendors' figures count for `REACHED` of what they say; what is
-given on the command line, or measured by `benchmarks/bandwidth.py`, is taken as it is.
+All rates are what programs reach: `REACHED` times the vendor's figure. Rates from the command line,
+or measured by `benchmarks/bandwidth.py`, are used as they are.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from typing import Any
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.sizes import parse_size
 
-REACHED = 0.8  # of vendors' figures: large products, copies and rings come to 0.75 to 0.9
+REACHED = 0.8  # share of vendors' figures: large products, copies and rings reach 0.75 to 0.9
 
-# Memory that programs see (GiB, as PyTorch's out-of-memory messages have it: less than on the box),
-# dense bf16 products with fp32 sums (TFLOP/s), memory bandwidth (GB/s), the link to other GPUs
-# (GB/s in one direction; None: PCIe), PCIe x16 (GB/s in one direction). Rates are the vendor's:
-# NVIDIA's whitepapers of GA102, Ada, Blackwell RTX and Hopper, and the data sheets of the others;
-# halved where they count sparsity or both directions.
+# Columns: memory (GiB, as in PyTorch's out-of-memory messages: less than on the box), dense bf16
+# products with fp32 sums (TFLOP/s), memory bandwidth (GB/s), link to other GPUs (GB/s in one
+# direction; None: PCIe), PCIe x16 (GB/s in one direction). Rates are the vendor's: NVIDIA's
+# whitepapers of GA102, Ada, Blackwell RTX and Hopper, and the data sheets of the others; halved if
+# they count sparsity or both directions.
 GPUS: dict[str, tuple[float, float, float, float | None, float]] = {
     "rtx3090": (23.6, 71, 936, None, 32),
     "rtx4090": (23.6, 165, 1008, None, 32),
@@ -50,11 +50,10 @@ class Hardware:
         device_memory: bytes of one GPU.
         matmul_rate: FLOP/s of large bf16 products on one GPU.
         memory_bandwidth: bytes/s that one GPU reads and writes of its memory.
-        interconnect: bytes/s that one GPU sends to others; None: by PCIe, which it then shares
-            with everything else.
+        interconnect: bytes/s that one GPU sends to others; None: it sends over PCIe.
         pcie: bytes/s between one GPU and the host, in one direction.
-        host_memory: bytes of the machine, for all of its ranks; None: enough.
-        host_bandwidth: bytes/s that all ranks together read and write of host memory.
+        host_memory: bytes of the machine, for all its ranks; None: enough.
+        host_bandwidth: bytes/s of host memory, read and written by all ranks together.
         disk: bytes/s that all ranks together read from disk.
     """
 
@@ -64,22 +63,24 @@ class Hardware:
     interconnect: float | None
     pcie: float
     host_memory: int | None = None
-    host_bandwidth: float = 40e9  # two channels of DDR4-3200, the least that such cards sit in
+    host_bandwidth: float = 40e9  # two channels of DDR4-3200, the least in machines with such GPUs
     disk: float = 3e9  # an NVMe drive on PCIe 3
 
 
 @dataclass
 class HardwareConfig:
-    """What a user can tell of the hardware. Sizes are such as 24GiB, rates such as 25GB (a second).
+    """The hardware as a user describes it. Sizes are like 24GiB, rates like 25GB (per second).
+
+    `gpu` and `hardware` give all figures; the other fields replace single ones.
 
     Fields:
-        gpu: a known one, such as rtx4090, whose figures those below change.
-        hardware: a JSON file of `benchmarks/bandwidth.py`; its figures, too, are changed below.
-        device_memory: of one GPU. null: the training config's, else the gpu's.
-        host_memory: of one machine, for all its ranks. null: enough.
+        gpu: name of a known GPU, such as rtx4090.
+        hardware: JSON file of `benchmarks/bandwidth.py`.
+        device_memory: of one GPU; null: from the training config, else from `gpu`.
+        host_memory: of one machine, for all its ranks; null: enough.
         matmul_rate: of large bf16 products on one GPU, such as 130TFLOPS.
         memory_bandwidth: of one GPU's memory.
-        interconnect: from one GPU to others; "pcie" where they share that.
+        interconnect: from one GPU to others; "pcie" if they communicate over PCIe.
         pcie: between one GPU and the host, in one direction.
         host_bandwidth, disk: of one machine, for all its ranks.
     """
@@ -99,7 +100,7 @@ class HardwareConfig:
         self._figures()
 
     def _figures(self) -> dict[str, Any]:
-        """The fields that have been given, as `Hardware` has them."""
+        """The given fields, converted to those of `Hardware`."""
         given: dict[str, Any] = {}
         for field in fields(Hardware):
             text = getattr(self, field.name)
@@ -115,13 +116,15 @@ class HardwareConfig:
         return given
 
     def build(self, device_memory: int | None = None) -> Hardware:
-        """All figures: the known gpu's, changed by those of the file, changed by those given.
+        """All figures: those of `gpu`, replaced by the file's, replaced by single fields.
 
-        Without a gpu they are those of a known one with as much memory. `device_memory` is in
-        place of what has not been told otherwise.
+        Without `gpu` the figures are those of the known GPU with the nearest memory size.
+
+        Args:
+            device_memory: bytes, used if no field gives them.
 
         Raises:
-            UserError: the gpu is unknown, the file cannot be read, or nothing tells the memory.
+            UserError: the GPU is unknown, the file cannot be read, or nothing gives the memory.
         """
         given = from_file(self.hardware) if self.hardware is not None else {}
         given |= self._figures()
@@ -130,15 +133,15 @@ class HardwareConfig:
         if self.gpu is not None:
             return replace(known_gpu(self.gpu), **given)
         if "device_memory" not in given:
-            raise UserError("which GPU? Give gpu=rtx4090, device_memory=24GiB or hardware=FILE")
+            raise UserError("gpu: null; expected gpu=rtx4090, device_memory=24GiB or hardware=FILE")
         return replace(with_memory(given["device_memory"]), **given)
 
 
 def known_gpu(name: str) -> Hardware:
-    """The figures of one of `GPUS`, by its name here or by the driver's ("NVIDIA H100 80GB HBM3").
+    """The figures of one of `GPUS`, by its name there or the driver's ("NVIDIA H100 80GB HBM3").
 
     Raises:
-        UserError: it is not among them.
+        UserError: it is not in the table.
     """
     parts = [re.sub(r"(\d)gb$", r"\1", part) for part in re.split(r"[\s_-]+", name.lower())]
     runs = {"".join(parts[a:b]) for a, b in combinations(range(len(parts) + 1), 2)}
@@ -146,8 +149,8 @@ def known_gpu(name: str) -> Hardware:
     found = max(runs & known.keys(), key=len, default=None)
     if found is None:
         near = get_close_matches("".join(parts), known, n=1)
-        hint = f"; did you mean '{known[near[0]]}'?" if near else f"; known: {', '.join(GPUS)}"
-        raise UserError(f"gpu: '{name}' is unknown{hint}")
+        hint = f"did you mean '{known[near[0]]}'?" if near else f"expected one of {', '.join(GPUS)}"
+        raise UserError(f"gpu: '{name}' is unknown; {hint}")
     memory, tflops, bandwidth, link, pcie = GPUS[known[found]]
     return Hardware(
         device_memory=int(memory * 2**30),
@@ -159,40 +162,41 @@ def known_gpu(name: str) -> Hardware:
 
 
 def with_memory(size: int) -> Hardware:
-    """The known GPU whose memory is nearest to `size` bytes, with just that; the first in the table
-    where several are as near. For figures of a card that nobody has named."""
+    """The known GPU with the nearest memory size (the first in the table of equals), with exactly
+    `size` bytes. It stands for a GPU whose name is not given."""
     name = min(GPUS, key=lambda name: abs(GPUS[name][0] * 2**30 - size))
     return replace(known_gpu(name), device_memory=size)
 
 
 def from_file(path: str) -> dict[str, Any]:
-    """The figures in a JSON file of `benchmarks/bandwidth.py`: names of `Hardware`, numbers.
+    """The figures in a JSON file of `benchmarks/bandwidth.py`: fields of `Hardware`, and numbers.
 
     Raises:
-        UserError: it cannot be read, or holds something else.
+        UserError: the file cannot be read, or holds something else.
     """
     try:
         found = json.loads(Path(path).expanduser().read_text())
     except OSError as error:
         raise UserError(f"hardware: '{path}': {error.strerror}") from None
     except ValueError as error:
-        raise UserError(f"hardware: '{path}' is not valid JSON: {error}") from None
+        raise UserError(f"hardware: '{path}' is not valid; expected JSON: {error}") from None
     if not isinstance(found, dict):
-        raise UserError(f"hardware: '{path}' holds no JSON object")
+        raise UserError(f"hardware: '{path}' is not valid; expected a JSON object")
     names = {field.name for field in fields(Hardware)}
     for name, value in found.items():
         if name not in names:
-            raise UserError(f"hardware: '{path}' has {name!r}; known: {', '.join(sorted(names))}")
+            known = ", ".join(sorted(names))
+            raise UserError(f"hardware: '{path}': {name!r} is unknown; expected one of {known}")
         if not isinstance(value, int | float) or value <= 0:
             raise UserError(f"hardware: '{path}': {name} is {value!r}; expected a number above 0")
     return found
 
 
 def parse_rate(text: str | float) -> float:
-    """Per second: "25GB" or "25GB/s" (bytes), "100TFLOPS" or "100TFLOP/s", or a plain number.
+    """Parses a rate per second: "25GB", "25GB/s", "100TFLOPS", "100TFLOP/s" or a plain number.
 
     Raises:
-        ValueError: it is none of these, or not above 0.
+        ValueError: the text is none of these, or not above 0.
     """
     word = str(text).strip()
     match = re.fullmatch(r"([0-9.]+)\s*([TG])FLOP(?:S|/s)?", word, re.IGNORECASE)
@@ -211,10 +215,10 @@ def parse_rate(text: str | float) -> float:
 
 
 def device_memory_of(cfg: Any) -> int | None:
-    """Bytes of `device_memory` in a training config; None where that is null.
+    """Bytes of `device_memory` in a training config; None if it is null.
 
     Raises:
-        UserError: it is no size.
+        UserError: it is not a size.
     """
     if cfg.device_memory is None:
         return None
@@ -225,8 +229,7 @@ def device_memory_of(cfg: Any) -> int | None:
 
 
 def machine_memory() -> int:
-    """Bytes of host memory that this process and its like may have: the machine's, or what a
-    container is limited to."""
+    """Bytes of host memory for all processes of a run: the machine's, or a container's limit."""
     physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

@@ -1,4 +1,7 @@
-"""What a dry run cannot see of PyTorch's own operations."""
+"""What a dry run must be told about PyTorch's own operations.
+
+Results of operations that need values, and the memory that kernels take for themselves.
+"""
 
 from __future__ import annotations
 
@@ -8,69 +11,70 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-import qfsdp.modules.attention  # noqa: F401  (defines its operations)
+import qfsdp.modules.attention  # noqa: F401  (defines qfsdp::attend_documents)
 
 Target = Literal["cpu", "cuda"]
 aten = torch.ops.aten
 
 
-# ---- results that depend on numbers, which there are none of ----------------------------------
+# ---- data-dependent operations: fake tensors hold no values ------------------------------------
 
 
 def _scalar(tensor: Tensor) -> bool | int | float | None:
-    """1 of its type, where the number is not known."""
+    """1 in the tensor's type; None if the value is known."""
     if getattr(tensor, "constant", None) is not None:
         return None
     return 1.0 if tensor.is_floating_point() else 1
 
 
-def _chosen(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
-    """`tensor[mask]`, of a mask that chooses everything; None for other indices."""
+def _masked(tensor: Tensor, indices: Sequence[Tensor | None]) -> Tensor | None:
+    """`tensor[mask]` for a mask that is true everywhere; None if the index is not a mask."""
     mask = indices[0]
     if len(indices) != 1 or mask is None or mask.dtype != torch.bool:
         return None
     return tensor.new_empty(mask.numel(), *tensor.shape[mask.dim() :])
 
 
-def _put(tensor: Tensor, indices: Sequence[Tensor | None], *_: Any) -> Tensor | None:
-    """Its gradient, which real tensors write into `tensor`."""
+def _put_masked(tensor: Tensor, indices: Sequence[Tensor | None], *_: Any) -> Tensor | None:
+    """The gradient of `tensor[mask]`, written into `tensor`; None if the index is not a mask."""
     mask = indices[0]
     return tensor if mask is not None and mask.dtype == torch.bool else None
 
 
-def _all_places(mask: Tensor) -> Tensor:
-    """`mask.nonzero()` of a mask that chooses everything."""
+def _nonzero(mask: Tensor) -> Tensor:
+    """`mask.nonzero()` for a mask that is true everywhere."""
     return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
 
 DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _scalar,
-    aten.nonzero.default: _all_places,
-    aten.index.Tensor: _chosen,
-    aten.index_put.default: _put,
-    aten.index_put_.default: _put,
-    aten._index_put_impl_.default: _put,
+    aten.nonzero.default: _nonzero,
+    aten.index.Tensor: _masked,
+    aten.index_put.default: _put_masked,
+    aten.index_put_.default: _put_masked,
+    aten._index_put_impl_.default: _put_masked,
 }
-"""Operation -> what stands for its result; None: the operation itself."""
+"""Operation -> function of its arguments that gives its result; None: run the operation itself."""
 
-# ---- memory within operations ------------------------------------------------------------------
+# ---- memory that kernels take beside their results ---------------------------------------------
 
 
 def _cpu_tile(q: Tensor) -> tuple[int, int]:
-    """Queries and keys that a thread of the CPU's flash attention works on at a time."""
+    """Numbers of queries and keys in one tile of a thread, in the CPU's flash attention."""
     seq = q.size(-2)
     return min(seq, 256 if seq >= 768 else 64 if seq >= 192 else 32), min(seq, 512)
 
 
 def _cpu_forward(q: Tensor, *_: Any, **__: Any) -> float:
-    """A thread's scores (fp32, and once more in bf16), their row sums and maxima, its output."""
+    """Per thread: scores in fp32, again in bf16 for bf16 input, their row sums and maxima, and the
+    output."""
     queries, keys = _cpu_tile(q)
     scores = queries * keys * (4 if q.itemsize == 4 else 6)
     return torch.get_num_threads() * (scores + 8 * queries + 4 * queries * q.size(-1))
 
 
 def _cpu_backward(grad: Tensor, q: Tensor, *_: Any, **__: Any) -> float:
-    """A thread's weights and their gradients, and what bf16 products pack of them."""
+    """Per thread: attention weights and their gradients, and copies that bf16 products pack."""
     queries, keys = _cpu_tile(q)
     packed = 0 if q.itemsize == 4 else 4 * q.size(-1) * keys
     scores = 2 * queries * keys * (4 if q.itemsize == 4 else 6)
@@ -78,27 +82,30 @@ def _cpu_backward(grad: Tensor, q: Tensor, *_: Any, **__: Any) -> float:
 
 
 def _cuda_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> float:
-    """FlashAttention 2: the gradient of q in fp32, for sequences that are multiples of 128; a row's
-    product of output and gradient; gradients of k and v for every head of q."""
+    """FlashAttention 2: the gradient of q in fp32 and one number per row (output times gradient),
+    with rows padded to multiples of 128; gradients of k and v for every head of q."""
     batch, heads, seq, dim = q.shape
     rows = batch * heads * -(-seq // 128) * 128
     expanded = 2 * k.itemsize * q.numel() if k.size(1) != heads else 0
     return rows * (4 * -(-dim // 32) * 32 + 4) + expanded
 
 
-def _documents(kernel: Callable[..., float], tensors: int) -> Callable[..., float]:
-    """The same for packed rows `[tokens, heads, head_dim]`, of which documents are worked on one
-    after the other, each of `tensors` results written to memory of its own first."""
+def _per_document(kernel: Callable[..., float], results: int) -> Callable[..., float]:
+    """The formula for packed rows, `[tokens, heads, head_dim]`.
+
+    The operation runs `kernel` for one document after the other. It has `results` results, and
+    writes each into separate memory first.
+    """
 
     def workspace(*args: Any, **_: Any) -> float:
         given = [t for t in args if isinstance(t, Tensor) and t.ndim == 3]
-        return kernel(*(t.transpose(0, 1).unsqueeze(0) for t in given)) + tensors * args[0].nbytes
+        return kernel(*(t.transpose(0, 1).unsqueeze(0) for t in given)) + results * args[0].nbytes
 
     return workspace
 
 
-# cuBLAS keeps a workspace for every thread that calls it, forward's and autograd's: 32 MiB on
-# Hopper, 8 MiB on older GPUs.
+# cuBLAS keeps a workspace for each calling thread, here forward's and autograd's: 32 MiB on Hopper,
+# 8 MiB on older GPUs.
 CUBLAS_WORKSPACES = 2 * (32 << 20)
 
 _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
@@ -110,12 +117,12 @@ WORKSPACE: dict[tuple[Target, Any], Callable[..., float]] = {
     ("cpu", _flash): _cpu_forward,
     ("cpu", _flash_backward): _cpu_backward,
     ("cuda", _flash_backward): _cuda_backward,
-    ("cpu", _packed): _documents(_cpu_forward, 1),
-    ("cpu", _packed_backward): _documents(_cpu_backward, 3),
+    ("cpu", _packed): _per_document(_cpu_forward, 1),
+    ("cpu", _packed_backward): _per_document(_cpu_backward, 3),
     ("cuda", _packed): lambda *_: 0.0,
-    ("cuda", _packed_backward): _documents(_cuda_backward, 0),
-    # gloo gathers and reduces in memory of its own.
+    ("cuda", _packed_backward): _per_document(_cuda_backward, 0),
+    # gloo gathers and reduces in separate memory.
     ("cpu", torch.ops.c10d._allgather_base_.default): lambda out, *_: out.nbytes,
     ("cpu", torch.ops.c10d._reduce_scatter_base_.default): lambda _, given, *__: given.nbytes,
 }
-"""(target, operation) -> bytes that it takes for itself, beside its results."""
+"""(target, operation) -> function of its arguments: bytes that it takes beside its results."""

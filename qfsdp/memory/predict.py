@@ -1,6 +1,6 @@
-"""What a config, and the same config with a few values changed, would take in memory and time.
+"""Predicts the memory and time of a config, and of the same config with some values changed.
 
-Memory and traffic are those of a dry run (`qfsdp.memory.estimate`), seconds those of a roofline.
+Memory and traffic come from a dry run (`qfsdp.memory.estimate`), seconds from a roofline.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.throughput import step_flops
 
-# Host memory of a rank beside what is offloaded: libraries and batches (measured with SmolLM2 on a
-# CPU), and with a GPU CUDA's and NCCL's part (not measured).
+# Host memory of a rank without offloaded tensors: libraries and batches (measured with SmolLM2 on a
+# CPU); with a GPU also CUDA and NCCL (not measured).
 PROCESS_BYTES, CPU_PROCESS_BYTES = 3 << 30, 300 << 20
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What a config would take.
+    """Memory and time of a config.
 
     Fields:
-        changes: from the config that it started as.
-        device_bytes: of one GPU, with what the process itself takes of it.
-        host_bytes: of a machine, by all its ranks: what is offloaded, and the processes.
-        kinds: what the device would hold at its fullest, by kind of tensor.
+        changes: of the original config.
+        device_bytes: of one GPU, including the process's CUDA context.
+        host_bytes: of one machine with all its ranks: offloaded tensors and the processes.
+        kinds: bytes on the device at the peak, by kind of tensor.
         time: of a step.
         tokens_per_second: of all ranks together.
     """
@@ -53,7 +53,7 @@ class Prediction:
 
 
 def between(one: Prediction, other: Prediction, share: float) -> Prediction:
-    """What lies on the line from `one` (0) to `other` (1), as micro-batches of a size between."""
+    """The prediction at `share` of the line from `one` (0) to `other` (1)."""
 
     def at(a: float, b: float) -> float:
         return a + share * (b - a)
@@ -72,15 +72,16 @@ Predict = Callable[[Changes], Prediction]
 
 
 class Predictor:
-    """Predictions for one config and what is changed in it; each is made once.
+    """Predicts one config with any changes; makes each prediction once.
 
     Args:
         build_model, train_step: the recipe's functions.
         cfg: the recipe's config.
-        world_size: number of ranks, `local_world_size` of them on a machine.
+        world_size: number of ranks.
+        local_world_size: number of ranks per machine.
         hardware: of every machine.
         target: "cuda", or "cpu" for a run without accelerators.
-        estimate: `estimate_fast`, or what takes its place.
+        estimate: has the arguments of `estimate_fast`.
     """
 
     def __init__(
@@ -102,7 +103,7 @@ class Predictor:
         self._models: dict[str, Decoder] = {}
 
     def on(self, world_size: int) -> Predictor:
-        """The same for another number of ranks, on more or fewer such machines."""
+        """The predictor for another number of ranks, on more or fewer such machines."""
         return Predictor(
             self.build_model,
             self.train_step,
@@ -120,7 +121,7 @@ class Predictor:
         return len(self._known)
 
     def __call__(self, changes: Changes) -> Prediction:
-        """Of the config with `changes`. Raises what `changed` and the estimate raise."""
+        """Predicts the config with `changes`. Raises what `changed` and the estimate raise."""
         changes = differing(self.cfg, changes)
         key = repr(sorted(changes.items()))
         if key not in self._known:
@@ -145,7 +146,7 @@ class Predictor:
         )
 
     def _model(self, cfg: Any) -> Decoder:
-        """On the meta device; one serves all configs whose layers run alike."""
+        """The model on the meta device; configs with equal activation settings share one."""
         key = repr(cfg.activation)
         if key not in self._models:
             cfg = replace(cfg, compile=False)
@@ -161,19 +162,23 @@ def step_tokens(cfg: Any) -> int:
 
 
 def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Load:
-    """What a rank does in a step, from a model on the meta device and the estimate of its memory.
+    """The work and traffic of one rank in a step.
 
-    Every token counts as a target, and every row as full.
+    Counts every row as full and every token as a target.
+
+    Args:
+        model: on the meta device.
+        found: the estimate for `cfg`.
     """
     rows = cfg.batch_size * cfg.gradient_accumulation_steps
     flops = step_flops(model, [cfg.max_seq_len] * rows, step_tokens(cfg)).hardware
     weights = [p.data for p in model.parameters() if isinstance(p.data, QuantizedTensor)]
-    unpacked = sum(w.qdata.numel() + w.numel() * w.dtype.itemsize for w in weights)
-    # For forward, for backward, and where a whole layer is computed again once more.
+    dequantized = sum(w.qdata.numel() + w.numel() * w.dtype.itemsize for w in weights)
+    # Weights are dequantized in forward, in backward, and when a whole layer is computed again.
     passes = 3 if cfg.activation.checkpointing == "full" else 2
     return Load(
         flops=flops,
-        dequantized_bytes=unpacked * passes * cfg.gradient_accumulation_steps,
+        dequantized_bytes=dequantized * passes * cfg.gradient_accumulation_steps,
         wire_bytes=sum(found.wire.values()),
         to_device_bytes=found.moved.get("to_device", 0),
         to_host_bytes=found.moved.get("to_host", 0),

@@ -53,10 +53,14 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
         raise
     except Exception as error:  # for example, a user's optimizer that fails on fake tensors
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        print(f"memory: not estimated, going on without it ({what})", file=sys.stderr, flush=True)
+        print(
+            f"memory: not estimated, training starts without a check ({what})",
+            file=sys.stderr,
+            flush=True,
+        )
         return
     if not now.fits(hardware):
-        print("memory: too little; looking for what would fit", file=sys.stderr, flush=True)
+        print("memory: too little; searching for changes that fit", file=sys.stderr, flush=True)
         raise UserError(refusal(predict, now))
     if os.environ.get("RANK", "0") == "0":
         needs, available = format_size(now.device_bytes), format_size(hardware.device_memory)
@@ -95,10 +99,10 @@ def refusal(predict: Predictor, now: Prediction) -> str:
     """One line: what a step needs, what is there, and the fastest changes that would fit."""
     hardware = predict.hardware
     if now.fits_device(hardware):
-        needs = f"{format_size(now.host_bytes)} of host memory on a machine"
+        needs = f"{format_size(now.host_bytes)} of host memory per machine"
         available = format_size(hardware.host_memory or 0)
     else:
-        needs = f"{format_size(now.device_bytes)} per rank, of which {_largest(now)},"
+        needs = f"{format_size(now.device_bytes)} per rank ({_largest(now)})"
         available = format_size(hardware.device_memory)
     found, least = suggest(predict, now)
     if found:
@@ -106,12 +110,12 @@ def refusal(predict: Predictor, now: Prediction) -> str:
         advice = f"it would fit with {'; or with '.join(ways)}"
     else:
         advice = _without_fit(predict, least)
-    return f"memory: a step needs {needs} and there are {available}; {advice}"
+    return f"memory: a step needs {needs}; available: {available}; {advice}"
 
 
 def _largest(prediction: Prediction) -> str:
     kind = max(prediction.kinds, key=lambda kind: prediction.kinds[kind])
-    return f"{kind} {format_size(prediction.kinds[kind])}"
+    return f"{kind}: {format_size(prediction.kinds[kind])}"
 
 
 def _cost(prediction: Prediction, now: Prediction) -> str:
@@ -130,7 +134,8 @@ def _without_fit(predict: Predictor, least: Prediction) -> str:
         if predict.on(ranks)(changes).fits(predict.hardware):
             needs += f", or {ranks} ranks"
             break
-    return f"not even {as_words(least.changes) or 'another config'} would fit: it takes {needs}"
+    smallest = as_words(least.changes) or "another config"
+    return f"not even {smallest} would fit; it needs {needs}"
 
 
 # ---- what would fit ------------------------------------------------------------------------

@@ -1,14 +1,13 @@
-"""Follows memory where nothing is computed: storages of fake tensors, from birth to death.
+"""Follows the memory of a dry run: the storages of fake tensors, from allocation to release.
 
-A `TorchDispatchMode` below autograd and below tensor subclasses: a DTensor or a packed weight has
-taken itself apart before an operation gets here, so that all there is to follow are storages of
-plain tensors. A storage counts from the operation that returns it until it dies (a weak
-reference tells) or FSDP2 takes its memory away (`UntypedStorage.resize_`, which is no operation and
-is patched for the time).
+The tracker is a `TorchDispatchMode` below autograd and below tensor subclasses: DTensors and
+quantized weights are split into plain tensors before an operation gets here. A storage counts from
+the operation that returns it until it is released (a weak reference reports that) or until FSDP2
+resizes it to nothing (`qfsdp.memory.patches`).
 
-Where an operation takes more than it returns, what it runs is followed instead: our custom ops
-(`kernels.custom_op.CUSTOM_OPS`) run as Python on fake tensors. Only for PyTorch's own attention
-kernels there are formulas (`qfsdp.memory.kernel_memory`).
+Some operations need more memory than their results. Our custom ops
+(`kernels.custom_op.CUSTOM_OPS`) run as Python on fake tensors, so that their intermediates are
+followed. For PyTorch's attention kernels there are formulas (`qfsdp.memory.kernel_memory`).
 """
 
 from __future__ import annotations
@@ -52,11 +51,12 @@ KINDS = (
     *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES),
 )
 SHARDED = {QUANTIZED, PLAIN, TRAINED, GRADIENTS, OPTIMIZER}
-ALLOCATED_IN = {"cpu": 1, "cuda": 512}  # bytes: what PyTorch's allocators count in
-# A layer's 7.7 MB of 224, in one run of three (LoRA on SmolLM2, 4 ranks); of the 90 MB of wider
-# layers never, in 12 cases.
+ALLOCATION_UNIT = {"cpu": 1, "cuda": 512}  # bytes: PyTorch's allocators round sizes up to it
+# gloo released one layer's 7.7 MB of 224 MB late in one run of three (LoRA on SmolLM2, 4 ranks);
+# never the 90 MB of wider layers, in 12 cases.
 LATE_BYTES = 8 << 20
-WIRE = {  # collective -> its name, and the bytes that n ranks send of a tensor of one byte
+# Operation -> name of the collective, and the bytes that a rank of n sends per byte of the tensor.
+WIRE = {
     "_allgather_base_": ("all_gather", lambda n: (n - 1) / n),
     "_reduce_scatter_base_": ("reduce_scatter", lambda n: (n - 1) / n),
     "allreduce_": ("all_reduce", lambda n: 2 * (n - 1) / n),
@@ -65,22 +65,22 @@ WIRE = {  # collective -> its name, and the bytes that n ranks send of a tensor 
 
 @dataclass
 class _Block:
-    """A storage that is alive."""
+    """A storage that is allocated; `released` is the weak reference that reports its end."""
 
     size: int
     kind: str
     in_host: bool
-    dies: Any
+    released: Any
 
 
 @dataclass(frozen=True)
 class Point:
-    """A moment of a step: the fullest within one module of one phase.
+    """The moment with the most memory within one module of one phase of a step.
 
     Fields:
-        phase: "forward", "backward", "optimizer" or another that `train_step` names.
-        module: name of the innermost module at work, "" outside of all.
-        at: operations since the step began.
+        phase: "forward", "backward", "optimizer" or another phase of `train_step`.
+        module: name of the innermost module that runs, "" outside of all modules.
+        at: number of operations since the step began.
         by_kind: bytes on the device, by kind of tensor.
     """
 
@@ -95,19 +95,19 @@ class Point:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Within it, what fake tensors would hold on a device and in host memory.
+    """Counts the bytes that a dry run's fake tensors would take on a device and in host memory.
 
     Args:
-        target: whose allocator and kernels are followed.
+        target: device type whose allocator and kernels are followed.
         optimizer_in_host: parameters, gradients and optimizer state lie in host memory.
 
     Attributes:
-        peak: the fullest moment.
-        points: the fullest moments of all modules in the last step, in order.
-        now, host: bytes by kind, on the device and in host memory.
-        host_peak: most in host memory, by kind (not all at one time).
-        wire, ways: bytes of the last step, by phase and collective; and by phase and "to_device",
-            "to_host" or "from_disk".
+        peak: the moment with the most memory on the device.
+        points: the peaks of all modules in the last step, in order.
+        now, host: current bytes by kind, on the device and in host memory.
+        host_peak: most bytes in host memory by kind; the kinds may peak at different times.
+        wire: bytes sent in the last step, by phase and collective.
+        copies: bytes copied in the last step, by phase and "to_device", "to_host" or "from_disk".
     """
 
     def __init__(self, target: Target, optimizer_in_host: bool = False) -> None:
@@ -118,7 +118,9 @@ class MemoryTracker(TorchDispatchMode):
         self._in_host = frozenset(SHARDED if optimizer_in_host else ())
         self._total = self._highest = self._operations = 0
         self._live: dict[int, _Block] = {}
-        self._ranges: list[str] = []  # of record_function: phases of the recipe, FSDP2's, others
+        self._ranges: list[
+            str
+        ] = []  # open record_function ranges: of the recipe, FSDP2, optimizers
         self._names: dict[nn.Module, str] = {}
         self._modules: list[str] = []
         self._of_backward = ""
@@ -129,22 +131,24 @@ class MemoryTracker(TorchDispatchMode):
 
     def start_step(self) -> None:
         self.points: list[Point] = []
-        self.wire, self.ways = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        self.wire, self.copies = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
         self._operations = 0
 
     @staticmethod
     def per_step(traffic: Counter[tuple[str, str]], repeats: float) -> dict[str, int]:
-        """By name, if what forward and backward did is done `repeats` times as often."""
+        """Bytes by name, with forward and backward counted `repeats` times."""
         total = Counter[str]()
         for (phase, name), size in traffic.items():
             total[name] += int(size * (repeats if phase in ("forward", "backward") else 1))
         return dict(total)
 
-    # ---- what is alive -----------------------------------------------------------------------
+    # ---- allocated storages ------------------------------------------------------------------
 
     def follow(self, tensor: Tensor, kind: str | None = None) -> None:
-        """From now on the storage of `tensor` counts, as `kind` (None: what comes of where we
-        are); one that is known already only changes its kind, if one is given."""
+        """Counts the storage of `tensor` from now on, as `kind` (None: the current phase decides).
+
+        A storage that is counted already only changes its kind, if one is given.
+        """
         storage = tensor.untyped_storage()
         block = self._live.get(key := storage._cdata)
         if block is not None:
@@ -153,18 +157,21 @@ class MemoryTracker(TorchDispatchMode):
             return
         given = kind is not None
         kind = kind or self._kind()
-        dies = weakref.ref(storage, lambda _: self._change(self._live.pop(key), 0))
+        released = weakref.ref(storage, lambda _: self._change(self._live.pop(key), 0))
         in_host = bool(self._in_host) and (self.phase == "optimizer" or given)
-        block = self._live[key] = _Block(0, kind, in_host, dies)
+        block = self._live[key] = _Block(0, kind, in_host, released)
         self._change(block, storage.nbytes())
 
     def _change(self, block: _Block, size: int) -> None:
-        """A block gets another size. Just before memory is given back is when it may be fullest:
-        so what becomes of a tensor after its birth (host memory, another kind) is known by then."""
-        unit = ALLOCATED_IN[self.target]
+        """Gives a block another size.
+
+        Notes the peak only before memory is released: by then a new tensor has got its final place
+        and kind.
+        """
+        unit = ALLOCATION_UNIT[self.target]
         size = -(-size // unit) * unit
         if size < block.size:
-            self.look()
+            self.note_peak()
         by_kind = self.host if block.in_host else self.now
         by_kind[block.kind] += size - block.size
         if block.in_host:
@@ -181,8 +188,8 @@ class MemoryTracker(TorchDispatchMode):
         block.size, block.kind, block.in_host = 0, kind, in_host
         self._change(block, size)
 
-    def look(self) -> None:
-        """Takes note of this moment, if it is the fullest of its module or of all."""
+    def note_peak(self) -> None:
+        """Records this moment if it is the peak of its module, or of all."""
         where = (self.phase, self._modules[-1] if self._modules else self._of_backward)
         last = self.points[-1] if self.points else None
         if last is None or (last.phase, last.module) != where:
@@ -199,7 +206,7 @@ class MemoryTracker(TorchDispatchMode):
         return self._ranges[0] if self._ranges else ""
 
     def _kind(self) -> str:
-        """Of a storage that is made here and now."""
+        """The kind of a storage that is allocated now."""
         within = self._ranges[-1] if self._ranges else ""
         if within.startswith("FSDP::"):
             return GRADIENTS if "post_backward" in within else GATHERED
@@ -209,15 +216,18 @@ class MemoryTracker(TorchDispatchMode):
         return ACTIVATIONS if computing else TEMPORARIES
 
     def workspace(self, size: float, keep: bool = False) -> None:
-        """An operation takes so much for itself; `keep`: and does not give it back."""
+        """Counts `size` bytes that an operation takes for itself; `keep`: and never releases."""
         block = _Block(0, WORKSPACES, False, None)
         self._change(block, int(size))
         if not keep:
             self._change(block, 0)
 
     def _of_collective(self, size: int) -> None:
-        """gloo's threads take so much, and give it back late at times, when the next collective has
-        begun already; as much as was seen (`LATE_BYTES`)."""
+        """Counts the memory of gloo's threads.
+
+        They sometimes release it only after the next collective has begun: up to `LATE_BYTES`
+        stay counted until then.
+        """
         self.workspace(size)
         self._change(self._late, 0)
         self._late = _Block(0, WORKSPACES, False, None)
@@ -229,10 +239,10 @@ class MemoryTracker(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         if any(kind is not FakeTensor for kind in types):
-            return NotImplemented  # a subclass takes itself apart first
+            return NotImplemented  # a tensor subclass splits itself into plain tensors first
         kwargs = kwargs or {}
         if func is torch.ops.prim.device.default:
-            return args[0].fake_device  # asked for some 100,000 times in a step
+            return args[0].fake_device  # called about 100,000 times in a step
         if self._paused:
             return func(*args, **kwargs)
         namespace = func.namespace
@@ -262,7 +272,7 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _range(self, func: Any, args: Any, kwargs: Any) -> Any:
-        self.look()
+        self.note_peak()
         if "enter" in str(func):
             self._ranges.append(args[0])
         else:
@@ -271,8 +281,8 @@ class MemoryTracker(TorchDispatchMode):
         return func(*args, **kwargs)
 
     def _accumulate(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """Autograd's sum of two gradients of a tensor, which real tensors, but no fake ones, make
-        in the memory of the first."""
+        """Autograd's sum of two gradients of a tensor. Real tensors are summed in the memory of
+        the first; fake ones would not be."""
         first, second = args
         if first.shape == second.shape and first.dtype == second.dtype:
             return first.add_(second)
@@ -290,15 +300,15 @@ class MemoryTracker(TorchDispatchMode):
         self.wire[self.phase, name] += int(share(size) * sent)
 
     def _gather_from_host(self, shards: list[Tensor]) -> None:
-        """What FSDP2 has in host memory goes through the device's (on CPUs it does not)."""
+        """Counts the copies to the device that FSDP2 makes of shards in host memory."""
         blocks = [self._live[shard.untyped_storage()._cdata] for shard in shards]
         if size := sum(s.nbytes for s, b in zip(shards, blocks, strict=True) if b.in_host):
             self.moved("to_device", size)
             self.workspace(size)
 
     def results_only(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        """`kernels.dry_run.DryRun`. Run once for every set of shapes; it is the slowest part of a
-        dequantized weight."""
+        """See `kernels.dry_run.DryRun`. Runs `fn` once per set of shapes, as it is the slowest part
+        of dequantizing."""
         given = tree_map_only(Tensor, lambda t: (t.shape, t.dtype, t.stride()), (args, kwargs))
         key = (fn, str(given))
         if key not in self._compiled:
@@ -308,18 +318,18 @@ class MemoryTracker(TorchDispatchMode):
         out = tree_map_only(Tensor, lambda t: t.new_empty(t.shape), self._compiled[key])
         return out
 
-    # ---- what is no operation ----------------------------------------------------------------
+    # ---- reported by other code, not seen as operations --------------------------------------
 
     def in_host_memory(self, tensor: Tensor) -> None:
-        """`kernels.dry_run.DryRun`."""
+        """See `kernels.dry_run.DryRun`."""
         if isinstance(tensor, FakeTensor):
             self.follow(tensor)
             block = self._live[tensor.untyped_storage()._cdata]
             self._move(block, block.kind, True)
 
     def moved(self, way: str, size: int) -> None:
-        """`kernels.dry_run.DryRun`."""
-        self.ways[self.phase, way] += size
+        """See `kernels.dry_run.DryRun`."""
+        self.copies[self.phase, way] += size
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:
@@ -340,7 +350,7 @@ class MemoryTracker(TorchDispatchMode):
             self._change(block, size)
 
     def mark_gradient(self, param: Tensor) -> None:
-        """A hook of a parameter, called when its gradient is there."""
+        """Hook of a parameter, called when its gradient is complete."""
         assert param.grad is not None
         for inner in plain_tensors(param.grad):
             block = self._live.get(inner.untyped_storage()._cdata)
@@ -349,15 +359,15 @@ class MemoryTracker(TorchDispatchMode):
             self.follow(inner, GRADIENTS)
 
     def _enter_module(self, module: nn.Module, _: Any) -> None:
-        self.look()
+        self.note_peak()
         self._modules.append(self._names.get(module, ""))
 
     def _leave_module(self, module: nn.Module, _: Any, out: Any) -> None:
-        self.look()
+        self.note_peak()
         name = self._modules.pop()
         if self.phase == "forward" and isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(partial(self._enter_backward, name))
 
     def _enter_backward(self, name: str, _: Tensor) -> None:
-        self.look()
+        self.note_peak()
         self._of_backward = name

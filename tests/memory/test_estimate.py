@@ -206,7 +206,7 @@ def test_models_are_known_by_name(path: str, hidden: int, vocabulary: int) -> No
 
 def test_an_unknown_model(tmp_path: Path) -> None:
     for name in ("GPT-5", "llama", "Qwen2.5-14B", str(tmp_path)):
-        with pytest.raises(UserError, match=r"model.path: .* known model: Llama-2-7B, .*SmolLM2"):
+        with pytest.raises(UserError, match=r"model.path: .* a known model: Llama-2-7B, .*SmolLM2"):
             find_config(name)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(UserError, match="config.json: cannot be read"):

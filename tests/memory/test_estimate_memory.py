@@ -56,7 +56,7 @@ def test_what_does_not_fit(
         ("world_sizes=2", "unknown key 'world_sizes'"),
         ("adapter.rnak=2", "unknown key 'adapter.rnak'; did you mean 'adapter.rank'?"),
         ("local_world_size=2", "local_world_size: 2 is not valid; expected a divisor of 1"),
-        ("model.path=models/GPT-5", "model.path: 'models/GPT-5' is no model folder, and not"),
+        ("model.path=models/GPT-5", "model.path: 'models/GPT-5' is not a model folder; expected"),
         ("device_memory=many", "device_memory: 'many'; expected a size such as 24GiB"),
         ("target=tpu", "target: 'tpu' is not valid; expected one of 'cuda', 'cpu'"),
     ],

@@ -65,7 +65,7 @@ def test_where_nothing_fits(tmp_path: Path) -> None:
         (["gpu=l4", "disk=slow"], "disk: 'slow' is not valid; expected a rate such as 25GB/s"),
         (["gpu=l4", "world_size=3", "local_world_size=2"], "local_world_size: 2 is not valid"),
         (["gpu=l4", "batch_sise=2"], "unknown key 'batch_sise'; did you mean 'batch_size'?"),
-        (["device_memory=null"], "which GPU?"),
+        (["device_memory=null"], "gpu: null; expected gpu=rtx4090, "),
     ],
 )
 def test_mistakes_are_one_line(

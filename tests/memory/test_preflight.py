@@ -118,7 +118,7 @@ def test_every_suggestion_fits(argv: list[str], capsys: pytest.CaptureFixture[st
 def test_what_is_needed_and_why(argv: list[str]) -> None:
     message = refused(argv, "device_memory=1.4GiB")
     assert message.startswith(
-        "memory: a step needs 1.49 GiB per rank, of which base 1.00 GiB, and there are 1.40 GiB; "
+        "memory: a step needs 1.49 GiB per rank (base: 1.00 GiB); available: 1.40 GiB; "
         "it would fit with "
     )
 
@@ -138,7 +138,7 @@ def test_where_nothing_is_enough(argv: list[str], monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(preflight, "option_groups", lambda predict: [])
     message = refused(argv, "device_memory=800MiB")
     assert message.endswith(
-        "not even another config would fit: it takes GPUs of 1.49 GiB, or 4 ranks"
+        "not even another config would fit; it needs GPUs of 1.49 GiB, or 4 ranks"
     )
 
 
@@ -203,7 +203,9 @@ def test_host_memory_can_be_what_is_short(argv: list[str]) -> None:
     assert now.host_bytes == 2 * (PROCESS_BYTES + 400 * MIB)
     predict.hardware = replace(predict.hardware, host_memory=2 * PROCESS_BYTES + 500 * MIB)
     message = refusal(predict, now)
-    assert message.startswith("memory: a step needs 6.78 GiB of host memory on a machine and there")
+    assert message.startswith(
+        "memory: a step needs 6.78 GiB of host memory per machine; available: "
+    )
     assert ["activation.checkpointing=selective"] in ways(message)
 
 
@@ -241,4 +243,6 @@ def test_what_cannot_run_dry_still_trains(
     monkeypatch.setitem(sys.modules, __name__, sys.modules[Unforeseen.__module__])
     check(argv, *words)
     told = capsys.readouterr().err
-    assert told.startswith("memory: not estimated, going on without it (") and "\n" in told
+    assert (
+        told.startswith("memory: not estimated, training starts without a check (") and "\n" in told
+    )

@@ -75,7 +75,7 @@ def test_host_memory_does_not_count_as_the_devices(tracker: MemoryTracker) -> No
     del a, kept
     assert tracker.peak.total <= 2 * KB and held(tracker) == KB
     assert sum(tracker.host_peak.values()) == KB and not any(tracker.host.values())
-    assert tracker.per_step(tracker.ways, 1) == {"to_host": KB, "to_device": KB}
+    assert tracker.per_step(tracker.copies, 1) == {"to_host": KB, "to_device": KB}
     del back
 
 
@@ -103,7 +103,7 @@ def test_kinds_phases_and_modules() -> None:
         with record_function("backward"):
             loss.backward()
         del loss
-        tracker.look()
+        tracker.note_peak()
         assert tracker.now[ACTIVATIONS] == 0
         assert tracker.now[GRADIENTS] == 2 * 16 * 32 * 4
     places = [(point.phase, point.module) for point in tracker.points]
@@ -124,7 +124,7 @@ def test_a_gradient_is_added_in_place(tracker: MemoryTracker) -> None:
     with record_function("backward"):
         (y.sin().sum() + y.cos().sum()).backward()
     del y
-    tracker.look()
+    tracker.note_peak()
     # x, y, their ends; then a gradient for each way, and what the way is computed in
     assert tracker.peak.total <= 4 * KB * 5 + 64
 
