@@ -44,14 +44,18 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Writes docs/results.md from benchmarks/results/.")
     parser.add_argument("--check", action="store_true", help="only compare; status 1 if it differs")
     args = parser.parse_args()
-    text = page(read_results())
     if not args.check:
-        PAGE.write_text(text)
+        PAGE.write_text(page(read_results()))
         return 0
-    if PAGE.is_file() and PAGE.read_text() == text:
+    if is_up_to_date():
         return 0
     print(f"{PAGE.relative_to(ROOT)}: not up to date; run `python benchmarks/results.py`")
     return 1
+
+
+def is_up_to_date() -> bool:
+    """Whether the page is what the files in `benchmarks/results/` give."""
+    return PAGE.is_file() and PAGE.read_text() == page(read_results())
 
 
 def read_results() -> list[dict[str, Any]]:

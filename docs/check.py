@@ -7,8 +7,10 @@
 * Files in backticks exist.
 * Commands exist: `tune` and `qfsdp` with their recipe, config and keys, `make` with its target,
   `python` with its script. A command that is followed by "error: ..." must give that error.
+* Config keys in backticks exist, such as `adapter.rank` or `sharding.wrap: linear`.
 * Lines are at most 100 columns; README.md, architecture.md and docs/internals/ have line limits.
 * The tables of architecture.md list existing files, their line counts, and sums within limits.
+* results.md is what `benchmarks/results.py` writes.
 
 Keys are checked by the recipe's own schema. Neither models nor data are read.
 """
@@ -48,6 +50,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     problems = [problem for file in markdown_files() for problem in check_file(file)]
     problems += check_budgets()
+    problems += check_results()
     for problem in problems:
         print(problem)
     return 1 if problems else 0
@@ -73,6 +76,7 @@ def check_file(file: Path) -> Iterator[str]:
         yield from (f"{name}: {problem}" for problem in check_paths(text))
     if name != "docs/results.md":
         yield from (f"{name}: {problem}" for problem in check_commands(text))
+        yield from (f"{name}: {problem}" for problem in check_keys(text))
 
 
 # Links and paths
@@ -239,6 +243,31 @@ def is_placeholder(word: str) -> bool:
     return "..." in word or re.fullmatch(r"(\w+/)?[A-Z]+(\.\w+)?", word) is not None
 
 
+def check_keys(text: str) -> Iterator[str]:
+    """Dotted keys in inline code that begin like a key of a recipe."""
+    keys, open_sections = config_keys()
+    for code in INLINE.findall(text):
+        match = re.match(r"~?([a-z_]+(?:\.\w+)+)(?=[=:]|$)", code)
+        if match is None or match[1].rpartition(".")[2] in ("json", "py", "safetensors", "md"):
+            continue
+        parents = ["".join(match[1][: dot.start()]) for dot in re.finditer(r"\.", match[1])]
+        known = match[1] in keys or any(parent in open_sections for parent in parents)
+        if parents[0] in keys and not known:
+            yield f"`{code}`: no recipe has the key '{match[1]}'"
+
+
+@cache
+def config_keys() -> tuple[set[str], set[str]]:
+    """All keys of all recipes, and those below which any name may stand (components, dicts)."""
+    from qfsdp.cli.convert import schema_keys
+
+    keys: set[str] = set()
+    for file in (ROOT / "recipes").glob("*.py"):
+        keys |= set(schema_keys(recipe_module(str(file)).Config))
+    sections = {key.rpartition(".")[0] for key in keys}
+    return keys, keys - sections
+
+
 # Line counts of architecture.md
 
 
@@ -272,6 +301,13 @@ def check_budgets() -> Iterator[str]:
 def count_lines(path: str) -> Any:
     file = ROOT / path
     return len(file.read_text().splitlines()) if file.is_file() else None
+
+
+def check_results() -> Iterator[str]:
+    from benchmarks.results import is_up_to_date
+
+    if not is_up_to_date():
+        yield "docs/results.md: not up to date; run `python benchmarks/results.py`"
 
 
 def write_counts() -> None:
