@@ -41,13 +41,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.load import load_base, use_huge_pages
+from qfsdp.checkpoint.weights.huge_pages import use_huge_pages
+from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.checkpoint.weights.quantize import Layout, quantize_folder
 from qfsdp.checkpoint.weights.write import (
     Entry,
     SafetensorsFile,
     plan_files,
-    write_files,
+    write_file,
     write_index,
     write_json,
 )
@@ -103,8 +104,8 @@ def write_model(folder: Path, layers: int, vocab_size: int) -> None:
             file.write(name, noise[: torch.Size(rows).numel()].view(rows), start)
 
     files = plan_files({name: {name: Entry.of(p)} for name, p in params.items()})
-    for _ in write_files(folder, files, fill):
-        pass
+    for file in files:
+        write_file(folder, file, fill)
     write_index(folder, files)
 
 

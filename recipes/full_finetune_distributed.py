@@ -22,7 +22,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qfsdp.checkpoint.compatibility import config_facts, data_facts
+from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
@@ -114,7 +114,7 @@ def check(cfg: Config) -> None:
     if cfg.max_seq_len > (positions := model.config.max_position_embeddings):
         raise UserError(f"max_seq_len: {cfg.max_seq_len}; the model has {positions} positions")
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets)
-    check_resume(cfg.resume, cfg.output_dir, lambda: config_facts(cfg))
+    check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)
 
 
@@ -202,7 +202,7 @@ def main(cfg: Config, run: Run) -> None:
     loader = build_loader(cfg, world)
     total_steps = min(cfg.epochs * loader.steps_per_epoch, cfg.max_steps or 2**62)
     validation = Validation(cfg, world, output_dir, total_steps)
-    origin = checkpoints.find(cfg.resume, lambda: config_facts(cfg) | data_facts(loader))
+    origin = checkpoints.find(cfg.resume, lambda: config_settings(cfg) | data_settings(loader))
     write_run_files(output_dir, cfg, __file__, world.rank)
     run.model = model = load_model(cfg, world)
     trained = trainable_parameters(model)

@@ -1,9 +1,8 @@
-"""What a run was trained on, in facts that a continued run must share with it.
+"""Settings that a resumed run must share with the run of its checkpoint.
 
-A checkpoint goes on bit by bit only where these are the same: the weights of the base, what is
-trained, how, and on which samples in which order. Where things lie is not among them: models,
-tokenizers and data files are compared by content. Nor is how the work is spread over ranks and
-micro-batches, nor how long the run is to be.
+A run resumes bit for bit only with the same base weights, trained parameters, training settings,
+and samples in the same order. Paths may differ: models, tokenizers and data files are compared by
+content. The number of ranks, the micro-batches and the length of the run may differ as well.
 """
 
 from __future__ import annotations
@@ -22,35 +21,36 @@ from qfsdp.cli.config import to_yaml
 from qfsdp.cli.errors import UserError
 from qfsdp.data import StepLoader
 
-COMPARED = (
+SHARED_SECTIONS = (
     *("adapter", "trainable", "quantization", "optimizer", "lr_scheduler"),
     *("tokenizer", "dataset"),
 )
-COMPARED_KEYS = ("model.dtype", "seed", "max_seq_len")
+SHARED_KEYS = ("model.dtype", "seed", "max_seq_len")
+SETTINGS_FILE = "facts.json"
 SAMPLE_BYTES = 4096
 SAMPLED_ROWS = 8
 WEIGHT_FILES = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
 
 
-def config_facts(cfg: Any) -> dict[str, Any]:
-    """Key -> value of what the config says; reads a few KB of every base tensor.
+def config_settings(cfg: Any) -> dict[str, Any]:
+    """Key -> value of the settings in a config; reads a few KB of every base tensor.
 
     Args:
-        cfg: a recipe's config, with `model.folder` a Hugging Face model folder.
+        cfg: a recipe's config; `model.folder` is a Hugging Face model folder.
     """
     tree = OmegaConf.to_container(OmegaConf.create(to_yaml(cfg)), resolve=True)
     flat = _flatten(tree)
-    facts = {
+    settings = {
         key: _content(value)
         for key, value in flat.items()
-        if key in COMPARED_KEYS or key.partition(".")[0] in COMPARED
+        if key in SHARED_KEYS or key.partition(".")[0] in SHARED_SECTIONS
     }
-    return facts | {"model (its weights)": ModelWeights(cfg.model.folder).fingerprint[:16]}
+    return settings | {"model (its weights)": ModelWeights(cfg.model.folder).fingerprint[:16]}
 
 
-def data_facts(loader: StepLoader) -> dict[str, Any]:
-    """What a step number means: the number of samples, how many make a step, and what a few of
-    them look like once they are tokens."""
+def data_settings(loader: StepLoader) -> dict[str, Any]:
+    """The number of samples, the samples per step, and a hash of the tokens of a few samples: what
+    a step number refers to."""
     dataset, digest = loader.dataset, hashlib.sha256()
     size = len(dataset)
     for index in range(0, size, -(-size // SAMPLED_ROWS)):
@@ -65,50 +65,54 @@ def data_facts(loader: StepLoader) -> dict[str, Any]:
     }
 
 
-def check_facts(mine: Mapping[str, Any], folder: Path) -> None:
-    """Compares a run's facts with those in checkpoint `folder`, as far as `mine` has them.
+def check_settings(mine: Mapping[str, Any], folder: Path) -> None:
+    """Compares a run's settings with those of the checkpoint `folder`.
+
+    Args:
+        mine: all settings, or those known so far; keys of other sections are not compared.
 
     Raises:
-        UserError: some differ; all that do are named, with both values.
+        UserError: some differ; names all of them, with both values.
     """
-    theirs = read_facts(folder)["facts"]
-    # A part that the other optimizer, dataset, ... did not have counts as a difference too.
-    parts = {key.partition(".")[0] for key in mine} & set(COMPARED)
-    keys = [*mine, *(key for key in theirs if key.partition(".")[0] in parts and key not in mine)]
+    theirs = read_settings(folder)["facts"]
+    # A setting that only the checkpoint's optimizer, dataset, ... has is a difference too.
+    sections = {key.partition(".")[0] for key in mine} & set(SHARED_SECTIONS)
+    keys = [*mine, *(k for k in theirs if k.partition(".")[0] in sections and k not in mine)]
     differing = [
-        f"{key}: was {_word(theirs.get(key))}, is {_word(mine.get(key))}"
+        f"{key}: was {_as_yaml(theirs.get(key))}, is {_as_yaml(mine.get(key))}"
         for key in keys
         if theirs.get(key) != mine.get(key)
     ]
     if differing:
         raise UserError(
-            f"resume: '{folder}' was trained otherwise: {'; '.join(differing)}; set these back, or "
-            "start anew with another output_dir"
+            f"resume: '{folder}' was trained with other settings: {'; '.join(differing)}; restore "
+            "them, or start a new run with another output_dir"
         )
 
 
-FACTS_FILE = "facts.json"
+def write_settings(folder: Path, settings: Mapping[str, Any], **more: Any) -> None:
+    """Writes settings and more JSON values to a checkpoint's folder."""
+    (folder / SETTINGS_FILE).write_text(json.dumps({**more, "facts": settings}, indent=2) + "\n")
 
 
-def write_facts(folder: Path, facts: Mapping[str, Any], **more: Any) -> None:
-    """Puts them into a checkpoint's folder, beside anything else that JSON can say."""
-    (folder / FACTS_FILE).write_text(json.dumps({**more, "facts": facts}, indent=2) + "\n")
+def read_settings(folder: Path) -> dict[str, Any]:
+    """The values that `write_settings` wrote; the settings are at "facts".
 
-
-def read_facts(folder: Path) -> dict[str, Any]:
-    """What `write_facts` wrote; raises UserError where that is missing or broken."""
+    Raises:
+        UserError: the file is missing or broken.
+    """
     try:
-        written = json.loads((folder / FACTS_FILE).read_text())
+        written = json.loads((folder / SETTINGS_FILE).read_text())
         return {**written, "facts": dict(written["facts"])}
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / FACTS_FILE}: cannot be read ({error!r})") from None
+        raise UserError(f"{folder / SETTINGS_FILE}: cannot be read ({error!r})") from None
 
 
-# ---- content instead of paths --------------------------------------------------------------
+# ---- content instead of paths --------------------------------------------------------------------
 
 
-def _samples(stream: Any, begin: int, end: int) -> str:
-    """A checksum of 4 KB at the start, in the middle and at the end of a range of bytes."""
+def _sampled_hash(stream: Any, begin: int, end: int) -> str:
+    """A hash of 4 KB at the start, in the middle and at the end of a range of bytes."""
     digest = hashlib.sha256(str(end - begin).encode())
     for at in (begin, (begin + end) // 2, max(begin, end - SAMPLE_BYTES)):
         stream.seek(at)
@@ -117,7 +121,7 @@ def _samples(stream: Any, begin: int, end: int) -> str:
 
 
 def _content(value: Any) -> Any:
-    """A checksum instead of a string that names a file or a folder; weights are left out."""
+    """`value`, or a hash of the files if it names a file or a folder; weights are left out."""
     path = Path(value).expanduser() if isinstance(value, str) and value else None
     if path is None or not path.exists():
         return value
@@ -126,8 +130,7 @@ def _content(value: Any) -> Any:
     for file in files:
         if path.is_file() or not (file.suffix in WEIGHT_FILES or file.name.startswith(".")):
             with open(file, "rb") as stream:
-                samples = _samples(stream, 0, file.stat().st_size)
-            digest.update(f"{samples}".encode())
+                digest.update(_sampled_hash(stream, 0, file.stat().st_size).encode())
     return f"content {digest.hexdigest()[:16]}"
 
 
@@ -138,5 +141,5 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _word(value: Any) -> str:
+def _as_yaml(value: Any) -> str:
     return "null" if value is None else str(value)

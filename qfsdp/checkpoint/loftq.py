@@ -30,8 +30,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.load import streamed
-from qfsdp.checkpoint.weights.read import DTYPES, Read
+from qfsdp.checkpoint.weights.progress import streamed
+from qfsdp.checkpoint.weights.read import STORED_DTYPES, Read
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapters import (
     LowRankLinear,
@@ -107,7 +107,7 @@ def _packed_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
 def _error_of_packing(module: LowRankLinear, read: Read, pieces: Iterator[Tensor]) -> Tensor:
     """`[rows, in]`, W - dequantize(packed) of this rank's rows, in the dtype of the stored W."""
     rows, cols = len(read.rows), read.tensor.shape[1]
-    error = torch.empty(rows, cols, dtype=DTYPES[read.tensor.dtype], device=read.device)
+    error = torch.empty(rows, cols, dtype=STORED_DTYPES[read.tensor.dtype], device=read.device)
     at = 0
     for piece in pieces:
         error[at : at + len(piece)] = piece

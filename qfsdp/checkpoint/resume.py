@@ -31,35 +31,41 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
 
-from qfsdp.checkpoint.compatibility import FACTS_FILE, check_facts, read_facts, write_facts
+from qfsdp.checkpoint.compatibility import (
+    SETTINGS_FILE,
+    check_settings,
+    read_settings,
+    write_settings,
+)
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.checkpoint.state import Staging, TrainState, read_trained, restore
+from qfsdp.checkpoint.state import Stager, TrainState, read_trained, restore
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import refresh_dora_norms
 
 Export = Callable[[dict[str, Tensor], Path], None]
-"""Writes trained tensors, by name and whole, to a folder of its own within a checkpoint's."""
+"""Writes whole trained tensors, by name, to a new folder within a checkpoint."""
 
 AUTO = "auto"
 FOLDER = "checkpoints"
 PARTIAL = ".partial"
 
-# One process saves without a process group, which is not worth a warning at every save.
+# A single process saves without a process group; DCP would warn at every save.
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")
 
 
 @dataclass
 class CheckpointConfig:
-    """Section `checkpoint`: how much work a failure may cost. The end of a run is always saved.
+    """Section `checkpoint`: when to save. The end of a run is always saved.
 
     Fields:
-        every_n_steps: save after each so many updates, or null.
-        every_minutes: save after so many minutes, or null. Both may be given.
-        keep_last: how many to keep; older ones are deleted once a newer one is complete.
-        on_failure: what a save that fails (a full disk) does to the run: "stop" ends it with
-            an error, "continue" with a warning.
-        asynchronous: write in the background; false holds training up until all is written.
+        every_n_steps: save after this many updates, or null.
+        every_minutes: save after this many minutes, or null. Both may be set.
+        keep_last: number of checkpoints to keep; older ones are deleted after a newer one is
+            complete.
+        on_failure: after a failed save (a full disk), "stop" ends the run with an error and
+            "continue" prints a warning.
+        asynchronous: write in the background; false: training waits for the write.
     """
 
     every_n_steps: int | None = None
@@ -78,7 +84,7 @@ class CheckpointConfig:
             raise InvalidField("keep_last", self.keep_last, "an integer of at least 1")
 
 
-# ---- which one -----------------------------------------------------------------------------
+# ---- which checkpoint ----------------------------------------------------------------------------
 
 
 def published(output_dir: Path) -> list[Path]:
@@ -86,27 +92,26 @@ def published(output_dir: Path) -> list[Path]:
     found = [
         path
         for path in (output_dir / FOLDER).glob("step_*")
-        if re.fullmatch(r"step_\d{8,}", path.name) and (path / FACTS_FILE).is_file()
+        if re.fullmatch(r"step_\d{8,}", path.name) and (path / SETTINGS_FILE).is_file()
     ]
     return sorted(found, key=_step_of)
 
 
 def find_checkpoint(resume: str | None, output_dir: Path) -> Path | None:
-    """The checkpoint that a run goes on from; None if it starts anew.
+    """The checkpoint to resume from; None for a new run.
 
     Args:
-        resume: null, "auto" (the newest in `output_dir`, if there is one), a checkpoint's
-            folder, or another run's output_dir, which means its newest.
+        resume: null, "auto" (the newest checkpoint in `output_dir`, if any), the folder of a
+            checkpoint, or the output_dir of another run (its newest checkpoint).
 
     Raises:
-        UserError: there is no such checkpoint, or `output_dir` has checkpoints that the run would
-            mix its own with.
+        UserError: there is no such checkpoint, or `output_dir` has checkpoints of another run.
     """
     own = published(output_dir)
     if resume is None and own:
         raise UserError(
             f"output_dir: '{output_dir}' has checkpoints, up to step {_step_of(own[-1])}; set "
-            "resume=auto to go on from there, or another output_dir"
+            "resume=auto to continue it, or another output_dir"
         )
     if resume is None or (resume == AUTO and not own):
         return None
@@ -114,43 +119,52 @@ def find_checkpoint(resume: str | None, output_dir: Path) -> Path | None:
         return own[-1]
     path = Path(resume).expanduser()
     inside = published(path)
-    if not (path / FACTS_FILE).is_file() and not inside:
+    if not (path / SETTINGS_FILE).is_file() and not inside:
         raise UserError(
-            f"resume: '{resume}' is no checkpoint and has none; expected auto, a folder such as "
-            f".../{FOLDER}/step_00000040, or an output_dir with checkpoints"
+            f"resume: '{resume}' is no checkpoint and contains none; expected auto, a folder such "
+            f"as .../{FOLDER}/step_00000040, or an output_dir with checkpoints"
         )
     found = inside[-1] if inside else path
     if own and own[-1].resolve() != found.resolve():
         raise UserError(
-            f"resume: '{found}' is not where '{output_dir}' stopped, which is step "
-            f"{_step_of(own[-1])}; set resume=auto to go on from there, or another output_dir"
+            f"resume: '{found}' is not the last checkpoint of '{output_dir}', which is step "
+            f"{_step_of(own[-1])}; set resume=auto to continue it, or another output_dir"
         )
     return found
 
 
-def check_resume(resume: str | None, output_dir: str, facts: Callable[[], dict[str, Any]]) -> None:
-    """The preflight of `Checkpointer.find`, with what is known of the facts so far; they are
-    not asked for where the run starts anew."""
+def check_resume(
+    resume: str | None, output_dir: str, settings: Callable[[], dict[str, Any]]
+) -> None:
+    """The preflight of `Checkpointer.find`.
+
+    Args:
+        settings: computes the settings that are known before data is read; not called for a new
+            run.
+
+    Raises:
+        UserError: see `find_checkpoint` and `check_settings`.
+    """
     found = find_checkpoint(resume, Path(output_dir).expanduser())
     if found is not None:
-        check_facts(facts(), found)
+        check_settings(settings(), found)
 
 
 def _step_of(path: Path) -> int:
     return int(path.name.removeprefix("step_"))
 
 
-# ---- saving and going on ---------------------------------------------------------------------
+# ---- saving and loading --------------------------------------------------------------------------
 
 
 class Checkpointer:
-    """The checkpoints of one run. Every rank makes one, and calls the same methods.
+    """Saves and loads the checkpoints of one run. Every rank creates one and calls its methods.
 
-    Rank 0 locks `output_dir` (see FolderLock), which it makes if need be, and removes what killed
-    runs have left half-written.
+    Rank 0 creates and locks `output_dir` (`FolderLock`), and removes incomplete checkpoints of
+    killed runs.
 
     Args:
-        export: writes what every checkpoint has beside its state (`adapter_export`), if anything.
+        export: writes more files into every checkpoint (`adapter_export`), or None.
     """
 
     def __init__(
@@ -167,37 +181,42 @@ class Checkpointer:
             self._lock = FolderLock(output_dir, "output_dir")
             for path in self._folder.glob(f"step_*{PARTIAL}"):
                 shutil.rmtree(path, ignore_errors=True)
-        # Its own group: on training's, collectives of the background would come between those of
-        # the loop, in another order on every rank. And what it talks about is on the CPU.
+        # A separate group: on the training group, background collectives would interleave with
+        # those of the loop in a different order on every rank. gloo, as the copies are on the CPU.
         self._group = dist.new_group(backend="gloo") if world.mesh is not None else None
-        self._staging = Staging(world)
+        self._staging = Stager(world)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[None] | None = None
         self._saved_at = time.monotonic()
-        self._facts: dict[str, Any] = {}
+        self._settings: dict[str, Any] = {}
 
-    def find(self, resume: str | None, facts: Callable[[], dict[str, Any]]) -> Path | None:
-        """The checkpoint to go on from, as rank 0 sees it; None for a start from nothing.
+    def find(self, resume: str | None, settings: Callable[[], dict[str, Any]]) -> Path | None:
+        """The checkpoint to resume from, found by rank 0; None for a new run.
 
         Args:
-            facts: of this run; they will stand in its checkpoints. Only rank 0 asks for them.
+            settings: computes the settings of this run, which its checkpoints record; called on
+                rank 0 only.
 
         Raises:
-            UserError: see `find_checkpoint`, `check_facts`.
+            UserError: see `find_checkpoint` and `check_settings`.
         """
         found = None
         if self._world.rank == 0:
-            self._facts = facts()
+            self._settings = settings()
             found = find_checkpoint(resume, self._output_dir)
             if found is not None:
-                check_facts(self._facts, found)
+                check_settings(self._settings, found)
         return self._world.broadcast(found)
 
     def load(self, folder: Path | None, state: TrainState) -> int:
-        """Puts a checkpoint into `state`; returns the number of steps that it has behind it."""
+        """Loads a checkpoint into `state`; returns its step number, or 0 for None.
+
+        Raises:
+            UserError: it cannot be read.
+        """
         if folder is None:
             return 0
-        written = read_facts(folder)
+        written = read_settings(folder)
         try:
             restore(folder / "state", written["world_size"], state, self._world)
         except (OSError, dcp.CheckpointException) as error:
@@ -206,9 +225,9 @@ class Checkpointer:
         return int(written["step"])
 
     def agree(self, step: int, stop: object) -> tuple[bool, bool]:
-        """After each step: whether to stop, as any rank may have been told; whether to save.
+        """After each step: whether to stop (if any rank wants to), and whether to save.
 
-        One all-reduce, without which ranks would stop and save at different steps.
+        One all-reduce, so that all ranks stop and save at the same step.
 
         Raises:
             UserError: the last save has failed, and `on_failure` is "stop".
@@ -220,18 +239,18 @@ class Checkpointer:
         flags = [bool(stop), failed, minutes is not None and waited > 60 * minutes]
         stop, failed, late = self._any(flags)
         if failed:
-            self._tell_failure()
+            self._report_failure()
         if stop and self._world.rank == 0:
-            text = f"saving after step {step}, then stopping; resume=auto goes on from there"
+            text = f"saving after step {step}, then stopping; resume=auto continues from there"
             print(text, file=sys.stderr, flush=True)
         return stop, late or (steps is not None and step % steps == 0)
 
     def save(self, step: int, state: TrainState) -> None:
-        """Copies `state` and writes it in the background; waits for an earlier save first.
+        """Copies `state` and writes the copy in the background; waits for an earlier save first.
 
-        On SmolLM2 with DoRA (59 MB, two ranks on two cores) the copy holds a rank up for 20 ms,
-        and the background takes 30 ms of its core (rank 0: 60 ms): 1.5 to 2.4 % of a step of
-        3.4 s. The steps after a save were as long as the others (3.36 and 3.45 s of 3.25 to 3.45).
+        On SmolLM2 with DoRA (59 MB, two ranks on two cores) a rank waits 20 ms for the copy, and
+        the background write takes 30 ms of its core (rank 0: 60 ms): 1.5 to 2.4 % of a step of
+        3.4 s. Steps after a save took as long as others (3.36 and 3.45 s of 3.25 to 3.45).
         """
         self.wait()
         self._saved_at = time.monotonic()
@@ -245,27 +264,25 @@ class Checkpointer:
             self.wait()
 
     def wait(self) -> None:
-        """Until nothing is being written. Raises as `agree` does."""
+        """Waits for the save in progress, if any. Raises as `agree` does."""
         if self._saving is not None and self._any([self._error() is not None])[0]:
-            self._tell_failure()
+            self._report_failure()
         self._saving = None
 
     def close(self) -> None:
-        """Waits, and gives `output_dir` free."""
+        """Waits for the save in progress and unlocks `output_dir`."""
         self.wait()
         self._thread.shutdown()
         if self._lock is not None:
             self._lock.release()
 
     def _any(self, flags: list[bool]) -> list[bool]:
-        """Each flag, true where it is on any rank."""
+        """For each flag, whether it is set on any rank."""
         if self._world.mesh is None:
             return flags
         total = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
         dist.all_reduce(total)
         return [number > 0 for number in total.tolist()]
-
-    # ---- in the background
 
     def _write(self, step: int, entries: dict[str, Any], copied: Any) -> None:
         if copied is not None:
@@ -273,7 +290,7 @@ class Checkpointer:
         final = self._folder / f"step_{step:08d}"
         partial = final.with_name(final.name + PARTIAL)
         try:
-            # No copying ahead: DCP would wait for this thread's stream, on device 0.
+            # Without copy-ahead: DCP would wait for this thread's stream, on device 0.
             writer = _Writer(partial / "state", per_thread_copy_ahead=0)
             planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
             dcp.save(
@@ -285,33 +302,32 @@ class Checkpointer:
             )
             if self._world.rank == 0:
                 self._publish(step, partial, final)
-        except BaseException:  # DCP's are no Exception
+        except BaseException:  # CheckpointException is no Exception
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
     def _publish(self, step: int, partial: Path, final: Path) -> None:
-        """Rank 0, once all ranks have written: the rest, the name, and what it replaces."""
+        """Completes and renames the checkpoint, and deletes old ones; on rank 0, after all ranks
+        have written."""
         if self._export is not None:
-            # From the files and not from other ranks: so they have been read once, too.
+            # Read from the files, not gathered from other ranks: this also checks the files.
             self._export(read_trained(partial / "state"), partial)
-        write_facts(
-            partial, self._facts, step=step, world_size=self._world.size, torch=torch.__version__
+        write_settings(
+            partial, self._settings, step=step, world_size=self._world.size, torch=torch.__version__
         )
         sync_folder(partial)
         partial.rename(final)
         _sync(self._folder)
         for old in published(self._output_dir)[: -self._config.keep_last]:
-            old = old.rename(old.with_name(old.name + PARTIAL))  # half of it is none
+            old = old.rename(old.with_name(old.name + PARTIAL))  # the deletion may be interrupted
             shutil.rmtree(old, ignore_errors=True)
 
-    # ---- failures
-
     def _error(self) -> BaseException | None:
-        """Why the last save has failed; waits for it."""
+        """The error of the last save, or None; waits for it."""
         return self._saving.exception() if self._saving is not None else None
 
-    def _tell_failure(self) -> None:
+    def _report_failure(self) -> None:
         error, self._saving = self._error(), None
         newest = next(iter(published(self._output_dir)[::-1]), None)
         intact = f"'{newest}' is intact" if newest else "there is no earlier one"
@@ -323,9 +339,9 @@ class Checkpointer:
 
 
 class _Writer(dcp.FileSystemWriter):
-    """Tells why a file could not be written, where `torch.save` says "unexpected pos 704 vs 598".
+    """Raises the OSError behind a failed write; `torch.save` says "unexpected pos 704 vs 598".
 
-    Here, because exceptions lose what they come from on their way to other ranks.
+    Done in the writer, because exceptions lose their cause on the way to other ranks.
     """
 
     def write_data(self, *args: Any) -> Any:
@@ -348,14 +364,14 @@ def _reason(error: BaseException | None) -> str:
 
 
 def sync_folder(folder: Path) -> None:
-    """Puts a folder on disk, and before it all that is in it."""
+    """Syncs everything in a folder to disk, then the folder."""
     for path in sorted(folder.rglob("*"), reverse=True):
         _sync(path)
     _sync(folder)
 
 
 def _sync(path: Path) -> None:
-    """Puts a file, or the names in a folder, on disk."""
+    """Syncs a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

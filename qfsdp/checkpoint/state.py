@@ -1,13 +1,13 @@
-"""What a run needs to go on bit by bit, copied out of training and put back into it.
+"""The state of a training run: copied for a checkpoint, and restored bit for bit.
 
-What is trained (adapters, or weights themselves) and optimizer states are hundreds of tensors of a
-few shapes. A checkpoint holds those of one meaning and shape as a single entry
-`[number of tensors, rows, ...]`, of which each rank has its rows. Rows can be read back on any
-number of ranks.
+Trained tensors (adapters or weights) and optimizer states are hundreds of tensors of a few shapes.
+A checkpoint stacks those with the same meaning and shape into one entry
+`[number of tensors, rows, ...]`, of which each rank has its rows. Any number of ranks can read the
+rows back.
 
-For SmolLM2 with DoRA that is 27 entries instead of 2520. To plan and write them takes
-torch.distributed.checkpoint 24 ms of CPU time per rank (of two) instead of 550 to 930, or 370 to
-640 with its cache of plans; and most of it is Python, which holds up the training loop.
+For SmolLM2 with DoRA that is 27 entries instead of 2520. torch.distributed.checkpoint plans and
+writes them in 24 ms of CPU time per rank (of two) instead of 550 to 930 ms, or 370 to 640 ms with
+its cache of plans. Most of that is Python, which delays the training loop.
 """
 
 from __future__ import annotations
@@ -32,20 +32,23 @@ from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, sharded
 
-HOST = "host"  # the entry of what is no tensor
-TRAINED = "trained"  # `Stack.field` of the trained tensors themselves
+HOST = "host"  # the entry of everything that is no tensor
+TRAINED = "trained"  # `StackedTensors.field` of the trained tensors
 
 
 @dataclass
-class Stack:
-    """Tensors of one meaning, shape and dtype: an entry of a checkpoint.
+class StackedTensors:
+    """Tensors of one meaning, shape and dtype: one entry of a checkpoint.
+
+    Checkpoints store the fields by these names.
 
     Fields:
-        field: "trained", or the optimizer's name of it.
-        names: of the trained tensor that each is, or belongs to (`trained_tensors`).
-        shape: of each, whole.
-        rows: whether ranks hold rows of each, as of the trained tensor; else all hold all.
-        dtype: of each.
+        field: "trained", or the optimizer's name of the state ("exp_avg").
+        names: the trained tensors that they are or belong to (`trained_tensors`).
+        shape: of each tensor, whole.
+        rows: whether ranks hold the same rows as of the trained tensor; else every rank holds the
+            whole tensor.
+        dtype: of each tensor.
     """
 
     field: str
@@ -55,18 +58,18 @@ class Stack:
     dtype: torch.dtype
 
     def local_shape(self, params: dict[str, Tensor]) -> tuple[int, ...]:
-        """The shape of this rank's part of the entry, given the model's trained tensors."""
+        """The shape of this rank's part of the entry; `params` are the trained tensors."""
         if not self.rows:
             return (len(self.names), *self.shape)
         held = local_rows(params[self.names[0]])
         return (len(self.names), held.stop - held.start, *self.shape[1:])
 
     def entry(self, local: Tensor, params: dict[str, Tensor]) -> Tensor:
-        """This rank's part as what torch.distributed.checkpoint saves and loads."""
+        """The tensor to save or load with torch.distributed.checkpoint, given this rank's part."""
         param = params[self.names[0]]
         if not self.rows or not isinstance(param, DTensor):
             return local
-        # DTensors move to their mesh's device; this one has no process groups, and needs none.
+        # A CPU mesh without process groups: DTensors move to the device of their mesh.
         mesh = DeviceMesh("cpu", param.device_mesh.mesh, _init_backend=False)
         placements = [Shard(p.dim + 1) if isinstance(p, Shard) else p for p in param.placements]
         return sharded(local, mesh, placements, (len(self.names), *self.shape))
@@ -74,13 +77,13 @@ class Stack:
 
 @dataclass
 class TrainState:
-    """All that training changes.
+    """Everything that training changes.
 
     Fields:
-        model: what of it is trained; DoRA's norms follow from adapters and are not kept.
-        optimizer: over that, of any kind.
-        scheduler: or None.
-        progress: numbers and strings by name that are part of it, too (or None); changed in place.
+        model: its trained tensors are saved. DoRA's norms are computed from them again.
+        optimizer: of any kind, over the trained tensors.
+        scheduler: the learning rate schedule, or None.
+        progress: more numbers and strings to save, by name, or None; changed in place.
     """
 
     model: nn.Module
@@ -90,15 +93,15 @@ class TrainState:
 
 
 def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
-    """Name -> parameter of all that is trained: adapters by PEFT's keys, weights by their own."""
+    """Name -> trained parameter; adapters by their PEFT keys."""
     adapters: dict[str, Tensor] = adapter_parameters(model)
     known = {id(param) for param in adapters.values()}
     weights = ((n, p) for n, p in model.named_parameters() if p.requires_grad)
     return adapters | {name: param for name, param in weights if id(param) not in known}
 
 
-class Staging:
-    """The copy in host memory that a save is written from; made once, and used again."""
+class Stager:
+    """Copies the state to host memory, from where it is saved. Saves share the same buffers."""
 
     def __init__(self, world: World) -> None:
         self._world = world
@@ -106,22 +109,22 @@ class Staging:
 
     @torch.no_grad()
     def copy(self, state: TrainState, step: int) -> dict[str, Any]:
-        """Entries for `dcp.save`. On an accelerator the copies may still be under way: they are
-        ordered before what the current stream does next."""
+        """Entries for `dcp.save`. On an accelerator the copies are asynchronous: they are queued in
+        the current stream."""
         params = trained_tensors(state.model)
-        stacks: dict[str, Stack] = {}
+        stacks: dict[str, StackedTensors] = {}
         tensors: dict[str, list[Tensor]] = {}
         alone: dict[str, dict[str, Any]] = {name: {} for name in params}
         values: dict[str, dict[str, Any]] = {name: {} for name in params}
         for name, field, value, param in _tensors(params, state.optimizer):
             if not isinstance(value, Tensor):
                 values[name][field] = copy.deepcopy(value)
-            elif (rows := _spread(value, param)) is None:
-                alone[name][field] = vars(_Alone.of(value))
+            elif (rows := _held_by_rows(value, param)) is None:
+                alone[name][field] = vars(_RankTensor.of(value))
             else:
                 shape = tuple(value.shape)
                 key = f"{field} {list(shape)} {value.dtype}{'' if rows else ' whole'}"
-                stack = stacks.setdefault(key, Stack(field, [], shape, rows, value.dtype))
+                stack = stacks.setdefault(key, StackedTensors(field, [], shape, rows, value.dtype))
                 stack.names.append(name)
                 tensors.setdefault(key, []).append(local_part(value))
         entries: dict[str, Any] = {
@@ -138,7 +141,7 @@ class Staging:
         }
         random = _random_state(self._world.device)
         only = {name: fields for name, fields in alone.items() if fields}
-        return entries | {_of_rank(self._world.rank): {"random": random, "alone": only}}
+        return entries | {_rank_entry(self._world.rank): {"random": random, "alone": only}}
 
     def _fill(self, key: str, tensors: list[Tensor]) -> Tensor:
         shape = (len(tensors), *tensors[0].shape)
@@ -153,25 +156,25 @@ class Staging:
 
 @torch.no_grad()
 def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> None:
-    """Puts what `dcp.save` wrote from a `Staging` into `state`, and sets the random state.
+    """Loads a checkpoint written from `Stager.copy` into `state`, and sets the random state.
 
-    Every rank reads its own rows, without talking to others. With another number of ranks than
-    `saved_ranks` random states are started anew.
+    Every rank reads its own rows, without communication. If the number of ranks is not
+    `saved_ranks`, new random states are seeded.
 
     Raises:
-        UserError: part of the optimizer's state can be read by as many ranks only as wrote it.
+        UserError: part of the optimizer's state can be read only by `saved_ranks` ranks.
     """
     params = trained_tensors(state.model)
     same = saved_ranks == world.size
-    own = _of_rank(world.rank if same else 0)
+    own = _rank_entry(world.rank if same else 0)
     parts = _load(folder, {HOST: None, own: None})
     host, mine = parts[HOST], parts[own]
     if mine["alone"] and not same:
         raise UserError(
             f"resume: '{folder.parent}' has optimizer state that only {saved_ranks} ranks can "
-            f"read, and these are {world.size}"
+            f"read; this run has {world.size}"
         )
-    stacks = {key: Stack(**fields) for key, fields in host["stacks"].items()}
+    stacks = {key: StackedTensors(**fields) for key, fields in host["stacks"].items()}
     local = {key: torch.empty(s.local_shape(params), dtype=s.dtype) for key, s in stacks.items()}
     _load(folder, {key: stack.entry(local[key], params) for key, stack in stacks.items()})
     states: dict[str, dict[str, Any]] = {name: dict(host["values"][name]) for name in params}
@@ -181,10 +184,10 @@ def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> 
                 local_part(params[name]).copy_(value)
             else:
                 like = params[name] if stack.rows else None
-                states[name][stack.field] = _as(value, like)
+                states[name][stack.field] = _restored(value, like)
     for name, fields in mine["alone"].items():
         for field, kept in fields.items():
-            states[name][field] = _Alone(**kept).like(params[name])
+            states[name][field] = _RankTensor(**kept).like(params[name])
     _restore_optimizer(state.optimizer, params, states, host["groups"])
     if state.scheduler is not None:
         state.scheduler.load_state_dict(host["scheduler"])
@@ -192,14 +195,15 @@ def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> 
         state.progress.update(host.get("progress", {}))
     if same:
         _set_random_state(mine["random"], world.device)
-    else:  # as at a start, but not the same numbers once more
+    else:  # seeded, but not with the numbers of the run's start
         torch.manual_seed(torch.initial_seed() + 1_000_003 * host["step"])
 
 
 def read_trained(folder: Path) -> dict[str, Tensor]:
-    """Name -> whole tensor of all that is trained, from what `dcp.save` wrote."""
-    stacks = _load(folder, {HOST: None})[HOST]["stacks"]
-    trained = {k: Stack(**fields) for k, fields in stacks.items() if fields["field"] == TRAINED}
+    """Name -> whole trained tensor, from the `state` folder of a checkpoint."""
+    stored = _load(folder, {HOST: None})[HOST]["stacks"]
+    stacks = {key: StackedTensors(**fields) for key, fields in stored.items()}
+    trained = {key: stack for key, stack in stacks.items() if stack.field == TRAINED}
     whole = {k: torch.empty(len(s.names), *s.shape, dtype=s.dtype) for k, s in trained.items()}
     _load(folder, dict(whole))
     return {
@@ -209,13 +213,10 @@ def read_trained(folder: Path) -> dict[str, Tensor]:
     }
 
 
-# ---- parts ---------------------------------------------------------------------------------
-
-
 def _tensors(
     params: dict[str, Tensor], optimizer: Optimizer
 ) -> Iterator[tuple[str, str, Any, Tensor]]:
-    """(name of the trained tensor, what of it, the value, the trained tensor)."""
+    """Yields (name of the trained tensor, field, value, trained tensor)."""
     for name, param in params.items():
         yield name, TRAINED, param, param
         for field, value in optimizer.state.get(param, {}).items():
@@ -223,14 +224,16 @@ def _tensors(
 
 
 @dataclass
-class _Alone:
-    """A tensor of one rank, in a form that says nothing about rows: a subclass's inner tensors.
+class _RankTensor:
+    """A tensor that only the same rank of as many ranks can read, as its inner tensors.
+
+    Checkpoints store the fields by these names.
 
     Fields:
-        kind: the subclass, or None.
-        inner, context: of `__tensor_flatten__`, copied to the CPU.
-        local: shape and stride.
-        whole: shape of the whole tensor, if it is sharded.
+        kind: the tensor subclass, or None.
+        inner, context: results of `__tensor_flatten__`, on the CPU.
+        local: shape and stride of this rank's part.
+        whole: shape of the whole tensor if it is sharded, else None.
     """
 
     kind: Any
@@ -240,7 +243,7 @@ class _Alone:
     whole: tuple[int, ...] | None
 
     @classmethod
-    def of(cls, value: Tensor) -> _Alone:
+    def of(cls, value: Tensor) -> _RankTensor:
         part = local_part(value)
         whole = tuple(value.shape) if isinstance(value, DTensor) else None
         local = (part.shape, part.stride())
@@ -251,7 +254,7 @@ class _Alone:
         return cls(type(part), inner, context, local, whole)
 
     def like(self, param: Tensor) -> Tensor:
-        """The tensor, where `param` is, and sharded if it was."""
+        """The tensor on the device of `param`, sharded if it was."""
         inner = {name: tensor.to(param.device) for name, tensor in self.inner.items()}
         part = inner.get("")
         if self.kind is not None:
@@ -262,21 +265,21 @@ class _Alone:
         return sharded(part, param.device_mesh, param.placements, self.whole)
 
 
-def _spread(value: Tensor, param: Tensor) -> bool | None:
-    """Whether ranks hold rows of `value` as of `param` (True) or each all of it (False); None
-    where another number of ranks could not read it."""
+def _held_by_rows(value: Tensor, param: Tensor) -> bool | None:
+    """Whether ranks hold the same rows of `value` as of `param` (True), or the whole value (False).
+    None if another number of ranks could not read it."""
     if type(local_part(value)) is not Tensor:
-        return None  # 8-bit states: blocks that do not end where rows do
+        return None  # 8-bit states: their blocks cross rows
     if isinstance(value, DTensor):
-        alike = isinstance(param, DTensor) and value.placements == param.placements
-        return True if alike else None
+        same = isinstance(param, DTensor) and value.placements == param.placements
+        return True if same else None
     if value.dim() == 0:
         return False
     return None if isinstance(param, DTensor) else value.size(0) == param.size(0)
 
 
-def _as(rows: Tensor, param: Tensor | None) -> Tensor:
-    """A copy of this rank's rows of something, where `param` is, and sharded if that is."""
+def _restored(rows: Tensor, param: Tensor | None) -> Tensor:
+    """A copy of this rank's rows on the device of `param`, sharded if `param` is."""
     rows = rows.to("cpu" if param is None else param.device, copy=True)
     if not isinstance(param, DTensor):
         return rows
@@ -302,7 +305,7 @@ def _restore_optimizer(
             ],
         }
     )
-    for name, fields in states.items():  # torch has cast them to the parameters' dtype
+    for name, fields in states.items():  # load_state_dict casts them to the parameters' dtype
         for field, value in fields.items():
             loaded = optimizer.state[params[name]][field]
             if isinstance(value, Tensor) and loaded.dtype != value.dtype:
@@ -322,12 +325,12 @@ def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
-def _of_rank(rank: int) -> str:
+def _rank_entry(rank: int) -> str:
     return f"rank_{rank}"
 
 
 def _load(folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
-    """Fills tensors in place, and returns all."""
+    """Loads entries: fills tensors in place, and returns all entries."""
     planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     reader = dcp.FileSystemReader(folder)
     dcp.load(entries, storage_reader=reader, planner=planner, no_dist=True)

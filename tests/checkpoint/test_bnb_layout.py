@@ -159,11 +159,11 @@ def method(folder: Path, **changes: Any) -> None:
 
 
 MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
-    "fp4": (lambda f: edit(f, renamed), "is packed as 'fp4'; only NF4 is known"),
-    "8 bits": (lambda f: method(f, load_in_8bit=True), "8-bit weights; only 4-bit NF4 is known"),
+    "fp4": (lambda f: edit(f, renamed), "is quantized as 'fp4'; expected nf4"),
+    "8 bits": (lambda f: method(f, load_in_8bit=True), "8-bit weights; expected 4-bit NF4"),
     "another method": (
         lambda f: method(f, quant_method="gptq"),
-        "config.json: quant_method 'gptq' is unknown; known: qfsdp, bitsandbytes",
+        "config.json: quant_method 'gptq'; expected qfsdp, bitsandbytes, or weights",
     ),
     "another block size": (
         lambda f: edit(f, state_with(blocksize=128)),
@@ -171,15 +171,15 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "another table": (
         lambda f: edit(f, lambda t: t[f"{GATE}.quant_map"].mul_(2)),
-        f"tensor '{GATE}.quant_map' is not NF4's table",
+        f"tensor '{GATE}.quant_map' holds other levels; expected those of NF4",
     ),
     "another shape than the codes": (
         lambda f: edit(f, state_with(shape=[576, 256])),
-        f"tensor '{GATE}' has shape [55296, 1]; its quant_state means [73728]",
+        f"tensor '{GATE}' has shape [55296, 1]; expected [73728], as its quant_state says",
     ),
     "another shape than config.json": (
         lambda f: edit(f, state_with(shape=[192, 576])),
-        f"packed tensor '{GATE}' has shape [192, 576]; config.json means [576, 192]",
+        f"quantized tensor '{GATE}' has shape [192, 576]; expected [576, 192], as config.json says",
     ),
     "no absmax": (
         lambda f: edit(f, lambda t: t.pop(f"{GATE}.absmax")),

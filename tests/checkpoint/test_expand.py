@@ -13,8 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
-from qfsdp.checkpoint.weights import expand
-from qfsdp.checkpoint.weights import output_folder as model_folder
+from qfsdp.checkpoint.weights import convert
 from qfsdp.checkpoint.weights.expand import (
     block_sources,
     blocks_of_rate,
@@ -239,9 +238,9 @@ def test_an_interrupted_run_leaves_no_model(
         raise Interrupted
 
     stops = (
-        (expand, "copy_pieces"),
-        (model_folder, "copy_companions"),
-        (model_folder, "write_index"),
+        (convert, "check_finite"),
+        (convert, "copy_companions"),
+        (convert, "write_index"),
     )
     for where, name in stops:
         with monkeypatch.context() as patch:
@@ -274,8 +273,8 @@ def test_an_interrupted_run_leaves_no_model(
         (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),
         (
             ["model.path={packed}"],
-            "model.path: '{packed}' holds packed weights; expected plain ones: expand the model "
-            "that it was packed from, and pack the result (recipes/quantize)",
+            "model.path: '{packed}' holds quantized weights; expected plain ones: expand the model "
+            "that it was quantized from, and quantize the result (recipes/quantize)",
         ),
         (["output_dir={model}"], "output_dir: '{model}' is not empty; name a new folder"),
         (["model.path={nan}"], "model.layers.1.input_layernorm.weight: holds NaN or infinity"),

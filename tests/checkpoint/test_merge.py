@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from qfsdp.checkpoint.adapter_files import CONFIG_FILE, WEIGHTS_FILE, save_adapter
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.checkpoint.weights import output_folder as model_folder
+from qfsdp.checkpoint.weights import convert
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.merge import Merge, merged_rows
 from qfsdp.checkpoint.weights.output_folder import BEGUN
@@ -404,7 +404,7 @@ def test_an_interrupted_merge_is_no_model(
     def interrupt(*_: Any) -> None:
         raise Interrupted
 
-    stops = (Merge, "_merged"), (model_folder, "write_index"), (Merge, "_model_config")
+    stops = (Merge, "_merged"), (convert, "write_index"), (convert, "write_json")
     for where, name in stops:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupt)
@@ -436,8 +436,8 @@ def test_one_writer_at_a_time(even: tuple[Path, Path], tmp_path: Path) -> None:
         (["model.path={other}"], "lora_A.weight' has shape [5, 192]; this model's is [5, 96]"),
         (
             ["model.path={odd}", "adapter={of_odd}", "requantize=nf4-bnb"],
-            "requantize: bitsandbytes packs whole blocks of 64 in a row, and "
-            "'model.layers.0.mlp.down_proj.weight' has 577 columns; requantize=none is right",
+            "requantize: nf4-bnb stores whole blocks of 64 columns, and "
+            "'model.layers.0.mlp.down_proj.weight' has 577 columns; expected requantize=none",
         ),
         (["model.path={nan}"], "model.layers.1.input_layernorm.weight: holds NaN or infinity"),
         (

@@ -16,12 +16,13 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.checkpoint.weights import quantize
+from qfsdp.checkpoint.weights import convert
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.checkpoint.weights.output_folder import RESUMABLE_BEGUN
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
-from qfsdp.checkpoint.weights.quantize import BEGUN, open_weights, quantize_folder
-from qfsdp.checkpoint.weights.write import sha256
+from qfsdp.checkpoint.weights.quantize import open_weights, quantize_folder
+from qfsdp.checkpoint.weights.write import PlannedFile, sha256
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapters import base_parameters
@@ -124,20 +125,19 @@ def test_an_interrupted_run_is_finished(
 ) -> None:
     """What was complete is kept, what was not does not count, and the end is the same."""
     pack(source, tmp_path / "whole", max_file_bytes=200_000)
-    folder, files = tmp_path / "packed", quantize.write_files
+    folder, write_file = tmp_path / "packed", convert.write_file
 
-    def two_files(folder: Path, planned: Any, fill: Any) -> Any:
-        for at, file in enumerate(files(folder, planned, fill)):
-            yield file
-            if at == 1:
-                (folder / "model-00003-of-00099.safetensors.partial").write_bytes(b"half")
-                raise Stop
+    def two_files(folder: Path, planned: PlannedFile, write: Any) -> None:
+        write_file(folder, planned, write)
+        if planned.name.startswith("model-00002"):
+            (folder / "model-00003-of-00099.safetensors.partial").write_bytes(b"half")
+            raise Stop
 
     with monkeypatch.context() as patched:
-        patched.setattr(quantize, "write_files", two_files)
+        patched.setattr(convert, "write_file", two_files)
         with pytest.raises(Stop):
             pack(source, folder, max_file_bytes=200_000)
-    assert (folder / BEGUN).is_file() and not (folder / MANIFEST).exists()
+    assert (folder / RESUMABLE_BEGUN).is_file() and not (folder / MANIFEST).exists()
     with pytest.raises(UserError):  # it is not a model yet
         load_model(folder)
     complete = sorted(folder.glob("*.safetensors"))
@@ -148,7 +148,7 @@ def test_an_interrupted_run_is_finished(
     assert_same(loaded(folder), loaded(tmp_path / "whole"))
     whole = json.loads((tmp_path / "whole" / MANIFEST).read_text())
     assert json.loads((folder / MANIFEST).read_text()) == whole
-    assert not (folder / BEGUN).exists()
+    assert not (folder / RESUMABLE_BEGUN).exists()
 
 
 def test_a_killed_command_is_finished_by_the_same_command(source: Path, tmp_path: Path) -> None:
@@ -157,11 +157,11 @@ def test_a_killed_command_is_finished_by_the_same_command(source: Path, tmp_path
     words += ["quantization.targets=[all-linear, lm_head]"]
     slow = tmp_path / "slow.py"  # the recipe, which waits after the third file
     slow.write_text(
-        "import sys, time, runpy\nfrom qfsdp.checkpoint.weights import quantize\n"
-        "files = quantize.write_files\n"
-        "def paused(*args):\n    for at, file in enumerate(files(*args), 1):\n"
-        "        yield file\n        time.sleep(600 if at == 3 else 0)\n"
-        "quantize.write_files = paused\nsys.argv = sys.argv[1:]\n"
+        "import sys, time, runpy\nfrom qfsdp.checkpoint.weights import convert\n"
+        "write_file = convert.write_file\n"
+        "def paused(folder, planned, write):\n    write_file(folder, planned, write)\n"
+        "    time.sleep(600 if planned.name.startswith('model-00003') else 0)\n"
+        "convert.write_file = paused\nsys.argv = sys.argv[1:]\n"
         "runpy.run_path(sys.argv[0], run_name='__main__')\n"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}

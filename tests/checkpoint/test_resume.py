@@ -170,7 +170,7 @@ def test_every_number_comes_back(
         saves = by_rank[rank if before == after else 0]
         for kind, expected, found in zip(OPTIMIZERS, saves, results, strict=True):
             if kind == "torchao.optim.AdamW8bit" and before != after:
-                assert f"that only {before} ranks can read, and these are {after}" in found
+                assert f"that only {before} ranks can read; this run has {after}" in found
                 continue
             assert found["then"].keys() == expected["then"].keys(), kind
             for name, value in expected["then"].items():
@@ -209,12 +209,12 @@ def test_neither_base_nor_norms_are_saved_and_entries_are_few(
     """The number of entries is what makes a save cheap (see state.py): it must not grow with the
     model's depth. Nor may the bytes grow with the base."""
     from qfsdp.checkpoint.adapter_files import adapter_parameters
-    from qfsdp.checkpoint.state import Staging, TrainState
+    from qfsdp.checkpoint.state import Stager, TrainState
 
     state = train_state(model_dir)
     take_steps(state, range(1))
     numbers = sum(param.numel() for param in adapter_parameters(state.model).values())
-    entries = Staging(cpu_world()).copy(state, 1)
+    entries = Stager(cpu_world()).copy(state, 1)
     tensors = [e for e in entries.values() if isinstance(e, torch.Tensor)]
     assert len(entries) == len(tensors) + 2
     steps = len(adapter_parameters(state.model))
@@ -225,9 +225,9 @@ def test_neither_base_nor_norms_are_saved_and_entries_are_few(
         build_meta_model(deep, adapter=ADAPTER).to_empty(device="cpu"),
         *[state.optimizer, state.scheduler],
     )
-    shallow = Staging(cpu_world()).copy(TrainState(state.model, state.optimizer, None), 1)
+    shallow = Stager(cpu_world()).copy(TrainState(state.model, state.optimizer, None), 1)
     adapters = [key for key in shallow if key.startswith("trained")]
-    assert [k for k in Staging(cpu_world()).copy(deep_state, 1) if k.startswith("trained")] == (
+    assert [k for k in Stager(cpu_world()).copy(deep_state, 1) if k.startswith("trained")] == (
         adapters
     )
 
@@ -334,13 +334,13 @@ def test_the_checkpoint_that_is_meant(tmp_path: Path) -> None:
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
-    both = "set resume=auto to go on from there, or another output_dir"
+    both = "set resume=auto to continue it, or another output_dir"
     assert error(None, run) == (
         f"output_dir: '{run}' has checkpoints, up to step 100000000; {both}"
     )
     for resume in (foreign, old):  # neither may be mixed with what is there
         assert error(resume, run).endswith(both)
-    assert "is no checkpoint and has none" in error(tmp_path / "nowhere", empty)
+    assert "is no checkpoint and contains none" in error(tmp_path / "nowhere", empty)
 
 
 # ---- what goes wrong -------------------------------------------------------------------------

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from qfsdp.checkpoint.compatibility import data_facts
+from qfsdp.checkpoint.compatibility import data_settings
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import UserError
 from qfsdp.data import check_data, hf_tokenizer, mixed_dataset
@@ -91,7 +91,7 @@ def test_a_resumed_run_must_mix_the_same() -> None:
         options = {"weights": {"a": 1, "b": 1}} | options
         split = {"batch_size": 2, "gradient_accumulation_steps": 1, "rank": 0, "world_size": 1}
         loader = StepLoader(mixed(**options), **split, seed=0, pad_id=0, max_seq_len=64)
-        return data_facts(loader)
+        return data_settings(loader)
 
     assert facts() == facts()
     assert facts() != facts(seed=1)

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.checkpoint.compatibility import data_facts
+from qfsdp.checkpoint.compatibility import data_settings
 from qfsdp.data import StepLoader
 from qfsdp.data.packing import PackedDataset, best_fit
 from qfsdp.data.tokenized_dataset import TokenizedDataset
@@ -160,7 +160,9 @@ def test_a_step_of_packs_does_not_depend_on_the_split() -> None:
 def test_a_resumed_run_knows_its_packs() -> None:
     split = {"world_size": 1, "batch_size": 2, "gradient_accumulation_steps": 1}
     facts = [
-        data_facts(loader(PackedDataset(Counted(random_lengths(60, 1024)), 1024, seed), 0, **split))
+        data_settings(
+            loader(PackedDataset(Counted(random_lengths(60, 1024)), 1024, seed), 0, **split)
+        )
         for seed in (0, 0, 1)
     ]
     assert facts[0] == facts[1] != facts[2]

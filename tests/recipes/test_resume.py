@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from examples.demo.arithmetic import write_splits
-from qfsdp.checkpoint.compatibility import read_facts
+from qfsdp.checkpoint.compatibility import read_settings
 from qfsdp.checkpoint.resume import published
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
@@ -158,7 +158,7 @@ def test_what_was_trained_may_not_change(
         check(folder, f"output_dir={finished}", "resume=auto", *words)
     text = str(error.value)
     assert message in text and "\n" not in text
-    assert text.startswith(f"resume: '{published(finished)[-1]}' was trained otherwise: ")
+    assert text.startswith(f"resume: '{published(finished)[-1]}' was trained with other settings: ")
 
 
 @pytest.mark.parametrize(
@@ -197,7 +197,7 @@ def test_the_rest_may_change(folder: Path, finished: Path, tmp_path: Path) -> No
 
 
 def test_a_folder_with_checkpoints_is_not_started_over(folder: Path, finished: Path) -> None:
-    with pytest.raises(UserError, match="up to step 9; set resume=auto to go on from there, or an"):
+    with pytest.raises(UserError, match="up to step 9; set resume=auto to continue it, or another"):
         check(folder, f"output_dir={finished}")
     before = losses(finished)
     run_ranks(1, run_recipe, folder, [[f"output_dir={finished}", "resume=auto"]])
@@ -268,9 +268,9 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     (saved,) = published(run)
-    at = read_facts(saved)["step"]
+    at = read_settings(saved)["step"]
     assert list(losses(run)) == list(range(1, at + 1)) and 3 <= at < STEPS
-    assert f"saving after step {at}, then stopping; resume=auto goes on from there" in err
+    assert f"saving after step {at}, then stopping; resume=auto continues from there" in err
     assert "Traceback" not in err and "adapter (PEFT format)" not in out
     hold.unlink()
     process = start(tune(folder, *words))
@@ -350,7 +350,7 @@ def kill_and_go_on(
 
 
 def newest_step(run: Path) -> int:
-    return read_facts(published(run)[-1])["step"] if published(run) else 0
+    return read_settings(published(run)[-1])["step"] if published(run) else 0
 
 
 def test_killed_at_random_moments(

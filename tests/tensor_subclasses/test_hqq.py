@@ -68,7 +68,7 @@ def test_numbers_are_those_of_the_package_on_a_real_model(smollm2_dir: Path) -> 
     """The linears of a layer, to the last bit but for what the package's fp32 sums leave: a few
     zeros are the neighbouring fp16 number. (`benchmarks/hqq_parity.py` compares all 210.)"""
     source, totals = ModelWeights(smollm2_dir).files, torch.zeros(4)
-    names = [n for n in source.shapes if "layers.10." in n and n.endswith("_proj.weight")]
+    names = [n for n in source.tensors if "layers.10." in n and n.endswith("_proj.weight")]
     for name in names:
         weight = source.read(source.tensors[name])
         (codes, scales, zeros), _ = package_with_fp16_scales(weight)

@@ -107,7 +107,7 @@ def test_bits_of_unusual_numbers(name: str, dtype: torch.dtype) -> None:
 
 def test_bits_of_every_linear_of_a_real_model(smollm2_dir: Path) -> None:
     source = ModelWeights(smollm2_dir).files
-    names = [name for name in source.shapes if name.endswith("_proj.weight")]
+    names = [name for name in source.tensors if name.endswith("_proj.weight")]
     assert len(names) == 7 * 30
     weights = 0
     for name in names:

@@ -257,7 +257,7 @@ class Log:
 def train(folder: Path, packed: Path, out: Path, case: dict[str, Any], validate: bool) -> Any:
     """Three updates with dropout, with an evaluation around each or without any."""
     from qfsdp.checkpoint.adapter_files import save_adapter
-    from qfsdp.checkpoint.state import Staging, TrainState
+    from qfsdp.checkpoint.state import Stager, TrainState
     from qfsdp.distributed.world import init_world
     from qfsdp.tensor_subclasses.dtensor import local_part
     from qfsdp.training.optimizer import build_optimizer
@@ -301,7 +301,7 @@ def train(folder: Path, packed: Path, out: Path, case: dict[str, Any], validate:
             losses.append((metrics["loss"], metrics["grad_norm"]))
         if validate:
             evaluations.run(step, model, log, log, save)
-    state = Staging(world).copy(TrainState(model, optimizer, None), 3)
+    state = Stager(world).copy(TrainState(model, optimizer, None), 3)
     assert model.training and len(log.metrics) == (4 if validate else 0)
     host = state["host"]
     return {

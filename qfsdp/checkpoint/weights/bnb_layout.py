@@ -1,6 +1,6 @@
-"""bitsandbytes' 4-bit layout on disk (`*-bnb-4bit`), read and written without any rounding.
+"""bitsandbytes' 4-bit layout on disk (`*-bnb-4bit`), read and written without rounding.
 
-What transformers writes for a `[rows, cols]` weight NAME that bitsandbytes packed as NF4:
+transformers stores a `[rows, cols]` weight NAME that bitsandbytes quantized to NF4 as:
 
     NAME                                      U8  [rows * cols / 2, 1]   codes, row after row
     NAME.absmax                               U8  [blocks]  with nested absmax, else F32 [blocks]
@@ -8,8 +8,8 @@ What transformers writes for a `[rows, cols]` weight NAME that bitsandbytes pack
     NAME.nested_absmax, NAME.nested_quant_map F32 [blocks / 256], [256]     nested only
     NAME.quant_state.bitsandbytes__nf4        U8            JSON: shape, block sizes, offset
 
-with a block of 64 weights. Where 64 divides `cols`, blocks do not cross rows, and rows of codes
-and rows of absmax are the two byte columns of our packed rows.
+with blocks of 64 weights. If 64 divides `cols`, blocks do not cross rows, and the rows of codes
+and the rows of absmax are the two byte columns of `QuantizedTensor.qdata`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfsdp.checkpoint.weights.qfsdp_layout import QuantizedWeight
+from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
 from qfsdp.cli.errors import UserError
@@ -28,36 +28,36 @@ from qfsdp.tensor_subclasses.nf4 import BLOCK, DYNAMIC_LEVELS, NF4_LEVELS, SCALE
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 STATE = ".quant_state.bitsandbytes__"
-CHUNK_ROWS = 1 << 10  # written at a time
-_JSON_BYTES = 256  # room for the JSON of a quant_state; padded with blanks
+CHUNK_ROWS = 1 << 10  # rows of codes written at a time
+_JSON_BYTES = 256  # size of a quant_state, padded with blanks
 
 
-def read_bnb(files: SafetensorsFolder, config: dict[str, Any]) -> dict[str, QuantizedWeight]:
-    """The packed weights of a bitsandbytes checkpoint.
+def read_bnb(files: SafetensorsFolder, config: dict[str, Any]) -> dict[str, StoredQuantizedWeight]:
+    """The quantized weights of a bitsandbytes checkpoint.
 
     Raises:
-        UserError: 8-bit or FP4 weights, other block sizes or levels than NF4's, columns that 64
-            does not divide, or a tensor that is missing or of another size.
+        UserError: 8-bit or FP4 weights, other block sizes or levels than NF4's, a number of
+            columns that 64 does not divide, or a missing tensor or one of another size.
     """
     if config.get("load_in_8bit"):
-        raise UserError(f"{files.folder}: bitsandbytes 8-bit weights; only 4-bit NF4 is known")
+        raise UserError(f"{files.folder}: bitsandbytes 8-bit weights; expected 4-bit NF4")
     states = [name for name in files.tensors if STATE in name]
     return {weight.name: weight for weight in (_read_weight(files, name) for name in states)}
 
 
-def _read_weight(files: SafetensorsFolder, state_name: str) -> QuantizedWeight:
+def _read_weight(files: SafetensorsFolder, state_name: str) -> StoredQuantizedWeight:
     name, _, kind = state_name.partition(STATE)
     where = f"{files.tensors[state_name].file}: tensor {name!r}"
     if kind != "nf4":
-        raise UserError(f"{where} is packed as {kind!r}; only NF4 is known")
+        raise UserError(f"{where} is quantized as {kind!r}; expected nf4")
     state = json.loads(bytes(files.read(files.tensors[state_name]).tolist()))
     rows, cols = state["shape"]
     nested = "nested_blocksize" in state
     blocks = (state["blocksize"], state.get("nested_blocksize", SCALE_BLOCK))
     if blocks != (BLOCK, SCALE_BLOCK):
-        raise UserError(f"{where} has blocks of {blocks}; only {(BLOCK, SCALE_BLOCK)} is known")
+        raise UserError(f"{where} has blocks of {blocks}; expected {(BLOCK, SCALE_BLOCK)}")
     if cols % BLOCK:
-        raise UserError(f"{where} has {cols} columns, which {BLOCK} does not divide")
+        raise UserError(f"{where} has {cols} columns; expected a multiple of {BLOCK}")
     fields = {"": (rows * cols // 2,), ".absmax": (rows * cols // BLOCK,), ".quant_map": (16,)}
     if nested:
         scales = -(-rows * cols // (BLOCK * SCALE_BLOCK))
@@ -68,7 +68,7 @@ def _read_weight(files: SafetensorsFolder, state_name: str) -> QuantizedWeight:
     if nested:
         _check_levels(files, f"{name}.nested_quant_map", DYNAMIC_LEVELS)
     tensors = files.tensors
-    return QuantizedWeight(
+    return StoredQuantizedWeight(
         name,
         "nf4" if nested else "nf4_fp32_absmax",
         (rows, cols),
@@ -85,26 +85,28 @@ def _check_tensor(files: SafetensorsFolder, name: str, shape: tuple[int, ...]) -
     found = tuple(n for n in stored.shape if n != 1)
     if found != tuple(n for n in shape if n != 1):
         raise UserError(
-            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; its quant_state "
-            f"means {list(shape)}"
+            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; expected "
+            f"{list(shape)}, as its quant_state says"
         )
 
 
 def _check_levels(files: SafetensorsFolder, name: str, levels: tuple[float, ...]) -> None:
     if not torch.equal(files.read(files.tensors[name]), torch.tensor(levels)):
-        raise UserError(f"{files.tensors[name].file}: tensor {name!r} is not NF4's table")
+        raise UserError(
+            f"{files.tensors[name].file}: tensor {name!r} holds other levels; expected those of NF4"
+        )
 
 
 def bnb_group(name: str, format: str, rows: int, cols: int) -> Group:
-    """The tensors that a weight of format "nf4" or "nf4_fp32_absmax" becomes.
+    """The tensors that a weight of format "nf4" or "nf4_fp32_absmax" is stored as.
 
     Raises:
         UserError: 64 does not divide `cols`.
     """
     if cols % BLOCK:
         raise UserError(
-            f"layout: bitsandbytes cannot hold {name!r} row by row: {BLOCK} does not divide its "
-            f"{cols} columns; layout=qfsdp can"
+            f"layout: bnb stores whole blocks of {BLOCK} columns, and {name!r} has {cols} columns; "
+            "expected layout=qfsdp"
         )
     blocks = rows * cols // BLOCK
     nested = format == "nf4"
@@ -120,10 +122,10 @@ def bnb_group(name: str, format: str, rows: int, cols: int) -> Group:
 
 
 def write_bnb(file: SafetensorsFile, name: str, weight: QuantizedTensor) -> None:
-    """Writes the tensors of `bnb_group`."""
+    """Writes the tensors of `bnb_group(name, weight.format, *weight.shape)`."""
     rows, cols = weight.shape
     codes, absmax = weight.qdata.split([cols // 2, weight.qdata.size(1) - cols // 2], dim=1)
-    for start in range(0, rows, CHUNK_ROWS):  # columns of packed rows: flattening copies them
+    for start in range(0, rows, CHUNK_ROWS):  # flattening columns copies them
         part = codes[start : start + CHUNK_ROWS]
         file.write(name, part.reshape(-1, 1), start * cols // 2)
     file.write(f"{name}.quant_map", torch.tensor(NF4_LEVELS))
@@ -151,10 +153,10 @@ def _json_bytes(state: dict[str, Any]) -> Tensor:
 
 
 def bnb_config(format: str, dtype: torch.dtype, skipped: list[str]) -> dict[str, Any]:
-    """`quantization_config` of config.json for weights written by `write_bnb`.
+    """The `quantization_config` of config.json for weights written by `write_bnb`.
 
     Args:
-        skipped: names of the linears that stay plain.
+        skipped: names of the linears that are not quantized.
     """
     name = str(dtype).removeprefix("torch.")
     return {

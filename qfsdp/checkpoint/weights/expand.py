@@ -1,13 +1,13 @@
-"""Block expansion: a deeper model that computes what the old one does (Llama-Pro).
+"""Block expansion (Llama-Pro): a deeper model with the same outputs.
 
-Llama-Pro (https://arxiv.org/abs/2401.02415) puts copies of decoder blocks between them. In a copy
+Llama-Pro (https://arxiv.org/abs/2401.02415) inserts copies of decoder blocks. In a copy
 `self_attn.o_proj` and `mlp.down_proj` are zero, so it adds zero to the residual stream, and the
-model's function is unchanged to the last bit. Then the new blocks alone are trained.
+model's outputs are unchanged to the last bit. Then only the new blocks are trained.
 
     old   0 1 2 3   4 5 6 7                  depth 8, two new blocks
     new   0 1 2 3 * 4 5 6 7 *                each a copy of the block before it
 
-Weights are copied as bytes from file to file, some megabytes at a time.
+Weights are copied as bytes from file to file, 16 MB at a time.
 """
 
 from __future__ import annotations
@@ -21,26 +21,18 @@ from typing import Any
 
 import torch
 
+from qfsdp.checkpoint.weights.convert import WeightConversion, convert_folder, copied
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.load import streamed
-from qfsdp.checkpoint.weights.output_folder import write_model_folder
-from qfsdp.checkpoint.weights.quantize import copy_pieces
-from qfsdp.checkpoint.weights.read import Read
-from qfsdp.checkpoint.weights.write import (
-    MAX_FILE_BYTES,
-    Entry,
-    PlannedFile,
-    SafetensorsFile,
-    plan_files,
-    write_files,
-)
+from qfsdp.checkpoint.weights.output_folder import OutputFolder
+from qfsdp.checkpoint.weights.read import StoredTensor
+from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, Entry
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.decoder_config import EXPANDED, DecoderConfig
 from qfsdp.modules.transformer import Decoder
 
-# What a block adds to the residual stream comes out of these.
+# The outputs of these linears are what a block adds to the residual stream.
 ZEROED = re.compile(r"model\.layers\.(\d+)\.(self_attn\.o_proj|mlp\.down_proj)\.(weight|bias)")
 
 
@@ -48,19 +40,20 @@ ZEROED = re.compile(r"model\.layers\.(\d+)\.(self_attn\.o_proj|mlp\.down_proj)\.
 
 
 def blocks_of_rate(depth: int, rate: float) -> int:
-    """How many new blocks `rate` means: rate * depth, rounded to the nearest, halves up.
+    """The number of new blocks: rate * depth, rounded to the nearest integer, halves up.
 
-    The rate's decimal digits count, not its binary fraction: 0.35 of 90 is 31.5, and gives 32.
+    Computed from the rate's decimal digits, not its binary fraction: 0.35 of 90 is 31.5, and gives
+    32.
     """
     return floor(Fraction(str(rate)) * depth + Fraction(1, 2))
 
 
 def expanded_positions(depth: int, new_blocks: int) -> list[int]:
-    """Indices that the new blocks have in the expanded model, ascending.
+    """Indices of the new blocks in the expanded model, ascending.
 
-    The j-th of n new blocks (j = 1 .. n) comes after ceil(j * depth / n) old ones. So the last one
-    comes last, the numbers of old blocks between new ones differ by at most one, and no old block
-    is followed by more than ceil(n / depth) new ones.
+    The j-th of n new blocks (j = 1 .. n) comes after ceil(j * depth / n) old ones. So the last
+    block is a new one, the numbers of old blocks between new ones differ by at most one, and at
+    most ceil(n / depth) new blocks follow an old one.
 
     Args:
         depth: number of old blocks, at least 1.
@@ -70,7 +63,7 @@ def expanded_positions(depth: int, new_blocks: int) -> list[int]:
 
 
 def block_sources(depth: int, new_blocks: int) -> list[int]:
-    """For every block of the expanded model the old one that it is, or is a copy of."""
+    """For every block of the expanded model, the old block that it is or copies."""
     new, sources = set(expanded_positions(depth, new_blocks)), list[int]()
     for index in range(depth + new_blocks):
         before = sources[-1] if sources else -1
@@ -82,10 +75,9 @@ def block_sources(depth: int, new_blocks: int) -> list[int]:
 
 
 def expanded_config(config: dict[str, Any], new_blocks: int) -> dict[str, Any]:
-    """A `config.json` for the expanded model.
+    """The `config.json` of the expanded model.
 
-    `expanded_layers` has the indices of the new blocks. Those of an earlier expansion are not among
-    them: they are old blocks now.
+    `expanded_layers` lists the new blocks. Blocks of an earlier expansion count as old ones.
     """
     decoder = DecoderConfig.from_dict(config)
     depth = decoder.num_hidden_layers
@@ -93,7 +85,7 @@ def expanded_config(config: dict[str, Any], new_blocks: int) -> dict[str, Any]:
     expanded = dict(config, num_hidden_layers=len(sources))
     if isinstance(kinds := config.get("layer_types"), list):
         expanded["layer_types"] = [kinds[source] for source in sources]
-    # The first so many blocks attend without the window, as do the copies of them.
+    # The first `max_window_layers` blocks attend without the window, and so do their copies.
     unwindowed = config.get("max_window_layers", decoder.max_window_layers)
     if unwindowed:
         expanded["max_window_layers"] = sum(source < unwindowed for source in sources)
@@ -101,15 +93,15 @@ def expanded_config(config: dict[str, Any], new_blocks: int) -> dict[str, Any]:
 
 
 def check_plain(weights: ModelWeights) -> int:
-    """The number of blocks of a model that can be expanded. Reads headers only.
+    """Checks that a model can be expanded, and returns its number of blocks. Reads headers only.
 
     Raises:
-        UserError: its weights are packed, or are not those that its config.json means.
+        UserError: its weights are quantized, or do not match its config.json.
     """
     if weights.quantized:
         raise UserError(
-            f"model.path: '{weights.folder}' holds packed weights; expected plain ones: expand the "
-            "model that it was packed from, and pack the result (recipes/quantize)"
+            f"model.path: '{weights.folder}' holds quantized weights; expected plain ones: expand "
+            "the model that it was quantized from, and quantize the result (recipes/quantize)"
         )
     config = DecoderConfig.from_dir(weights.folder)
     with torch.device("meta"):
@@ -124,49 +116,32 @@ def expand_folder(
     world: World,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Writes the model in `weights` with `new_blocks` more, as a model folder.
+    """Writes a model folder with `new_blocks` more blocks than `weights`.
 
-    Every rank must call it; each writes a part of the files. Dtypes stay as they are stored.
+    Every rank must call it; each rank writes a part of the files. Dtypes are unchanged.
 
     Raises:
-        UserError: see `check_plain` and `write_model_folder`; or a weight holds NaN or infinity,
-            which times zero would not be zero.
+        UserError: see `check_plain` and `convert_folder`. NaN and infinity are refused, as they
+            are not zero when multiplied by zero.
     """
     check_plain(weights)
     config = json.loads((weights.folder / "config.json").read_text(encoding="utf-8"))
-    sources = _tensor_sources(config, new_blocks)
-    stored = {name: weights.plain[source] for name, (source, _) in sources.items()}
-    groups = {name: {name: Entry(t.dtype, t.shape)} for name, t in stored.items()}
-    copied = {name for name, (_, zero) in sources.items() if not zero}
+    conversions = {}
+    for name, (source, zero) in _tensor_sources(config, new_blocks).items():
+        stored = weights.plain[source]
+        conversions[name] = zeros(name, stored) if zero else copied(name, stored)
+    new_config = expanded_config(config, new_blocks)
+    convert_folder(conversions, weights, OutputFolder(folder), new_config, world, max_file_bytes)
 
-    def write(files: list[PlannedFile]) -> None:
-        names = [name for file in files for name in file.groups if name in copied]
-        cpu = torch.device("cpu")
-        reads = [Read(stored[name], range(stored[name].rows), cpu) for name in names]
-        with streamed(reads, world.rank == 0 and bool(files)) as pieces:
 
-            def fill(name: str, file: SafetensorsFile) -> None:
-                if name in copied:  # a new file is zero where nothing was written
-                    copy_pieces(name, next(pieces), file)
-
-            try:
-                for _ in write_files(folder, files, fill):
-                    pass
-            except ValueError as error:
-                raise UserError(f"{weights.folder}: {error}") from None
-
-    write_model_folder(
-        folder,
-        plan_files(groups, max_file_bytes),
-        write,
-        weights.folder,
-        lambda: expanded_config(config, new_blocks),
-        world,
-    )
+def zeros(name: str, like: StoredTensor) -> WeightConversion:
+    """A tensor of zeros: what a new file holds where nothing is written."""
+    return WeightConversion({name: Entry(like.dtype, like.shape)}, [], lambda file, pieces: None)
 
 
 def _tensor_sources(config: dict[str, Any], new_blocks: int) -> dict[str, tuple[str, bool]]:
-    """Name of every tensor of the expanded model -> the old one, and whether it is zero instead."""
+    """Name of every tensor of the expanded model -> name of the old one, and whether the new one is
+    zero."""
     depth = int(config["num_hidden_layers"])
     sources = block_sources(depth, new_blocks)
     new = set(expanded_positions(depth, new_blocks))

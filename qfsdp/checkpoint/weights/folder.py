@@ -1,8 +1,8 @@
-"""How a model folder stores its weights: plain, packed by us, or packed by bitsandbytes.
+"""The weights of a model folder, whether stored plain or quantized, by us or by bitsandbytes.
 
-`ModelWeights` tells for every weight where its bytes are. A packed weight is described by
-the byte columns that make up its rows, so one loader fills a shard from any of the layouts, and
-a new layout is a function that finds those columns (see `bnb.py` and `packed_layout.py`).
+`ModelWeights` says where the bytes of every weight are. A quantized weight is described by the
+byte columns that make up its rows, so one loader fills a shard from any layout. A layout is a
+function that finds these columns (`qfsdp_layout.py`, `bnb_layout.py`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 from torch import nn
 
 from qfsdp.checkpoint.weights.bnb_layout import read_bnb
-from qfsdp.checkpoint.weights.qfsdp_layout import QuantizedWeight, read_quantized
+from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapters import base_parameters
@@ -27,32 +27,32 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 PLAIN_DTYPES = ("F32", "F16", "BF16")
 SAMPLE_BYTES = 4096
 _LAYOUTS = {"qfsdp": read_quantized, "bitsandbytes": read_bnb}
-"""`quantization_config.quant_method` of config.json -> who finds the packed weights."""
+"""`quant_method` of config.json -> the function that finds the quantized weights."""
 
 
 class ModelWeights:
-    """The base weights in a model folder, whatever way each of them is stored.
+    """The base weights of a model folder.
 
     Attributes:
-        folder: where they are.
-        files: all tensors in the folder.
-        packed: name -> the weights that are stored packed.
-        plain: name -> the others.
+        folder: its path.
+        files: all tensors of the folder.
+        quantized: name -> weight, of the weights that are stored quantized.
+        plain: name -> tensor, of all others.
 
     Raises:
-        UserError: what `SafetensorsFolder` raises, or a quantization that is not known.
+        UserError: see `SafetensorsFolder`; or the quantization method is unknown.
     """
 
     def __init__(self, folder: str | Path) -> None:
         self.files = SafetensorsFolder(folder)
         self.folder = self.files.folder
         config = self._quantization_config()
-        self.quantized: dict[str, QuantizedWeight] = {}
+        self.quantized: dict[str, StoredQuantizedWeight] = {}
         if config is not None:
             method = config.get("quant_method", "bitsandbytes")
             if method not in _LAYOUTS:
                 raise UserError(
-                    f"{self.folder / 'config.json'}: quant_method {method!r} is unknown; known: "
+                    f"{self.folder / 'config.json'}: quant_method {method!r}; expected "
                     f"{', '.join(_LAYOUTS)}, or weights that are not quantized"
                 )
             self.quantized = _LAYOUTS[method](self.files, config)
@@ -64,17 +64,17 @@ class ModelWeights:
         try:
             return json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
         except (OSError, ValueError, AttributeError):
-            return None  # DecoderConfig tells what is wrong with it
+            return None  # DecoderConfig reports the error
 
     @property
     def formats(self) -> dict[str, str]:
-        """Weight name -> format, of the weights that are stored packed."""
+        """Weight name -> format, of the weights that are stored quantized."""
         return {name: weight.format for name, weight in self.quantized.items()}
 
     @cached_property
     def fingerprint(self) -> str:
-        """Tells one model from another: a hash of names, types, shapes, and the first, middle and
-        last 4 KB of every tensor. A folder packed by us has that of what it was made from."""
+        """Identifies a model: a hash of names, dtypes, shapes, and the first, middle and last 4 KB
+        of every tensor. A folder that qfsdp quantized has the fingerprint of its source."""
         for weight in self.quantized.values():
             if weight.source_fingerprint:
                 return weight.source_fingerprint
@@ -89,10 +89,13 @@ class ModelWeights:
         return digest.hexdigest()
 
     def check(self, model: nn.Module) -> None:
-        """Raises `UserError` unless the folder holds exactly the base parameters of `model`.
+        """Checks that the folder holds exactly the base parameters of `model`.
 
         Rotary tables and the output layer of a tied model, which some checkpoints carry, are
-        computed or shared here, and passed over.
+        ignored: the model computes or shares them.
+
+        Raises:
+            UserError: a tensor is missing, unexpected, or has another shape or format.
         """
         expected = dict(base_parameters(model))
         for name, param in expected.items():
@@ -114,7 +117,7 @@ class ModelWeights:
         if stored.shape != shape:
             raise UserError(
                 f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; "
-                f"config.json means {list(shape)}"
+                f"expected {list(shape)}, as config.json says"
             )
         if stored.dtype not in PLAIN_DTYPES:
             raise UserError(
@@ -122,17 +125,17 @@ class ModelWeights:
                 f"{', '.join(PLAIN_DTYPES)}"
             )
 
-    def _check_quantized(self, weight: QuantizedWeight, param: nn.Parameter) -> None:
+    def _check_quantized(self, weight: StoredQuantizedWeight, param: nn.Parameter) -> None:
         if weight.shape != tuple(param.shape):
             raise UserError(
-                f"{weight.columns[0].file}: packed tensor {weight.name!r} has shape "
-                f"{list(weight.shape)}; config.json means {list(param.shape)}"
+                f"{weight.columns[0].file}: quantized tensor {weight.name!r} has shape "
+                f"{list(weight.shape)}; expected {list(param.shape)}, as config.json says"
             )
         local = local_part(param)
         if param.requires_grad:
-            return  # trained as numbers: the loader dequantizes it
+            return  # the loader dequantizes a trained weight
         if not isinstance(local, QuantizedTensor) or local.format != weight.format:
             raise UserError(
-                f"{weight.columns[0].file}: tensor {weight.name!r} is packed as "
+                f"{weight.columns[0].file}: tensor {weight.name!r} is quantized as "
                 f"{weight.format}; the model was not built for it"
             )

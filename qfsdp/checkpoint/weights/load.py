@@ -1,13 +1,8 @@
-"""Base weights into a sharded model, each rank reading its own rows only."""
+"""Fills the base weights of a sharded model; each rank reads only its own rows."""
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-import sys
-import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,9 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.qfsdp_layout import QuantizedWeight, local_columns
-from qfsdp.checkpoint.weights.read import DTYPES as STORED_DTYPES
-from qfsdp.checkpoint.weights.read import OpenFiles, Read, RowStream, StoredTensor
+from qfsdp.checkpoint.weights.huge_pages import use_huge_pages
+from qfsdp.checkpoint.weights.progress import Pieces, streamed
+from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
+from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles, Read, StoredTensor
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.sizes import parse_size
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
@@ -32,8 +28,6 @@ from qfsdp.tensor_subclasses.kernels.host_memory import return_freed_memory
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
-HUGE_PAGE_BYTES = 2 << 20
-
 
 @dataclass
 class ModelConfig:
@@ -42,10 +36,10 @@ class ModelConfig:
     Fields:
         path: a Hugging Face model folder (`config.json` and safetensors), a bitsandbytes 4-bit
             one, or one that `recipes/quantize` wrote.
-        dtype: what the model computes in, and what weights that are not packed are held in.
-            Adapters and the optimizer are fp32 always. Files may be in any dtype.
-        quantize_cache: a folder, seen by all ranks, that keeps the packed weights of the first
-            run for all later ones; null: quantize every time.
+        dtype: the compute dtype, and the dtype of weights that are not quantized. Adapters and
+            the optimizer are always fp32. The files may have any dtype.
+        quantize_cache: a folder that all ranks see; the first run writes its quantized weights
+            there and later runs load them. null: quantize in every run.
     """
 
     path: str
@@ -66,27 +60,27 @@ def load_base(
     sharding: ShardingConfig | None = None,
     progress: bool = False,
 ) -> None:
-    """Gives `model` storage and fills its base parameters.
+    """Gives `model` storage and fills its base parameters; adapters are left unset.
 
-    One tensor after another: a rank reads its own rows in pieces, moves them, quantizes them
-    where the parameter is packed and the file's is not, and writes them into its shard, while the
-    next pieces are read. Above the shards it holds three pieces of 16 MB and what quantizing
-    one takes; ranks exchange nothing but the scales of weights that they quantize. Adapters are
-    left unset.
+    A rank reads its own rows of one tensor after the other, in pieces, while it processes the
+    pieces before: it moves them to their device, quantizes them if the parameter is quantized and
+    the stored weight is not, and writes them into its shard. Besides the shards this takes three
+    pieces of 16 MB and the memory of quantizing one weight. Ranks exchange only the scales of
+    weights that they quantize.
 
     Args:
-        model: built on the meta device, adapted, packed and sharded already.
+        model: on the meta device; adapted, quantized and sharded.
         source: weights of the same architecture.
-        device: this rank's, where weights are quantized.
-        sharding: that `model` was sharded with: where parameters are held. What stays on disk is
-            not read, and waits in a ring for its first use. With the base elsewhere this process
-            gives memory that it frees back to the system from here on.
-        progress: show a bar (or, where standard error is no terminal, a line at the end).
+        device: this rank's device, where weights are quantized.
+        sharding: the config that `model` was sharded with. Weights that stay on disk are not read
+            here; a ring reads them ahead of use. If the base is offloaded, this process returns
+            freed memory to the system from here on.
+        progress: show a bar, or one line at the end where standard error is no terminal.
 
     Raises:
-        UserError: the weights are not this model's (`ModelWeights.check`), a file is truncated,
-            or a weight holds NaN or infinity; or what is to stay on disk is not stored as it is
-            held (`check_disk`), or needs more than `sharding.ring_memory`.
+        UserError: the weights do not fit the model (`ModelWeights.check`), a file is truncated, a
+            weight holds NaN or infinity, or the base cannot stay on disk (`check_disk`, or
+            `sharding.ring_memory` is too small).
     """
     sharding = sharding or ShardingConfig()
     source.check(model)
@@ -98,24 +92,144 @@ def load_base(
         _leave_on_disk(model, source, parse_size(sharding.ring_memory))
     params = list(base_parameters(model))
     for _, param in params:
-        use_huge_pages(local_part(param))
+        local = local_part(param)
+        use_huge_pages(local.qdata if isinstance(local, QuantizedTensor) else local)
     reads = [read for name, param in params for read in _reads(source, name, param, device)]
     with streamed(reads, progress) as pieces:
         for name, param in params:
-            local = local_part(param)
             try:
-                if isinstance(local, QuantizedTensor) and isinstance(local.store, DiskStore):
-                    fill_metadata(local, source, name)
-                elif isinstance(local, QuantizedTensor) and name in source.quantized:
-                    fill_quantized(local, source, source.quantized[name], pieces)
-                elif isinstance(local, QuantizedTensor):
-                    local.quantize_(next(pieces), name, partial(gather_rows, param))
-                elif name in source.quantized:
-                    _fill_dequantized(local, local_rows(param), source, name, pieces)
-                else:
-                    _fill_plain(local, name, next(pieces))
+                _fill(param, name, source, pieces)
             except ValueError as error:
                 raise UserError(f"{source.folder}: {error}") from None
+
+
+def _reads(
+    source: ModelWeights, name: str, param: nn.Parameter, device: torch.device
+) -> list[Read]:
+    """The reads for this rank's rows of a parameter.
+
+    Bytes that the shard holds unchanged are read straight into a shard on the CPU.
+    """
+    local, held = local_part(param), local_rows(param)
+    rows = range(held.start, held.stop)
+    if isinstance(local, QuantizedTensor) and isinstance(local.store, DiskStore):
+        return []
+    if (weight := source.quantized.get(name)) is not None:
+        qdata = local.qdata if isinstance(local, QuantizedTensor) else None
+        where = (local if qdata is None else qdata).device
+        into = qdata if len(weight.columns) == 1 and where.type == "cpu" else None
+        return [Read(column, rows, where, into) for column in weight.columns]
+    stored = source.plain[name]
+    if isinstance(local, QuantizedTensor):
+        return [Read(stored, rows, device)]
+    direct = STORED_DTYPES[stored.dtype] == local.dtype and local.device.type == "cpu"
+    return [Read(stored, rows, local.device, local if direct else None)]
+
+
+def _fill(param: nn.Parameter, name: str, source: ModelWeights, pieces: Pieces) -> None:
+    """Fills this rank's rows of a parameter from the pieces of its `_reads`."""
+    local, weight = local_part(param), source.quantized.get(name)
+    if isinstance(local, QuantizedTensor):
+        if isinstance(local.store, DiskStore):
+            if weight is not None:
+                _fill_metadata(local, source, weight)
+        elif weight is not None:
+            fill_quantized(local, source, weight, pieces)
+        else:
+            local.quantize_(next(pieces), name, partial(gather_rows, param))
+    elif weight is not None:
+        _fill_dequantized(local, local_rows(param), source, weight, pieces)
+    else:
+        for piece in _copied_pieces(local, next(pieces)):
+            check_finite(name, piece)
+
+
+def fill_quantized(
+    local: QuantizedTensor, source: ModelWeights, weight: StoredQuantizedWeight, pieces: Pieces
+) -> None:
+    """Fills rows of a quantized tensor with the stored bytes.
+
+    Args:
+        pieces: for each column of the weight, the pieces of these rows.
+
+    Raises:
+        ValueError: its scales hold NaN or infinity.
+    """
+    for into in local.qdata.split([column.row_bytes for column in weight.columns], dim=1):
+        for _ in _copied_pieces(into, next(pieces)):
+            pass
+    _fill_metadata(local, source, weight)
+
+
+def _fill_metadata(
+    local: QuantizedTensor, source: ModelWeights, weight: StoredQuantizedWeight
+) -> None:
+    for tensor, stored in zip(local.metadata, weight.metadata, strict=True):
+        if isinstance(stored, StoredTensor):
+            tensor.copy_(source.files.read(stored))
+        else:
+            tensor.fill_(stored)
+        if not torch.isfinite(tensor).all():
+            raise ValueError(f"{weight.name}: its scales hold NaN or infinity")
+
+
+def _fill_dequantized(
+    local: Tensor, rows: slice, source: ModelWeights, weight: StoredQuantizedWeight, pieces: Pieces
+) -> None:
+    """Fills these rows of a trained parameter from a weight that is stored quantized."""
+    height, width = weight.shape
+    whole = FORMATS[weight.format].empty(height, width, local.dtype, "meta")
+    quantized = torch.empty_like(whole[rows], device=local.device)
+    assert isinstance(quantized, QuantizedTensor)
+    fill_quantized(quantized, source, weight, pieces)
+    local.copy_(quantized.dequantize())
+
+
+def _copied_pieces(into: Tensor, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+    """Copies consecutive pieces into the rows of `into`, and yields those rows."""
+    at = 0
+    for piece in pieces:
+        rows = into[at : at + len(piece)]
+        if piece.data_ptr() != rows.data_ptr():  # else it was read there
+            rows.copy_(piece)
+        at += len(piece)
+        yield rows
+
+
+def check_finite(name: str, values: Tensor) -> None:
+    """Raises ValueError if one of the numbers is NaN or infinite."""
+    if values.numel() and not torch.isfinite(torch.stack(values.aminmax())).all():
+        raise ValueError(f"{name}: holds NaN or infinity")
+
+
+# ---- weights that stay on disk -------------------------------------------------------------------
+
+
+def check_disk(model: Decoder, source: ModelWeights) -> None:
+    """Checks that the offloaded weights are stored as the bytes that the model holds: the frozen
+    linears of the layers, and `lm_head` if it is quantized.
+
+    Raises:
+        UserError: one is not.
+    """
+    for name, param in base_parameters(model):
+        local, plain = local_part(param), source.plain.get(name)
+        offloaded = name.endswith("_proj.weight") and not param.requires_grad
+        if not offloaded and not isinstance(local, QuantizedTensor):
+            continue
+        if isinstance(local, QuantizedTensor) and local.format != PlainRows.format:
+            weight = source.quantized.get(name)
+            if weight is None or len(weight.columns) != 1:
+                raise UserError(
+                    f"sharding.offload_base: 'disk' reads quantized bytes from model.path, and "
+                    f"{source.folder} does not have them of {name!r}; write them once with `tune "
+                    "run recipes/quantize`, or set model.quantize_cache"
+                )
+        elif plain is None or STORED_DTYPES.get(plain.dtype) != param.dtype:
+            raise UserError(
+                f"sharding.offload_base: 'disk' reads weights as they are stored, and {name!r} in "
+                f"{source.folder} is not {param.dtype}; set model.dtype to what is stored"
+            )
 
 
 def _leave_on_disk(model: Decoder, source: ModelWeights, memory: int) -> None:
@@ -131,180 +245,3 @@ def _leave_on_disk(model: Decoder, source: ModelWeights, memory: int) -> None:
             rows = FileRows(held.stop - held.start, stored.row_bytes, read_into)
             local.store.attach(ring, rows)
     ring.start()
-
-
-def check_disk(model: Decoder, source: ModelWeights) -> None:
-    """Raises UserError unless `source` has the weights that are offloaded as the bytes that are
-    held: those of the layers' linears, and `lm_head` where it is packed."""
-    for name, param in base_parameters(model):
-        local, plain = local_part(param), source.plain.get(name)
-        offloaded = name.endswith("_proj.weight") and not param.requires_grad
-        if not offloaded and not isinstance(local, QuantizedTensor):
-            continue
-        if isinstance(local, QuantizedTensor) and local.format != PlainRows.format:
-            if len(getattr(source.quantized.get(name), "columns", "no")) != 1:
-                raise UserError(
-                    f"sharding.offload_base: 'disk' reads packed bytes from model.path, and "
-                    f"{source.folder} does not have them of {name!r}; write them once with `tune "
-                    "run recipes/quantize`, or set model.quantize_cache"
-                )
-        elif plain is None or STORED_DTYPES.get(plain.dtype) != param.dtype:
-            raise UserError(
-                f"sharding.offload_base: 'disk' reads weights as they are stored, and {name!r} in "
-                f"{source.folder} is not {param.dtype}; set model.dtype to what is stored"
-            )
-
-
-def _reads(
-    source: ModelWeights, name: str, param: nn.Parameter, device: torch.device
-) -> list[Read]:
-    """What is to be read for this rank's part of a parameter, and where to.
-
-    Whatever is stored as it is held goes straight into a shard on the CPU.
-    """
-    local, held = local_part(param), local_rows(param)
-    rows = range(held.start, held.stop)
-    if isinstance(local, QuantizedTensor) and isinstance(local.store, DiskStore):
-        return []
-    if (weight := source.quantized.get(name)) is not None:
-        packed = local.qdata if isinstance(local, QuantizedTensor) else None
-        where = (local if packed is None else packed).device
-        into = packed if len(weight.columns) == 1 and where.type == "cpu" else None
-        return [Read(column, rows, where, into) for column in weight.columns]
-    stored = source.plain[name]
-    if isinstance(local, QuantizedTensor):
-        return [Read(stored, rows, device)]
-    direct = STORED_DTYPES[stored.dtype] == local.dtype and local.device.type == "cpu"
-    return [Read(stored, rows, local.device, local if direct else None)]
-
-
-def fill_quantized(
-    local: QuantizedTensor,
-    source: ModelWeights,
-    weight: QuantizedWeight,
-    pieces: Iterator[Iterator[Tensor]],
-) -> None:
-    """Fills rows of a weight with the bytes that are stored of it.
-
-    Args:
-        pieces: for each of the weight's columns, the pieces of these rows.
-
-    Raises:
-        ValueError: its scales hold NaN or infinity.
-    """
-    for into in local_columns(weight, local.qdata):
-        for _ in _copy_pieces(into, next(pieces)):
-            pass
-    fill_metadata(local, source, weight.name)
-
-
-def fill_metadata(local: QuantizedTensor, source: ModelWeights, name: str) -> None:
-    """Fills the extras of a weight that is stored packed; any other has none.
-
-    Raises:
-        ValueError: they hold NaN or infinity.
-    """
-    stored_extras = source.quantized[name].metadata if name in source.quantized else []
-    for extra, stored in zip(local.metadata, stored_extras, strict=True):
-        if isinstance(stored, StoredTensor):
-            extra.copy_(source.files.read(stored))
-        else:
-            extra.fill_(stored)
-        if not torch.isfinite(extra).all():
-            raise ValueError(f"{name}: its scales hold NaN or infinity")
-
-
-def _fill_dequantized(
-    local: Tensor, rows: slice, source: ModelWeights, name: str, pieces: Iterator[Iterator[Tensor]]
-) -> None:
-    """Fills these rows of a weight that is trained, but stored packed."""
-    weight = source.quantized[name]
-    height, width = weight.shape
-    whole = FORMATS[weight.format].empty(height, width, local.dtype, "meta")
-    packed = torch.empty_like(whole[rows], device=local.device)
-    assert isinstance(packed, QuantizedTensor)
-    fill_quantized(packed, source, weight, pieces)
-    local.copy_(packed.dequantize())
-
-
-def _fill_plain(local: Tensor, name: str, pieces: Iterator[Tensor]) -> None:
-    for piece in _copy_pieces(local, pieces):
-        check_finite(name, piece)
-
-
-def check_finite(name: str, values: Tensor) -> None:
-    """Raises ValueError if one of the numbers is NaN or infinite."""
-    if values.numel() and not torch.isfinite(torch.stack(values.aminmax())).all():
-        raise ValueError(f"{name}: holds NaN or infinity")
-
-
-def _copy_pieces(into: Tensor, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-    at = 0
-    for piece in pieces:
-        rows = into[at : at + len(piece)]
-        if piece.data_ptr() != rows.data_ptr():
-            rows.copy_(piece)
-        at += len(piece)
-        yield rows
-
-
-def use_huge_pages(local: Tensor) -> None:
-    """Asks for 2 MB pages below a large shard in host memory.
-
-    The first write to fresh memory costs a page fault for every page: a file in the page cache
-    was read into 4 KB pages at 2.5 GB/s and into 2 MB pages at 12 GB/s.
-    """
-    data = local.qdata if isinstance(local, QuantizedTensor) else local
-    size = data.untyped_storage().nbytes()  # one byte, where it stands for rows on disk
-    if data.device.type != "cpu" or size < 2 * HUGE_PAGE_BYTES or sys.platform != "linux":
-        return
-    start = -(-data.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    length = data.data_ptr() + size - start
-    advice = mmap.MADV_HUGEPAGE
-    ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(length), advice)  # a hint
-
-
-@contextmanager
-def streamed(reads: Sequence[Read], progress: bool) -> Iterator[Iterator[Iterator[Tensor]]]:
-    """For each entry the iterator over its pieces, read ahead (`RowStream`) and counted."""
-    with RowStream(reads) as stream, Progress(sum(r.size for r in reads), progress) as bar:
-        yield (bar.count(stream.next_read()) for _ in reads)
-
-
-class Progress:
-    """Bytes read by this rank: a bar with rate and time left, or one line at the end."""
-
-    def __init__(self, total: int, shown: bool) -> None:
-        self._total, self._shown = total, shown
-        self._since = time.perf_counter()
-        self._bar = None
-        if shown and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total,
-                desc="loading",
-                unit="B",
-                unit_scale=True,
-                dynamic_ncols=True,
-                leave=False,
-            )
-
-    def __enter__(self) -> Progress:
-        return self
-
-    def __exit__(self, error: type | None, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
-        if self._shown and error is None:
-            seconds = max(time.perf_counter() - self._since, 1e-9)
-            rate = self._total / 1e6 / seconds
-            size = f"{self._total / 2**30:.2f} GiB in {seconds:.1f} s"
-            print(f"loaded {size} ({rate:.0f} MB/s per rank)", file=sys.stderr, flush=True)
-
-    def count(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
-        """The same pieces, counted as they pass."""
-        for piece in pieces:
-            yield piece
-            if self._bar is not None:
-                self._bar.update(piece.numel() * piece.element_size())

@@ -1,25 +1,21 @@
-"""Folding LoRA, DoRA or IA3 into the weights: a model folder that needs no adapter.
+"""Merges LoRA, DoRA or IA3 adapters into the weights: a model folder that needs no adapter.
 
     W' = W + s B A                               LoRA
     W' = magnitude / norm * (W + s B A)          DoRA; norm: of each row of W + s B A
     W' = l * W, and bias' = l * bias             IA3 of the outputs; l: one factor per row
     W' = W * l                                   IA3 of the inputs; l: one factor per column
 
-W is the weight that training multiplied by: dequantized where it was packed. All of it is
-computed in fp32 and rounded once.
-
-Streamed: rows are read, merged and written some megabytes at a time; what is held whole of a
-weight is its packed bytes, where it has any. `config.json` comes last: an interrupted merge is no
-model folder.
+W is the weight that training multiplied by: dequantized if it was quantized. The merge is computed
+in fp32 and rounded once. Rows are read, merged and written some megabytes at a time; only a
+quantized weight's bytes are held as a whole.
 """
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -38,20 +34,25 @@ from qfsdp.checkpoint.adapter_files import (
     read_adapter_header,
 )
 from qfsdp.checkpoint.weights.bnb_layout import bnb_config, bnb_group, write_bnb
+from qfsdp.checkpoint.weights.convert import (
+    WeightConversion,
+    compute_rows,
+    convert_folder,
+    plain_config,
+    read_as_quantized,
+    whole_reads,
+)
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.load import check_finite, fill_quantized, streamed
-from qfsdp.checkpoint.weights.output_folder import write_model_folder
+from qfsdp.checkpoint.weights.load import check_finite
+from qfsdp.checkpoint.weights.output_folder import OutputFolder
+from qfsdp.checkpoint.weights.progress import Pieces
 from qfsdp.checkpoint.weights.quantize import quantized_model
-from qfsdp.checkpoint.weights.read import Read
 from qfsdp.checkpoint.weights.write import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
     Entry,
     Group,
-    PlannedFile,
     SafetensorsFile,
-    plan_files,
-    write_files,
 )
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
@@ -62,7 +63,6 @@ from qfsdp.tensor_subclasses.nf4 import BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 Requantize = Literal["none", "nf4-bnb"]
-CHUNK_WEIGHTS = 1 << 20  # merged at a time: fp32 temporaries of 4 MB
 HEAD = "lm_head.weight"
 EMBEDDINGS = "model.embed_tokens.weight"
 
@@ -70,14 +70,14 @@ EMBEDDINGS = "model.embed_tokens.weight"
 def merged_rows(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, magnitude: Tensor | None
 ) -> Tensor:
-    """Rows of a weight with its adapter folded in, fp32.
+    """Rows of a weight merged with their LoRA or DoRA adapter, fp32 `[n, in]`.
 
     Args:
         weight: `[n, in]`, rows of the base.
         a: fp32 `[rank, in]`.
         b: fp32 `[n, rank]`, the same rows.
-        scaling: of the product.
-        magnitude: fp32 `[n]`, the same rows of DoRA's, or None.
+        scaling: factor of B A.
+        magnitude: fp32 `[n]`, the same rows of DoRA's magnitude; None for LoRA.
     """
     merged = torch.addmm(weight.float(), b, a, alpha=scaling)
     if magnitude is None:
@@ -87,10 +87,10 @@ def merged_rows(
 
 
 def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
-    """Rows of a weight, `[n, in]`, or of a bias, `[n]`, with IA3's factors folded in, fp32.
+    """Rows of a weight `[n, in]` or of a bias `[n]` merged with IA3's factors, fp32.
 
     Args:
-        factors: fp32, of the same rows, `[n, 1]`, or of the inputs, `[1, in]`.
+        factors: fp32; `[n, 1]` for the same rows, or `[1, in]` for the inputs.
     """
     return rows.float() * (factors if rows.dim() == 2 else factors.squeeze(1))
 
@@ -100,12 +100,12 @@ class MergedWeight:
     """A weight of the merged model.
 
     Fields:
-        name: its own.
-        source: the base's that it is made from: its own too, but for an untied `lm_head`.
-        shape: of both.
-        held: the packed format in which training held it, or None.
-        written: the packed format in which it is written, or None.
-        adapted: whether an adapter is folded into it.
+        name: its name in the merged model.
+        source: its name in the base; differs only for an `lm_head` that was tied.
+        shape: its shape.
+        held: the quantized format in which training held it, or None.
+        written: the quantized format in which it is written, or None.
+        adapted: whether it has an adapter.
     """
 
     name: str
@@ -118,15 +118,16 @@ class MergedWeight:
 
 @dataclass(frozen=True)
 class Merge:
-    """What is folded into what, and how it is written.
+    """A base, an adapter, and how the merged model is written.
 
     Fields:
-        weights, quantization, base_dtype: the base, what was packed of it in training, and what
-            the rest was held in (`model.dtype`).
-        adapter: its folder, in PEFT's format.
-        dtype: what is written.
-        requantize: "nf4-bnb": the weights that `quantization` means are written as bitsandbytes'
-            NF4; those in NF4 without an adapter keep the very bytes that they have.
+        weights: the base.
+        quantization: of the base in training.
+        base_dtype: of the other base weights in training (`model.dtype`).
+        adapter: a folder in PEFT's format.
+        dtype: of the written weights.
+        requantize: "nf4-bnb" writes the weights that `quantization` targets as bitsandbytes' NF4;
+            those in NF4 without an adapter keep their bytes.
     """
 
     weights: ModelWeights
@@ -140,8 +141,8 @@ class Merge:
         """The weights of the merged model. Reads headers only.
 
         Raises:
-            UserError: the base or the adapter is not what it should be, they are not of one
-                model, or a weight cannot be written as asked.
+            UserError: the base or the adapter is broken, they belong to different models, or a
+                weight cannot be written as `requantize` asks.
         """
         model = quantized_model(self.weights, self.quantization)
         self.weights.check(model)
@@ -156,7 +157,7 @@ class Merge:
                 adapted.add(f"{name}.bias")
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
         sources = {name: name for name in shapes}
-        if HEAD in adapted and HEAD not in shapes:  # tied: the embeddings stay as they are
+        if HEAD in adapted and HEAD not in shapes:  # tied: the embeddings are not merged
             sources[HEAD], shapes[HEAD] = EMBEDDINGS, shapes[EMBEDDINGS]
         written: dict[str, str] = {}
         if self.requantize == "nf4-bnb":
@@ -170,102 +171,54 @@ class Merge:
         for weight in plan:
             if weight.written is not None and weight.shape[1] % BLOCK:
                 raise UserError(
-                    f"requantize: bitsandbytes packs whole blocks of {BLOCK} in a row, and "
-                    f"{weight.name!r} has {weight.shape[1]} columns; requantize=none is right"
+                    f"requantize: nf4-bnb stores whole blocks of {BLOCK} columns, and "
+                    f"{weight.name!r} has {weight.shape[1]} columns; expected requantize=none"
                 )
         return plan
 
     def write(self, folder: Path, world: World, max_file_bytes: int = MAX_FILE_BYTES) -> None:
-        """Writes the merged model. Every rank must call it; each writes a part of the files.
+        """Writes the merged model. Every rank must call it; each rank writes a part of the files.
 
         Raises:
-            UserError: as `plan`; `folder` is not empty, is being written by another process or
-                cannot be written; or a weight holds NaN or infinity.
+            UserError: see `plan` and `convert_folder`.
         """
         plan = self.plan()
-        files = plan_files({weight.name: self._group(weight) for weight in plan}, max_file_bytes)
-        by_name = {weight.name: weight for weight in plan}
-        write_model_folder(
-            folder,
-            files,
-            lambda mine: self._write_files(folder, by_name, mine, world),
-            self.weights.folder,
-            lambda: self._model_config(plan),
-            world,
+        conversions = {weight.name: self._conversion(weight, world.device) for weight in plan}
+        config = self._model_config(plan)
+        convert_folder(
+            conversions, self.weights, OutputFolder(folder), config, world, max_file_bytes
         )
 
-    def _group(self, weight: MergedWeight) -> Group:
-        """The tensors that a weight becomes."""
+    def _conversion(self, weight: MergedWeight, device: torch.device) -> WeightConversion:
+        tensors: Group = {weight.name: Entry(DTYPE_NAMES[self.dtype], weight.shape)}
         if weight.written is not None:
-            return bnb_group(weight.name, weight.written, *weight.shape)
-        return {weight.name: Entry(DTYPE_NAMES[self.dtype], weight.shape)}
-
-    def _write_files(
-        self,
-        folder: Path,
-        plan: dict[str, MergedWeight],
-        files: list[PlannedFile],
-        world: World,
-    ) -> None:
-        names = [name for file in files for name in file.groups]
-        reads = [read for name in names for read in self._reads(plan[name], world.device)]
-        shown = world.rank == 0 and bool(files)
-        with streamed(reads, shown) as pieces:
-            try:
-                for _ in write_files(
-                    folder,
-                    files,
-                    lambda name, file: self._write_weight(plan[name], pieces, file, world.device),
-                ):
-                    pass
-            except ValueError as error:
-                raise UserError(f"{self.weights.folder}: {error}") from None
-
-    def _reads(self, weight: MergedWeight, device: torch.device) -> list[Read]:
-        return whole_reads(self.weights, weight.source, device)
+            tensors = bnb_group(weight.name, weight.written, *weight.shape)
+        reads = whole_reads(self.weights, weight.source, device)
+        return WeightConversion(tensors, reads, partial(self._write_weight, weight, device))
 
     def _write_weight(
-        self,
-        weight: MergedWeight,
-        pieces: Iterator[Iterator[Tensor]],
-        file: SafetensorsFile,
-        device: torch.device,
+        self, weight: MergedWeight, device: torch.device, file: SafetensorsFile, pieces: Pieces
     ) -> None:
-        held = self._held(weight, pieces, device)
-        if (
-            isinstance(held, QuantizedTensor)
-            and held.format == weight.written
-            and not weight.adapted
-        ):
-            return write_bnb(file, weight.name, held)
-        rows = in_chunks(weight.name, held, self.base_dtype)
+        held: QuantizedTensor | Iterator[Tensor]  # the base's weight as training held it
+        if weight.held is None:
+            held = next(pieces)
+        else:
+            name, format = weight.source, weight.held
+            held = read_as_quantized(self.weights, name, format, self.dtype, device, pieces)
+            if format == weight.written and not weight.adapted:
+                return write_bnb(file, weight.name, held)
+        rows = compute_rows(weight.name, held, self.base_dtype)
         if weight.adapted:
             rows = self._merged(weight.name, rows, device)
-        if weight.written is not None:
-            packed = self._empty(weight, weight.written, device)
-            packed.quantize_(rows, weight.name)
-            return write_bnb(file, weight.name, packed)
-        file.write_pieces(weight.name, (chunk.to(self.dtype) for chunk in rows))
-
-    def _held(
-        self, weight: MergedWeight, pieces: Iterator[Iterator[Tensor]], device: torch.device
-    ) -> QuantizedTensor | Iterator[Tensor]:
-        """The base's weight as training held it: packed, or pieces of its rows."""
-        if weight.held is None:
-            return next(pieces)
-        packed = self._empty(weight, weight.held, device)
-        if (stored := self.weights.quantized.get(weight.source)) is not None:
-            fill_quantized(packed, self.weights, stored, pieces)
-        else:
-            packed.quantize_(next(pieces), weight.name)
-        return packed
-
-    def _empty(self, weight: MergedWeight, format: str, device: torch.device) -> QuantizedTensor:
-        rows, cols = weight.shape
-        return FORMATS[format].empty(rows, cols, self.dtype, device)
+        if weight.written is None:
+            return file.write_pieces(weight.name, (chunk.to(self.dtype) for chunk in rows))
+        height, width = weight.shape
+        quantized = FORMATS[weight.written].empty(height, width, self.dtype, device)
+        quantized.quantize_(rows, weight.name)
+        write_bnb(file, weight.name, quantized)
 
     def _merged(self, name: str, rows: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
-        """These rows, which are all of a weight's, with its adapter folded in."""
+        """All rows of a weight, merged with its adapter."""
         stem, found = f"base_model.model.{name.rpartition('.')[0]}", self._adapter_tensors
         with safe_open(self.adapter / WEIGHTS_FILE, framework="pt") as file:
             tensors = {
@@ -273,7 +226,7 @@ class Merge:
                 for field, peft_field in PEFT_FIELDS.items()
                 if (key := f"{stem}.{peft_field}") in found
             }
-        # Of A and of factors of the inputs every row needs all.
+        # Every row needs all of A, and all factors of the inputs.
         whole = {n for n, t in tensors.items() if n == "lora_A" or (n == "ia3_l" and len(t) == 1)}
         at = 0
         for chunk in rows:
@@ -310,52 +263,17 @@ class Merge:
 
 
 def _formats(model: Decoder) -> dict[str, str]:
-    """Weight name -> format, of the packed weights of a model."""
+    """Weight name -> format, of the quantized weights of a model."""
     params = {name: param.data for name, param in model.named_parameters()}
     return {name: data.format for name, data in params.items() if isinstance(data, QuantizedTensor)}
 
 
-def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
-    """The `config.json` of a model folder, for weights that are all plain and of `dtype`."""
-    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
-    for key in ("quantization_config", "dtype"):
-        config.pop(key, None)
-    return config | {"torch_dtype": str(dtype).removeprefix("torch.")}  # any version reads it
-
-
-def whole_reads(weights: ModelWeights, name: str, device: torch.device) -> list[Read]:
-    """What is read for all rows of a weight, as it is stored: one per column of a packed one."""
-    packed = weights.quantized.get(name)
-    stored = [weights.plain[name]] if packed is None else packed.columns
-    return [Read(tensor, range(tensor.rows), device) for tensor in stored]
-
-
-def in_chunks(
-    name: str, held: QuantizedTensor | Iterator[Tensor], dtype: torch.dtype
-) -> Iterator[Tensor]:
-    """The numbers that training multiplied by, some rows at a time.
-
-    Those of a plain weight are rounded to `dtype`, in which training held them.
-    """
-    if isinstance(held, QuantizedTensor):
-        step = max(1, CHUNK_WEIGHTS // held.size(1))
-        for start in range(0, held.size(0), step):
-            chunk = held[start : start + step]
-            assert isinstance(chunk, QuantizedTensor)
-            yield chunk.dequantize(torch.float32)
-        return
-    for piece in held:
-        check_finite(name, piece)
-        step = max(1, CHUNK_WEIGHTS // max(1, piece[:1].numel()))
-        for chunk in piece.split(step) if len(piece) else [piece]:
-            yield chunk.to(dtype)
-
-
 def warn_of_another_base(adapter: Path, base: Mapping[str, Any]) -> None:
-    """Tells on standard error where the run that trained an adapter had another base.
+    """Warns on standard error if the run that trained an adapter had another base.
 
-    A run leaves its config beside its adapter; of adapters from elsewhere nothing is known. It is
-    no error: some fold what was trained over 4-bit weights into those in full precision.
+    A run's folder holds its config next to `adapter/`; for other adapters nothing is known. This
+    is no error: some users merge an adapter that was trained over 4-bit weights into the weights
+    in full precision.
 
     Args:
         base: config key -> value, of this merge.

@@ -1,22 +1,25 @@
-"""A new model folder: ranks share its files out, and it is no model before all are there.
+"""The folder that a conversion writes: no model until it is complete.
 
-A marker lies in the folder while it is written, and `config.json` comes last.
+A marker file lies in the folder while it is written. `OutputFolder` starts over after an
+interruption; `ResumableFolder` keeps the files that are complete.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import nullcontext
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
+from qfsdp.checkpoint.lock import LOCK_FILE
+from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.read import INDEX
-from qfsdp.checkpoint.weights.write import PlannedFile, copy_companions, write_index, write_json
+from qfsdp.checkpoint.weights.write import PlannedFile, is_complete, sha256, write_json
 from qfsdp.cli.errors import UserError
-from qfsdp.distributed.world import World
 
-BEGUN = "qfsdp_model.begun"  # the folder was begun, and is not finished
+BEGUN = "qfsdp_model.begun"
+RESUMABLE_BEGUN = MANIFEST + ".begun"
 
 
 def check_output(folder: Path) -> None:
@@ -28,44 +31,91 @@ def check_output(folder: Path) -> None:
         raise UserError(f"output_dir: '{folder}' is not empty; name a new folder")
 
 
-def write_model_folder(
-    folder: Path,
-    files: list[PlannedFile],
-    write: Callable[[list[PlannedFile]], None],
-    source: Path,
-    config: Callable[[], dict[str, Any]],
-    world: World,
-) -> None:
-    """Writes a model folder. Every rank must call it, and see `folder`; each writes a part of the
-    files. What an interrupted call left there, maybe of another model, is removed first.
+@dataclass(frozen=True)
+class OutputFolder:
+    """A folder that is written anew after an interruption.
 
-    Args:
-        folder: new, or begun by such a call.
-        files: all of them.
-        write: writes the files that it is given to `folder`.
-        source: the model folder from which tokenizer and other companions are copied.
-        config: makes `config.json`; called by rank 0, last.
-
-    Raises:
-        UserError: `folder` holds something else, is being written by another process or cannot be
-            written.
+    Fields:
+        path: a new folder, or one that an interrupted conversion left.
+        key: the config key that names it, for messages.
     """
-    with FolderLock(folder, "output_dir") if world.rank == 0 else nullcontext():
-        if world.rank == 0:
-            _begin(folder)
-        world.gather(None)  # no rank writes before the folder is there
-        write(files[world.rank :: world.size])
-        world.gather(None)  # nor is it complete before all of them have written
-        if world.rank == 0:
-            copy_companions(source, folder)
-            write_index(folder, files)
-            write_json(folder / "config.json", config())
-            (folder / BEGUN).unlink()
+
+    path: Path
+    key: str = "output_dir"
+
+    def begin(self) -> dict[str, str]:
+        """Prepares the folder; rank 0 calls it with the folder locked.
+
+        Returns:
+            File name -> SHA-256, where an earlier conversion recorded them.
+
+        Raises:
+            UserError: the folder holds something else.
+        """
+        check_output(self.path)
+        write_json(self.path / BEGUN, {})
+        left = [*self.path.glob("*.partial"), *self.path.glob("model*.safetensors")]
+        for file in (self.path / "config.json", self.path / INDEX, *left):
+            file.unlink(missing_ok=True)
+        return {}
+
+    def is_done(self, planned: PlannedFile, checksum: str | None) -> bool:
+        """Whether the file is there already and need not be written."""
+        return False
+
+    def checksums(self, files: Sequence[PlannedFile]) -> dict[str, str]:
+        """File name -> SHA-256 of written files, if the folder records them."""
+        return {}
+
+    def finish(self, checksums: dict[str, str]) -> None:
+        """Marks the folder as complete; rank 0 calls it after everything else is written."""
+        (self.path / BEGUN).unlink()
 
 
-def _begin(folder: Path) -> None:
-    check_output(folder)
-    write_json(folder / BEGUN, {})
-    left = [*folder.glob("*.partial"), *folder.glob("model*.safetensors")]
-    for file in (folder / "config.json", folder / INDEX, *left):
-        file.unlink(missing_ok=True)
+@dataclass(frozen=True)
+class ResumableFolder(OutputFolder):
+    """A folder that the same conversion finishes after an interruption.
+
+    Its manifest records the settings, the weights and the files' SHA-256. A conversion into a
+    finished folder writes the files again whose SHA-256 differs.
+
+    Fields:
+        settings: what the conversion is made from and how; they must equal those of the
+            interrupted conversion.
+        weights: the manifest's entry for every quantized weight.
+    """
+
+    settings: dict[str, Any] = field(default_factory=dict)
+    weights: dict[str, Any] = field(default_factory=dict)
+
+    def begin(self) -> dict[str, str]:
+        found = [self.path / name for name in (RESUMABLE_BEGUN, MANIFEST)]
+        file = next((file for file in found if file.is_file()), None)
+        if file is None:
+            if any(entry.name != LOCK_FILE for entry in self.path.iterdir()):
+                raise UserError(f"{self.key}: '{self.path}' is not empty; name a new folder")
+            write_json(self.path / RESUMABLE_BEGUN, self.settings)
+            return {}
+        earlier = json.loads(file.read_text())
+        for setting in self.settings:
+            was, now = earlier.get(setting), self.settings[setting]
+            if setting == "source":  # the path may differ
+                was, now = was["fingerprint"], now["fingerprint"]
+            if was != now:
+                raise UserError(
+                    f"{self.key}: '{self.path}' was made with another {setting} ({was!r}, now "
+                    f"{now!r}); remove it or name another folder"
+                )
+        return earlier.get("files", {})
+
+    def is_done(self, planned: PlannedFile, checksum: str | None) -> bool:
+        file = self.path / planned.name
+        return is_complete(file, planned) and (checksum is None or sha256(file) == checksum)
+
+    def checksums(self, files: Sequence[PlannedFile]) -> dict[str, str]:
+        return {file.name: sha256(self.path / file.name) for file in files}
+
+    def finish(self, checksums: dict[str, str]) -> None:
+        manifest = self.settings | {"weights": self.weights, "files": checksums}
+        write_json(self.path / MANIFEST, manifest)
+        (self.path / RESUMABLE_BEGUN).unlink(missing_ok=True)

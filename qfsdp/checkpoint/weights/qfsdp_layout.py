@@ -1,12 +1,12 @@
-"""qfsdp's own layout of packed weights on disk: a row of bytes is a row of the file.
+"""qfsdp's layout of quantized weights on disk: a row of bytes is a row of the file.
 
-docs/internals/quantized-folders.md describes it. For a packed weight NAME of `[rows, cols]`:
+docs/internals/quantized-folders.md describes it. For a quantized weight NAME of `[rows, cols]`:
 
-    NAME            U8  [rows, row_bytes]    exactly what `QuantizedTensor.qdata` holds
-    NAME.<extra>    F32                      its metadata, by the format's `metadata_names`
+    NAME              U8  [rows, row_bytes]    the bytes of `QuantizedTensor.qdata`
+    NAME.<metadata>   F32                      its metadata, by the format's `metadata_names`
 
-so any rank's shard of it is one contiguous range of one file. All other tensors are as in the
-source. `qfsdp_packed.json` beside them names the packed weights, the source, and checksums.
+so every rank's shard is one contiguous range of one file. All other tensors are as in the source.
+The manifest `qfsdp_packed.json` lists the quantized weights, the source, and checksums.
 """
 
 from __future__ import annotations
@@ -15,8 +15,6 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
-
-from torch import Tensor
 
 from qfsdp.checkpoint.weights.read import SafetensorsFolder, StoredTensor
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
@@ -28,15 +26,15 @@ VERSION = 1
 
 
 @dataclass(frozen=True)
-class QuantizedWeight:
-    """Where the bytes of a packed weight are, in any layout.
+class StoredQuantizedWeight:
+    """Where the bytes of a quantized weight are, in any layout.
 
     Fields:
         name, format, shape: of the weight.
-        columns: uint8 `[rows, n]` each; side by side they are the packed rows.
-        metadata: the metadata in the format's order, each a stored tensor or its value.
-        tensor_names: all tensors in the folder that belong to it.
-        source_fingerprint: of what it was packed from, where that is known.
+        columns: uint8 `[rows, n]` each; side by side they are the rows of `qdata`.
+        metadata: a stored tensor or a value each, in the format's order.
+        tensor_names: all tensors of the folder that belong to the weight.
+        source_fingerprint: of the model that it was quantized from, if known.
     """
 
     name: str
@@ -48,18 +46,20 @@ class QuantizedWeight:
     source_fingerprint: str = ""
 
 
-def read_quantized(files: SafetensorsFolder, config: dict[str, Any]) -> dict[str, QuantizedWeight]:
-    """The packed weights that the manifest of a folder lists.
+def read_quantized(
+    files: SafetensorsFolder, config: dict[str, Any]
+) -> dict[str, StoredQuantizedWeight]:
+    """The quantized weights that the manifest of a folder lists.
 
     Raises:
-        UserError: the manifest is missing or of another version, or a tensor is not as it says.
+        UserError: the manifest is missing or of another version, or contradicts a tensor.
     """
     manifest = read_manifest(files)
     found = {}
     for name, weight in manifest["weights"].items():
         rows, cols = weight["shape"]
         quantized_format = FORMATS[weight["format"]]
-        metadata = [f"{name}.{extra}" for extra in quantized_format.metadata_names]
+        metadata = [f"{name}.{field}" for field in quantized_format.metadata_names]
         expected = dict.fromkeys([name, *metadata])
         for tensor in expected:
             if tensor not in files.tensors:
@@ -68,14 +68,14 @@ def read_quantized(files: SafetensorsFolder, config: dict[str, Any]) -> dict[str
         if stored.dtype != "U8" or stored.shape != (rows, quantized_format.row_bytes(cols)):
             raise UserError(
                 f"{stored.file}: tensor {name!r} is {stored.dtype} {list(stored.shape)}; "
-                f"{MANIFEST} means U8 {[rows, quantized_format.row_bytes(cols)]}"
+                f"expected U8 {[rows, quantized_format.row_bytes(cols)]}, as {MANIFEST} says"
             )
-        found[name] = QuantizedWeight(
+        found[name] = StoredQuantizedWeight(
             name,
             weight["format"],
             (rows, cols),
             [stored],
-            [files.tensors[extra] for extra in metadata],
+            [files.tensors[tensor] for tensor in metadata],
             list(expected),
             manifest["source"]["fingerprint"],
         )
@@ -83,7 +83,11 @@ def read_quantized(files: SafetensorsFolder, config: dict[str, Any]) -> dict[str
 
 
 def read_manifest(files: SafetensorsFolder) -> dict[str, Any]:
-    """The manifest of a packed folder; raises UserError where it is not one of this version."""
+    """The manifest of a quantized folder.
+
+    Raises:
+        UserError: it is missing, broken or of another version.
+    """
     file = files.folder / MANIFEST
     try:
         manifest = json.loads(file.read_text())
@@ -98,28 +102,23 @@ def read_manifest(files: SafetensorsFolder) -> dict[str, Any]:
     for name, weight in manifest["weights"].items():
         if weight["format"] not in FORMATS:
             raise UserError(
-                f"{file}: {name!r} is packed as {weight['format']!r}; known: {', '.join(FORMATS)}"
+                f"{file}: format of {name!r}: {weight['format']!r}; expected {', '.join(FORMATS)}"
             )
     return manifest
 
 
 def quantized_group(name: str, format: str, rows: int, cols: int) -> Group:
-    """The tensors that a packed weight becomes in this layout."""
+    """The tensors that a quantized weight is stored as."""
     quantized_format = FORMATS[format]
     group = {name: Entry("U8", (rows, quantized_format.row_bytes(cols)))}
     shapes = quantized_format.metadata_shapes(rows, cols)
-    for extra, shape in zip(quantized_format.metadata_names, shapes, strict=True):
-        group[f"{name}.{extra}"] = Entry("F32", shape)
+    for field, shape in zip(quantized_format.metadata_names, shapes, strict=True):
+        group[f"{name}.{field}"] = Entry("F32", shape)
     return group
 
 
 def write_quantized(file: SafetensorsFile, name: str, weight: QuantizedTensor) -> None:
     """Writes the tensors of `quantized_group`."""
     file.write(name, weight.qdata)
-    for extra, value in zip(weight.metadata_names, weight.metadata, strict=True):
-        file.write(f"{name}.{extra}", value)
-
-
-def local_columns(weight: QuantizedWeight, packed: Tensor) -> list[Tensor]:
-    """The parts of packed rows `[n, row_bytes]` that the weight's columns fill, as views."""
-    return list(packed.split([column.row_bytes for column in weight.columns], dim=1))
+    for field, value in zip(weight.metadata_names, weight.metadata, strict=True):
+        file.write(f"{name}.{field}", value)

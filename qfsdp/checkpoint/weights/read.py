@@ -1,10 +1,9 @@
-"""Reading safetensors folders: headers first, then any rows of any tensor, ahead of their use.
+"""Reads safetensors folders: headers first, then any rows of any tensor, ahead of their use.
 
 A safetensors file (https://github.com/huggingface/safetensors) is a length, a JSON header and the
-tensors' bytes one after another, so rows of a tensor are a contiguous range of the file.
-They are read with `preadv`, straight into the memory that is to hold them or into a small ring of
-buffers: nothing of the file is mapped into the process, and what it takes is bounded by the
-ring, however large a tensor is.
+tensors' bytes one after another, so rows of a tensor are a contiguous range of the file. They are
+read with `preadv`, straight into their final memory or into a small ring of buffers. No file is
+mapped into the process, and the ring bounds the memory, however large a tensor is.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from qfsdp.cli.errors import UserError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-DTYPES = {
+STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
     "F16": torch.float16,
@@ -44,7 +43,7 @@ DTYPES = {
 """safetensors' name -> dtype. A tensor of another type can be listed but not read."""
 
 PIECE_BYTES = 16 << 20
-RING = 3  # pieces: one being read, one waiting, one being worked on
+RING_PIECES = 3  # one being read, one waiting, one in use
 
 
 @dataclass(frozen=True)
@@ -52,9 +51,9 @@ class StoredTensor:
     """One tensor in a safetensors file.
 
     Fields:
-        name, file: what and where it is.
-        dtype: safetensors' name of its type ("BF16").
-        shape: its shape.
+        name, shape: as in the file's header.
+        file: where it is.
+        dtype: safetensors' name of its dtype ("BF16").
         start, size: its bytes in the file.
     """
 
@@ -72,6 +71,7 @@ class StoredTensor:
 
     @property
     def row_bytes(self) -> int:
+        """Bytes of one row."""
         return self.size // max(1, self.rows)
 
     def as_bytes(self, rows: int) -> StoredTensor:
@@ -81,17 +81,17 @@ class StoredTensor:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder: those of one `model.safetensors`, or those that an index lists.
+    """The tensors of a folder, in one `model.safetensors` or in the files that an index lists.
 
     Opening it reads headers only.
 
     Attributes:
-        folder: where it is.
-        tensors: name -> where its bytes are.
+        folder: its path.
+        tensors: name -> stored tensor.
 
     Raises:
-        UserError: the folder, a file or a tensor that the index names is missing or cannot be
-            read, or a file is truncated or no safetensors file.
+        UserError: the folder, a file or an indexed tensor is missing or unreadable, or a file is
+            truncated or no safetensors file.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -113,11 +113,6 @@ class SafetensorsFolder:
             if name not in self.tensors or self.tensors[name].file != file:
                 raise UserError(f"{self.folder / INDEX}: tensor {name!r} is not in {file.name}")
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Name -> shape of every tensor."""
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
-
     def _read_index(self) -> dict[str, Path]:
         index = self.folder / INDEX
         if not index.is_file():
@@ -134,7 +129,7 @@ class SafetensorsFolder:
         with open(file, "rb") as handle:
             try:
                 with safe_open(file, framework="pt"):
-                    pass  # the library's own look at header and length
+                    pass  # the library checks header and length
             except SafetensorError as error:
                 raise UserError(f"{file}: truncated or not a safetensors file ({error})") from None
             (length,) = struct.unpack("<Q", handle.read(8))
@@ -148,14 +143,14 @@ class SafetensorsFolder:
 
     def read(self, tensor: StoredTensor) -> Tensor:
         """A whole tensor on the CPU, in the dtype of the file."""
-        values = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
+        values = torch.empty(tensor.shape, dtype=STORED_DTYPES[tensor.dtype])
         with closing(OpenFiles()) as files:
             files.read_rows(tensor, 0, values)
         return values
 
 
 class OpenFiles:
-    """Reads rows of tensors; opens each file at its first read and keeps it open."""
+    """Reads rows of tensors; each file is opened at its first read and stays open."""
 
     def __init__(self) -> None:
         self._descriptors: dict[Path, int] = {}
@@ -183,19 +178,17 @@ class OpenFiles:
         """Closes the files."""
         for descriptor in self._descriptors.values():
             os.close(descriptor)
-        self._descriptors.clear()
 
 
 @dataclass(frozen=True)
 class Read:
-    """One entry of what a `RowStream` is to read.
+    """Rows of a tensor for a `RowStream` to read.
 
     Fields:
-        tensor: of which
-        rows: these consecutive rows are read.
-        device: where its pieces are wanted.
-        into: a contiguous CPU tensor for exactly these bytes, or None. With it nothing passes
-            through the ring: the pieces are views of it.
+        tensor, rows: consecutive rows of a stored tensor.
+        device: where the pieces are used.
+        into: a contiguous CPU tensor for exactly these bytes, or None. If given, the bytes are
+            read straight into it, and the pieces are views of it.
     """
 
     tensor: StoredTensor
@@ -205,29 +198,29 @@ class Read:
 
     @property
     def size(self) -> int:
-        """Bytes."""
+        """Bytes of all rows."""
         return len(self.rows) * self.tensor.row_bytes
 
 
 class RowStream:
-    """Reads a list of row ranges ahead, in a thread, while their consumer works on them.
+    """Reads rows in a thread, ahead of the code that uses them.
 
-    `next_read()` gives the pieces of the first entry, the next call those of the second, and so
-    on. A piece is `[n, *shape[1:]]` of at most 16 MB, and valid until the next is asked for. On
-    an accelerator pieces come through pinned memory, copied while others are read.
-    Use it as a context manager: leaving it ends the thread.
+    `next_read()` yields the pieces of the first read, the next call those of the second, and so
+    on. A piece is `[n, *shape[1:]]` of at most 16 MB, and valid until the next one is asked for.
+    On an accelerator, pieces are copied through pinned memory while others are read. Use it as a
+    context manager: leaving it ends the thread.
     """
 
     def __init__(self, reads: Sequence[Read]) -> None:
         self._reads = reads
-        self._spare: Queue[Tensor | None] = Queue()
+        self._free: Queue[Tensor | None] = Queue()
         self._ready: Queue[tuple[Tensor, Tensor | None] | BaseException | None] = Queue()
         size = max([PIECE_BYTES, *(r.tensor.row_bytes for r in reads if r.into is None)])
         pinned = any(r.device.type != "cpu" for r in reads)
-        for _ in range(RING):
-            self._spare.put(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
+        for _ in range(RING_PIECES):
+            self._free.put(torch.empty(size, dtype=torch.uint8, pin_memory=pinned))
         self._stopped = False
-        self._at = 0
+        self._next = 0
         self._thread = threading.Thread(target=self._run, name="read-ahead", daemon=True)
         self._thread.start()
 
@@ -236,16 +229,16 @@ class RowStream:
 
     def __exit__(self, *_: object) -> None:
         self._stopped = True
-        self._spare.put(None)
+        self._free.put(None)
         self._thread.join()
 
     def next_read(self) -> Iterator[Tensor]:
-        """The pieces of the next entry, in order; at least one, which may have no rows.
+        """The pieces of the next read, in order; at least one, possibly without rows.
 
-        Raises what went wrong while they were read.
+        Raises the error that stopped the thread.
         """
-        read = self._reads[self._at]
-        self._at += 1
+        read = self._reads[self._next]
+        self._next += 1
         while (item := self._ready.get()) is not None:
             if isinstance(item, BaseException):
                 raise item
@@ -256,14 +249,16 @@ class RowStream:
                 yield piece.to(read.device, non_blocking=True)
                 torch.accelerator.current_stream(read.device).synchronize()
             if buffer is not None:
-                self._spare.put(buffer)
+                self._free.put(buffer)
 
     def _run(self) -> None:
         with closing(OpenFiles()) as files:
             try:
                 for read in self._reads:
-                    for rows in _pieces(read):
-                        if (item := self._place(read, rows)) is None:
+                    step = max(1, PIECE_BYTES // max(1, read.tensor.row_bytes))
+                    for start in range(0, max(1, len(read.rows)), step):
+                        rows = read.rows[start : start + step]
+                        if (item := self._target(read, rows)) is None:
                             return
                         files.read_rows(read.tensor, rows.start, item[0])
                         self._ready.put(item)
@@ -271,23 +266,16 @@ class RowStream:
             except BaseException as error:  # raised again by `next_read`
                 self._ready.put(error)
 
-    def _place(self, read: Read, rows: range) -> tuple[Tensor, Tensor | None] | None:
-        """Where the piece is read to, and the buffer that it takes of the ring, if it does; None
-        once nobody wants it any more."""
+    def _target(self, read: Read, rows: range) -> tuple[Tensor, Tensor | None] | None:
+        """The memory for a piece, and its ring buffer, if any; None if the thread should end."""
         if self._stopped:
             return None
         if read.into is not None:
             first = read.rows.start
             return read.into[rows.start - first : rows.stop - first], None
-        buffer = self._spare.get()
+        buffer = self._free.get()
         if buffer is None:
             return None
         size = len(rows) * read.tensor.row_bytes
-        piece = buffer[:size].view(DTYPES[read.tensor.dtype])
+        piece = buffer[:size].view(STORED_DTYPES[read.tensor.dtype])
         return piece.view(len(rows), *read.tensor.shape[1:]), buffer
-
-
-def _pieces(read: Read) -> Iterator[range]:
-    step = max(1, PIECE_BYTES // max(1, read.tensor.row_bytes))
-    for start in range(0, max(1, len(read.rows)), step):
-        yield read.rows[start : start + step]

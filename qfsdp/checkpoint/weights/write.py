@@ -1,9 +1,8 @@
-"""Writing safetensors folders in a streamed way: tensors never exist whole.
+"""Writes safetensors folders row by row: no tensor needs to exist as a whole.
 
-A file's header says where every tensor's bytes lie, and is known before any of them. So a file
-is laid out first and its rows are written where they belong, in any order. It bears the name
-`<name>.partial` until it is complete; the index comes last. Whatever has its name is whole,
-and an interrupted conversion goes on with the first file that has none.
+A file's header gives the position of every tensor's bytes and is known before the bytes are. So a
+file is laid out first, and its rows are written to their positions in any order. It is named
+`<name>.partial` until it is complete: a file with its final name is complete.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ import json
 import os
 import shutil
 import struct
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,21 +20,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qfsdp.checkpoint.weights.read import DTYPES, INDEX, SINGLE
+from qfsdp.checkpoint.weights.read import INDEX, SINGLE, STORED_DTYPES
 from qfsdp.cli.errors import UserError
 
-MAX_FILE_BYTES = 5_000_000_000  # what Hugging Face's files have at most
-# Everything else that a model folder may hold besides its weights.
-WRITTEN = ("config.json", INDEX, "qfsdp_packed.json")  # by those who write the weights
+MAX_FILE_BYTES = 5_000_000_000  # the limit that Hugging Face uses
+# Files of a model folder besides its weights.
 COPIED = ("*.json", "*.jinja", "tokenizer.model", "*.tiktoken", "*.txt", "LICENSE*", "*.md")
-_ITEM_BYTES = {name: dtype.itemsize for name, dtype in DTYPES.items()}
-DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+NOT_COPIED = ("config.json", INDEX, "qfsdp_packed.json")  # written for the new weights
+_ITEM_BYTES = {name: dtype.itemsize for name, dtype in STORED_DTYPES.items()}
+DTYPE_NAMES = {dtype: name for name, dtype in STORED_DTYPES.items()}
 """dtype -> safetensors' name."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor to be written: safetensors' name of its dtype, and its shape."""
+    """A tensor to write: safetensors' name of its dtype, and its shape."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -51,12 +50,12 @@ class Entry:
 
 
 Group = Mapping[str, Entry]
-"""Tensors (name -> entry) that stay in one file: what one weight becomes."""
+"""The tensors (name -> entry) that one weight is stored as; they stay in one file."""
 
 
 @dataclass(frozen=True)
 class PlannedFile:
-    """A file's name, and the groups in it by the name of the weight that they come from."""
+    """A file's name, and its groups by the name of their weight."""
 
     name: str
     groups: dict[str, Group]
@@ -68,10 +67,10 @@ class PlannedFile:
 
 
 class SafetensorsFile:
-    """One file being written; complete and under its own name after `finish`.
+    """A file that is being written; `finish` completes it.
 
     Args:
-        path: its name then.
+        path: its final name.
         entries: all of its tensors, in the order of their bytes.
     """
 
@@ -85,7 +84,11 @@ class SafetensorsFile:
         os.ftruncate(self._descriptor, size)
 
     def write(self, name: str, values: Tensor, row: int = 0) -> None:
-        """Writes `values` as the rows of tensor `name` from `row` on (a scalar as a whole)."""
+        """Writes `values` as rows of tensor `name` from `row` on, or as the whole of a scalar.
+
+        Raises:
+            UserError: the file cannot be written (a full disk).
+        """
         entry = self._entries[name]
         rest = entry.shape[1:] if entry.shape else ()
         assert DTYPE_NAMES[values.dtype] == entry.dtype and tuple(values.shape[1:]) == rest, name
@@ -116,7 +119,7 @@ class SafetensorsFile:
 
 
 def file_header(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int]]:
-    """The bytes that a file with these tensors begins with, and where each tensor starts."""
+    """The first bytes of a file with these tensors, and the position of each tensor in it."""
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     offsets, at = {}, 0
     for name, entry in entries.items():
@@ -128,7 +131,7 @@ def file_header(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int]]:
         }
         at += entry.size
     text = json.dumps(header, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # tensors begin at a multiple of 8 bytes
+    text += b" " * (-len(text) % 8)  # tensors start at a multiple of 8 bytes
     first = 8 + len(text)
     return struct.pack("<Q", len(text)) + text, {n: first + at for n, at in offsets.items()}
 
@@ -136,8 +139,8 @@ def file_header(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int]]:
 def plan_files(
     groups: Mapping[str, Group], max_file_bytes: int = MAX_FILE_BYTES
 ) -> list[PlannedFile]:
-    """Spreads groups over files in their order; a file is larger than asked only if a single
-    group is."""
+    """Spreads groups over files in their order. A file exceeds the maximum only with one group
+    that does."""
     files: list[dict[str, Group]] = [{}]
     size = 0
     for weight, group in groups.items():
@@ -154,29 +157,23 @@ def plan_files(
     return [PlannedFile(name, file) for name, file in zip(names, files, strict=True)]
 
 
-def write_files(
-    folder: Path,
-    files: Iterable[PlannedFile],
-    fill: Callable[[str, SafetensorsFile], None],
-) -> Iterator[PlannedFile]:
-    """Writes files one after another, and yields each once it is complete.
+def write_file(
+    folder: Path, planned: PlannedFile, write: Callable[[str, SafetensorsFile], None]
+) -> None:
+    """Writes one file to an existing folder.
 
     Args:
-        folder: exists already.
-        files: which.
-        fill: `fill(weight, file)` writes every tensor of that weight's group, in order of the
-            plan.
+        write: `write(weight, file)` writes every tensor of that weight's group; called in the
+            order of the plan.
     """
-    for planned in files:
-        file = SafetensorsFile(folder / planned.name, planned.entries)
-        for weight in planned.groups:
-            fill(weight, file)
-        file.finish()
-        yield planned
+    file = SafetensorsFile(folder / planned.name, planned.entries)
+    for weight in planned.groups:
+        write(weight, file)
+    file.finish()
 
 
 def is_complete(path: Path, planned: PlannedFile) -> bool:
-    """Whether the file is there, with the planned header and length."""
+    """Whether the file exists with the planned header and length."""
     header, _ = file_header(planned.entries)
     size = len(header) + sum(entry.size for entry in planned.entries.values())
     if not path.is_file() or path.stat().st_size != size:
@@ -186,7 +183,7 @@ def is_complete(path: Path, planned: PlannedFile) -> bool:
 
 
 def write_index(folder: Path, files: Iterable[PlannedFile]) -> None:
-    """Writes the index of several files; a single one needs none."""
+    """Writes the index of several files; a single file needs none."""
     files = list(files)
     if len(files) > 1:
         weight_map = {name: file.name for file in files for name in file.entries}
@@ -195,7 +192,7 @@ def write_index(folder: Path, files: Iterable[PlannedFile]) -> None:
 
 
 def write_json(file: Path, content: object) -> None:
-    """Writes a JSON file at once: it is the old one or the new one, never half of it."""
+    """Writes a JSON file atomically."""
     partial = file.with_name(file.name + ".partial")
     with open(partial, "w") as handle:
         handle.write(json.dumps(content, indent=2) + "\n")
@@ -205,11 +202,11 @@ def write_json(file: Path, content: object) -> None:
 
 
 def copy_companions(source: Path, folder: Path) -> None:
-    """Copies tokenizer, generation settings and whatever else lies beside the weights of a model
-    folder, but what describes them (`config.json`, index, manifest), which the caller writes."""
+    """Copies the tokenizer, generation settings and other files of a model folder, except those
+    that describe its weights (`config.json`, index, manifest)."""
     for pattern in COPIED:
         for file in sorted(source.glob(pattern)):
-            if file.name not in WRITTEN and file.is_file():
+            if file.name not in NOT_COPIED and file.is_file():
                 shutil.copyfile(file, folder / file.name)
 
 

@@ -1,0 +1,207 @@
+"""One model folder into another: the loop that quantize, merge, expand and save share.
+
+Streamed: rows are read ahead in pieces of 16 MB, converted, and written where they belong, so a
+rank holds at most one weight. Every command says how each weight is made (`WeightConversion`);
+`convert_folder` lays the tensors out in files and shares the files out among the ranks.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from qfsdp.checkpoint.lock import FolderLock
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import check_finite, fill_quantized
+from qfsdp.checkpoint.weights.output_folder import OutputFolder
+from qfsdp.checkpoint.weights.progress import Pieces, streamed
+from qfsdp.checkpoint.weights.read import Read, StoredTensor
+from qfsdp.checkpoint.weights.write import (
+    Entry,
+    Group,
+    PlannedFile,
+    SafetensorsFile,
+    copy_companions,
+    plan_files,
+    write_file,
+    write_index,
+    write_json,
+)
+from qfsdp.cli.errors import UserError
+from qfsdp.distributed.world import World
+from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
+
+CHUNK_NUMBERS = 1 << 20  # numbers per chunk: fp32 temporaries of 4 MB
+CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True)
+class WeightConversion:
+    """How one weight of the new folder is made.
+
+    Fields:
+        tensors: the tensors that the weight is stored as; they stay in one file.
+        reads: the stored rows that it is made from.
+        write: `write(file, pieces)` writes `tensors`, from the pieces of `reads`. It raises
+            ValueError for a number that cannot be converted.
+        join: where `write` needs all ranks, called by the ranks that write another file.
+    """
+
+    tensors: Group
+    reads: Sequence[Read]
+    write: Callable[[SafetensorsFile, Pieces], None]
+    join: Callable[[], object] | None = None
+
+
+def convert_folder(
+    conversions: Mapping[str, WeightConversion],
+    source: ModelWeights,
+    output: OutputFolder,
+    config: dict[str, Any],
+    world: World,
+    max_file_bytes: int,
+    progress: bool = True,
+) -> None:
+    """Writes a model folder. Every rank must call it and see the folder; each rank writes a part
+    of the files.
+
+    Args:
+        conversions: by the weight's name in the new model.
+        source: the model that is converted; its tokenizer and other companions are copied.
+        config: the new `config.json`, written after the weights.
+        progress: show a bar on rank 0.
+
+    Raises:
+        UserError: the output folder holds something else, is being written by another process or
+            cannot be written; or a weight holds NaN or infinity.
+    """
+    groups = {name: conversion.tensors for name, conversion in conversions.items()}
+    files, folder = plan_files(groups, max_file_bytes), output.path
+    with FolderLock(folder, output.key) if world.rank == 0 else nullcontext():
+        known = world.broadcast(output.begin() if world.rank == 0 else {})
+        mine = files[world.rank :: world.size]
+        todo = [file for file in mine if not output.is_done(file, known.get(file.name))]
+        shown = progress and world.rank == 0 and bool(todo)
+        try:
+            _write_weights(conversions, folder, files, {file.name for file in todo}, shown)
+        except ValueError as error:
+            raise UserError(f"{source.folder}: {error}") from None
+        parts = world.gather(output.checksums(mine))  # waits until all ranks have written
+        if world.rank == 0:
+            copy_companions(source.folder, folder)
+            write_index(folder, files)
+            write_json(folder / "config.json", config)
+            output.finish({name: digest for part in parts for name, digest in part.items()})
+        world.gather(None)  # no rank opens the folder before it is complete
+
+
+def _write_weights(
+    conversions: Mapping[str, WeightConversion],
+    folder: Path,
+    files: Sequence[PlannedFile],
+    mine: set[str],
+    progress: bool,
+) -> None:
+    """Writes the files named in `mine`, and joins the conversions in the others."""
+    names = [name for file in files if file.name in mine for name in file.groups]
+    reads = [read for name in names for read in conversions[name].reads]
+    with streamed(reads, progress) as pieces:
+        for planned in files:
+            if planned.name in mine:
+                write_file(
+                    folder, planned, lambda name, file: conversions[name].write(file, pieces)
+                )
+                continue
+            for name in planned.groups:
+                if (join := conversions[name].join) is not None:
+                    join()
+
+
+# ---- conversions and their parts -----------------------------------------------------------------
+
+
+def copied(name: str, stored: StoredTensor) -> WeightConversion:
+    """A plain tensor, stored under `name` with the bytes that it has."""
+
+    def write(file: SafetensorsFile, pieces: Pieces) -> None:
+        file.write_pieces(name, _checked(name, next(pieces)))
+
+    tensors = {name: Entry(stored.dtype, stored.shape)}
+    return WeightConversion(tensors, [Read(stored, range(stored.rows), CPU)], write)
+
+
+def _checked(name: str, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+    for piece in pieces:
+        check_finite(name, piece)
+        yield piece
+
+
+def whole_reads(source: ModelWeights, name: str, device: torch.device) -> list[Read]:
+    """Reads of all rows of a weight as it is stored: one per column of a quantized weight."""
+    quantized = source.quantized.get(name)
+    stored = [source.plain[name]] if quantized is None else quantized.columns
+    return [Read(tensor, range(tensor.rows), device) for tensor in stored]
+
+
+def read_as_quantized(
+    source: ModelWeights,
+    name: str,
+    format: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    pieces: Pieces,
+) -> QuantizedTensor:
+    """A whole weight in a quantized format: its stored bytes, or quantized if it is plain.
+
+    Args:
+        dtype: the compute dtype that it stands for.
+        pieces: of `whole_reads`.
+
+    Raises:
+        ValueError: it holds NaN or infinity.
+    """
+    stored = source.quantized.get(name)
+    rows, cols = source.plain[name].shape if stored is None else stored.shape
+    weight = FORMATS[format].empty(rows, cols, dtype, device)
+    if stored is None:
+        weight.quantize_(next(pieces), name)
+    else:
+        fill_quantized(weight, source, stored, pieces)
+    return weight
+
+
+def compute_rows(
+    name: str, weight: QuantizedTensor | Iterator[Tensor], dtype: torch.dtype
+) -> Iterator[Tensor]:
+    """The numbers that training multiplies by, in chunks of rows.
+
+    Args:
+        weight: quantized (its rows come in fp32), or the pieces of a plain one.
+        dtype: that training holds plain weights in; they are rounded to it.
+    """
+    if isinstance(weight, QuantizedTensor):
+        step = max(1, CHUNK_NUMBERS // weight.size(1))
+        for start in range(0, weight.size(0), step):
+            chunk = weight[start : start + step]
+            assert isinstance(chunk, QuantizedTensor)
+            yield chunk.dequantize(torch.float32)
+        return
+    for piece in _checked(name, weight):
+        step = max(1, CHUNK_NUMBERS // max(1, piece[:1].numel()))
+        for chunk in piece.split(step) if len(piece) else [piece]:
+            yield chunk.to(dtype)
+
+
+def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
+    """The `config.json` of a model folder, with all weights plain and of `dtype`."""
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    for key in ("quantization_config", "dtype"):
+        config.pop(key, None)
+    return config | {"torch_dtype": str(dtype).removeprefix("torch.")}  # any version reads it

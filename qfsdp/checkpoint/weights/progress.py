@@ -1,0 +1,68 @@
+"""Reading ahead, with a progress bar of the bytes read."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from qfsdp.checkpoint.weights.read import Read, RowStream
+
+Pieces = Iterator[Iterator[Tensor]]
+"""For each read, in order, the iterator over its pieces."""
+
+
+@contextmanager
+def streamed(reads: Sequence[Read], progress: bool) -> Iterator[Pieces]:
+    """Reads ahead in a thread (`RowStream`) within a `with` block.
+
+    Args:
+        progress: show a bar, or one line at the end where standard error is no terminal.
+
+    Yields:
+        The pieces of every read, in order.
+    """
+    with RowStream(reads) as stream, Progress(sum(r.size for r in reads), progress) as bar:
+        yield (bar.count(stream.next_read()) for _ in reads)
+
+
+class Progress:
+    """Bytes read by this rank: a bar with rate and time left, or one line at the end."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._total, self._shown = total, shown
+        self._since = time.perf_counter()
+        self._bar = None
+        if shown and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total,
+                desc="loading",
+                unit="B",
+                unit_scale=True,
+                dynamic_ncols=True,
+                leave=False,
+            )
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, error: type | None, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()
+        if self._shown and error is None:
+            seconds = max(time.perf_counter() - self._since, 1e-9)
+            rate = self._total / 1e6 / seconds
+            size = f"{self._total / 2**30:.2f} GiB in {seconds:.1f} s"
+            print(f"loaded {size} ({rate:.0f} MB/s per rank)", file=sys.stderr, flush=True)
+
+    def count(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The same pieces, counted as they pass."""
+        for piece in pieces:
+            yield piece
+            if self._bar is not None:
+                self._bar.update(piece.numel() * piece.element_size())
