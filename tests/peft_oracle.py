@@ -45,13 +45,13 @@ def dequantized_base(model: nn.Module) -> dict[str, Tensor]:
 def run_peft(
     script: str, model_dir: Path, base: dict[str, Tensor], tokens: Tensor, folder: Path, *words: Any
 ) -> dict[str, Any]:
-    """What `script`, run after PREAMBLE, leaves in `result.pt` of `folder`.
+    """Runs PREAMBLE and `script`, and returns the content of `result.pt` that it writes to `folder`.
 
     Args:
-        model_dir: whose `config.json` the model is built from.
-        base: its weights, `base_model()` of the script.
-        tokens: `tokens` of the script.
-        words: `arguments` of the script.
+        model_dir: folder of the `config.json` that the model is built from.
+        base: weights of the script's `base_model()`.
+        tokens: the script's `tokens`.
+        words: the script's `arguments`.
     """
     if importlib.util.find_spec("peft") is None:
         pytest.skip("PEFT is not installed (pip install -e '.[dev]')")

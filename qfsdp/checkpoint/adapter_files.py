@@ -1,17 +1,17 @@
-"""Adapters in PEFT's format: what transformers, vLLM and others load, and what PEFT writes.
+"""Adapters in PEFT's format, which transformers, vLLM and others load and PEFT writes.
 
 A folder with `adapter_config.json` (https://huggingface.co/docs/peft/developer_guides/checkpoint)
-and `adapter_model.safetensors`, fp32, whose keys are the Hugging Face names of the linears
-behind `base_model.model.`:
+and `adapter_model.safetensors`, fp32, whose keys are `base_model.model.` and the Hugging Face
+names of the linears:
 
     base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight            [rank, in]
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight            [out, rank]
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector    [out]
     base_model.model.model.layers.0.self_attn.k_proj.ia3_l                    [out, 1] or [1, in]
 
-`save_adapter` writes one. `check_adapter` and `load_adapter` take one, ours or PEFT's, as the
-start of a run. PEFT can train much that is not in the formulas of qfsdp/modules/adapters.py;
-what of it would change the numbers is refused by name.
+`save_adapter` writes one. `check_adapter` and `load_adapter` read one, ours or PEFT's, as the start
+of a run. PEFT has options that qfsdp/modules/adapters.py does not; those that would change the
+results are refused by name.
 """
 
 from __future__ import annotations
@@ -42,24 +42,24 @@ PEFT_FIELDS = {
     "magnitude": "lora_magnitude_vector",
     "ia3_l": "ia3_l",
 }
-# What every adapted linear has one tensor of, by the adapter's `peft_type`.
-ONE_EACH = {"LORA": ".lora_A.weight", "IA3": ".ia3_l"}
-# What a run must have in common with the adapter that it starts from: our field, PEFT's key.
-COMPARED = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
-# Keys of PEFT that may say anything: names, how the training went, and which linears are adapted,
-# which the tensors show. Any other key that turns something on is refused.
-HARMLESS = {
+# `peft_type` -> end of the key that every adapted linear has exactly once.
+KEY_ENDS = {"LORA": ".lora_A.weight", "IA3": ".ia3_l"}
+# Settings that a run must share with the adapter that it starts from: our field -> PEFT's key.
+SHARED_FIELDS = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
+# PEFT's keys with any value: names, training options, and the adapted linears, which the tensors
+# show. Any other key that turns something on is refused.
+IGNORED_KEYS = {
     *("auto_mapping", "inference_mode", "runtime_config", "velora_config"),
     *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
     *("feedforward_modules", "init_ia3_weights"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see HARMLESS_INIT
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see UNCHANGED_BASE_INIT
 }
-# Starts that leave the base as it is. PiSSA, LoftQ and others train beside a changed base.
-HARMLESS_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+# Initializations that leave the base unchanged. PiSSA, LoftQ and others change it.
+UNCHANGED_BASE_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """PEFT's key -> parameter of every trained adapter tensor of `model`."""
+    """PEFT's key -> parameter, of every adapter tensor of `model`."""
     return {
         f"base_model.model.{name}.{peft_field}": param
         for name, module in adapted_linears(model)
@@ -72,12 +72,13 @@ def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
 def save_adapter(
     model: nn.Module, config: AdapterConfig, base: str, folder: Path, world: World
 ) -> None:
-    """Writes the adapters of `model` to `folder` in PEFT's format, from rank 0.
+    """Gathers the adapters of `model`, one tensor at a time, and writes them on rank 0.
 
-    Every rank must call it: adapter tensors are gathered one at a time; the base is not.
+    Every rank must call it.
 
     Args:
         base: the base model's path or name, recorded in `adapter_config.json`.
+        folder: is created if it is missing.
     """
     tensors = {}
     for key, param in adapter_parameters(model).items():
@@ -91,10 +92,10 @@ def save_adapter(
 def write_adapter(
     tensors: dict[str, Tensor], config: AdapterConfig, base: str, folder: Path
 ) -> None:
-    """Writes adapter tensors on the CPU, by PEFT's keys, to `folder` in PEFT's format."""
-    targets = _names_adapted(tensors)
+    """Writes adapter tensors (PEFT's key -> CPU tensor) in PEFT's format."""
+    targets = _adapted_names(tensors)
     folder.mkdir(parents=True, exist_ok=True)
-    # The config last and by rename: a folder that has it has all of its weights.
+    # The config is written last and renamed: a folder with a config is complete.
     save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
     partial = folder / (CONFIG_FILE + ".partial")
     partial.write_text(json.dumps(_peft_config(config, targets, base), indent=2) + "\n")
@@ -102,7 +103,7 @@ def write_adapter(
 
 
 def adapter_export(config: AdapterConfig, base: str) -> Callable[[dict[str, Tensor], Path], None]:
-    """What `Checkpointer` writes beside the state of adapters: `adapter/`, in PEFT's format."""
+    """The `export` of a `Checkpointer`: writes `adapter/` in PEFT's format."""
     return lambda tensors, folder: write_adapter(tensors, config, base, folder / "adapter")
 
 
@@ -131,26 +132,26 @@ def _peft_config(config: AdapterConfig, targets: list[str], base: str) -> dict[s
     } | settings
 
 
-def _names_adapted(keys: Iterable[str]) -> list[str]:
-    """Last names of the linears that these adapter tensors belong to, sorted."""
-    ends = tuple(ONE_EACH.values())
+def _adapted_names(keys: Iterable[str]) -> list[str]:
+    """Names such as "q_proj" of the linears that these adapter keys belong to, sorted."""
+    ends = tuple(KEY_ENDS.values())
     stems = {key.removesuffix(end) for key in keys for end in ends if key.endswith(end)}
     return sorted({stem.rpartition(".")[2] for stem in stems})
 
 
-# ---- reading -----------------------------------------------------------------------------------
+# ---- reading -------------------------------------------------------------------------------------
 
 
 def read_adapter_config(folder: str | Path) -> AdapterConfig:
-    """What trained the adapter in `folder`, as section `adapter` would say it; `targets` are the
-    names of the linears that its tensors belong to. Reads settings and a file's header only.
+    """The adapter in `folder` as a section `adapter`; `targets` are the linears that its tensors
+    belong to. Reads settings and a file's header only.
 
     Raises:
-        UserError: a file is missing or broken, or the adapter is more than LoRA, DoRA or IA3.
+        UserError: a file is missing or broken, or the adapter is not LoRA, DoRA or IA3.
     """
     folder = Path(folder).expanduser()
     written, tensors = _read_settings(folder), read_adapter_header(folder)
-    targets = _names_adapted(tensors)
+    targets = _adapted_names(tensors)
     if written["peft_type"] == "IA3":
         return AdapterConfig("ia3", targets=targets)
     try:
@@ -161,14 +162,14 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
             targets=targets,
             rslora=bool(written.get("use_rslora")),
         )
-        replace(config, targets=ALL_LINEAR).check()  # whether we have these targets, callers say
+        replace(config, targets=ALL_LINEAR).check()  # callers check the targets
         return config
     except (KeyError, TypeError, ValueError) as error:  # InvalidField is a ValueError
         raise UserError(f"{folder / CONFIG_FILE}: not an adapter's config ({error!r})") from None
 
 
 def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -> None:
-    """The preflight of `load_adapter`: reads settings and a header, no tensor.
+    """The preflight of `load_adapter`; reads settings and a header, no tensors.
 
     Args:
         config: the run's section `adapter`.
@@ -176,36 +177,35 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
         model: adapted as `config` says; may be on the meta device.
 
     Raises:
-        UserError: `read_adapter_config`'s reasons; the adapter was trained with other settings
-            than the run's; its tensors are not those of this model's adapters.
+        UserError: see `read_adapter_config`; or the adapter's settings differ from the run's, or
+            its tensors from those of the model's adapters.
     """
     theirs = read_adapter_config(folder)
-    fields = ["method"] if "ia3" in (config.method, theirs.method) else list(COMPARED)
+    fields = ["method"] if "ia3" in (config.method, theirs.method) else list(SHARED_FIELDS)
     differing = [field for field in fields if getattr(config, field) != getattr(theirs, field)]
     if differing:
-        mine = ", ".join(f"adapter.{field}: {_words(config, field)}" for field in differing)
-        trained = ", ".join(_peft_words(theirs, field) for field in differing)
-        fix = " ".join(f"adapter.{field}={_words(theirs, field)}" for field in differing)
+        mine = ", ".join(f"adapter.{field}: {_as_yaml(config, field)}" for field in differing)
+        trained = ", ".join(_as_peft(theirs, field) for field in differing)
+        fix = " ".join(f"adapter.{field}={_as_yaml(theirs, field)}" for field in differing)
         raise UserError(f"{mine}, but {folder} was trained with {trained}; set {fix}")
     adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
     found = set(theirs.linears)
     if found != adapted and found <= set(LINEAR_NAMES):
         raise UserError(
-            f"adapter.targets: {_target_words(adapted)}, but {folder} adapts "
-            f"{_target_words(found)}; set adapter.targets={_target_words(found)}"
+            f"adapter.targets: {_as_targets(adapted)}, but {folder} adapts "
+            f"{_as_targets(found)}; set adapter.targets={_as_targets(found)}"
         )
     _matching_tensors(model, Path(folder).expanduser())
 
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Fills the adapters of `model` from a folder in PEFT's format; a rank reads its rows only.
+    """Fills the adapters of `model` from a folder in PEFT's format; each rank reads only its rows.
 
-    The norms of DoRA follow from the loaded tensors: call `refresh_dora_norms` afterwards.
+    Call `refresh_dora_norms` afterwards: DoRA's norms depend on the loaded tensors.
 
     Raises:
-        UserError: the folder's tensors are not those of this model's adapters, or mean
-            something else than here.
+        UserError: the folder's tensors or their scaling differ from the model's.
     """
     folder = Path(folder).expanduser()
     names = _matching_tensors(model, folder)
@@ -222,17 +222,17 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 
 def read_adapter_header(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Our key -> the tensor's name in the file, and its shape.
+    """PEFT's key -> the tensor's name in the file, and its shape.
 
-    Copies of base weights are left out: PEFT writes one of an `lm_head` that it adapts. And
-    `lora_magnitude_vector.weight`, as the module is named, is `lora_magnitude_vector`.
+    Leaves out base weights: PEFT writes a copy of an `lm_head` that it adapts. Some files name
+    `lora_magnitude_vector` by its module, `lora_magnitude_vector.weight`.
 
     Raises:
-        UserError: the folder or the file is missing or broken, or a tensor is not of floats.
+        UserError: the folder or the file is missing or broken, or a tensor has no float dtype.
     """
     file, found = folder / WEIGHTS_FILE, {}
     if not file.is_file():
-        raise UserError(_what_is_missing(folder))
+        raise UserError(_missing_files(folder))
     try:
         with safe_open(file, framework="pt") as tensors:
             for name in tensors.keys():  # noqa: SIM118  (not a dict)
@@ -250,91 +250,97 @@ def read_adapter_header(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
 
 
 def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
-    """Our key -> name in the file, of every adapter tensor of `model`; raises UserError unless
-    these are all that the file holds, in the right shapes."""
+    """PEFT's key -> name in the file, of every adapter tensor of `model`.
+
+    Raises:
+        UserError: the file lacks a tensor, has another one, or a tensor has another shape.
+    """
     file = folder / WEIGHTS_FILE
     params, found = adapter_parameters(model), read_adapter_header(folder)
     for key in sorted(params.keys() ^ found.keys()):
-        where = "is missing" if key in params else "has no place in this model's adapters"
+        where = "is missing" if key in params else "is not among this model's adapters"
         raise UserError(f"{file}: tensor {key!r} {where}")
     for key, param in params.items():
         if (shape := found[key][1]) != tuple(param.shape):
             raise UserError(
-                f"{file}: tensor {key!r} has shape {list(shape)}; "
-                f"this model's is {list(param.shape)}"
+                f"{file}: tensor {key!r} has shape {list(shape)}; expected {list(param.shape)}"
             )
     return {key: name for key, (name, _) in found.items()}
 
 
 def _read_settings(folder: Path) -> dict[str, Any]:
-    """`adapter_config.json`; raises UserError where it says more than our adapters do."""
+    """The content of `adapter_config.json`.
+
+    Raises:
+        UserError: the file is missing or broken, or has an option that qfsdp lacks.
+    """
     file = folder / CONFIG_FILE
     if not file.is_file():
-        raise UserError(_what_is_missing(folder))
+        raise UserError(_missing_files(folder))
     try:
         written = json.loads(file.read_text())
         kind = written["peft_type"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{file}: not an adapter's config ({error!r})") from None
-    if kind not in ONE_EACH:
-        known = "'LORA' (with use_dora or not) and 'IA3'"
-        raise UserError(f"{file}: peft_type {kind!r}; qfsdp loads {known}")
+    if kind not in KEY_ENDS:
+        raise UserError(f"{file}: peft_type {kind!r}; expected 'LORA' or 'IA3'")
     if written.get("modules_to_save"):
         raise UserError(
-            f"{file}: modules_to_save {written['modules_to_save']}: these were trained as a "
-            "whole; qfsdp trains adapters only"
+            f"{file}: modules_to_save {written['modules_to_save']}; expected none: qfsdp does not "
+            "load modules that were trained as a whole"
         )
     for key, value in written.items():
-        if (matters := _matters(key, value, written)) is not None:
-            raise UserError(f"{file}: {key} {value!r}: {matters}")
+        if (reason := _unsupported(key, value, written)) is not None:
+            raise UserError(f"{file}: {key} {value!r}: {reason}")
     return written
 
 
-def _matters(key: str, value: Any, written: dict[str, Any]) -> str | None:
-    """Why an adapter with this setting cannot be loaded; None if the setting changes nothing."""
-    lacks = "qfsdp does not have it"
+def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
+    """Why an adapter with this setting cannot be loaded; None if it can."""
     if key == "bias":
         return None if value == "none" else "qfsdp trains no biases"
     if key == "init_lora_weights":
-        kept = value in HARMLESS_INIT
-        return None if kept else "such an adapter belongs to a base that it changed at its start"
+        kept = value in UNCHANGED_BASE_INIT
+        return None if kept else "this initialization changed the base that the adapter belongs to"
     if key in ("rank_pattern", "alpha_pattern"):
         usual = written.get("r" if key == "rank_pattern" else "lora_alpha")
         same = not value or (isinstance(value, dict) and set(value.values()) == {usual})
         return None if same else f"qfsdp has one {key.partition('_')[0]} for all linears"
-    # Numbers and names parametrize what a switch, a list or a section turns on.
-    switched_on = value is True or (bool(value) and isinstance(value, list | dict))
-    return lacks if switched_on and key not in {*HARMLESS, *COMPARED.values()} else None
+    # Switches, lists and sections turn options on; numbers and names are their parameters.
+    turned_on = value is True or (bool(value) and isinstance(value, list | dict))
+    known = {*IGNORED_KEYS, *SHARED_FIELDS.values()}
+    return "qfsdp does not have this option" if turned_on and key not in known else None
 
 
-def _what_is_missing(folder: Path) -> str:
+def _missing_files(folder: Path) -> str:
+    """The message for a folder that is not a whole adapter."""
     expected = f"expected an adapter in PEFT's format, {CONFIG_FILE} and {WEIGHTS_FILE}"
     if (folder / PICKLE_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
-        return f"{folder / PICKLE_FILE}: a pickle, which may run code; {expected}"
+        return f"{folder / PICKLE_FILE}: a pickle file, which can run code; {expected}"
     if (folder / "adapter" / CONFIG_FILE).is_file():
-        return f"{folder} is not an adapter's folder; did you mean {folder / 'adapter'}?"
+        return f"{folder}: not an adapter's folder; did you mean {folder / 'adapter'}?"
     for file in (folder, folder / CONFIG_FILE):
         if not file.exists():
             return f"{file} does not exist; {expected}"
     return f"{folder / WEIGHTS_FILE} does not exist; {expected}"
 
 
-def _words(config: AdapterConfig, field: str) -> str:
-    """A field's value as YAML and the command line have it."""
+def _as_yaml(config: AdapterConfig, field: str) -> str:
+    """A field's value as written in YAML and on the command line."""
     value = getattr(config, field)
     return str(value).lower() if isinstance(value, bool) else f"{value}".removesuffix(".0")
 
 
-def _peft_words(config: AdapterConfig, field: str) -> str:
-    """The same as `adapter_config.json` has it."""
+def _as_peft(config: AdapterConfig, field: str) -> str:
+    """A field's key and value as written in `adapter_config.json`."""
     if config.method == "ia3":
         return "peft_type IA3"
-    value = str(config.method == "dora").lower() if field == "method" else _words(config, field)
-    return f"{COMPARED[field]} {value}"
+    value = str(config.method == "dora").lower() if field == "method" else _as_yaml(config, field)
+    return f"{SHARED_FIELDS[field]} {value}"
 
 
-def _target_words(names: set[str]) -> str:
-    """The shortest `adapter.targets` that means these linears."""
+def _as_targets(names: set[str]) -> str:
+    """The shortest `adapter.targets` for these linears."""
     rest = [name for name in LINEAR_NAMES if name in names]
     if set(LINEAR_NAMES) - {"lm_head"} <= names:
         rest = [ALL_LINEAR, *(["lm_head"] if "lm_head" in names else [])]

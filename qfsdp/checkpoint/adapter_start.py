@@ -1,4 +1,4 @@
-"""What the adapters of a run start from: nothing, another run's, or the error of packing."""
+"""The initial values of adapters: new, from another run, or from the quantization error."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_no
 
 
 def check_start(config: AdapterConfig, model: nn.Module, weights: ModelWeights) -> None:
-    """The preflight of `start_adapters`: reads settings and headers, no tensor.
+    """The preflight of `start_adapters`; reads settings and headers, no tensors.
 
     Args:
         model: adapted as `config` says; may be on the meta device.
@@ -29,11 +29,11 @@ def check_start(config: AdapterConfig, model: nn.Module, weights: ModelWeights) 
 def start_adapters(
     model: nn.Module, config: AdapterConfig, path: str, seed: int, resumed: bool = False
 ) -> None:
-    """Sets every adapter of a loaded and sharded model to its start; every rank must call it.
+    """Initializes every adapter of a loaded and sharded model; every rank must call it.
 
     Args:
-        path: `model.path`, which is read again where `config.init` compares with it.
-        resumed: what a checkpoint will overwrite is not worked out.
+        path: `model.path`, whose weights are read again with `config.init` "loftq".
+        resumed: a checkpoint will overwrite the adapters; skips the expensive initialization.
     """
     init_adapters(model, seed)
     if resumed:

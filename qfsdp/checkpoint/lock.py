@@ -1,4 +1,4 @@
-"""One writer per output folder."""
+"""A lock that gives every output folder one writer."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ LOCK_FILE = ".lock"
 
 
 class FolderLock:
-    """The right to write a folder, which is made if it is missing; a context manager.
+    """Locks a folder for writing, and creates it if it is missing; a context manager.
 
-    It ends with `release`, with this object, or with the process, however that dies: the kernel
-    holds the lock (`flock`). The file stays, empty of meaning without a process behind it.
+    The lock ends with `release`, with this object, or with the process, even a killed one: the
+    kernel holds it (`flock`). The lock file stays; without a process it locks nothing.
 
     Args:
         folder: may be missing.
-        key: the config key that names the folder, for the messages.
+        key: the config key that names the folder, for messages.
 
     Raises:
-        UserError: another process has the folder, or it cannot be written.
+        UserError: another process holds the lock, or the folder cannot be written.
     """
 
     def __init__(self, folder: Path, key: str) -> None:
@@ -41,8 +41,8 @@ class FolderLock:
             holder = self._file.read().strip() or "another process"
             self._file.close()
             raise UserError(
-                f"{key}: '{folder}' is being written by {holder}; wait for its end, or give "
-                f"another {key}"
+                f"{key}: '{folder}' is being written by {holder}; wait for its end, or set another "
+                f"{key}"
             ) from None
         except OSError as error:  # some network file systems have no locks
             print(f"warning: {key}: '{folder}' cannot be locked: {error}", file=sys.stderr)
@@ -52,7 +52,7 @@ class FolderLock:
         self._file.flush()
 
     def release(self) -> None:
-        """Lets others write the folder."""
+        """Unlocks the folder."""
         self._file.close()
 
     def __enter__(self) -> FolderLock:

@@ -1,22 +1,22 @@
-"""Adapters that start by making up for what packing the base has lost.
+"""LoftQ: adapters that start with a low-rank approximation of the quantization error.
 
-LoftQ (https://arxiv.org/abs/2310.08659) starts LoRA where the packed weight and the product are
-closest to the weight before it was packed. Here the packed base is as it is (LoftQ with one
-iteration), and the product is the best of its rank for the error that is left:
+LoftQ (https://arxiv.org/abs/2310.08659) initializes LoRA so that the quantized weight plus the
+product is as close as possible to the original weight. Here the quantized base is fixed (LoftQ with
+one iteration), and the product is the best of its rank for the error:
 
-    scaling * B A = the best rank-r approximation of W - dequantize(pack(W))
+    scaling * B A = the best rank-r approximation of W - dequantize(quantize(W))
 
-On SmolLM2 in NF4 rank 16 takes 10 to 14 % off the divergence from what the model predicted before
-it was packed (1,100 tokens of GSM8K and others), rank 64 a third.
+On SmolLM2 in NF4, rank 16 reduces the divergence from the unquantized model's predictions by 10 to
+14 % (1,100 tokens of GSM8K and others), rank 64 by a third.
 
-PiSSA (https://arxiv.org/abs/2404.02948) and LoftQ's further iterations pack W - B A instead of W: a
-base of its own for every rank, seed and method. A packed folder, which all runs share and which is
-never written, could not be that base, nor could an inference engine load the adapter onto it.
+PiSSA (https://arxiv.org/abs/2404.02948) and further iterations of LoftQ quantize W - B A instead of
+W, which gives another base for every rank, seed and method. That base could not be a quantized
+folder that all runs share, and no inference engine could load the adapter onto such a folder.
 
-Each rank reads its rows of W again and holds the error of them, for one linear at a time. The best
-approximation comes from randomized subspace iteration (Halko, Martinsson and Tropp,
-https://arxiv.org/abs/0909.4061, section 4.5): products of its rows with a thin matrix, summed over
-the ranks; nothing of the size of W is sent or gathered.
+Each rank reads its rows of W again and holds their error, for one linear at a time. The best
+approximation is computed by randomized subspace iteration (Halko, Martinsson and Tropp,
+https://arxiv.org/abs/0909.4061, section 4.5): products of the rows with a thin matrix, summed over
+the ranks. Nothing of the size of W is sent or gathered.
 """
 
 from __future__ import annotations
@@ -45,44 +45,46 @@ from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, sha
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
-# The error is noise, its singular values fall slowly: of what the best approximation takes off (in
-# squares) 4 iterations with no further columns got 91 to 98 % on SmolLM2, these 99.8 and more.
-FURTHER_COLUMNS, ITERATIONS = 32, 8  # beside one per rank of the product; or as many as ranks
+# The singular values of the error, which is noise, fall slowly. Of the best approximation's
+# reduction (in squares), 4 iterations without extra columns reached 91 to 98 % on SmolLM2, and
+# these settings 99.8 % and more.
+EXTRA_COLUMNS = 32  # at least; otherwise as many as the product's rank
+ITERATIONS = 8
 
 
 def check_loftq(model: nn.Module, weights: ModelWeights) -> None:
     """The preflight of `init_loftq`; `model` may be on the meta device.
 
     Raises:
-        UserError: nothing that is adapted is packed, or the weights before that are not there.
+        UserError: no adapted linear is quantized, or the original weights are not available.
     """
     if weights.quantized:
         raise UserError(
-            f"adapter.init: 'loftq' needs the weights before they were packed, and model.path "
-            f"'{weights.folder}' holds packed ones; name the folder that they were made from (with "
-            "model.quantize_cache they are packed only once), or set adapter.init=default"
+            f"adapter.init: 'loftq' needs the original weights, and model.path "
+            f"'{weights.folder}' holds quantized ones; expected the folder that they come from "
+            "(model.quantize_cache quantizes it only once), or adapter.init=default"
         )
-    if not list(_packed_linears(model)):
+    if not list(_quantized_linears(model)):
         raise UserError(
-            "adapter.init: 'loftq' makes up for what packing loses, and no adapted linear is "
-            "packed; set quantization.format=nf4, or adapter.init=default"
+            "adapter.init: 'loftq' compensates the quantization error, and no adapted linear is "
+            "quantized; expected quantization.format=nf4, or adapter.init=default"
         )
 
 
 @torch.no_grad()
 def init_loftq(model: nn.Module, weights: ModelWeights, seed: int) -> None:
-    """Sets A and B of every packed linear to the best product for its error, and DoRA's magnitudes
-    to the row norms that follow. Every rank must call it.
+    """Sets A and B of every quantized linear to the best product for its error, and DoRA's
+    magnitudes to the resulting row norms. Every rank must call it.
 
-    The result depends on seed and names alone; on ranks, to rounding. Directions beyond the rank of
-    an error, and linears that are not packed, keep the start that they have.
+    The result depends on the seed and the names only, up to rounding on other numbers of ranks.
+    Directions beyond the rank of an error, and linears that are not quantized, keep their values.
 
     Args:
-        model: loaded and sharded, its adapters at their usual start (`init_adapters`).
-        weights: what was packed, as it was before.
-        seed: of the thin matrix that the iteration begins with.
+        model: loaded and sharded, with initialized adapters (`init_adapters`).
+        weights: the original weights.
+        seed: of the thin matrix that the iteration starts with.
     """
-    linears = list(_packed_linears(model))
+    linears = list(_quantized_linears(model))
     reads = []
     for name, module in linears:
         held = local_rows(module.lora_B)
@@ -90,30 +92,30 @@ def init_loftq(model: nn.Module, weights: ModelWeights, seed: int) -> None:
         reads.append(Read(weights.plain[f"{name}.weight"], range(held.start, held.stop), device))
     with streamed(reads, progress=False) as pieces:
         for (name, module), read in zip(linears, reads, strict=True):
-            error = _error_of_packing(module, read, next(pieces))
+            error = _quantization_error(module, read, next(pieces))
             generator = seeded(seed, f"{name} loftq")
             total = _sum_over_ranks(module.lora_B)
-            _start_from(module, *best_product(error, module.lora_A.size(0), generator, total))
+            _set_product(module, *best_product(error, module.lora_A.size(0), generator, total))
     start_magnitudes(model)
 
 
-def _packed_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
+def _quantized_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
     for name, module in low_rank_linears(model):
         weight = local_part(module.weight)
         if isinstance(weight, QuantizedTensor) and weight.format != PlainRows.format:
             yield name, module
 
 
-def _error_of_packing(module: LowRankLinear, read: Read, pieces: Iterator[Tensor]) -> Tensor:
-    """`[rows, in]`, W - dequantize(packed) of this rank's rows, in the dtype of the stored W."""
+def _quantization_error(module: LowRankLinear, read: Read, pieces: Iterator[Tensor]) -> Tensor:
+    """`[rows, in]`, W - dequantize(quantized) of this rank's rows, in the dtype of the stored W."""
     rows, cols = len(read.rows), read.tensor.shape[1]
     error = torch.empty(rows, cols, dtype=STORED_DTYPES[read.tensor.dtype], device=read.device)
     at = 0
     for piece in pieces:
         error[at : at + len(piece)] = piece
         at += len(piece)
-    for part, packed in row_chunks(held_rows(module.weight, module.lora_B, read.device)):
-        error[part] = error[part].float() - packed.float()
+    for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, read.device)):
+        error[part] = error[part].float() - quantized.float()
     return error
 
 
@@ -123,19 +125,19 @@ def best_product(
     generator: torch.Generator,
     total: Callable[[Tensor], Tensor] = lambda summand: summand,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The best approximation U diag(S) V of `rank` for a matrix of which ranks hold rows.
+    """The best approximation U diag(S) V of `rank` for a matrix that is sharded by rows.
 
     Args:
-        error: `[rows, in]`, this rank's.
+        error: `[rows, in]`, this rank's rows.
         generator: on the CPU, in the same state on every rank.
         total: sums a tensor over the ranks.
 
     Returns:
-        U `[rows, rank]` of these rows, S `[rank]`, largest first, and V `[rank, in]`; fp32. Where
-        the matrix has a lower rank, zeros.
+        U `[rows, rank]` for these rows, S `[rank]` (largest first), and V `[rank, in]`; fp32. They
+        are zero beyond the rank of the matrix.
     """
     cols = error.size(1)
-    width = min(rank + max(rank, FURTHER_COLUMNS), cols)
+    width = min(rank + max(rank, EXTRA_COLUMNS), cols)
     basis = torch.randn(cols, width, generator=generator).to(error.device)
     for _ in range(ITERATIONS):
         product = torch.zeros_like(basis)
@@ -148,17 +150,17 @@ def best_product(
     s = squares.flip(0)[:rank].clamp(min=0).sqrt().float()
     vectors = vectors.flip(1)[:, :rank].float()
     v = vectors.t() @ basis.t()
-    # An eigenvector's sign is arbitrary, and another one where numbers were added in another order.
+    # An eigenvector's sign is arbitrary, and depends on the order of summation.
     sign = v.sum(1).sign()
-    found = s > 1e-3 * s[0]  # squares in fp32 tell no smaller ones from rounding
+    found = s > 1e-3 * s[0]  # in fp32, smaller squares are indistinguishable from rounding
     u = sketch @ (vectors * torch.where(found, sign / s, 0.0))
     s, v = torch.where(found, s, 0.0), v * torch.where(found, sign, 0.0).unsqueeze(1)
-    lacking = max(0, rank - cols)
-    return F.pad(u, (0, lacking)), F.pad(s, (0, lacking)), F.pad(v, (0, 0, 0, lacking))
+    missing = max(0, rank - cols)
+    return F.pad(u, (0, missing)), F.pad(s, (0, missing)), F.pad(v, (0, 0, 0, missing))
 
 
 def _sum_over_ranks(param: Tensor) -> Callable[[Tensor], Tensor]:
-    """Over those that hold the rows of `param` among them."""
+    """Sums a tensor over the ranks that `param` is sharded over."""
 
     def total(summand: Tensor) -> Tensor:
         if isinstance(param, DTensor):
@@ -168,8 +170,8 @@ def _sum_over_ranks(param: Tensor) -> Callable[[Tensor], Tensor]:
     return total
 
 
-def _start_from(module: LowRankLinear, u: Tensor, s: Tensor, v: Tensor) -> None:
-    """A and B with scaling * B A = U diag(S) V, half of S in each of them."""
+def _set_product(module: LowRankLinear, u: Tensor, s: Tensor, v: Tensor) -> None:
+    """Sets A and B so that scaling * B A = U diag(S) V, with the root of S in each."""
     half = (s / module.scaling).sqrt()
     a, held = local_part(module.lora_A), local_rows(module.lora_A)
     found = (s > 0).unsqueeze(1)[held].to(a.device)

@@ -1,6 +1,7 @@
-"""Ranks and what is split over them.
+"""Processes, sharding and offload: how a model is spread over ranks, host memory and disk.
 
-The process group and its device mesh (world), how a config names a way of sharding (strategy),
-FSDP2 around a model (sharding), frozen weights outside of the accelerator (stores, disk_ring), and
-gradients of all ranks (gradients).
+`world.py` joins the processes, `strategy.py` is the `sharding` section of a config, `sharding.py`
+applies FSDP2, and `gradients.py` clips over all ranks. `stores.py`, `disk_ring.py` and
+`fetch_order.py` keep the frozen base off the device. This package knows models, but no file
+formats: `qfsdp.checkpoint` reads and writes files.
 """

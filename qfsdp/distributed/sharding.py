@@ -1,4 +1,4 @@
-"""Processes, devices and FSDP2: how a decoder is spread over ranks."""
+"""FSDP2: how a decoder's parameters are spread over ranks."""
 
 from __future__ import annotations
 
@@ -30,20 +30,19 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
     """Shards the parameters of `model`, on the meta device, by rows over the ranks (FSDP2).
 
-    The units, each gathered as one: decoder layers (or their linears), the embeddings, and the
-    output layer. Where the embeddings are also the output layer they belong to the root, as the
-    last norm does, and stay gathered for the step. Frozen weights are held in the compute dtype
-    and adapters cast themselves: none of them is cast while it is gathered, so that one rank and
-    many run the same arithmetic. Weights that are trained are cast to `model.compute_dtype`, and
-    their gradients reduced in fp32.
+    Each unit is gathered at once: decoder layers (or their linears), the embeddings, and the
+    output layer. Embeddings that are tied to the output layer belong to the root, like the last
+    norm, and stay gathered for the step. Frozen weights are held in the compute dtype and adapters
+    cast themselves, so gathering casts nothing and one rank computes the same as many. Trained
+    weights are cast to `model.compute_dtype`, and their gradients are reduced in fp32.
 
-    With a single process, nothing offloaded and nothing to cast nothing is wrapped: FSDP2 would
-    copy every parameter. With strategy "ddp" its units have what is trained only.
+    A single process that offloads and casts nothing wraps nothing: FSDP2 would copy every
+    parameter. With strategy "ddp" the units have trained parameters only.
     """
     if not needs_fsdp(config, world.size, _casts(model)):
         return
     if config.offload_base != "none":
-        _keep_base_elsewhere(model, config, world)
+        _offload_base(model, config, world)
     unit = _unit_options(model, config, world)
     body = model.model
     for layer in body.layers:
@@ -55,25 +54,25 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
     if model.lm_head.weight is not body.embed_tokens.weight:
         _shard_unit(body.embed_tokens, **unit)
         _shard_unit(model.lm_head, **unit | {"reshard_after_forward": False})
-    # The root's own parameters are used first and last; it never reshards after forward.
+    # The root's own parameters are used first and last, so it does not reshard after forward.
     fully_shard(model, **unit | {"reshard_after_forward": None})
     for module in model.modules():
         if isinstance(module, FSDPModule):
             # Gradients are summed: the loss is already divided by the target tokens of the
-            # whole step, so no rank's share needs another weight.
+            # whole step.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _set_prefetch([m for m in body.modules() if isinstance(m, FSDPModule)], config.prefetch)
 
 
 def _casts(model: Decoder) -> bool:
-    """Whether something is trained in another dtype than the model computes in."""
+    """Whether a trained parameter has another dtype than the model computes in."""
     trained = {param.dtype for param in trainable_parameters(model)}
     return model.compute_dtype is not None and trained != {model.compute_dtype}
 
 
 def _unit_options(model: Decoder, config: ShardingConfig, world: World) -> dict[str, Any]:
-    """What `fully_shard` is told for every unit."""
+    """The arguments of `fully_shard` for every unit."""
     assert world.mesh is not None
     options: dict[str, Any] = {
         "mesh": world.mesh,
@@ -87,28 +86,28 @@ def _unit_options(model: Decoder, config: ShardingConfig, world: World) -> dict[
         frozen = {param for _, param in base_parameters(model) if not param.requires_grad}
         options["ignored_params"] = frozen
     if model.compute_dtype is not None:
-        # Packed weights come through as they are: what they report as dtype is the compute dtype.
+        # Quantized weights are not cast: the dtype that they report is the compute dtype.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
         )
     if config.cpu_offload:
-        # Pinned where there is an accelerator: without one, pinning raises.
+        # Pinning raises without an accelerator.
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
     return options
 
 
 def _shard_unit(module: nn.Module, ignored_params: set[nn.Parameter] | None = None, **unit: Any):
-    """`fully_shard`, if that leaves the unit a parameter to shard."""
+    """Applies `fully_shard` if the unit has a parameter that is not ignored."""
     ignored = ignored_params or set()
     if any(param not in ignored for param in module.parameters()):
         fully_shard(module, ignored_params=ignored, **unit)
 
 
 def _set_prefetch(units: list[FSDPModule], depth: int) -> None:
-    """How many of `units` (in the order of forward) are gathered ahead.
+    """Sets how many of `units` (in the order of forward) are gathered ahead.
 
-    One is FSDP2's own way: the host runs ahead of the device, and asks for the next unit while
-    this one computes; in backward it asks for it explicitly.
+    FSDP2 gathers one ahead by default: in forward the host runs ahead of the device and requests
+    the next unit while one computes; in backward FSDP2 requests it explicitly.
     """
     if depth == 1:
         return
@@ -116,7 +115,7 @@ def _set_prefetch(units: list[FSDPModule], depth: int) -> None:
         if depth > 1:
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
         before = units[max(0, index - depth) : index][::-1]
-        # FSDP2 takes an empty list for "as usual"; a unit that waits for itself prefetches none.
+        # For FSDP2 an empty list means the default; a unit that lists itself prefetches nothing.
         unit.set_modules_to_backward_prefetch(before if before else [unit])
 
 
@@ -130,15 +129,15 @@ def shard_rank(config: ShardingConfig, world: World) -> int:
     return world.rank % shard if config.strategy.startswith("hybrid") else world.rank
 
 
-def _keep_base_elsewhere(model: Decoder, config: ShardingConfig, world: World) -> None:
-    """The frozen weights of the linears are to lie in host memory, or on disk.
+def _offload_base(model: Decoder, config: ShardingConfig, world: World) -> None:
+    """Moves the frozen weights of the linears to host memory or disk.
 
-    Weights that are not packed become rows of bytes too. Embeddings, norms and the output layer
-    stay on the device, unless the output layer is packed.
+    Weights that are not quantized become rows of bytes too (`PlainRows`). Embeddings, norms and
+    the output layer stay on the device, except a quantized output layer.
     """
-    kind = HostStore if config.offload_base == "cpu" else DiskStore
-    alone = mesh_shape(config, world.size, world.local_size)[1] == 1
-    ahead = DeviceAhead(world.device) if alone else None
+    store = HostStore if config.offload_base == "cpu" else DiskStore
+    single = mesh_shape(config, world.size, world.local_size)[1] == 1  # FSDP2 does not prefetch
+    ahead = DeviceAhead(world.device) if single else None
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head" and not module.weight.requires_grad:
             module = QuantizedLinear(module.weight, module.bias)
@@ -154,10 +153,10 @@ def _keep_base_elsewhere(model: Decoder, config: ShardingConfig, world: World) -
         unit = name
         if config.wrap == "decoder_layer":
             unit = ".".join(name.split(".")[:3])  # model.layers.7
-        module.weight = nn.Parameter(weight.keep_in(kind(unit, ahead)), requires_grad=False)
+        module.weight = nn.Parameter(weight.keep_in(store(unit, ahead)), requires_grad=False)
 
 
 def quantized_bytes(model: nn.Module) -> int:
-    """Bytes of packed weights that this rank holds, without the replicated extras."""
+    """Bytes of quantized weights that this rank holds, without the replicated metadata."""
     local = map(local_part, model.parameters())
     return sum(p.qdata.numel() for p in local if isinstance(p, QuantizedTensor))

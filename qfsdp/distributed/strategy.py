@@ -1,4 +1,4 @@
-"""TODO distributed.strategy."""
+"""Section `sharding` of a config, and the mesh shape that it gives."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ class ShardingConfig:
     """Section `sharding`: what is spread over the ranks, and in which units.
 
     Fields:
-        strategy: "full_shard": parameters, gradients and optimizer state are spread over all
-            ranks. "shard_grad_op": parameters are gathered for forward and kept until backward is
-            through; faster, and as large as the model. "ddp": the frozen base whole on every rank;
-            what is trained, gradients and optimizer state spread. "hybrid_full_shard",
-            "hybrid_shard_grad_op": as the first two within a group of ranks, and alike in all
-            groups.
-        replicate, shard: for hybrid strategies, the number of groups and of ranks in one. By
+        strategy: "full_shard": parameters, gradients and optimizer state are sharded over all
+            ranks. "shard_grad_op": the same, but gathered parameters are kept from forward to
+            backward; faster, and takes the memory of the whole model. "ddp": every rank holds the
+            whole frozen base; trained parameters, gradients and optimizer state are sharded.
+            "hybrid_full_shard", "hybrid_shard_grad_op": sharded as in the first two within a
+            group of ranks, and replicated over the groups.
+        replicate, shard: for hybrid strategies, the number of groups and the ranks per group. By
             default a machine is a group. Their product must be the number of ranks.
-        wrap: the unit that is gathered at a time. "decoder_layer" overlaps communication
-            with compute best; "linear" holds one linear at a time, for the least memory.
-        prefetch: how many units ahead are gathered while one computes; each takes its memory.
-        cpu_offload: parameters, gradients and optimizer state lie in host memory, and the
+        wrap: the unit that is gathered at once. "decoder_layer" overlaps communication with
+            compute best; "linear" gathers one linear at a time, for the least memory.
+        prefetch: number of units that are gathered ahead while one computes; each takes its
+            memory.
+        cpu_offload: parameters, gradients and optimizer state are in host memory, and the
             optimizer runs there; a unit's parameters are on the device while it computes.
-        offload_base: where the frozen weights of the linears lie: "none": on the device; "cpu": in
-            host memory; "disk": in the files of a packed model folder.
-        ring_memory: host memory for read-ahead with offload_base "disk", per rank.
+        offload_base: where the frozen weights of the linears are: "none": on the device; "cpu": in
+            host memory; "disk": in the files of a quantized model folder.
+        ring_memory: host memory for reading ahead with offload_base "disk", per rank.
     """
 
     strategy: Literal[
@@ -53,10 +54,10 @@ class ShardingConfig:
         if self.prefetch < 0:
             raise InvalidField("prefetch", self.prefetch, "an integer of at least 0")
         if self.offload_base != "none" and self.cpu_offload:
-            why = "none: cpu_offload takes the base to host memory already"
+            why = "none: cpu_offload moves the base to host memory already"
             raise InvalidField("offload_base", self.offload_base, why)
         if self.strategy == "ddp" and (self.offload_base != "none" or self.cpu_offload):
-            raise InvalidField("strategy", "ddp", "full_shard, with anything offloaded")
+            raise InvalidField("strategy", "ddp", "full_shard, if anything is offloaded")
         try:
             parse_size(self.ring_memory)
         except ValueError:
@@ -64,11 +65,14 @@ class ShardingConfig:
 
 
 def mesh_shape(config: ShardingConfig, size: int, local_size: int) -> tuple[int, int]:
-    """Groups that hold the same, and ranks of a group, among `size` ranks, `local_size` of them on
-    a machine.
+    """The number of replicated groups, and of ranks per group.
+
+    Args:
+        size: number of ranks.
+        local_size: number of ranks on this machine.
 
     Raises:
-        UserError: they do not make up the number of ranks.
+        UserError: their product is not the number of ranks.
     """
     replicate, shard = config.replicate, config.shard
     if not config.strategy.startswith("hybrid"):
@@ -79,11 +83,13 @@ def mesh_shape(config: ShardingConfig, size: int, local_size: int) -> tuple[int,
         replicate = max(1, size // shard)
     if replicate * shard != size:
         raise UserError(
-            f"sharding.replicate x sharding.shard: {replicate} x {shard}; this run has {size} "
-            f"processes, {local_size} on this machine"
+            f"sharding.replicate x sharding.shard: {replicate} x {shard}; expected {size}, the "
+            f"number of processes, {local_size} of them on this machine"
         )
     return replicate, shard
 
 
 def needs_fsdp(config: ShardingConfig, world_size: int, casts: bool = False) -> bool:
+    """Whether FSDP2 wraps the model; `casts`: trained weights are held in another dtype than they
+    are computed in."""
     return world_size > 1 or config.cpu_offload or config.offload_base != "none" or casts

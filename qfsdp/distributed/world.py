@@ -1,4 +1,4 @@
-"""TODO distributed.world."""
+"""The processes of a run: this one's rank and device, and values exchanged with the others."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class World:
-    """This process among the others.
+    """This process and its place among the others.
 
     Fields:
         device: where this rank computes.
         rank: 0 .. size - 1. Rank 0 writes files and prints.
         size: number of processes.
-        mesh: 1-D device mesh over all of them; None with one process, where FSDP2 does nothing.
+        mesh: 1-D device mesh of all processes; None if FSDP2 is not used.
         local_size: number of processes on this machine.
     """
 
@@ -51,7 +51,7 @@ class World:
         return largest.item()
 
     def broadcast(self, value: T) -> T:
-        """What rank 0 passes, on every rank; anything that can be pickled."""
+        """The `value` of rank 0, on every rank; any picklable object."""
         if self.mesh is None:
             return value
         holder = [value]
@@ -59,7 +59,7 @@ class World:
         return holder[0]
 
     def gather(self, value: T) -> list[T]:
-        """What every rank passes, by rank; anything that can be pickled."""
+        """The `value` of every rank, by rank; any picklable object."""
         if self.mesh is None:
             return [value]
         values: list[T] = [value] * self.size
@@ -70,13 +70,15 @@ class World:
 def init_world(sharding: ShardingConfig | None = None, casts: bool = False) -> World:
     """Joins the processes that torchrun started (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`).
 
-    Uses the accelerator `LOCAL_RANK` of this machine where there is one, else the CPU. A
-    single process joins nothing and gets no mesh, unless `sharding` offloads something or the
-    model is held in another dtype than it computes in (`casts`).
+    Uses the accelerator with index `LOCAL_RANK`, or the CPU if the machine has none. A single
+    process gets no process group and no mesh unless FSDP2 is needed (`needs_fsdp`).
+
+    Args:
+        casts: trained weights are held in another dtype than they are computed in.
 
     Raises:
-        UserError: this machine has fewer accelerators than processes, or the sizes in `sharding`
-            do not make up the number of processes.
+        UserError: this machine has fewer accelerators than processes, or `sharding.replicate` and
+            `sharding.shard` do not give the number of processes.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -95,7 +97,7 @@ def init_world(sharding: ShardingConfig | None = None, casts: bool = False) -> W
     if not needs_fsdp(sharding or ShardingConfig(), size, casts):
         return World(device)
     if not dist.is_initialized():
-        # An explicit device lets NCCL connect at once, and not inside the first collective.
+        # With an explicit device NCCL connects now, not in the first collective.
         options: dict[str, Any] = {"device_id": device if device.type != "cpu" else None}
         if size == 1:
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}

@@ -236,8 +236,8 @@ def truncated(folder: Path) -> None:
     "spoil, message",
     [
         (without_a_tensor, f"tensor '{KEY}' is missing"),
-        (with_another_shape, f"tensor '{KEY}' has shape [577, 4]; this model's is [577, 5]"),
-        (with_a_tensor_more, "tensor 'base_model.model.x' has no place in this model's adapters"),
+        (with_another_shape, f"tensor '{KEY}' has shape [577, 4]; expected [577, 5]"),
+        (with_a_tensor_more, "tensor 'base_model.model.x' is not among this model's adapters"),
         (truncated, "truncated or not a safetensors file"),
         (lambda folder: (folder / WEIGHTS_FILE).unlink(), "does not exist"),
     ],
@@ -259,7 +259,7 @@ def test_an_adapter_that_does_not_fit_is_an_error(
 def test_an_adapter_of_another_method_or_scale_is_an_error(tiny_dir: Path, tmp_path: Path) -> None:
     """Other alpha, same tensors: loading it silently would scale every product wrongly."""
     save(tiny_dir, config("dora"), tmp_path)
-    with pytest.raises(UserError, match="lora_magnitude_vector' has no place"):
+    with pytest.raises(UserError, match="lora_magnitude_vector' is not among"):
         load_adapter(adapted_model(tiny_dir, config("lora")), tmp_path)
     with pytest.raises(UserError, match="lora_alpha"):
         other = AdapterConfig("dora", rank=5, alpha=14.0, targets=["all-linear"])

@@ -243,7 +243,7 @@ def only(*linears: str) -> Spoil:
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "config missing": (lambda f: (f / CONFIG_FILE).unlink(), f"{CONFIG_FILE} does not exist;"),
     "weights missing": (lambda f: (f / WEIGHTS_FILE).unlink(), f"{WEIGHTS_FILE} does not exist;"),
-    "a pickle": (pickled, f"{PICKLE_FILE}: a pickle, which may run code; expected an adapter in "),
+    "a pickle": (pickled, f"{PICKLE_FILE}: a pickle file, which can run code; expected an adapter"),
     "truncated": (truncated, f"{WEIGHTS_FILE}: truncated or not a safetensors file"),
     "not JSON": (
         lambda f: (f / CONFIG_FILE).write_text("{"),
@@ -257,7 +257,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "LOHA": (
         says(peft_type="LOHA"),
-        f"{CONFIG_FILE}: peft_type 'LOHA'; qfsdp loads 'LORA' (with use_dora or not) and 'IA3'",
+        f"{CONFIG_FILE}: peft_type 'LOHA'; expected 'LORA' or 'IA3'",
     ),
     "rank": (says(r=8), "adapter.rank: 5, but {folder} was trained with r 8; set adapter.rank=8"),
     "alpha": (
@@ -281,14 +281,14 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "modules_to_save": (
         says(modules_to_save=["lm_head"]),
-        "modules_to_save ['lm_head']: these were trained as a whole; qfsdp trains adapters only",
+        "modules_to_save ['lm_head']; expected none: qfsdp does not load modules",
     ),
     "bias": (says(bias="lora_only"), "bias 'lora_only': qfsdp trains no biases"),
     "rank_pattern": (says(rank_pattern={"q_proj": 3}), "{'q_proj': 3}: qfsdp has one rank for all"),
     "alpha_pattern": (says(alpha_pattern={"q": 1}), "{'q': 1}: qfsdp has one alpha for all"),
-    "PiSSA": (says(init_lora_weights="pissa_niter_4"), "such an adapter belongs to a base that it"),
+    "PiSSA": (says(init_lora_weights="pissa_niter_4"), "this initialization changed the base that"),
     **{
-        key: (says(**{key: value}), f"{key} {value!r}: qfsdp does not have it")
+        key: (says(**{key: value}), f"{key} {value!r}: qfsdp does not have this option")
         for key, value in {
             "fan_in_fan_out": True,
             "lora_bias": True,
@@ -306,15 +306,15 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "a tensor more": (
         tensors(lambda found: found.update({"base_model.model.x": torch.zeros(1)})),
-        "tensor 'base_model.model.x' has no place in this model's adapters",
+        "tensor 'base_model.model.x' is not among this model's adapters",
     ),
     "an embedding": (
         tensors(lambda found: found.update({"m.embed_tokens.lora_A.weight": torch.zeros(5, 9)})),
-        "tensor 'm.embed_tokens.lora_A.weight' has no place in this model's adapters",
+        "tensor 'm.embed_tokens.lora_A.weight' is not among this model's adapters",
     ),
     "shape": (
         tensors(lambda found: found.update({A: torch.zeros(5, 191)})),
-        f"tensor '{A}' has shape [5, 191]; this model's is [5, 192]",
+        f"tensor '{A}' has shape [5, 191]; expected [5, 192]",
     ),
     "integers": (
         tensors(lambda found: found.update({A: torch.zeros(5, 192, dtype=torch.int8)})),
@@ -385,7 +385,7 @@ def test_ia3_that_scales_other_inputs_is_told(tiny_dir: Path, tmp_path: Path) ->
     check_adapter(section, tmp_path, model)
     key = "base_model.model.model.layers.0.mlp.down_proj.ia3_l"
     tensors(lambda found: found.update({key: torch.ones(192, 1)}))(tmp_path)
-    with pytest.raises(UserError, match=r"has shape \[192, 1\]; this model's is \[1, 577\]"):
+    with pytest.raises(UserError, match=r"has shape \[192, 1\]; expected \[1, 577\]"):
         check_adapter(section, tmp_path, model)
     with pytest.raises(UserError, match=r"adapter.method: lora, but .* set adapter.method=ia3"):
         check_adapter(AdapterConfig("lora"), tmp_path, model)
@@ -398,7 +398,7 @@ def test_a_folder_that_is_none_is_told(folder: Path, tiny_dir: Path) -> None:
     model = build_meta_model(tiny_dir, adapter=SECTION)
     with pytest.raises(UserError, match="nowhere does not exist; expected an adapter in PEFT's"):
         check_adapter(SECTION, "nowhere", model)
-    with pytest.raises(UserError, match=r"is not an adapter's folder; did you mean .*/adapter\?"):
+    with pytest.raises(UserError, match=r": not an adapter's folder; did you mean .*/adapter\?"):
         check_adapter(SECTION, folder.parent, model)
     with pytest.raises(UserError, match=r"set adapter.targets=\[all-linear,lm_head\]"):
         more = replace(SECTION, targets=HEAD_TOO)

@@ -223,7 +223,7 @@ def test_what_an_error_has_no_direction_for_starts_as_usual() -> None:
 # ---- when --------------------------------------------------------------------------------------
 
 
-def test_linears_that_are_not_packed_start_as_usual(tmp_path: Path) -> None:
+def test_linears_that_are_not_quantized_start_as_usual(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path, tie_word_embeddings=True)
     model = started(folder, config(targets=["q_proj", "lm_head"]))
     linears = dict(low_rank_linears(model))
@@ -232,9 +232,7 @@ def test_linears_that_are_not_packed_start_as_usual(tmp_path: Path) -> None:
     assert torch.count_nonzero(linears["model.layers.0.self_attn.q_proj"].lora_B) > 0
 
 
-def test_a_run_that_goes_on_works_nothing_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_resumed_run_computes_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path)
     model = load_model(folder, adapter=config())
     monkeypatch.setattr(loftq, "best_product", None)
@@ -261,8 +259,12 @@ def test_a_base_that_cannot_be_compared_is_told(tmp_path: Path) -> None:
     section = config()
     check_start(section, build_meta_model(folder, adapter=section), ModelWeights(folder))
     for path, format, message in (
-        (packed, "nf4", f"model.path '{packed}' holds packed ones; name the folder that they were"),
-        (folder, "none", "no adapted linear is packed; set quantization.format=nf4, or adapter.in"),
+        (
+            packed,
+            "nf4",
+            f"model.path '{packed}' holds quantized ones; expected the folder that",
+        ),
+        (folder, "none", "no adapted linear is quantized; expected quantization.format=nf4, or ad"),
     ):
         model = build_meta_model(path, format, section)
         with pytest.raises(UserError) as error:

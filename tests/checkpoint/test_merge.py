@@ -433,7 +433,7 @@ def test_one_writer_at_a_time(even: tuple[Path, Path], tmp_path: Path) -> None:
         (["adapter=nowhere"], "nowhere does not exist; expected an adapter in PEFT's format"),
         (["adapter={model}"], "adapter_config.json does not exist; expected an adapter in PEFT's"),
         (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),
-        (["model.path={other}"], "lora_A.weight' has shape [5, 192]; this model's is [5, 96]"),
+        (["model.path={other}"], "lora_A.weight' has shape [5, 192]; expected [5, 96]"),
         (
             ["model.path={odd}", "adapter={of_odd}", "requantize=nf4-bnb"],
             "requantize: nf4-bnb stores whole blocks of 64 columns, and "

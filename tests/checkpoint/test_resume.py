@@ -467,7 +467,7 @@ def test_one_process_writes_a_folder(tmp_path: Path) -> None:
         assert str(error.value).startswith(
             f"output_dir: '{folder}' is being written by process {other.pid} on "
         )
-        assert str(error.value).endswith("; wait for its end, or give another output_dir")
+        assert str(error.value).endswith("; wait for its end, or set another output_dir")
         other.kill()
         other.wait()
     with FolderLock(folder, "output_dir"):

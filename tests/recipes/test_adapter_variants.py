@@ -156,5 +156,5 @@ def test_other_settings_are_not_gone_on_with(trained: Path) -> None:
 
 
 def test_loftq_without_a_packed_base_is_told(folder: Path) -> None:
-    with pytest.raises(UserError, match="adapter.init: 'loftq' makes up for what packing loses"):
+    with pytest.raises(UserError, match="adapter.init: 'loftq' compensates the quantization error"):
         run(folder, "adapter.init=loftq", "quantization.format=none")

@@ -1,6 +1,7 @@
-"""Model folders: reading, quantizing, writing and converting their weights.
+"""Base weights on disk: safetensors folders, plain or quantized.
 
-A folder is Hugging Face's: safetensors, config.json and a tokenizer, with plain or 4-bit weights.
-The two layouts of 4-bit weights are qfsdp's own and that of bitsandbytes. Every function streams:
-a rank holds one weight at a time.
+Reading: `read.py` reads rows, `folder.py` says where each weight is, `load.py` fills a model; the
+layouts of quantized weights are `qfsdp_layout.py` and `bnb_layout.py`. Writing: `write.py` writes
+files, `convert.py` converts a whole folder, and `quantize.py`, `merge.py`, `expand.py` and
+`save.py` are the conversions.
 """

@@ -61,8 +61,8 @@ def quantize_folder(
     again.
 
     Args:
-        layout: "qfsdp" (docs/internals/quantized-folders.md), or "bnb", which transformers loads with
-            bitsandbytes.
+        layout: "qfsdp" (docs/internals/quantized-folders.md), or "bnb", which transformers loads
+            with bitsandbytes.
         key: the config key of `folder`, for messages.
 
     Raises:
