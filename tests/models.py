@@ -1,4 +1,4 @@
-"""Models as recipes build them, and adapters as after some training."""
+"""Models as recipes build them, and adapters with values as after training."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from qfsdp.tensor_subclasses.dtensor import local_part, local_rows
 
 
 def cpu_world() -> World:
-    """The world of this test process: of its process group, if it has one."""
+    """The world of this test process, with its process group if it has one."""
     cpu = torch.device("cpu")
     if not dist.is_initialized():
         return World(cpu)
@@ -35,7 +35,7 @@ def cpu_world() -> World:
 def build_meta_model(
     folder: Path, format: str = "nf4", adapter: AdapterConfig | None = None, dtype: str = "fp32"
 ) -> Decoder:
-    """As recipes build it, before any weight is read; `lm_head` is packed where it can be."""
+    """A model as recipes build it, before weights are read; an untied `lm_head` is quantized."""
     config = DecoderConfig.from_dir(folder)
     with torch.device("meta"):
         model = Decoder(config).to(DTYPES[dtype])
@@ -66,8 +66,8 @@ def adapted_model(folder: Path, config: AdapterConfig, **build: Any) -> Decoder:
 
 @torch.no_grad()
 def randomize_adapters(model: nn.Module) -> None:
-    """Values as after some training, the same for any number of ranks: no tensor is zero, and
-    no magnitude is its norm."""
+    """Sets values as after training, the same for any number of ranks: no tensor is zero, and no
+    magnitude equals its norm."""
     generator = torch.Generator().manual_seed(7)
     for key, param in adapter_parameters(model).items():
         noise = torch.randn(param.shape, generator=generator)[local_rows(param)]

@@ -45,7 +45,7 @@ def dequantized_base(model: nn.Module) -> dict[str, Tensor]:
 def run_peft(
     script: str, model_dir: Path, base: dict[str, Tensor], tokens: Tensor, folder: Path, *words: Any
 ) -> dict[str, Any]:
-    """Runs PREAMBLE and `script`, and returns the content of `result.pt` that it writes to `folder`.
+    """Runs PREAMBLE and `script`, and returns the `result.pt` that it writes to `folder`.
 
     Args:
         model_dir: folder of the `config.json` that the model is built from.

@@ -106,7 +106,7 @@ REAL = {
 
 
 def started_runs(
-    model_dir: Path, packed: list[str], sections: dict[str, AdapterConfig], tokens: Tensor
+    model_dir: Path, quantized: list[str], sections: dict[str, AdapterConfig], tokens: Tensor
 ) -> dict[str, tuple[Tensor, float]]:
     """Logits of the model that the recipe starts from, in eval mode, and its first loss."""
     recipe = load_recipe()
@@ -120,7 +120,7 @@ def started_runs(
             tokenizer=None,
             dataset=None,
             optimizer=None,
-            quantization=recipe.QuantizationConfig("nf4", packed),
+            quantization=recipe.QuantizationConfig("nf4", quantized),
             adapter=section,
         )
         world = cpu_world()
@@ -140,7 +140,7 @@ def started_runs(
 def compare_with_peft(
     model_dir: Path,
     cases: dict[str, Any],
-    packed: list[str],
+    quantized: list[str],
     folder: Path,
     ranks: dict[int, list[str]],
 ) -> None:
@@ -159,7 +159,7 @@ def compare_with_peft(
         check_adapter(section, folder / name, build_meta_model(model_dir, adapter=section))
     for size, names in ranks.items():
         some = {name: sections[name] for name in names}
-        found = run_ranks(size, started_runs, model_dir, packed, some, tokens)
+        found = run_ranks(size, started_runs, model_dir, quantized, some, tokens)
         for rank in range(size):
             for name, (logits, loss) in found[rank].items():
                 theirs = expected[name]

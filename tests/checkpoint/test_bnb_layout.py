@@ -1,4 +1,4 @@
-"""bitsandbytes' 4-bit checkpoints: theirs load here, ours load there, no bit is changed."""
+"""bitsandbytes' 4-bit checkpoints: qfsdp loads theirs and they load ours, bit for bit."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 ABSMAX = {True: "nf4", False: "nf4_fp32_absmax"}  # nested or not -> our format
 GATE = "model.layers.0.mlp.gate_proj.weight"
-# Columns that 64 divides, as bitsandbytes' blocks cross rows otherwise; rows that ranks do not.
+# Columns are multiples of 64, so that blocks do not cross rows; rows are uneven over 3 ranks.
 EVEN = {"hidden_size": 192, "intermediate_size": 576, "num_attention_heads": 6}
 
 
 def their_model(folder: Path, nested: bool | None = None) -> Any:
-    """transformers' model: quantized by bitsandbytes now, or (None) as the folder says."""
+    """transformers' model, quantized by bitsandbytes; None: as stored in the folder."""
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
     given = {}
@@ -47,8 +47,8 @@ def their_model(folder: Path, nested: bool | None = None) -> Any:
     return model.train()
 
 
-def packed_rows(folder: Path) -> dict[str, list[Tensor]]:
-    """Bytes and extras of every packed weight of the loaded model, all ranks' rows together."""
+def quantized_rows(folder: Path) -> dict[str, list[Tensor]]:
+    """Bytes and metadata of every quantized weight of the loaded model, gathered."""
     found = {}
     for name, param in base_parameters(load_model(folder)):
         local = local_part(param)
@@ -58,18 +58,18 @@ def packed_rows(folder: Path) -> dict[str, list[Tensor]]:
 
 
 def assert_bytes_of(found: dict[str, list[Tensor]], tensors: dict[str, Tensor]) -> None:
-    """The codes, absmax, scales and offset are those of a bitsandbytes file."""
+    """Codes, absmax, scales and offset equal those of a bitsandbytes file."""
     names = {n.partition(".absmax")[0] for n in tensors if n.endswith(".absmax")}
     assert found.keys() == names and names
-    for name, (packed, *extras) in found.items():
+    for name, (qdata, *metadata) in found.items():
         codes, absmax = tensors[name].flatten(), tensors[f"{name}.absmax"]
-        width = codes.numel() // packed.size(0)
-        assert torch.equal(packed[:, :width].flatten(), codes), name
-        assert torch.equal(packed[:, width:].flatten(), absmax.view(torch.uint8)), name
-        if extras:
+        width = codes.numel() // qdata.size(0)
+        assert torch.equal(qdata[:, :width].flatten(), codes), name
+        assert torch.equal(qdata[:, width:].flatten(), absmax.view(torch.uint8)), name
+        if metadata:
             state = bytes(tensors[f"{name}.quant_state.bitsandbytes__nf4"].tolist())
-            assert torch.equal(extras[0], tensors[f"{name}.nested_absmax"]), name
-            assert extras[1].item() == json.loads(state)["nested_offset"], name
+            assert torch.equal(metadata[0], tensors[f"{name}.nested_absmax"]), name
+            assert metadata[1].item() == json.loads(state)["nested_offset"], name
 
 
 TOKENS = torch.randint(0, 577, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -83,7 +83,7 @@ def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
 
 @pytest.fixture(scope="module", params=[True, False], ids=["nested", "plain absmax"])
 def theirs(request: Any, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """SmolLM2 as transformers and bitsandbytes write it, and what their model computes."""
+    """SmolLM2 as transformers and bitsandbytes write it, and the logits of their model."""
     folder = tmp_path_factory.mktemp("theirs")
     model = their_model(smollm2_dir, nested=request.param)
     model.save_pretrained(folder)
@@ -94,7 +94,7 @@ def test_their_checkpoint_of_a_real_model_loads_as_it_is(theirs: Any) -> None:
     nested, folder, expected = theirs
     assert set(ModelWeights(folder).formats.values()) == {ABSMAX[nested]}
     tensors = load_file(folder / SINGLE)
-    assert_bytes_of(packed_rows(folder), tensors)
+    assert_bytes_of(quantized_rows(folder), tensors)
     difference = (logits(load_model(folder)) - expected).abs().max().item()
     print(f"{ABSMAX[nested]}: logits differ by {difference:.1e} from transformers + bitsandbytes")
     assert difference < 1e-4
@@ -103,12 +103,12 @@ def test_their_checkpoint_of_a_real_model_loads_as_it_is(theirs: Any) -> None:
 def test_three_ranks_load_their_checkpoint(theirs: Any) -> None:
     _, folder, _ = theirs
     tensors = load_file(folder / SINGLE)
-    for found in run_ranks(3, packed_rows, folder):
+    for found in run_ranks(3, quantized_rows, folder):
         assert_bytes_of(found, tensors)
 
 
 def test_ours_loads_in_transformers(theirs: Any, smollm2_dir: Path, tmp_path: Path) -> None:
-    """Written by us, read by them: the same tensors and the same logits as their own."""
+    """A folder that qfsdp writes gives them the same tensors and logits as their own."""
     nested, folder, expected = theirs
     config = QuantizationConfig(ABSMAX[nested])
     quantize_folder(ModelWeights(smollm2_dir), config, tmp_path, cpu_world(), layout="bnb")
@@ -122,14 +122,14 @@ def test_ours_loads_in_transformers(theirs: Any, smollm2_dir: Path, tmp_path: Pa
     assert difference == 0
 
 
-def test_their_checkpoint_can_be_packed_into_our_layout(theirs: Any, tmp_path: Path) -> None:
+def test_their_checkpoint_can_be_quantized_into_our_layout(theirs: Any, tmp_path: Path) -> None:
     nested, folder, _ = theirs
     config = QuantizationConfig(ABSMAX[nested])
     quantize_folder(ModelWeights(folder), config, tmp_path, cpu_world())
-    assert_bytes_of(packed_rows(tmp_path), load_file(folder / SINGLE))
+    assert_bytes_of(quantized_rows(tmp_path), load_file(folder / SINGLE))
 
 
-# ---- what is wrong with one --------------------------------------------------------------------
+# ---- broken checkpoints ------------------------------------------------------------------------
 
 
 def edit(folder: Path, change: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -195,9 +195,9 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", **EVEN)
-    folder = tmp_path / "packed"
+    folder = tmp_path / "quantized"
     quantize_folder(ModelWeights(source), QuantizationConfig(), folder, cpu_world(), layout="bnb")
-    load_model(folder)  # nothing else is wrong
+    load_model(folder)  # it is valid so far
     break_it, expected = MISTAKES[mistake]
     break_it(folder)
     with pytest.raises(UserError) as error:

@@ -1,4 +1,4 @@
-"""An expanded model computes what the old one does, to the last bit, whoever loads it."""
+"""An expanded model computes the same as the old one, bit for bit, here and in transformers."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
     "biases": {"attention_bias": True, "mlp_bias": True},
-    # Windows in the last two of three old blocks; 48 tokens do not fit into one.
+    # The last two of three old blocks have a window shorter than 48 tokens.
     "windows": QWEN2 | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
 }
 
 
 def expanded(model: Path, output: Path, *words: str) -> Path:
-    """What the recipe makes, by the config that comes with it and `words`."""
+    """The recipe's output with its shipped config and the overrides `words`."""
     recipe = load_recipe("block_expansion")
     argv = ["--config", str(ROOT / "configs/block_expansion.yaml")]
     argv += [f"model.path={model}", f"output_dir={output}", *words]
@@ -59,11 +59,11 @@ def expanded(model: Path, output: Path, *words: str) -> Path:
     return output
 
 
-# ---- places ------------------------------------------------------------------------------------
+# ---- positions ---------------------------------------------------------------------------------
 
 
 def test_new_blocks_are_spread_evenly_at_every_depth_and_rate() -> None:
-    """By what must hold of them, in integers: rates are hundredths."""
+    """Checked by their properties in integer arithmetic: rates are hundredths."""
     checked = 0
     for depth in range(2, 81):
         for hundredths in range(1, 101):
@@ -86,7 +86,7 @@ def test_new_blocks_are_spread_evenly_at_every_depth_and_rate() -> None:
 
 
 def test_places_that_are_known() -> None:
-    """Llama-Pro's 8 blocks on 32; two that do not divide; more new blocks than old ones."""
+    """Llama-Pro's 8 new blocks for 32; two uneven cases; more new blocks than old ones."""
     assert expanded_positions(32, 8) == [4, 9, 14, 19, 24, 29, 34, 39]
     assert expanded_positions(7, 3) == [3, 6, 9]
     assert expanded_positions(2, 2) == [1, 3]
@@ -101,7 +101,7 @@ def test_places_that_are_known() -> None:
     [
         ({"use_sliding_window": True, "max_window_layers": 3}, {"max_window_layers": 6}),
         ({"use_sliding_window": True, "max_window_layers": 0}, {"max_window_layers": 0}),
-        # As transformers saves them: a kind for each layer, and the number that they come from.
+        # As transformers saves them: the type of each layer, and the setting behind it.
         (
             {
                 "use_sliding_window": True,
@@ -164,7 +164,7 @@ def test_logits_are_the_same_to_the_last_bit(family: str, tmp_path: Path) -> Non
 
 
 def test_the_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
-    """30 blocks and 8 more; the tokenizer comes along."""
+    """30 blocks and 8 more; the tokenizer is copied."""
     from transformers import AutoTokenizer
 
     new = expanded(smollm2_dir, tmp_path / "new")
@@ -174,8 +174,8 @@ def test_the_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
 
 
 def test_what_new_blocks_hold(tmp_path: Path) -> None:
-    """Copies of the block before, but for what writes to the residual stream; the old blocks and
-    all other tensors are the same bytes; and every zero can be trained."""
+    """New blocks copy the block before, except the linears that write to the residual stream; all
+    other tensors are unchanged; and every zero gets a gradient."""
     model = write_tiny_model(tmp_path / "old", **FAMILIES["biases"])
     new = load_file(expanded(model, tmp_path / "new", "rate=null", "new_blocks=3") / SINGLE)
     old = load_file(model / SINGLE)
@@ -230,7 +230,7 @@ class Interrupted(Exception):
 def test_an_interrupted_run_leaves_no_model(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it stops; a later one, with other numbers, is all new."""
+    """Wherever it stops; a later expansion into the same folder writes everything anew."""
     model, folder = write_tiny_model(tmp_path / "old"), tmp_path / "new"
     words = ["max_file_bytes=400000"]
 
@@ -272,9 +272,9 @@ def test_an_interrupted_run_leaves_no_model(
         (["model.dtype=fp32"], "unknown key 'model.dtype'"),
         (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),
         (
-            ["model.path={packed}"],
-            "model.path: '{packed}' holds quantized weights; expected plain ones: expand the model "
-            "that it was quantized from, and quantize the result (recipes/quantize)",
+            ["model.path={quantized}"],
+            "model.path: '{quantized}' holds quantized weights; expected plain ones: expand the "
+            "model that it was quantized from, and quantize the result (recipes/quantize)",
         ),
         (["output_dir={model}"], "output_dir: '{model}' is not empty; name a new folder"),
         (["model.path={nan}"], "model.layers.1.input_layernorm.weight: holds NaN or infinity"),
@@ -282,16 +282,16 @@ def test_an_interrupted_run_leaves_no_model(
     ],
 )
 def test_mistakes_are_told_in_one_line(words: list[str], message: str, tmp_path: Path) -> None:
-    places = {name: tmp_path / name for name in ("model", "packed", "nan", "deep")}
+    places = {name: tmp_path / name for name in ("model", "quantized", "nan", "deep")}
     for name in ("model", "nan", "deep"):
         write_tiny_model(places[name])
     tensors = load_file(places["nan"] / SINGLE)
     tensors["model.layers.1.input_layernorm.weight"][3] = float("nan")
     save_file(tensors, places["nan"] / SINGLE)
     (places["deep"] / "config.json").write_text(json.dumps(TINY_CONFIG | {"num_hidden_layers": 3}))
-    if "{packed}" in message:
+    if "{quantized}" in message:
         weights = ModelWeights(places["model"])
-        quantize_folder(weights, QuantizationConfig(), places["packed"], cpu_world())
+        quantize_folder(weights, QuantizationConfig(), places["quantized"], cpu_world())
     argv = ["rate=0.5", *(word.format(**places) for word in words)]
     with pytest.raises(UserError) as error:
         expanded(places["model"], tmp_path / "out", *argv)

@@ -1,4 +1,4 @@
-"""Every rank loads the checkpoint's own numbers, reads its rows only, and names what is wrong."""
+"""Ranks load the exact weights of a folder, read only their rows, and report errors."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.tiny import write_tiny_model
 
 Q_PROJ = "model.layers.0.self_attn.q_proj.weight"
 NORM = "model.norm.weight"
-# Fewer rows than ranks: k_proj and v_proj have two, gate_proj and up_proj one.
+# Fewer rows than ranks: k_proj and v_proj have two rows, gate_proj and up_proj one.
 FEW_ROWS = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 2}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
@@ -46,8 +46,8 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 
 def loaded_tensors(folder: Path, build: dict[str, Any]) -> dict[str, Any]:
-    """What this rank's loaded model holds, gathered to whole tensors: a plain parameter's
-    numbers, a packed one's bytes and extras."""
+    """The loaded parameters, gathered: the values of plain ones, the bytes and metadata of
+    quantized ones."""
     found: dict[str, Any] = {}
     for name, param in base_parameters(load_model(folder, **build)):
         local = local_part(param)
@@ -66,10 +66,10 @@ def checkpoint(folder: Path) -> dict[str, Tensor]:
 
 
 def assert_loaded(found: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
-    """Plain parameters are the file's, bit for bit; packed ones are the whole tensor's NF4."""
+    """Plain parameters equal the file bit for bit; quantized ones equal the NF4 of the whole."""
     tensors = checkpoint(folder)
     assert found.keys() == tensors.keys()
-    packed = 0
+    quantized = 0
     for name, value in found.items():
         if isinstance(value, Tensor):
             assert value.dtype == dtype
@@ -78,8 +78,8 @@ def assert_loaded(found: dict[str, Any], folder: Path, dtype: torch.dtype) -> No
         whole = nf4.quantize(tensors[name])
         for mine, theirs in zip(value, (whole.qdata, *whole.metadata), strict=True):
             assert torch.equal(mine, theirs), name
-        packed += 1
-    assert packed == sum(name.endswith(("_proj.weight", "lm_head.weight")) for name in tensors)
+        quantized += 1
+    assert quantized == sum(name.endswith(("_proj.weight", "lm_head.weight")) for name in tensors)
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +105,7 @@ def load_all(
 
 
 def test_three_ranks_load_the_checkpoint(folders: dict[str, Path]) -> None:
-    """With adapters or without them, whatever is the unit of sharding."""
+    """With and without adapters, for every sharding unit."""
     dora = AdapterConfig("dora", 2, targets=["all-linear", "lm_head"])
     builds = [{"wrap": "linear"}, {"wrap": "decoder_layer", "adapter": dora}]
     for rank in run_ranks(3, load_all, folders, builds):
@@ -139,7 +139,7 @@ def test_any_stored_dtype_serves_any_compute_dtype(
 
 @pytest.mark.parametrize("adapted", [False, True])
 def test_tied_embeddings_stay_one_parameter(adapted: bool, folders: dict[str, Path]) -> None:
-    """In a checkpoint that leaves the output layer out, and in one that carries it."""
+    """For a checkpoint with and without the output layer."""
     adapter = AdapterConfig("lora", 2, targets=["lm_head"]) if adapted else None
     model = load_model(folders["tied"], adapter=adapter)
     embeddings = model.model.embed_tokens.weight
@@ -148,7 +148,7 @@ def test_tied_embeddings_stay_one_parameter(adapted: bool, folders: dict[str, Pa
     assert torch.equal(embeddings, checkpoint(folders["tied"])["model.embed_tokens.weight"])
 
 
-def test_tensors_that_some_checkpoints_carry_are_passed_over(
+def test_rotary_tables_and_a_tied_output_layer_are_ignored(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     tensors = checkpoint(folders["tied"])
@@ -158,7 +158,7 @@ def test_tensors_that_some_checkpoints_carry_are_passed_over(
     ModelWeights(tmp_path).check(build_meta_model(folders["tied"]))
 
 
-def test_a_tied_output_layer_cannot_be_packed(folders: dict[str, Path]) -> None:
+def test_a_tied_output_layer_cannot_be_quantized(folders: dict[str, Path]) -> None:
     model = Decoder(DecoderConfig.from_dir(folders["tied"]))
     with pytest.raises(UserError, match=r"^quantization.targets: 'lm_head' is tied "):
         quantize_linears(model, QuantizationConfig("nf4", ["lm_head"]))
@@ -168,7 +168,7 @@ def test_a_tied_output_layer_cannot_be_packed(folders: dict[str, Path]) -> None:
 
 
 def rows_read(folder: Path) -> list[tuple[str, list[int]]]:
-    """Which rows of which tensor this rank's loading asks the operating system for."""
+    """The rows of every tensor that this rank reads from files."""
     reads: list[tuple[str, list[int]]] = []
     read_rows = OpenFiles.read_rows
 
@@ -195,7 +195,7 @@ def test_ranks_read_every_row_once(model: str, folders: dict[str, Path]) -> None
         assert max(map(len, parts)) == -(-shape[0] // 3)
 
 
-# ---- what is wrong with a checkpoint -----------------------------------------------------------
+# ---- broken checkpoints ------------------------------------------------------------------------
 
 
 def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None:
@@ -301,7 +301,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit_tensors(f, lambda t: t[NORM][3:4].fill_(float("inf"))),
         "{folder}: model.norm.weight: holds NaN or infinity",
     ),
-    "a packed weight holds NaN": (
+    "a quantized weight holds NaN": (
         lambda f: edit_tensors(f, lambda t: set_value(t, float("nan"))),
         "{folder}: model.layers.0.self_attn.q_proj.weight: row 100 holds NaN or infinity; "
         "it cannot be quantized",
@@ -325,7 +325,7 @@ def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
 
 
 def test_nan_on_one_rank_is_told_with_the_row_of_the_whole(tmp_path: Path) -> None:
-    """Row 100 of 192 is on the second rank of three; all of them say so, none waits forever."""
+    """Row 100 of 192 is on the second rank of three; all ranks raise, none waits forever."""
     folder = write_tiny_model(tmp_path / "model")
     edit_tensors(folder, lambda tensors: set_value(tensors, float("nan")))
     expected = f"{folder}: {Q_PROJ}: row 100 holds NaN or infinity; it cannot be quantized"
@@ -358,11 +358,11 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert str(error.value) == f"{folder / SINGLE}: cannot be read: Permission denied"
 
 
-# ---- what loading takes ------------------------------------------------------------------------
+# ---- memory ------------------------------------------------------------------------------------
 
 
 def peak_of_loading(folder: Path) -> dict[str, int]:
-    """Bytes of anonymous memory at the peak of loading, above those before it and the shard."""
+    """Peak of anonymous memory while loading, in bytes above the memory before and the shard."""
     from benchmarks.load_base import held_bytes
     from benchmarks.memory import PeakMemory
 
@@ -376,9 +376,9 @@ def peak_of_loading(folder: Path) -> dict[str, int]:
 
 
 def test_memory_above_the_shard_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
-    """Two tensors of 604 MB, one to be packed and one in another dtype. Above the shard are three
-    pieces of 16 MB and one chunk's temporaries: 97 MB, or 226 MB where kernels run uncompiled,
-    as they do here."""
+    """Two tensors of 604 MB, one to be quantized and one in another dtype. Besides the shard there
+    are three pieces of 16 MB and one chunk's temporaries: 97 MB, or 226 MB with uncompiled kernels,
+    as here."""
     sizes = {"vocab_size": 1024, "num_hidden_layers": 1, "intermediate_size": 1024}
     heads = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
     folder = write_tiny_model(tmp_path / "m", hidden_size=64, **sizes | heads)
@@ -399,7 +399,7 @@ def test_memory_above_the_shard_does_not_grow_with_the_tensor(tmp_path: Path) ->
 def test_shards_can_be_held_elsewhere_than_where_they_are_quantized(
     folders: dict[str, Path],
 ) -> None:
-    """The same bytes; on this machine both are the CPU, `make test-gpu` has two devices."""
+    """The bytes are the same. Both devices are the CPU here; `make test-gpu` has two devices."""
     cpu = torch.device("cpu")
     model = build_meta_model(folders["llama"])
     load_base(model, ModelWeights(folders["llama"]), cpu, ShardingConfig(cpu_offload=True))

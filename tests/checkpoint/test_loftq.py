@@ -1,4 +1,4 @@
-"""The start from the error of packing, against an exact SVD and on every way to hold the base."""
+"""LoftQ against an exact SVD, for every format, sharding and offload of the base."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ def started(folder: Path, section: AdapterConfig, **build: Any) -> nn.Module:
 
 
 def error_and_product(module: LowRankLinear, weight: Tensor) -> tuple[Tensor, Tensor]:
-    """W - dequantize(packed W), and scaling * B A."""
-    packed = module.weight.data
-    assert isinstance(packed, QuantizedTensor)
-    error = weight.double() - packed.dequantize().double()
+    """W - dequantize(quantized W), and scaling * B A."""
+    quantized = module.weight.data
+    assert isinstance(quantized, QuantizedTensor)
+    error = weight.double() - quantized.dequantize().double()
     return error, module.scaling * (module.lora_B.double() @ module.lora_A.double()).detach()
 
 
-def test_the_real_model_starts_nearer_to_what_was_packed(smollm2_dir: Path) -> None:
+def test_the_real_model_starts_nearer_to_what_was_quantized(smollm2_dir: Path) -> None:
     """Of every shape of linear: the norm of the error falls as an exact SVD says. The loss falls,
-    and so does the distance to what the weights predicted before they were packed."""
+    and so does the distance to what the weights predicted before they were quantized."""
     from tokenizers import Tokenizer
 
     weights = ModelWeights(smollm2_dir)
@@ -86,14 +86,14 @@ def test_the_real_model_starts_nearer_to_what_was_packed(smollm2_dir: Path) -> N
     predicted = {"loftq": predictions(model, tokens)}
     init_adapters(model, seed=0)
     predicted["default"] = predictions(model, tokens)
-    predicted["unpacked"] = predictions(load_model(smollm2_dir, format="none"), tokens)
+    predicted["plain"] = predictions(load_model(smollm2_dir, format="none"), tokens)
     losses = {k: F.nll_loss(p[:-1], tokens[0, 1:]).item() for k, p in predicted.items()}
     divergence = {
-        k: F.kl_div(p, predicted["unpacked"], log_target=True, reduction="batchmean").item()
+        k: F.kl_div(p, predicted["plain"], log_target=True, reduction="batchmean").item()
         for k, p in predicted.items()
     }
     print(f"loss {losses}, divergence {divergence}")
-    assert losses["unpacked"] < losses["loftq"] < losses["default"]
+    assert losses["plain"] < losses["loftq"] < losses["default"]
     assert divergence["loftq"] < 0.95 * divergence["default"]
 
 
@@ -104,12 +104,12 @@ def predictions(model: nn.Module, tokens: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("format", ["nf4", "nf4_fp32_absmax", "hqq"])
-def test_every_format_and_a_base_that_is_kept_packed(format: str, tmp_path: Path) -> None:
-    """Loaded from a packed copy (`model.quantize_cache`), compared with what that was made from."""
-    folder, packed = write_tiny_model(tmp_path / "plain"), tmp_path / "packed"
+def test_every_format_and_a_base_that_is_kept_quantized(format: str, tmp_path: Path) -> None:
+    """The base is loaded from a quantized copy (`model.quantize_cache`); W from its source."""
+    folder, quantized = write_tiny_model(tmp_path / "plain"), tmp_path / "quantized"
     weights = ModelWeights(folder)
-    quantize_folder(weights, QuantizationConfig(format), packed, cpu_world())
-    model = load_model(packed, adapter=config(), format=format)
+    quantize_folder(weights, QuantizationConfig(format), quantized, cpu_world())
+    model = load_model(quantized, adapter=config(), format=format)
     start_adapters(model, config(), str(folder), seed=0)
     for name, module in low_rank_linears(model):
         weight = weights.files.read(weights.plain[f"{name}.weight"])
@@ -254,15 +254,15 @@ def test_the_seed_matters_a_little_and_the_same_seed_not_at_all(tmp_path: Path) 
 
 def test_a_base_that_cannot_be_compared_is_told(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "plain")
-    packed = tmp_path / "packed"
-    quantize_folder(ModelWeights(folder), QuantizationConfig(), packed, cpu_world())
+    quantized = tmp_path / "quantized"
+    quantize_folder(ModelWeights(folder), QuantizationConfig(), quantized, cpu_world())
     section = config()
     check_start(section, build_meta_model(folder, adapter=section), ModelWeights(folder))
     for path, format, message in (
         (
-            packed,
+            quantized,
             "nf4",
-            f"model.path '{packed}' holds quantized ones; expected the folder that",
+            f"model.path '{quantized}' holds quantized ones; expected the folder that",
         ),
         (folder, "none", "no adapted linear is quantized; expected quantization.format=nf4, or ad"),
     ):

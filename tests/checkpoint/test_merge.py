@@ -1,4 +1,4 @@
-"""A merged folder is a plain model that computes what the adapted one does."""
+"""A merged folder is a plain model that computes the same as the adapted one."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ from tests.tiny import ROOT, TINY_CONFIG, load_recipe, write_tiny_model
 pytestmark = pytest.mark.usefixtures("eager")
 
 TOKENS = torch.randint(0, 577, (2, 48), generator=torch.Generator().manual_seed(0))
-EVEN = {"intermediate_size": 576}  # columns that 64 divides, as bitsandbytes wants them
+EVEN = {"intermediate_size": 576}  # a multiple of 64, as bitsandbytes requires
 HEAD_TOO = ["all-linear", "lm_head"]
 
 
 def merged(model: Path, adapter: Path, output: Path, *words: str) -> Path:
-    """What the recipe makes, by the config that comes with it and `words`."""
+    """The recipe's output with its shipped config and the overrides `words`."""
     recipe = load_recipe("merge")
     argv = ["--config", str(ROOT / "configs/merge.yaml"), f"model.path={model}"]
     argv += [f"adapter={adapter}", f"output_dir={output}", *words]
@@ -55,7 +55,7 @@ def merged(model: Path, adapter: Path, output: Path, *words: str) -> Path:
 def trained(
     model_dir: Path, section: AdapterConfig, adapter: Path, dtype: str = "fp32", format: str = "nf4"
 ) -> nn.Module:
-    """A model whose adapters are far from their start, saved to `adapter`, in eval mode."""
+    """A model in eval mode with randomized adapters, which are saved to `adapter`."""
     model = adapted_model(model_dir, section, dtype=dtype, format=format).eval()
     randomize_adapters(model)
     save_adapter(model, section, str(model_dir), adapter, cpu_world())
@@ -75,7 +75,7 @@ def logits(model: Any, tokens: Tensor = TOKENS) -> Tensor:
 
 
 def quantized_like(model_dir: Path) -> str:
-    """As tests.models packs a model: `lm_head` too, where it is not tied."""
+    """The targets that tests.models quantizes: all linears, and an untied `lm_head`."""
     tied = json.loads((model_dir / "config.json").read_text())["tie_word_embeddings"]
     return f"quantization.targets={'all-linear' if tied else '[all-linear,lm_head]'}"
 
@@ -123,7 +123,7 @@ def test_transformers_computes_what_training_did(
     print(f"{family}, {section.method}, {format}: logits differ by {difference:.1e}")
     assert difference < 1e-4
     assert (ours - base).abs().max() > 0.3, "the adapter must matter"
-    # An adapter on tied embeddings is one on the output layer alone.
+    # An adapter on tied embeddings applies to the output layer only.
     untied = family != "tied" or section.targets == HEAD_TOO
     head, embeddings = model.lm_head.weight, model.model.embed_tokens.weight
     assert (head is not embeddings) == untied
@@ -134,7 +134,7 @@ def test_transformers_computes_what_training_did(
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_bf16_is_no_further_from_the_truth_than_training_was(method: str, tmp_path: Path) -> None:
-    """Of two roundings of the same model neither is the other; both are compared with fp32."""
+    """Two bf16 roundings of a model differ; both are compared with fp32."""
     model_dir = write_tiny_model(tmp_path / "model")
     section = AdapterConfig(method, 5, 7.0, targets=HEAD_TOO)
     ours = logits(trained(model_dir, section, tmp_path / "adapter", dtype="bf16"))
@@ -161,7 +161,7 @@ def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
 
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "dora"])
 def test_a_real_model(method: str, smollm2_dir: Path, tmp_path: Path) -> None:
-    """fp32: logits and greedy text, by transformers' own generation and the copied tokenizer."""
+    """fp32: logits, and greedy text by transformers' generation with the copied tokenizer."""
     from transformers import AutoTokenizer
 
     section = AdapterConfig(method, 8, 8.0)
@@ -196,7 +196,7 @@ def test_rows_in_fp64() -> None:
 
 @pytest.fixture(scope="module")
 def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """A model that bitsandbytes can pack, and a DoRA adapter of some of its linears."""
+    """A model that bitsandbytes can quantize, and a DoRA adapter of some of its linears."""
     folder = tmp_path_factory.mktemp("even")
     model_dir = write_tiny_model(folder / "model", **EVEN)
     trained(model_dir, AdapterConfig("dora", 5, 7.0, targets=["q_proj", "up_proj"]), folder / "a")
@@ -214,10 +214,10 @@ def assert_same_tensors(one: Path, other: Path) -> None:
 
 
 @pytest.mark.parametrize("requantize", ["none", "nf4-bnb"])
-def test_bases_that_are_packed_already(
+def test_bases_that_are_stored_quantized(
     requantize: str, even: tuple[Path, Path], tmp_path: Path
 ) -> None:
-    """By us or for bitsandbytes: no bit of the result is another."""
+    """In qfsdp's layout or bitsandbytes': the result is bit for bit the same."""
     model_dir, adapter = even
     words = [
         "model.dtype=fp32",
@@ -227,10 +227,10 @@ def test_bases_that_are_packed_already(
     ]
     expected = merged(model_dir, adapter, tmp_path / "plain", *words)
     for layout in ("qfsdp", "bnb"):
-        packed = tmp_path / layout
+        quantized = tmp_path / layout
         config = QuantizationConfig("nf4", HEAD_TOO)
-        quantize_folder(ModelWeights(model_dir), config, packed, cpu_world(), layout=layout)
-        folder = merged(packed, adapter, tmp_path / f"of {layout}", *words)
+        quantize_folder(ModelWeights(model_dir), config, quantized, cpu_world(), layout=layout)
+        folder = merged(quantized, adapter, tmp_path / f"of {layout}", *words)
         assert_same_tensors(folder, expected)
         files = {file.name for file in folder.iterdir()}
         assert files == {"config.json", SINGLE, ".lock"}
@@ -260,7 +260,7 @@ def test_ranks_share_the_files_out(even: tuple[Path, Path], tmp_path: Path) -> N
 
 
 def loaded_logits(folder: Path) -> Tensor:
-    """Of a packed folder, as the training recipe loads it: `lm_head` plain."""
+    """The overrides for a quantized folder as the training recipe loads it: `lm_head` plain."""
     recipe = load_recipe()
     model = recipe.ModelConfig(str(folder), dtype="fp32")
     adapter = AdapterConfig("lora", 1, 1.0)  # B is zero
@@ -271,7 +271,7 @@ def loaded_logits(folder: Path) -> Tensor:
 
 @pytest.mark.parametrize("format", ["nf4", "nf4_fp32_absmax", "hqq", "none"])
 def test_requantized(format: str, even: tuple[Path, Path], tmp_path: Path) -> None:
-    """What has an adapter, or is HQQ, is packed once more; other bytes are as they were."""
+    """Weights with an adapter, and HQQ weights, are quantized again; other bytes are unchanged."""
     from transformers import AutoModelForCausalLM
 
     model_dir, adapter = even
@@ -281,9 +281,9 @@ def test_requantized(format: str, even: tuple[Path, Path], tmp_path: Path) -> No
     folder = merged(model_dir, adapter, tmp_path / "bnb", *words, "requantize=nf4-bnb")
     tensors, base = load_file(folder / SINGLE), load_file(model_dir / SINGLE)
     kind = nf4.NF4Fp32AbsmaxTensor if format == "nf4_fp32_absmax" else nf4.NF4Tensor
-    packed = [n for n in base if f"{n}.absmax" in tensors]
-    assert len(packed) == 14
-    for name in packed:
+    quantized = [n for n in base if f"{n}.absmax" in tensors]
+    assert len(quantized) == 14
+    for name in quantized:
         adapted = "q_proj" in name or "up_proj" in name
         expected = kind.empty(*base[name].shape, torch.float32, "cpu")
         expected.quantize_(plain[name] if adapted or format == "hqq" else base[name])
@@ -291,7 +291,7 @@ def test_requantized(format: str, even: tuple[Path, Path], tmp_path: Path) -> No
         assert torch.equal(tensors[name].flatten(), expected.qdata[:, :half].flatten()), name
         absmax = tensors[f"{name}.absmax"].view(torch.uint8)
         assert torch.equal(absmax, expected.qdata[:, half:].flatten()), name
-    for name in base.keys() - set(packed):
+    for name in base.keys() - set(quantized):
         assert torch.equal(tensors[name], plain[name]), name
     # In training mode bitsandbytes multiplies by dequantized weights, in eval mode on CPUs in bf16.
     theirs = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).train()
@@ -306,7 +306,7 @@ def test_requantized(format: str, even: tuple[Path, Path], tmp_path: Path) -> No
 
 
 def test_requantized_with_an_untied_head(tmp_path: Path) -> None:
-    """The new `lm_head` stays plain beside packed linears."""
+    """The new `lm_head` stays plain next to quantized linears."""
     model_dir = write_tiny_model(tmp_path / "model", **EVEN, tie_word_embeddings=True)
     trained(model_dir, AdapterConfig("dora", 5, 7.0, targets=HEAD_TOO), tmp_path / "adapter")
     words = ["model.dtype=fp32", "dtype=fp32", "requantize=nf4-bnb"]
@@ -325,7 +325,7 @@ sys.path.insert(0, sys.argv[1])
 from tests.checkpoint.test_merge import merged
 
 def peak():
-    # Not ru_maxrss: that of a child begins with what its parent had.
+    # Not ru_maxrss: in a child it starts with the value of its parent.
     status = Path("/proc/self/status").read_text()
     return int(re.search(r"VmHWM:\\s+(\\d+) kB", status)[1]) * 1024
 
@@ -360,9 +360,9 @@ def write_model_and_adapter(folder: Path, rows: int) -> None:
     (folder / "a" / CONFIG_FILE).write_text(json.dumps(settings))
 
 
-def test_memory_is_that_of_one_packed_weight(tmp_path: Path) -> None:
-    """Above what half of it takes (which fills every buffer), no weight exists whole but in 4
-    bits. 8, 20 and 36 to 56 MB more were seen; a whole copy in bf16 would be 51 MB on top."""
+def test_memory_is_that_of_one_quantized_weight(tmp_path: Path) -> None:
+    """Compared with half the rows (which fill every buffer), no weight exists whole except in 4
+    bits. 8, 20 and 36 to 56 MB more were seen; a whole copy in bf16 would add 51 MB."""
     rows = 800_000
     write_model_and_adapter(tmp_path / "small", rows // 2)
     write_model_and_adapter(tmp_path / "large", rows)
@@ -385,7 +385,7 @@ def test_memory_is_that_of_one_packed_weight(tmp_path: Path) -> None:
         assert large - small < 0.8 * weight
 
 
-# ---- what can go wrong -------------------------------------------------------------------------
+# ---- errors ------------------------------------------------------------------------------------
 
 
 class Interrupted(Exception):
@@ -395,7 +395,7 @@ class Interrupted(Exception):
 def test_an_interrupted_merge_is_no_model(
     even: tuple[Path, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whenever it stops; what is merged there afterwards, maybe something else, is all new."""
+    """Wherever it stops; a later merge into the same folder writes everything anew."""
     model_dir, adapter = even
     words = ["max_file_bytes=400000", quantized_like(model_dir)]
     expected = merged(model_dir, adapter, tmp_path / "expected", *words)
@@ -408,7 +408,7 @@ def test_an_interrupted_merge_is_no_model(
     for where, name in stops:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupt)
-            with pytest.raises(Interrupted):  # with other numbers than those that are to come
+            with pytest.raises(Interrupted):  # with other values than the later merge
                 merged(model_dir, adapter, folder, *words, "model.dtype=fp32", "dtype=fp32")
         assert list(folder.glob("*.safetensors*"))
         assert not (folder / "config.json").exists() and (folder / BEGUN).exists()

@@ -1,4 +1,4 @@
-"""A packed folder is what training would have packed, whoever wrote it and however often."""
+"""A quantized folder holds the bytes that a training run would compute, on any number of ranks."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ NF4 = QuantizationConfig("nf4", ["all-linear", "lm_head"])
 
 
 def loaded(folder: Path, **build: Any) -> dict[str, list[Tensor]]:
-    """Every number of the loaded model, all ranks' rows together; bytes where it is packed."""
+    """Every parameter of the loaded model, gathered; bytes and metadata of quantized ones."""
     found = {}
     for name, param in base_parameters(load_model(folder, **build)):
         local = local_part(param)
@@ -64,35 +64,35 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("tiny") / "source", shards=3)
 
 
-def pack(source: Path, folder: Path, config: QuantizationConfig = NF4, **options: Any) -> None:
+def quantize(source: Path, folder: Path, config: QuantizationConfig = NF4, **options: Any) -> None:
     quantize_folder(ModelWeights(source), config, folder, cpu_world(), **options)
 
 
 @pytest.mark.parametrize("format", ["nf4", "nf4_fp32_absmax"])
-def test_any_ranks_load_what_they_would_have_packed(
+def test_any_ranks_load_what_they_would_have_quantized(
     format: str, source: Path, tmp_path: Path
 ) -> None:
     config = QuantizationConfig(format, NF4.targets)
-    run_ranks(2, pack, source, tmp_path / "packed", config)
+    run_ranks(2, quantize, source, tmp_path / "quantized", config)
     expected = loaded(source, format=format)
-    assert_same(loaded(tmp_path / "packed", format=format), expected)
-    for found in run_ranks(3, loaded, tmp_path / "packed"):
+    assert_same(loaded(tmp_path / "quantized", format=format), expected)
+    for found in run_ranks(3, loaded, tmp_path / "quantized"):
         assert_same(found, expected)
-    weights = ModelWeights(tmp_path / "packed")
+    weights = ModelWeights(tmp_path / "quantized")
     assert set(weights.formats.values()) == {format} and len(weights.formats) == 15
     assert weights.fingerprint == ModelWeights(source).fingerprint
 
 
 def test_the_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
-    pack(smollm2_dir, tmp_path / "packed", QuantizationConfig())
-    assert_same(loaded(tmp_path / "packed"), loaded(smollm2_dir))
-    tokenizer = (tmp_path / "packed/tokenizer.json").read_bytes()
+    quantize(smollm2_dir, tmp_path / "quantized", QuantizationConfig())
+    assert_same(loaded(tmp_path / "quantized"), loaded(smollm2_dir))
+    tokenizer = (tmp_path / "quantized/tokenizer.json").read_bytes()
     assert tokenizer == (smollm2_dir / "tokenizer.json").read_bytes()
 
 
 def test_the_files_are_what_the_documentation_says(source: Path, tmp_path: Path) -> None:
-    pack(source, tmp_path / "packed", max_file_bytes=200_000)
-    folder = tmp_path / "packed"
+    quantize(source, tmp_path / "quantized", max_file_bytes=200_000)
+    folder = tmp_path / "quantized"
     files = sorted(file.name for file in folder.glob("*.safetensors"))
     assert len(files) > 3 and files[0] == f"model-00001-of-{len(files):05}.safetensors"
     tensors = {}
@@ -113,7 +113,7 @@ def test_the_files_are_what_the_documentation_says(source: Path, tmp_path: Path)
     assert left == {"model.safetensors.index.json"}
 
 
-# ---- interrupted, repeated, disturbed ----------------------------------------------------------
+# ---- interrupted and repeated conversions ------------------------------------------------------
 
 
 class Stop(Exception):
@@ -123,9 +123,9 @@ class Stop(Exception):
 def test_an_interrupted_run_is_finished(
     source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was complete is kept, what was not does not count, and the end is the same."""
-    pack(source, tmp_path / "whole", max_file_bytes=200_000)
-    folder, write_file = tmp_path / "packed", convert.write_file
+    """Complete files are kept, incomplete ones are written again, and the result is the same."""
+    quantize(source, tmp_path / "whole", max_file_bytes=200_000)
+    folder, write_file = tmp_path / "quantized", convert.write_file
 
     def two_files(folder: Path, planned: PlannedFile, write: Any) -> None:
         write_file(folder, planned, write)
@@ -136,14 +136,14 @@ def test_an_interrupted_run_is_finished(
     with monkeypatch.context() as patched:
         patched.setattr(convert, "write_file", two_files)
         with pytest.raises(Stop):
-            pack(source, folder, max_file_bytes=200_000)
+            quantize(source, folder, max_file_bytes=200_000)
     assert (folder / RESUMABLE_BEGUN).is_file() and not (folder / MANIFEST).exists()
-    with pytest.raises(UserError):  # it is not a model yet
+    with pytest.raises(UserError):  # the folder is no model yet
         load_model(folder)
     complete = sorted(folder.glob("*.safetensors"))
     assert len(complete) == 2
     written = [file.stat().st_mtime_ns for file in complete]
-    pack(source, folder, max_file_bytes=200_000)
+    quantize(source, folder, max_file_bytes=200_000)
     assert [file.stat().st_mtime_ns for file in complete] == written
     assert_same(loaded(folder), loaded(tmp_path / "whole"))
     whole = json.loads((tmp_path / "whole" / MANIFEST).read_text())
@@ -153,7 +153,7 @@ def test_an_interrupted_run_is_finished(
 
 def test_a_killed_command_is_finished_by_the_same_command(source: Path, tmp_path: Path) -> None:
     words = ["recipes/quantize.py", "--config", "configs/quantize.yaml", "max_file_bytes=100000"]
-    words += [f"model.path={source}", f"output_dir={tmp_path}/packed"]
+    words += [f"model.path={source}", f"output_dir={tmp_path}/quantized"]
     words += ["quantization.targets=[all-linear, lm_head]"]
     slow = tmp_path / "slow.py"  # the recipe, which waits after the third file
     slow.write_text(
@@ -166,55 +166,55 @@ def test_a_killed_command_is_finished_by_the_same_command(source: Path, tmp_path
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     process = subprocess.Popen([sys.executable, slow, *words], cwd=ROOT, env=environment, text=True)
-    written = lambda: len(list(tmp_path.glob("packed/*.safetensors"))) == 3  # noqa: E731
+    written = lambda: len(list(tmp_path.glob("quantized/*.safetensors"))) == 3  # noqa: E731
     wait_until(written, "three files are written", process)
     process.send_signal(signal.SIGKILL)
     process.wait()
-    assert not (tmp_path / "packed" / MANIFEST).exists()
+    assert not (tmp_path / "quantized" / MANIFEST).exists()
     subprocess.run([sys.executable, *words], cwd=ROOT, env=environment, check=True)
-    assert_same(loaded(tmp_path / "packed"), loaded(source))
+    assert_same(loaded(tmp_path / "quantized"), loaded(source))
 
 
 def test_a_damaged_file_is_written_again(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "packed"
-    pack(source, folder, max_file_bytes=200_000)
+    folder = tmp_path / "quantized"
+    quantize(source, folder, max_file_bytes=200_000)
     files = sorted(folder.glob("*.safetensors"))
     times = [file.stat().st_mtime_ns for file in files]
     data = bytearray(files[1].read_bytes())
     data[-1] ^= 1
     files[1].write_bytes(data)
-    pack(source, folder, max_file_bytes=200_000)
+    quantize(source, folder, max_file_bytes=200_000)
     assert_same(loaded(folder), loaded(source))
     changed = [f.stat().st_mtime_ns != t for f, t in zip(files, times, strict=True)]
     assert changed == [at == 1 for at in range(len(files))]
 
 
 def test_a_folder_with_something_else_is_left_alone(source: Path, tmp_path: Path) -> None:
-    folder = tmp_path / "packed"
-    pack(source, folder)
+    folder = tmp_path / "quantized"
+    quantize(source, folder)
     with pytest.raises(UserError, match="made with another format \\('nf4', now 'nf4_fp32_absm"):
-        pack(source, folder, QuantizationConfig("nf4_fp32_absmax", NF4.targets))
+        quantize(source, folder, QuantizationConfig("nf4_fp32_absmax", NF4.targets))
     other = write_tiny_model(tmp_path / "other", seed=1)
     with pytest.raises(UserError, match="output_dir: .* was made with another source"):
-        pack(other, folder)
+        quantize(other, folder)
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.tex").write_text("!")
     with pytest.raises(UserError, match="output_dir: .*mine' is not empty; name a new folder"):
-        pack(source, tmp_path / "mine")
+        quantize(source, tmp_path / "mine")
     assert [f.name for f in (tmp_path / "mine").iterdir() if f.name != ".lock"] == ["thesis.tex"]
 
 
 def test_two_writers(source: Path, tmp_path: Path) -> None:
-    folder, told = tmp_path / "packed", "output_dir: .*packed' is being written by"
+    folder, told = tmp_path / "quantized", "output_dir: .*quantized' is being written by"
     with FolderLock(folder, "output_dir"), pytest.raises(UserError, match=told):
-        pack(source, folder)
+        quantize(source, folder)
 
 
 def test_without_its_manifest_a_folder_is_not_complete(source: Path, tmp_path: Path) -> None:
-    pack(source, tmp_path / "packed")
-    (tmp_path / "packed" / MANIFEST).unlink()
+    quantize(source, tmp_path / "quantized")
+    (tmp_path / "quantized" / MANIFEST).unlink()
     with pytest.raises(UserError, match="not complete: run recipes/quantize again"):
-        load_model(tmp_path / "packed")
+        load_model(tmp_path / "quantized")
 
 
 # ---- model.quantize_cache ----------------------------------------------------------------------
@@ -242,7 +242,7 @@ def test_the_first_run_fills_the_cache_and_later_ones_load_it(source: Path, tmp_
 
 
 def test_training_from_the_cache_is_the_same(smollm2_dir: Path, tmp_path: Path) -> None:
-    """The recipe's loaded model has the same first logits from source, cache and packed folder."""
+    """The recipe's first logits are the same from source, cache and quantized folder."""
     recipe = load_recipe()
     argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml")]
     logits = []
@@ -265,7 +265,10 @@ def test_training_from_the_cache_is_the_same(smollm2_dir: Path, tmp_path: Path) 
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["quantization.format=none"], "quantization.format: 'none' packs nothing; expected nf4"),
+        (
+            ["quantization.format=none"],
+            "quantization.format: 'none' quantizes nothing; expected nf4",
+        ),
         (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),
         (["output_dir=${model.path}"], "is the source; name another folder"),
         (["layout=gguf"], "expected one of 'qfsdp', 'bnb'"),
