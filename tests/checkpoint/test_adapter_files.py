@@ -1,4 +1,4 @@
-"""PEFT, on a plain model, computes from our saved adapters what we compute."""
+"""Saved adapters: PEFT on a plain model computes the same from them."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def config(method: str, *targets: str) -> AdapterConfig:
 
 
 def trained_model(folder: Path, adapter: AdapterConfig) -> nn.Module:
-    """An NF4 model whose adapters are far from where they start."""
+    """An NF4 model with randomized adapters."""
     model = adapted_model(folder, adapter).eval()
     randomize_adapters(model)
     return model
@@ -72,8 +72,8 @@ torch.save(result, f"{folder}/result.pt")
 def compare_with_peft(
     model_dir: Path, targets: list[str], folder: Path, rslora: bool = False, loftq: bool = False
 ) -> None:
-    """Every method on `model_dir`: PEFT's keys and shapes are ours, and so are its logits; with
-    `loftq` also at the start that it makes, which no step has moved."""
+    """For every method, PEFT's keys, shapes and logits equal ours; with `loftq` also for its start,
+    before any step."""
     tokens = torch.randint(0, 577, (2, 48), generator=torch.Generator().manual_seed(0))
     ours: dict[str, tuple[Tensor, dict[str, tuple[int, ...]]]] = {}
     cases = [*METHODS, *(["lora loftq", "dora loftq"] if loftq else [])]
@@ -123,7 +123,7 @@ def test_peft_computes_the_same_with_biases(rslora: bool, tmp_path: Path) -> Non
     compare_with_peft(qwen2, ["q_proj", "v_proj", "down_proj"], tmp_path, rslora)
 
 
-# ---- what is written ---------------------------------------------------------------------------
+# ---- saving ------------------------------------------------------------------------------------
 
 
 def test_the_folder_is_what_peft_documents(tiny_dir: Path, tmp_path: Path) -> None:
@@ -155,7 +155,7 @@ def save_all(folder: Path, to: Path) -> None:
 
 
 def test_three_ranks_write_what_one_process_writes(tiny_dir: Path, tmp_path: Path) -> None:
-    """Rank 0 alone writes; each adapter tensor is whole. Norms differ in the last bit."""
+    """Only rank 0 writes; every adapter tensor is whole. Norms differ in the last bit."""
     save_all(tiny_dir, tmp_path / "one")
     run_ranks(3, save_all, tiny_dir, tmp_path / "three")
     for method in METHODS:
@@ -172,14 +172,14 @@ def test_three_ranks_write_what_one_process_writes(tiny_dir: Path, tmp_path: Pat
         assert texts[0] == texts[1]
 
 
-# ---- what is read back -------------------------------------------------------------------------
+# ---- loading -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_a_saved_adapter_gives_the_same_logits_when_loaded(
     method: str, tiny_dir: Path, tmp_path: Path
 ) -> None:
-    """To the last bit, into a model whose adapters were at their start."""
+    """Bit for bit, into a model with newly initialized adapters."""
     adapter = config(method, "all-linear", "lm_head")
     saved = trained_model(tiny_dir, adapter)
     save_adapter(saved, adapter, str(tiny_dir), tmp_path, cpu_world())

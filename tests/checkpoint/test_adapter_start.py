@@ -1,4 +1,4 @@
-"""Adapters that PEFT itself wrote, as the start of a run: PEFT's logits, PEFT's loss."""
+"""A run that starts from an adapter of PEFT has PEFT's logits and loss."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.tiny import load_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 
-# Makes adapters with PEFT, moves every number of them, and saves them as PEFT does.
+# Creates adapters with PEFT, changes every number, and saves them with PEFT.
 SCRIPT = """
 import json
 import peft
@@ -59,7 +59,7 @@ torch.save(result, f"{folder}/result.pt")
 """
 HEAD_TOO = ["all-linear", "lm_head"]
 TINY = {
-    # PEFT's settings, the dtype of the file, and our section
+    # PEFT's settings, the dtype of the file, and our section `adapter`
     "lora": (
         {"r": 5, "lora_alpha": 7, "target_modules": "all-linear"},
         "float32",
@@ -82,7 +82,7 @@ TINY = {
         "float32",
         AdapterConfig("dora", 6, 4.0, rslora=True, targets=["v_proj", "lm_head"]),
     ),
-    # Which linears it takes, and which inputs it scales, is PEFT's choice for this architecture.
+    # PEFT chooses the linears and the scaled inputs for this architecture.
     "ia3": ({"kind": "IA3Config"}, "float32", AdapterConfig("ia3")),
 }
 REAL = {
@@ -108,7 +108,7 @@ REAL = {
 def started_runs(
     model_dir: Path, quantized: list[str], sections: dict[str, AdapterConfig], tokens: Tensor
 ) -> dict[str, tuple[Tensor, float]]:
-    """Logits of the model that the recipe starts from, in eval mode, and its first loss."""
+    """Logits of the recipe's model at its start, in eval mode, and the first loss."""
     recipe = load_recipe()
     from qfsdp.data import Batch
 
@@ -144,8 +144,8 @@ def compare_with_peft(
     folder: Path,
     ranks: dict[int, list[str]],
 ) -> None:
-    """The cases that `ranks` names, on so many ranks. The base is NF4 here, and the same numbers
-    in plain weights there."""
+    """Compares the cases of `ranks`, each on its number of ranks. qfsdp's base is NF4; PEFT has its
+    dequantized weights."""
     tokens = torch.randint(0, 577, (2, 48), generator=torch.Generator().manual_seed(0))
     base = load_model(model_dir)
     with torch.no_grad():
@@ -184,7 +184,7 @@ def test_a_run_of_the_real_model_starts_where_peft_stopped(
     compare_with_peft(smollm2_dir, REAL, ["all-linear"], tmp_path, ranks)
 
 
-# ---- what is refused -------------------------------------------------------------------------
+# ---- refused adapters ------------------------------------------------------------------------
 
 SECTION = AdapterConfig("dora", 5, 7.0)
 A = "base_model.model.model.layers.1.mlp.up_proj.lora_A.weight"
@@ -324,13 +324,13 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 
 
 @pytest.mark.parametrize("case", REFUSED)
-def test_what_would_not_be_the_same_adapter_is_refused(
+def test_adapters_that_qfsdp_would_load_wrongly_are_refused(
     case: str, folder: Path, tiny_dir: Path
 ) -> None:
-    """By the preflight, which reads no tensor, in one line."""
+    """By the preflight, which reads no tensors, in one line."""
     spoil, message = REFUSED[case]
     model = build_meta_model(tiny_dir, adapter=SECTION)
-    check_adapter(SECTION, folder, model)  # nothing else is wrong
+    check_adapter(SECTION, folder, model)  # it is valid so far
     spoil(folder)
     with pytest.raises(UserError) as error:
         check_adapter(SECTION, folder, model)
@@ -350,7 +350,7 @@ def test_what_would_not_be_the_same_adapter_is_refused(
         tensors(lambda found: found.update({"m.lm_head.base_layer.weight": torch.zeros(577, 192)})),
     ],
 )
-def test_what_changes_no_number_is_passed_over(spoil: Spoil, folder: Path, tiny_dir: Path) -> None:
+def test_settings_without_effect_are_ignored(spoil: Spoil, folder: Path, tiny_dir: Path) -> None:
     spoil(folder)
     model = adapted_model(tiny_dir, SECTION)
     check_adapter(SECTION, folder, model)
@@ -361,7 +361,7 @@ def test_what_changes_no_number_is_passed_over(spoil: Spoil, folder: Path, tiny_
 
 
 def test_both_names_of_the_magnitude_load(folder: Path, tiny_dir: Path) -> None:
-    """`lora_magnitude_vector` is what PEFT writes, `.weight` what its module is called."""
+    """PEFT writes `lora_magnitude_vector`; its module's key ends in `.weight`."""
     model = adapted_model(tiny_dir, SECTION)
     load_adapter(model, folder)
     expected = {name: param.clone() for name, param in model.named_parameters()}
@@ -377,8 +377,8 @@ def test_both_names_of_the_magnitude_load(folder: Path, tiny_dir: Path) -> None:
             assert torch.equal(param, expected[name]), name
 
 
-def test_ia3_that_scales_other_inputs_is_told(tiny_dir: Path, tmp_path: Path) -> None:
-    """PEFT's `feedforward_modules` may be any; here it is down_proj."""
+def test_ia3_that_scales_other_inputs_is_refused(tiny_dir: Path, tmp_path: Path) -> None:
+    """PEFT allows any `feedforward_modules`; qfsdp only down_proj."""
     section = AdapterConfig("ia3")
     model = adapted_model(tiny_dir, section)
     save_adapter(model, section, str(tiny_dir), tmp_path, cpu_world())
@@ -394,7 +394,7 @@ def test_ia3_that_scales_other_inputs_is_told(tiny_dir: Path, tmp_path: Path) ->
         check_adapter(every, tmp_path, adapted_model(tiny_dir, every))
 
 
-def test_a_folder_that_is_none_is_told(folder: Path, tiny_dir: Path) -> None:
+def test_a_folder_without_an_adapter_is_refused(folder: Path, tiny_dir: Path) -> None:
     model = build_meta_model(tiny_dir, adapter=SECTION)
     with pytest.raises(UserError, match="nowhere does not exist; expected an adapter in PEFT's"):
         check_adapter(SECTION, "nowhere", model)

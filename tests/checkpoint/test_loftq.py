@@ -57,9 +57,9 @@ def error_and_product(module: LowRankLinear, weight: Tensor) -> tuple[Tensor, Te
     return error, module.scaling * (module.lora_B.double() @ module.lora_A.double()).detach()
 
 
-def test_the_real_model_starts_nearer_to_what_was_quantized(smollm2_dir: Path) -> None:
-    """Of every shape of linear: the norm of the error falls as an exact SVD says. The loss falls,
-    and so does the distance to what the weights predicted before they were quantized."""
+def test_the_real_model_starts_nearer_to_the_original(smollm2_dir: Path) -> None:
+    """For every shape of linear the error's norm falls as with an exact SVD. The loss and the
+    divergence from the unquantized model's predictions fall too."""
     from tokenizers import Tokenizer
 
     weights = ModelWeights(smollm2_dir)
@@ -133,7 +133,7 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 def products(folder: Path, sharded: bool = True) -> dict[str, dict[str, Tensor]]:
-    """Of every case: scaling * B A, A and magnitudes, whole."""
+    """For every case: scaling * B A, A and the magnitudes, gathered."""
     results = {}
     for case, build in CASES.items():
         build = dict(build)
@@ -151,7 +151,7 @@ def products(folder: Path, sharded: bool = True) -> dict[str, dict[str, Tensor]]
 
 @pytest.mark.slow
 def test_the_start_does_not_depend_on_ranks(tmp_path: Path) -> None:
-    """Or on where the base is; 577 rows, of which ranks have different numbers."""
+    """Nor on where the base is. 577 rows are uneven over the ranks."""
     folder = write_tiny_model(tmp_path, shards=2)
     alone = products(folder, sharded=False)
     assert len(alone["lora"]) == 2 * 15 and len(alone["dora, rslora"]) == 3 * 15
@@ -168,8 +168,8 @@ def test_the_start_does_not_depend_on_ranks(tmp_path: Path) -> None:
 
 
 def test_dora_starts_as_the_adapted_weight(tmp_path: Path) -> None:
-    """Magnitudes are the norms of W + s B A: the first output is that of LoRA with the same
-    product, and an export says so to whoever loads it."""
+    """Magnitudes are the norms of W + s B A, so the first output equals that of LoRA with the same
+    product."""
     folder = write_tiny_model(tmp_path)
     tokens = torch.arange(48).view(1, 48)
     models = [started(folder, config(method)).eval() for method in ("lora", "dora")]
@@ -188,7 +188,7 @@ def test_dora_starts_as_the_adapted_weight(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("rows", "cols", "true_rank"), [(40, 30, 3), (5, 90, 5), (90, 5, 5)])
-def test_a_matrix_of_a_lower_rank_is_found_whole(rows: int, cols: int, true_rank: int) -> None:
+def test_a_matrix_of_lower_rank_is_found_exactly(rows: int, cols: int, true_rank: int) -> None:
     generator = torch.Generator().manual_seed(1)
     matrix = torch.randn(rows, true_rank, generator=generator)
     matrix = matrix @ torch.randn(true_rank, cols, generator=generator)
@@ -201,8 +201,8 @@ def test_a_matrix_of_a_lower_rank_is_found_whole(rows: int, cols: int, true_rank
     torch.testing.assert_close(s[:true_rank], expected, rtol=1e-4, atol=0)
 
 
-def test_what_an_error_has_no_direction_for_starts_as_usual() -> None:
-    """A of it stays random, B zero: two zeros would never train."""
+def test_directions_beyond_the_rank_of_the_error_start_as_usual() -> None:
+    """There A stays random and B zero: two zeros would never train."""
     module = LowRankLinear(nn.Linear(30, 20), config(rank=4))
     init_adapters(nn.ModuleDict({"q_proj": module}), seed=0)
     before = module.lora_A.detach().clone()
@@ -220,7 +220,7 @@ def test_what_an_error_has_no_direction_for_starts_as_usual() -> None:
     assert torch.count_nonzero(module.lora_B) == 0 and torch.equal(module.lora_A[1:], before[1:])
 
 
-# ---- when --------------------------------------------------------------------------------------
+# ---- settings ----------------------------------------------------------------------------------
 
 
 def test_linears_that_are_not_quantized_start_as_usual(tmp_path: Path) -> None:
@@ -241,7 +241,7 @@ def test_a_resumed_run_computes_no_start(tmp_path: Path, monkeypatch: pytest.Mon
         start_adapters(model, config(), str(folder), seed=0)
 
 
-def test_the_seed_matters_a_little_and_the_same_seed_not_at_all(tmp_path: Path) -> None:
+def test_the_same_seed_gives_the_same_start(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path)
     runs = []
     for seed in (0, 0, 1):
@@ -252,7 +252,7 @@ def test_the_seed_matters_a_little_and_the_same_seed_not_at_all(tmp_path: Path) 
     assert not any(torch.equal(runs[0][key], value) for key, value in runs[2].items())
 
 
-def test_a_base_that_cannot_be_compared_is_told(tmp_path: Path) -> None:
+def test_a_base_without_quantization_error_is_refused(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "plain")
     quantized = tmp_path / "quantized"
     quantize_folder(ModelWeights(folder), QuantizationConfig(), quantized, cpu_world())

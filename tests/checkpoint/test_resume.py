@@ -1,4 +1,4 @@
-"""Checkpoints by themselves: what is in them, that they are whole, and how saves fail."""
+"""Checkpoints: their content, completeness, and failing saves."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.ranks import run_ranks
 from tests.tiny import ROOT, write_tiny_model
 from tests.waiting import LIMIT_S
 
-ADAPTER = AdapterConfig(rank=2, alpha=4.0)  # fewer rows than ranks have room for
+ADAPTER = AdapterConfig(rank=2, alpha=4.0)  # A has fewer rows than there are ranks
 pytestmark = pytest.mark.usefixtures("eager")
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "torch.optim.SGD": {},
@@ -50,21 +50,20 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @lru_cache(2)
 def tiny_model(folder: Path, bits: int) -> Any:
-    # torchao has 8 bits for tensors of 4096 numbers and more, on each rank.
+    # torchao uses 8 bits for tensors of at least 4096 numbers on a rank.
     large = AdapterConfig(rank=64, targets=["q_proj", "o_proj"])
     return adapted_model(folder, large if bits == 8 else ADAPTER)
 
 
 @pytest.fixture(autouse=True)
 def compile_again() -> Iterator[None]:
-    """`train_state` turns the compiler off, in this process too."""
+    """`train_state` turns the compiler off; turns it on again."""
     yield
     torch.compiler.set_stance("default")
 
 
 def train_state(model_dir: Path, kind: str = "torch.optim.AdamW", **more: Any) -> Any:
-    """A sharded model with random adapters, and an optimizer and a schedule over them; the model
-    is the same object every time."""
+    """A sharded model with random adapters, an optimizer and a schedule."""
     from qfsdp.checkpoint.state import TrainState
     from qfsdp.cli.component import Component
     from qfsdp.distributed.gradients import trainable_parameters
@@ -80,7 +79,7 @@ def train_state(model_dir: Path, kind: str = "torch.optim.AdamW", **more: Any) -
 
 
 def take_steps(state: Any, steps: range) -> None:
-    """Updates with gradients that depend on the step, and on the whole tensor's rows alone."""
+    """Updates with gradients that depend on the step and the whole tensor's row only."""
     from qfsdp.checkpoint.adapter_files import adapter_parameters
     from qfsdp.tensor_subclasses.dtensor import local_part, local_rows
 
@@ -95,7 +94,7 @@ def take_steps(state: Any, steps: range) -> None:
 
 
 def whole(state: Any) -> dict[str, torch.Tensor]:
-    """Everything that has to come back, whole; of 8-bit states this rank's rows."""
+    """Everything that a checkpoint must restore, gathered; this rank's rows of 8-bit states."""
     from qfsdp.checkpoint.adapter_files import adapter_parameters
     from qfsdp.tensor_subclasses.dtensor import local_part, whole_tensor
 
@@ -118,7 +117,7 @@ def checkpointer(folder: Path, **config: Any) -> Checkpointer:
 
 
 def save_three(model_dir: Path, folder: Path) -> list[dict[str, torch.Tensor]]:
-    """For every optimizer: saved after 3 updates, what it was then and after 3 more."""
+    """Saves after 3 updates, for every optimizer; returns the state then and after 3 more."""
     results = []
     for at, (kind, more) in enumerate(OPTIMIZERS.items()):
         state = train_state(model_dir, kind, **more)
@@ -153,7 +152,7 @@ def load_three(model_dir: Path, folder: Path) -> list[Any]:
 
 @pytest.fixture(scope="module")
 def saved(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int, Any]:
-    """Number of ranks -> where they saved, and what."""
+    """Number of ranks -> folder and state of their checkpoints."""
     os.environ["QFSDP_EAGER_KERNELS"] = "1"
     folders = {size: tmp_path_factory.mktemp(f"ranks{size}") for size in (1, 2)}
     return {n: (f, run_ranks(n, save_three, model_dir, f)) for n, f in folders.items()}
@@ -163,8 +162,8 @@ def saved(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
 def test_every_number_comes_back(
     model_dir: Path, saved: dict[int, Any], before: int, after: int
 ) -> None:
-    """Of adapters and optimizers, also on more ranks than an adapter has rows; and on as many
-    ranks training goes on with the same bits."""
+    """Adapters and optimizer states, also on more ranks than an adapter has rows. On as many ranks
+    as before, training continues bit for bit."""
     folder, by_rank = saved[before]
     for rank, results in enumerate(run_ranks(after, load_three, model_dir, folder)):
         saves = by_rank[rank if before == after else 0]
@@ -176,12 +175,12 @@ def test_every_number_comes_back(
             for name, value in expected["then"].items():
                 assert torch.equal(found["then"][name], value), f"{kind}: {name}"
             for name, value in expected["later"].items():
-                # Vectorized kernels end where a rank's rows do, and round their last few otherwise.
+                # Vectorized kernels round the last few of a rank's numbers differently.
                 close = torch.equal if before == after else partial(torch.allclose, atol=1e-6)
                 assert close(found["later"][name], value), f"{kind}: {name}, later"
 
 
-# ---- what a checkpoint is --------------------------------------------------------------------
+# ---- content ---------------------------------------------------------------------------------
 
 
 def test_the_adapter_is_there_in_pefts_format(model_dir: Path, tmp_path: Path) -> None:
@@ -206,8 +205,8 @@ def test_the_adapter_is_there_in_pefts_format(model_dir: Path, tmp_path: Path) -
 def test_neither_base_nor_norms_are_saved_and_entries_are_few(
     model_dir: Path, tmp_path: Path
 ) -> None:
-    """The number of entries is what makes a save cheap (see state.py): it must not grow with the
-    model's depth. Nor may the bytes grow with the base."""
+    """Few entries make a save cheap (see state.py): their number must not grow with the model's
+    depth, nor the bytes with the base."""
     from qfsdp.checkpoint.adapter_files import adapter_parameters
     from qfsdp.checkpoint.state import Stager, TrainState
 
@@ -232,10 +231,10 @@ def test_neither_base_nor_norms_are_saved_and_entries_are_few(
     )
 
 
-def test_a_save_is_of_its_moment_and_does_not_hold_training_up(
+def test_a_save_copies_the_state_and_does_not_delay_training(
     model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """While a slow disk is being written the state changes; and there is one save at a time."""
+    """The state changes during a slow write; only one save runs at a time."""
     import torch.distributed.checkpoint as dcp
 
     write, active, most, slow = dcp.FileSystemWriter.write_data, [0], [0], threading.Event()
@@ -257,7 +256,7 @@ def test_a_save_is_of_its_moment_and_does_not_hold_training_up(
     assert published(tmp_path) == [], "it was not written in the background"
     assert saver.agree(2, False) == (False, False)
     threading.Timer(0.5, slow.set).start()
-    saver.save(2, state)  # waits for the first
+    saver.save(2, state)  # waits for the first save
     assert slow.is_set() and published(tmp_path)[0].name == "step_00000001"
     moments.append(whole(state))
     take_steps(state, range(2, 4))
@@ -271,7 +270,7 @@ def test_a_save_is_of_its_moment_and_does_not_hold_training_up(
             assert torch.equal(value, expected[name]), f"step {step}: {name}"
 
 
-def test_old_ones_go_and_leftovers_of_killed_runs_too(model_dir: Path, tmp_path: Path) -> None:
+def test_old_and_incomplete_checkpoints_are_removed(model_dir: Path, tmp_path: Path) -> None:
     leftover = tmp_path / "checkpoints" / "step_00000007.partial"
     (leftover / "state").mkdir(parents=True)
     state, saver = train_state(model_dir), checkpointer(tmp_path, keep_last=2, asynchronous=False)
@@ -305,7 +304,7 @@ def test_config_mistakes(field: str, value: float) -> None:
         CheckpointConfig(**{field: value}).check()
 
 
-# ---- which one -------------------------------------------------------------------------------
+# ---- which checkpoint ------------------------------------------------------------------------
 
 
 def make_checkpoint(output_dir: Path, step: int) -> Path:
@@ -315,12 +314,12 @@ def make_checkpoint(output_dir: Path, step: int) -> Path:
     return folder
 
 
-def test_the_checkpoint_that_is_meant(tmp_path: Path) -> None:
+def test_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
     run, other, empty = tmp_path / "run", tmp_path / "other", tmp_path / "empty"
     old, new = make_checkpoint(run, 9), make_checkpoint(run, 100_000_000)  # nine digits
     foreign = make_checkpoint(other, 5)
     (run / "checkpoints" / "step_00000200.partial").mkdir()
-    (run / "checkpoints" / "step_00000300").mkdir()  # without a fact, as nothing of ours is
+    (run / "checkpoints" / "step_00000300").mkdir()  # without facts.json: incomplete
     assert published(run) == [old, new]
     assert find_checkpoint("auto", run) == new
     assert find_checkpoint("auto", empty) is None and find_checkpoint(None, empty) is None
@@ -338,19 +337,19 @@ def test_the_checkpoint_that_is_meant(tmp_path: Path) -> None:
     assert error(None, run) == (
         f"output_dir: '{run}' has checkpoints, up to step 100000000; {both}"
     )
-    for resume in (foreign, old):  # neither may be mixed with what is there
+    for resume in (foreign, old):  # checkpoints of two runs must not be mixed
         assert error(resume, run).endswith(both)
     assert "is no checkpoint and contains none" in error(tmp_path / "nowhere", empty)
 
 
-# ---- what goes wrong -------------------------------------------------------------------------
+# ---- failures --------------------------------------------------------------------------------
 
 
 WHERE = ("rank 0", "rank 1", "adapter")
 
 
 def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
-    """Saves at 1, 2 (which fails somewhere, as on a full disk) and 3; what was told."""
+    """Saves at steps 1, 2 (fails as on a full disk) and 3; returns the messages."""
     import torch.distributed.checkpoint as dcp
 
     from qfsdp.checkpoint import adapter_files as export
@@ -386,7 +385,7 @@ def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
 
 
 @pytest.mark.parametrize("on_failure", ["stop", "continue"])
-def test_a_failed_save_leaves_the_earlier_one_and_no_half(
+def test_a_failed_save_leaves_the_earlier_checkpoint_only(
     model_dir: Path, tmp_path: Path, on_failure: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
     told, told_by_rank_1 = run_ranks(2, fail, model_dir, tmp_path, on_failure)
@@ -412,14 +411,14 @@ from pathlib import Path
 from tests.checkpoint.test_resume import checkpointer, take_steps, train_state
 state, saver = train_state(Path(sys.argv[1])), checkpointer(Path(sys.argv[2]), asynchronous=False)
 saver.save(1, state)
-resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # no file may be longer: EFBIG
+resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, 20_000))  # limits files to 20 kB: EFBIG
 take_steps(state, range(3))
 saver.save(2, state)
 """
 
 
-def test_a_disk_that_takes_no_more_bytes(model_dir: Path, tmp_path: Path) -> None:
-    """Real writes that the kernel refuses half-way through a file."""
+def test_a_full_disk(model_dir: Path, tmp_path: Path) -> None:
+    """The kernel refuses a write in the middle of a file."""
     done = subprocess.run(
         [sys.executable, "-c", FULL_DISK, model_dir, tmp_path],
         cwd=ROOT,
@@ -436,7 +435,7 @@ def test_a_disk_that_takes_no_more_bytes(model_dir: Path, tmp_path: Path) -> Non
     assert checkpointer(tmp_path).load(intact, train_state(model_dir)) == 1
 
 
-def test_a_damaged_checkpoint_is_told_in_one_line(model_dir: Path, tmp_path: Path) -> None:
+def test_a_damaged_checkpoint_is_reported_in_one_line(model_dir: Path, tmp_path: Path) -> None:
     state, saver = train_state(model_dir), checkpointer(tmp_path, asynchronous=False)
     saver.save(1, state)
     (folder,) = published(tmp_path)
@@ -480,7 +479,7 @@ def test_one_process_writes_a_folder(tmp_path: Path) -> None:
         FolderLock(tmp_path / "file" / "run", "output_dir")
 
 
-def test_the_log_of_a_killed_run_is_cut_where_the_next_goes_on(tmp_path: Path) -> None:
+def test_a_resumed_run_truncates_the_log_to_its_step(tmp_path: Path) -> None:
     file = tmp_path / "metrics.jsonl"
     lines = [json.dumps({"step": step, "loss": 0.5}) for step in range(1, 6)]
     file.write_text("\n".join(lines) + '\n{"step": 6, "lo')
@@ -508,8 +507,8 @@ log.close()
 """
 
 
-def test_a_disk_that_is_full_for_a_while_costs_no_line_of_the_log(tmp_path: Path) -> None:
-    """A checkpoint that did not fit and was removed must not end the run by its log."""
+def test_a_temporarily_full_disk_loses_no_log_line(tmp_path: Path) -> None:
+    """A failed checkpoint, which was removed, must not end the run through its log."""
     words = [sys.executable, "-c", FULL_LOG, str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

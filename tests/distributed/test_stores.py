@@ -1,4 +1,4 @@
-"""The ring that reads a base from disk, and copies ahead of use; test_strategies.py trains so."""
+"""The disk ring and copies ahead of use; test_strategies.py trains with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LAYERS = [f"model.layers.{n}" for n in range(5)]
 STEP = [*LAYERS, *LAYERS[::-1], *LAYERS]  # forward, backward, norms
 
 
-def test_the_order_of_a_step_is_known_after_the_first() -> None:
+def test_the_order_is_known_after_the_first_step() -> None:
     order = FetchOrder()
     order.guess(LAYERS)
     assert order.next(3) == [None, *LAYERS[:2]]
@@ -36,13 +36,13 @@ def test_the_order_of_a_step_is_known_after_the_first() -> None:
                 wrong.append(unit)
             order.saw(unit)
             order.saw(unit)  # several weights of a unit
-    assert before == len(wrong), "something was still not foreseen in the last step"
+    assert before == len(wrong), "something was still not predicted in the last step"
     assert len(wrong) < len(STEP)
 
 
 @pytest.fixture
 def files(tmp_path: Path) -> SafetensorsFolder:
-    """Two weights of a layer, of 6 and 4 rows."""
+    """Two weights per layer, with 6 and 4 rows."""
     torch.manual_seed(0)
     tensors = {}
     for layer in LAYERS:
@@ -68,7 +68,7 @@ def weights_on_disk(
 
 @pytest.mark.parametrize("memory", [2 * 384, 3 * 384, 100 * 384])
 @pytest.mark.parametrize("ahead", [False, True])
-def test_rows_come_whatever_the_order(files: SafetensorsFolder, memory: int, ahead: bool) -> None:
+def test_any_order_reads_the_right_rows(files: SafetensorsFolder, memory: int, ahead: bool) -> None:
     weights = weights_on_disk(files, memory, DeviceAhead(CPU) if ahead else None)
     held = {name: files.read(stored)[1:4] for name, stored in files.tensors.items()}
     generator = torch.Generator().manual_seed(0)
@@ -82,8 +82,8 @@ def test_rows_come_whatever_the_order(files: SafetensorsFolder, memory: int, ahe
     assert sum(slot.buffer.numel() for slot in ring._slots) <= memory
 
 
-def test_copies_ahead_do_not_pile_up() -> None:
-    """Where a pass asks for one weight of a unit only, the others' copies are let go."""
+def test_unused_copies_are_freed() -> None:
+    """If a pass fetches only some weights of a unit, the copies of the others are freed."""
     ahead, weights = DeviceAhead(CPU), {}
     for layer in LAYERS:
         for name in "ab":
@@ -99,12 +99,12 @@ def test_copies_ahead_do_not_pile_up() -> None:
             assert len(ahead._copied) <= 4
 
 
-def test_memory_for_less_than_two_units_is_an_error(files: SafetensorsFolder) -> None:
+def test_memory_for_fewer_than_two_units_is_an_error(files: SafetensorsFolder) -> None:
     with pytest.raises(UserError, match=r"ring_memory: 767 B; .* expected 768 bytes or more"):
         weights_on_disk(files, 2 * 384 - 1)
 
 
-def test_a_file_that_ends_too_early_is_an_error(files: SafetensorsFolder) -> None:
+def test_a_truncated_file_is_an_error(files: SafetensorsFolder) -> None:
     path = files.folder / "model.safetensors"
     with open(path, "r+b") as file:
         file.truncate(path.stat().st_size - 300)
@@ -115,7 +115,7 @@ def test_a_file_that_ends_too_early_is_an_error(files: SafetensorsFolder) -> Non
 
 
 class _Pipe:
-    """What `benchmarks.tiers.work` talks to; steps twice, and keeps the answers."""
+    """The connection of `benchmarks.tiers.work`: asks for two steps, and keeps the answers."""
 
     def __init__(self) -> None:
         self.answers: list = []
@@ -135,7 +135,7 @@ def _memory_of_two_steps(folder: Path, ring: int) -> int:
 
 @pytest.mark.slow
 def test_memory_is_bounded_by_the_setting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A base of 3 times what the process takes above its start."""
+    """The base is 3 times the memory that the process takes above its start."""
     from tests.ranks import run_ranks
 
     monkeypatch.setenv("QFSDP_EAGER_KERNELS", "0")
