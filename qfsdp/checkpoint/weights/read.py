@@ -233,10 +233,7 @@ class RowStream:
         self._thread.join()
 
     def next_read(self) -> Iterator[Tensor]:
-        """The pieces of the next read, in order; at least one, possibly without rows.
-
-        Raises the error that stopped the thread.
-        """
+        """The pieces of the next read, at least one; raises the error that stopped the thread."""
         read = self._reads[self._next]
         self._next += 1
         while (item := self._ready.get()) is not None:
