@@ -1,4 +1,4 @@
-"""The figures of `benchmarks/train_step.py`, from steps that are given."""
+"""`benchmarks/train_step.py`: figures from given steps, and the choice of groups."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from benchmarks.train_step import Answer, chosen_groups, figures
 
 
 def steps(seconds: list[float], losses: list[float], peak: float = 1e9) -> list[Answer]:
-    """Answers to one warm-up step of 100 s and to `seconds`; memory peaks in the first."""
+    """Answers of a warm-up step of 100 s and of steps of `seconds`; the first has the peak."""
     rows = zip([100.0, *seconds], losses, strict=True)
     rest = {"peak": 0.0, "rss": 2e9, "idle": 0.0}
     answers = [{"seconds": s, "cpu": 2 * s, "loss": x} | rest for s, x in rows]
@@ -16,7 +16,7 @@ def steps(seconds: list[float], losses: list[float], peak: float = 1e9) -> list[
     return answers
 
 
-def test_ratios_are_of_the_steps_of_one_turn_and_of_the_first_group() -> None:
+def test_ratios_compare_the_steps_of_a_turn_in_the_first_group() -> None:
     ours = steps([1.0, 2.0, 4.0], [3.0, 2.0, 1.0, 0.5])
     group = {
         "ours_qlora": ours,
@@ -41,11 +41,11 @@ def test_ratios_are_of_the_steps_of_one_turn_and_of_the_first_group() -> None:
     assert "lora_over_peft_tokens" not in found
 
 
-def test_groups_without_the_missing() -> None:
+def test_groups_leave_out_contestants_that_cannot_run() -> None:
     groups = chosen_groups([], ["ours", "peft"])
     assert ["ours_qlora", "ours_lora", "peft_lora"] in groups
     assert not any("torchtune" in name for group in groups for name in group)
-    assert ["ours_qlora"] not in groups  # it has run beside others
+    assert ["ours_qlora"] not in groups  # another group has it
     assert chosen_groups(["torchtune"], ["ours", "torchtune"]) == [
         ["torchtune_qlora"],
         ["torchtune_lora"],
