@@ -102,13 +102,23 @@ def anchors(file: Path) -> set[str]:
 
 
 def check_paths(text: str) -> Iterator[str]:
-    """Files and folders of the project that are named in backticks."""
+    """Files and folders of the project that are named in backticks, such as `qfsdp/cli`,
+    `recipes/merge` or `nf4.py`."""
     for word in INLINE.findall(text):
+        if re.fullmatch(r"[\w/]+\.py", word) and word.partition("/")[0] not in FOLDERS:
+            if not any(path.endswith(f"/{word}") for path in python_files()):
+                yield f"`{word}`: no such file"
+            continue
         if not re.fullmatch(r"[\w./-]+", word) or word.partition("/")[0] not in FOLDERS:
             continue
         candidates = [ROOT / word, ROOT / f"{word}.py", ROOT / f"{word}.yaml"]
         if "/" in word and "..." not in word and not any(path.exists() for path in candidates):
             yield f"`{word}`: no such file"
+
+
+@cache
+def python_files() -> list[str]:
+    return [f"/{file.relative_to(ROOT)}" for top in FOLDERS for file in ROOT.glob(f"{top}/**/*.py")]
 
 
 # Commands
