@@ -113,8 +113,8 @@ def measure(chosen: list[Case], folders: dict[str, str]) -> list[int]:
     """The measured peak of each case in bytes."""
     peaks: dict[Case, int] = {}
     for size in sorted({case.ranks for case in chosen}):
-        alike = [case for case in chosen if case.ranks == size]
-        peaks |= zip(alike, _on_ranks(size, alike, folders), strict=True)
+        of_size = [case for case in chosen if case.ranks == size]
+        peaks |= zip(of_size, _on_ranks(size, of_size, folders), strict=True)
     return [peaks[case] for case in chosen]
 
 
@@ -246,8 +246,8 @@ def compare(quick: bool) -> Figures:
         if any(case.model == "wide" for case in chosen):
             write_wide_model(Path(folders["wide"]))
         rows = [["case", "measured", "estimated", "error", "peak in", "dry run"]]
-        with ThreadPoolExecutor(1) as beside:
-            peaks = beside.submit(measure, chosen, folders)
+        with ThreadPoolExecutor(1) as executor:
+            peaks = executor.submit(measure, chosen, folders)
             estimates = []
             for case in chosen:
                 since = time.perf_counter()
