@@ -1,11 +1,11 @@
-"""What a training run will hold in memory, from the recipe's own code run dry.
+"""Estimates the memory of a training step by a dry run of the recipe's own code.
 
-The recipe's `build_model`, `shard_model`, optimizer and `train_step` run on fake tensors, as the
-first rank of a process group of any size that is fake too, under a `MemoryTracker`. No formula
-beside the recipe has to know what the recipe does, and neither a GPU nor weights are needed.
+The recipe's `build_model` and `train_step`, sharding and the optimizer run on fake tensors under a
+`MemoryTracker`, as the first rank of a fake process group of any size. So there is no second
+description of the recipe that could differ from it, and neither a GPU nor weights are needed.
 
-Every row is `max_seq_len` long and every token a target: the most that the config allows. Layers
-run uncompiled; compiled ones keep 0.54 to 0.93 of that (docs/results.md).
+Every row is `max_seq_len` long and every token is a target: the most that the config allows. Layers
+run uncompiled; compiled layers keep 0.54 to 0.93 of that memory (docs/results.md).
 """
 
 from __future__ import annotations
@@ -62,29 +62,29 @@ __all__ = [
 BuildModel = Callable[[Any, Any], Decoder]  # (cfg, weights) -> the model on the meta device
 TrainStep = Callable[..., dict[str, float]]  # one update; arguments as in the training recipes
 Kinds = dict[str, int]  # bytes by kind of tensor
-RING = "ring of the base"
-MICRO_BATCHES = 2  # that a step is made of at most: one finds gradients, the first does not
+RING = "ring of the base"  # kind of host memory: the read-ahead of a base on disk
+MICRO_BATCHES = 2  # at most in a dry step: a later one adds to gradients, the first makes them
 _LAYER = re.compile(r"(?<=layers\.)-?\d+")
-# Not measured here: what the caching allocator holds beside what is allocated, and a process's
-# CUDA context with its kernels and NCCL's buffers.
+# Allowances, not measured here: what the caching allocator holds besides the allocated memory, and
+# the CUDA context of a process with its kernels and NCCL's buffers.
 FRAGMENTATION, CONTEXT_BYTES = 0.04, 768 << 20
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """Memory and traffic of one rank, the first, whose shards are the largest. All in bytes.
+    """Memory and traffic of the first rank, whose shards are the largest, in bytes.
 
     Fields:
-        peak: most that is allocated on the device at any time of a step.
-        at_peak: what that is, by kind of tensor; sums up to `peak`.
+        peak: most memory allocated on the device at any time of a step.
+        at_peak: bytes by kind of tensor at the peak; their sum is `peak`.
         where: phase ("backward") and module of the peak.
-        steady: allocated between steps.
-        host: most of what is meant to lie in host memory, by kind.
-        wire: sent per step in collectives, by their names; as much is received.
-        moved: per step, "to_device", "to_host" and "from_disk".
-        timeline: the step, moment by moment.
-        reserved: the peak with an allowance for what a GPU holds besides (`reserved_bytes`); 0 for
-            a CPU.
+        steady: allocated on the device between steps.
+        host: most offloaded to host memory, by kind of tensor.
+        wire: sent per step, by name of the collective; as much is received.
+        moved: copied per step, "to_device", "to_host" and "from_disk".
+        timeline: the peaks of all modules in their order.
+        reserved: the peak and an allowance for other memory of a GPU (`reserved_bytes`); 0 for a
+            CPU.
     """
 
     peak: int
@@ -99,7 +99,7 @@ class Estimate:
 
 
 def reserved_bytes(peak: int) -> int:
-    """Memory of a GPU that a process takes which has `peak` bytes allocated at most."""
+    """Memory of a GPU that a process takes when it allocates at most `peak` bytes."""
     return int(peak * (1 + FRAGMENTATION)) + CONTEXT_BYTES
 
 
@@ -112,19 +112,19 @@ def estimate(
     target: Target = "cuda",
     layers: int | None = None,
 ) -> Estimate:
-    """The memory of a recipe's step, one that is not the first.
+    """Estimates a step of a recipe after its first one.
 
     Args:
         build_model, train_step: the recipe's functions.
         cfg: the recipe's config. `model.path` is the name of a known model, or a model folder with
             at least `config.json`.
         world_size: number of ranks.
-        local_world_size: of them on one machine; default: all.
-        target: whose allocator and attention kernels are followed.
-        layers: how many layers the model has; default: as `config.json` says.
+        local_world_size: number of ranks per machine; default: all are on one.
+        target: device type whose allocator and attention kernels are followed.
+        layers: number of layers, in place of the one in `config.json`.
 
     Raises:
-        UserError: the model is not known, or the config and the sizes do not go together.
+        UserError: the model is not known, or the config does not fit it or the number of ranks.
         RuntimeError: this process has a process group already.
     """
     cfg = replace(cfg, compile=False)
@@ -139,7 +139,7 @@ def estimate(
             tracker.workspace(CUBLAS_WORKSPACES, keep=True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker.following(model))
-        # Nothing is compiled; an optimizer that compiles its step (torchao's) runs it as it is.
+        # torchao's optimizers compile their step; here it runs uncompiled.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         return _run(train_step, cfg, model, world, tracker)
 
@@ -152,71 +152,71 @@ def estimate_fast(
     local_world_size: int | None = None,
     target: Target = "cuda",
 ) -> Estimate:
-    """`estimate`, from the same model with two small numbers of layers: every moment within the
-    first and last layers takes bytes that are linear in depth, and the fullest is among these.
+    """Like `estimate`, from dry runs of the same model with two small numbers of layers.
 
-    A 70B model takes a tenth of the time; the peak differs by less than 0.5 % (tests).
+    The memory at each moment within the first and last layers is linear in the depth, and the peak
+    is one of these moments. A 70B model takes a tenth of the time; the peak differs by less than
+    0.5 % (tests).
     """
     depth = find_config(cfg.model.path)["num_hidden_layers"]
-    every = cfg.activation.every_n_layers  # the pattern that layers repeat
+    every = cfg.activation.every_n_layers  # layers repeat a pattern of this length
     shallow = max(2 * every, 2 * cfg.sharding.prefetch + 2, 4)
     shallow += (depth - shallow) % every
     sizes = (shallow, shallow + every)
-    if depth <= sizes[1] or not _layers_alike(cfg):
+    if depth <= sizes[1] or not _layers_are_equal(cfg):
         return estimate(build_model, train_step, cfg, world_size, local_world_size, target)
     given = (build_model, train_step, cfg, world_size, local_world_size, target)
     return _extrapolate(estimate(*given, sizes[0]), estimate(*given, sizes[1]), sizes, depth)
 
 
-def _layers_alike(cfg: Any) -> bool:
-    """Whether no layer is trained that another one is not."""
+def _layers_are_equal(cfg: Any) -> bool:
+    """Whether the config trains the same parameters in every layer."""
     return get_key(cfg, "trainable.layers") in (None, "all")
 
 
 def _extrapolate(one: Estimate, two: Estimate, sizes: tuple[int, int], depth: int) -> Estimate:
-    """What models of two depths, `sizes`, say of one of `depth`."""
-    far = (depth - sizes[0]) / (sizes[1] - sizes[0])
+    """The estimate for `depth` layers from those for two smaller numbers of layers, `sizes`."""
+    share = (depth - sizes[0]) / (sizes[1] - sizes[0])
     known = _by_place(one.timeline, sizes[0], sizes[0])
-    ends: list[tuple[int, Point]] = []  # by the layer met last, of those that both have
+    ends: list[tuple[int, Point]] = []  # with the layer of each, for the points that both have
     for place, point in _by_place(two.timeline, sizes[1], sizes[0]).items():
         if place in known:
             layer = -1 if place[2] is None else place[2] % depth
-            ends.append((layer, _point_along(known[place], point, far, layer)))
+            ends.append((layer, _point_on_line(known[place], point, share, layer)))
     where = max((point for _, point in ends), key=lambda point: point.total)
     return Estimate(
         peak=where.total,
         at_peak=dict(where.by_kind),
         where=where,
-        steady=round(one.steady + far * (two.steady - one.steady)),
-        host=_along(one.host, two.host, far),
-        wire=_along(one.wire, two.wire, far),
-        moved=_along(one.moved, two.moved, far),
+        steady=round(one.steady + share * (two.steady - one.steady)),
+        host=_on_line(one.host, two.host, share),
+        wire=_on_line(one.wire, two.wire, share),
+        moved=_on_line(one.moved, two.moved, share),
         timeline=_filled(ends),
         reserved=reserved_bytes(where.total) if two.reserved else 0,
     )
 
 
-def _along(a: Kinds, b: Kinds, part: float) -> Kinds:
-    """`a` at 0, `b` at 1, and on that line."""
-    return {k: round(a.get(k, 0) + part * (b.get(k, 0) - a.get(k, 0))) for k in a | b}
+def _on_line(a: Kinds, b: Kinds, share: float) -> Kinds:
+    """The values at `share` of the line from `a` (0) to `b` (1)."""
+    return {k: round(a.get(k, 0) + share * (b.get(k, 0) - a.get(k, 0))) for k in a | b}
 
 
-def _point_along(a: Point, b: Point, part: float, layer: int) -> Point:
-    module, at = _LAYER.sub(str(layer), a.module), a.at + part * (b.at - a.at)
-    return Point(a.phase, module, at, _along(a.by_kind, b.by_kind, part))
+def _point_on_line(a: Point, b: Point, share: float, layer: int) -> Point:
+    module, at = _LAYER.sub(str(layer), a.module), a.at + share * (b.at - a.at)
+    return Point(a.phase, module, at, _on_line(a.by_kind, b.by_kind, share))
 
 
 def _filled(ends: list[tuple[int, Point]]) -> list[Point]:
-    """These moments, and those of the layers between, which are like their neighbours on both
-    sides."""
+    """The points of the first and last layers, and interpolated ones for the layers between."""
     visits = [(layer, [p for _, p in found]) for layer, found in groupby(ends, itemgetter(0))]
     timeline = list(visits[0][1])
     for (first, points), (last, others) in pairwise(visits):
         step = 1 if first < last else -1
         for layer in range(first + step, last, step):
-            part = (layer - first) / (last - first)
+            share = (layer - first) / (last - first)
             pairs = zip(points, others, strict=False)
-            timeline += [_point_along(a, b, part, layer) for a, b in pairs]
+            timeline += [_point_on_line(a, b, share, layer) for a, b in pairs]
         timeline += others
     return timeline
 
@@ -225,9 +225,11 @@ Place = tuple[str, str, int | None, int]
 
 
 def _by_place(points: list[Point], layers: int, shallow: int) -> dict[Place, Point]:
-    """Points by phase, module, layer met last, and how often these three were met before. Half of
-    `shallow` layers are counted from the first, the others from the last and so negative; what
-    belongs to layers between is left out."""
+    """Points by phase, module, last layer seen, and how often these three occurred before.
+
+    The first `shallow // 2` layers count from 0, the others from the end with negative numbers, as
+    many as a model of `shallow` layers has. Points of the layers between are left out.
+    """
     met = Counter[Any]()
     found: dict[Place, Point] = {}
     layer: int | None = None
@@ -245,12 +247,12 @@ def _by_place(points: list[Point], layers: int, shallow: int) -> dict[Place, Poi
 def _run(
     train_step: TrainStep, cfg: Any, model: Decoder, world: World, tracker: MemoryTracker
 ) -> Estimate:
-    """A step of a model without storage, within the modes, which is not the first."""
+    """Runs the steps of a model without storage, under the fake mode and the tracker."""
     model.to_empty(device=world.device)
     model.tie_weights()
     model.train()
     _mark_parameters(model, tracker)
-    tracker.host_peak = tracker.host.copy()  # nothing had its kind before
+    tracker.host_peak = tracker.host.copy()  # before, parameters were not marked by kind
     in_backward = getattr(cfg, "optimizer_in_backward", False)
     optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model), in_backward)
     batches = _batches(cfg)
@@ -290,8 +292,8 @@ def _run(
 def _first_update(
     model: nn.Module, optimizer: Optimizer, clock: StepClock, tracker: MemoryTracker
 ) -> None:
-    """Leaves what loading and the first step of a run do, DoRA's squared norms and the optimizer's
-    state: a whole step more took half of an estimate's time."""
+    """Creates what loading and the first step leave behind: DoRA's squared norms and the optimizer
+    state. A whole further step took half of an estimate's time."""
     for _, module in low_rank_linears(model):
         if module.weight_norm is not None:
             module.base_squares = torch.empty_like(local_part(module.weight_norm))
@@ -314,7 +316,7 @@ def _mark_parameters(model: nn.Module, tracker: MemoryTracker) -> None:
 
 
 def _batches(cfg: Any) -> list[Batch]:
-    """Micro-batches of full rows; a packed row is one sample, the longest that there can be."""
+    """Micro-batches of full rows; a packed row holds one sample, of the largest possible length."""
     rows, seq = cfg.batch_size, cfg.max_seq_len
     tokens = torch.zeros(rows, seq, dtype=torch.int64)
     batch = Batch(tokens, tokens.clone(), rows * seq)
@@ -326,30 +328,34 @@ def _batches(cfg: Any) -> list[Batch]:
 
 @dataclass(frozen=True)
 class StoredFormats:
-    """What `build_model` wants to know of weights: name -> format, of those stored packed."""
+    """What `build_model` reads of a model folder's weights.
+
+    Fields:
+        formats: parameter name -> format, for the weights that are stored quantized.
+    """
 
     formats: dict[str, str]
 
 
 @contextmanager
 def model_folder(path: str, layers: int | None) -> Iterator[tuple[Path, StoredFormats]]:
-    """A folder with the model's `config.json`, as deep as it is to be, and what is packed in it."""
+    """A folder with the model's `config.json`, with `layers` layers if given, and its formats."""
     config = find_config(path)
-    there = Path(path).expanduser()
-    weights = ModelWeights(there) if any(there.glob("*.safetensors")) else None
+    folder = Path(path).expanduser()
+    weights = ModelWeights(folder) if any(folder.glob("*.safetensors")) else None
     if layers is not None:
         config = config | {"num_hidden_layers": layers}
         config.pop("layer_types", None)
-    with tempfile.TemporaryDirectory() as folder:
-        (Path(folder) / "config.json").write_text(json.dumps(config))
-        yield Path(folder), StoredFormats({} if weights is None else weights.formats)
+    with tempfile.TemporaryDirectory() as temporary:
+        (Path(temporary) / "config.json").write_text(json.dumps(config))
+        yield Path(temporary), StoredFormats({} if weights is None else weights.formats)
 
 
 @contextmanager
 def _fake_world(size: int, local_size: int) -> Iterator[World]:
-    """The first rank of a process group that answers at once, with nothing."""
+    """The first rank of a process group whose collectives return at once and send nothing."""
     if dist.is_initialized():
-        raise RuntimeError("a dry run makes a process group of its own, and there is one already")
+        raise RuntimeError("a process group exists; expected none, as a dry run makes its own")
     cpu, excepthook = torch.device("cpu"), sys.excepthook
     with torch.random.fork_rng(devices=[]):
         dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=size)
@@ -357,4 +363,4 @@ def _fake_world(size: int, local_size: int) -> Iterator[World]:
             yield World(cpu, 0, size, init_device_mesh("cpu", (size,)), local_size)
         finally:
             dist.destroy_process_group()
-            sys.excepthook = excepthook  # which every group wraps, to name its rank
+            sys.excepthook = excepthook  # init_process_group wraps it to print the rank

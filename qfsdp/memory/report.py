@@ -1,4 +1,4 @@
-"""An estimate as text, and as a picture of memory over a step."""
+"""Prints an estimate, and draws memory over a step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from qfsdp.cli.sizes import format_size
 from qfsdp.memory.estimate import Estimate, Point
 from qfsdp.memory.tracker import KINDS
 
-COLUMNS = 300  # of the picture, a few pixels wide
-# Colours of Paul Tol's "muted" scheme (https://sronpersonalpages.nl/~pault/), told apart by colour-
-# blind readers too: what stays in blue and green, what comes and goes in warm ones.
+COLUMNS = 300  # of the picture, each a few pixels wide
+# Colours of Paul Tol's "muted" scheme (https://sronpersonalpages.nl/~pault/), which colour-blind
+# readers can distinguish: blue and green for lasting tensors, warm colours for temporary ones.
 COLOURS = (
     *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
     *("#DDCC77", "#CC6677", "#882255", "#AA4499"),
@@ -19,14 +19,14 @@ COLOURS = (
 
 
 def lines(found: Estimate, device_memory: int | None) -> list[str]:
-    """What a person wants to know, line by line; a verdict if `device_memory` (bytes) is given."""
-    place = f"{found.where.phase}, {found.where.module or 'between modules'}"
-    told = [f"peak per rank: {format_size(found.peak)} ({place})", ""]
-    told += _columns(sorted(found.at_peak.items(), key=lambda item: -item[1]))
-    told += ["", f"between steps: {format_size(found.steady)}"]
+    """The estimate as lines of text; with a verdict if `device_memory` (bytes) is given."""
+    where = f"{found.where.phase}, {found.where.module or 'between modules'}"
+    text = [f"peak per rank: {format_size(found.peak)} ({where})", ""]
+    text += _columns(sorted(found.at_peak.items(), key=lambda item: -item[1]))
+    text += ["", f"between steps: {format_size(found.steady)}"]
     if found.reserved:
         whole = format_size(found.reserved)
-        told.append(f"with fragmentation, CUDA context and NCCL: about {whole}")
+        text.append(f"with fragmentation, CUDA context and NCCL: about {whole}")
     for title, sizes in (
         ("host memory per rank, offloaded", found.host),
         ("sent per rank and step", found.wire),
@@ -34,10 +34,10 @@ def lines(found: Estimate, device_memory: int | None) -> list[str]:
     ):
         if any(sizes.values()):
             parts = [f"{name} {format_size(size)}" for name, size in sizes.items() if size]
-            told.append(f"{title}: {', '.join(parts)}")
+            text.append(f"{title}: {', '.join(parts)}")
     if device_memory is not None:
-        told.append(_verdict(found, device_memory))
-    return told
+        text.append(_verdict(found, device_memory))
+    return text
 
 
 def _columns(sizes: Sequence[tuple[str, int]]) -> list[str]:
@@ -49,14 +49,14 @@ def _columns(sizes: Sequence[tuple[str, int]]) -> list[str]:
 
 def _verdict(found: Estimate, device_memory: int) -> str:
     needs = found.reserved or found.peak
-    there = format_size(device_memory)
+    available = format_size(device_memory)
     if needs <= device_memory:
-        return f"fits into {there}: {format_size(device_memory - needs)} are left"
-    return f"does not fit into {there}: {format_size(needs - device_memory)} are missing"
+        return f"fits into {available}: {format_size(device_memory - needs)} are left"
+    return f"does not fit into {available}: {format_size(needs - device_memory)} are missing"
 
 
 def draw(found: Estimate, path: Path, title: str, device_memory: int | None) -> None:
-    """Writes a PNG: memory over a step by kind, phases marked, and the limit as a line."""
+    """Writes a PNG: memory over a step by kind of tensor, with its phases and the device's limit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -96,17 +96,17 @@ def draw(found: Estimate, path: Path, title: str, device_memory: int | None) -> 
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:
-    """The fullest moments of `COLUMNS` parts of the step: a short peak is to be seen."""
-    fullest: dict[int, Point] = {}
+    """The peaks of `COLUMNS` parts of the step, so that short peaks stay visible."""
+    peaks: dict[int, Point] = {}
     for point in points:
         column = int(COLUMNS * point.at / max(1, points[-1].at))
-        if column not in fullest or point.total > fullest[column].total:
-            fullest[column] = point
-    return [fullest[column] for column in sorted(fullest)]
+        if column not in peaks or point.total > peaks[column].total:
+            peaks[column] = point
+    return [peaks[column] for column in sorted(peaks)]
 
 
 def _phases(points: Sequence[Point]) -> list[tuple[float, str]]:
-    """Where a phase begins, and its name; short ones at the end would stand on each other."""
+    """Where each phase begins, and its name; without short phases, whose names would overlap."""
     begins = [
         (point.at, point.phase)
         for before, point in zip([None, *points], points, strict=False)
