@@ -56,7 +56,7 @@ def _verdict(found: Estimate, device_memory: int) -> str:
 
 
 def draw(found: Estimate, path: Path, title: str, device_memory: int | None) -> None:
-    """Writes a PNG: memory over a step by kind of tensor, with its phases and the device's limit."""
+    """Writes a PNG: memory over a step by kind of tensor, its phases, and the device's limit."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,5 +1,6 @@
-"""What a training recipe calls around its step.
+"""What a training loop needs around its step: optimizers, logs, measurements, validation.
 
-Optimizers and schedules, metrics and their files, validation during a run, throughput, memory in
-use, and profiles. The step itself, forward, backward and update, is written out in the recipe.
+Optimizers and schedules from the config, metrics of a run and where they are written, time, FLOPs
+and memory of steps, profiler traces, and held-out losses while training goes on. The training step
+itself stands in the recipes.
 """

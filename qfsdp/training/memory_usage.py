@@ -1,4 +1,4 @@
-"""What memory a run really takes: at its peak, and by kind of tensor."""
+"""Measures the memory of a run: its peak, and bytes by kind of tensor."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 QUANTIZED, PLAIN = "parameters_quantized", "parameters_plain"
 TRAINED = "parameters_trained"
 GRADIENTS, OPTIMIZER = "gradients", "optimizer_state"
-IN_HOST = "_in_host"  # follows the kind, where the device is an accelerator
+IN_HOST = "_in_host"  # suffix of a kind whose tensors are in host memory, in a run on GPUs
 
 
 # ---- peaks ---------------------------------------------------------------------------------
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """The most memory that this process has held since `reset_peak_memory`: allocated on its
-    accelerator, or resident where it computes on the CPU."""
+    """The most memory of this process since `reset_peak_memory`: allocated on its accelerator, or
+    resident if it computes on the CPU."""
     if device.type != "cpu":
         return torch.accelerator.max_memory_allocated(device)
     with suppress(OSError):
@@ -40,7 +40,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Peaks begin at what is held now; where the system does not let us, they stay."""
+    """Sets the peak to the current memory; does nothing if the system does not allow it."""
     if device.type != "cpu":
         torch.accelerator.reset_peak_memory_stats(device)
         return
@@ -52,8 +52,8 @@ def reset_peak_memory(device: torch.device) -> None:
 
 
 def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
-    """The tensors that `tensor` is made of: rows of a DTensor, bytes and extras of a packed
-    weight, codes and scales of an 8-bit state, or itself."""
+    """The plain tensors inside `tensor`: local rows of a DTensor, bytes and metadata of a quantized
+    weight, codes and scales of an 8-bit optimizer state, or the tensor itself."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor
         return
@@ -66,10 +66,10 @@ def plain_tensors(tensor: Tensor) -> Iterator[Tensor]:
 def bytes_by_kind(
     model: nn.Module, optimizer: Optimizer | None, device: torch.device
 ) -> dict[str, int]:
-    """What this rank holds of the model between steps, every storage counted once.
+    """Bytes of this rank between steps, by kind; every storage counts once.
 
-    Kinds are named by the constants of this module; what lies in host memory although `device` is
-    none has `IN_HOST` after its name. Kinds without a byte are left out.
+    Kinds are the constants of this module, with the suffix `IN_HOST` for tensors in host memory if
+    `device` is an accelerator. Empty kinds are left out.
     """
     kinds: list[tuple[str, Tensor]] = [(_kind(param), param) for param in model.parameters()]
     kinds += [(GRADIENTS, p.grad) for p in model.parameters() if p.grad is not None]
@@ -95,10 +95,10 @@ def _kind(param: Tensor) -> str:
 
 
 class MemoryUsage:
-    """The memory of training steps, by `read`; every rank makes one, once everything is loaded.
+    """Reads the memory of training steps; every rank makes one once the model is loaded.
 
     Args:
-        optimizer: None where nothing is trained.
+        optimizer: None if nothing is trained.
     """
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, world: World) -> None:
@@ -107,18 +107,18 @@ class MemoryUsage:
         self._kinds: dict[str, float] = {}
 
     def reset(self) -> None:
-        """Peaks begin here."""
+        """Starts the peaks from the current memory."""
         reset_peak_memory(self._world.device)
 
     def read(self) -> dict[str, float]:
-        """Peaks since `reset`, which it does again; every rank must call it, after a step.
+        """The peaks since `reset`, and a new `reset`; every rank must call it after a step.
 
-        peak_memory_gib           allocated, of the rank that has most (`peak_memory_bytes`)
-        memory/peak_rank          which one that is; of several the last
-        memory/peak_reserved_gib  on accelerators: what its allocator took from the device
-        memory/load_peak_gib      until training began; the first time only
-        memory/KIND_gib           of this rank, see `bytes_by_kind`; gradients, which are none
-                                  between steps, as large as they are before one
+        peak_memory_gib           of the rank that has the most (`peak_memory_bytes`)
+        memory/peak_rank          that rank; the last of several
+        memory/peak_reserved_gib  on accelerators: taken from the device by PyTorch's allocator
+        memory/load_peak_gib      until training began; only in the first call
+        memory/KIND_gib           of this rank, see `bytes_by_kind`; for gradients their size
+                                  before the update, as there are none between steps
         """
         world, device = self._world, self._world.device
         peak = peak_memory_bytes(device)
@@ -137,7 +137,7 @@ class MemoryUsage:
         return metrics | self._by_kind()
 
     def _by_kind(self) -> dict[str, float]:
-        if not self._kinds:  # from the first step on they do not change
+        if not self._kinds:  # they do not change after the first step
             held = bytes_by_kind(self._model, self._optimizer, self._world.device)
             held |= {
                 kind.replace(TRAINED, GRADIENTS): size

@@ -1,4 +1,4 @@
-"""Where the numbers of a run go: `metrics.jsonl`, a metric logger, and the terminal."""
+"""Writes the metrics of a run to `metrics.jsonl`, a metric logger and the terminal."""
 
 from __future__ import annotations
 
@@ -17,18 +17,17 @@ from qfsdp.cli.errors import UserError
 
 
 class MetricLogger(Protocol):
-    """What torchtune's metric loggers (TensorBoard, disk, stdout, W&B, ...) have."""
+    """The interface of torchtune's metric loggers (TensorBoard, disk, stdout, W&B, ...)."""
 
     def log_dict(self, payload: dict[str, Any], step: int) -> None: ...
     def close(self) -> None: ...
 
 
 def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0) -> None:
-    """Puts what makes the run into its directory, from rank 0: the whole config and the recipe's
-    file.
+    """Writes the whole config and the recipe's file to the run's directory, on rank 0.
 
     Raises:
-        UserError: it cannot be written.
+        UserError: the directory cannot be written.
     """
     if rank != 0:
         return
@@ -40,18 +39,18 @@ def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0)
 
 
 class RunLog:
-    """The numbers of one run, of which rank 0 tells; on other ranks nothing happens.
+    """Logs the metrics of one run on rank 0; does nothing on other ranks.
 
-    Each logged step is a line of `<output_dir>/metrics.jsonl`, a call of the metric logger,
-    and a position of the progress bar; where standard error is no terminal, a plain line. Numbers
-    with a `/` in their name are left out of the last two.
+    Each logged step is a line of `<output_dir>/metrics.jsonl`, a call of the metric logger, and the
+    text beside a progress bar, or a printed line if standard error is not a terminal. The text
+    leaves out metrics with a `/` in their name.
 
     Args:
         output_dir: exists already.
         logger: a torchtune metric logger as the config names it, or None.
-        first_step: steps that a continued run has behind it. Lines of later ones, which a killed
-            run has left, are removed, as these steps will be taken again.
-        total_steps: of this run.
+        first_step: number of steps before a resumed run, 0 for a new one. Lines of later steps,
+            left by a killed run, are removed: these steps run again.
+        total_steps: of the whole run.
         rank: of this process.
     """
 
@@ -75,12 +74,12 @@ class RunLog:
             self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
 
     def advance(self) -> None:
-        """One more step is done."""
+        """Moves the progress bar by one step."""
         if self._bar is not None:
             self._bar.update()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
-        """Records `metrics` of step `step` (counted from 1)."""
+        """Records the metrics of a step; steps count from 1."""
         if self._silent:
             return
         self._record(step, metrics)
@@ -92,19 +91,19 @@ class RunLog:
             print(f"step {step}/{self._total}  {text}", file=sys.stderr, flush=True)
 
     def log_apart(self, step: int, metrics: dict[str, float], text: str) -> None:
-        """Records `metrics` that are not a training step's own, and shows `text` on a line."""
+        """Records metrics that belong to no training step, and prints `text`."""
         if not self._silent:
             self._record(step, metrics)
             tqdm.write(text, file=sys.stderr)  # above the bar, if there is one
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
-        with suppress(OSError):  # a full disk: the line stays in the buffer, for the next attempt
+        with suppress(OSError):  # a full disk: the line stays in the buffer for the next write
             self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         if self._logger is not None:
             self._logger.log_dict(metrics, step=step)
 
     def say(self, text: str) -> None:
-        """Prints a line."""
+        """Prints a line on rank 0."""
         if not self._silent:
             print(text)
 
@@ -120,7 +119,7 @@ class RunLog:
 
 
 def _drop_after(step: int, file: Path) -> None:
-    """Removes the lines of later steps, and one that was cut off while it was written."""
+    """Removes the lines of later steps, and a line that was not written to its end."""
     if not file.exists():
         return
     lines = file.read_text().splitlines()

@@ -1,4 +1,4 @@
-"""Optimizers and learning rate schedules named in the config."""
+"""Builds the optimizer and the learning rate schedule that the config names."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from qfsdp.tensor_subclasses.dtensor import sharded
 
 TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a schedule
 
-# They update every number by itself, so rows get what they get in the whole; and state in place.
+# They update each element by itself, and their state in place: so local rows can be updated alone.
 ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
@@ -29,12 +29,11 @@ def build_optimizer(
     parameters: Iterable[Tensor | dict[str, Any]],
     in_backward: bool = False,
 ) -> Optimizer:
-    """The optimizer over `parameters`, which are its first argument.
+    """Builds the optimizer over `parameters`, its first argument.
 
     Args:
-        parameters: or groups of them; the learning rate of one that has `lr_ratio` is so many times
-            the configured one.
-        in_backward: a parameter is updated as soon as its gradient is there (`StepsInBackward`).
+        parameters: or groups of them; `lr_ratio` of a group multiplies its learning rate.
+        in_backward: update each parameter as soon as its gradient exists (`StepsInBackward`).
     """
     optimizer = component.build(list(parameters))
     for group in optimizer.param_groups:
@@ -47,24 +46,27 @@ def build_optimizer(
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """torchao's optimizers are, too: a block of 8-bit state is of one rank. Over DTensors their
-    stochastic rounding raises, as it compares them with plain random numbers."""
+    """Whether a step on local rows equals a step on the whole parameters.
+
+    torchao's optimizers count too: a block of 8-bit state lies on one rank. On DTensors their
+    stochastic rounding raises, as it compares them with plain random numbers.
+    """
     return type(optimizer) in ELEMENTWISE or type(optimizer).__module__ == "torchao.optim.adam"
 
 
 class StepsInBackward(Optimizer):
-    """Updates every parameter as soon as its gradient is there, and frees the gradient.
+    """Updates every parameter in backward as soon as its gradient exists, and frees the gradient.
 
-    So the gradients of a model never exist together: of fp32 weights that is a quarter of what
-    parameters, gradients and the two states of Adam take. Only where one backward pass makes the
-    whole gradient, and nothing needs to know all of it first, as clipping does. A parameter's
-    gradient leaves its norm behind (`qfsdp.distributed.gradients.USED_GRAD_NORM`).
+    So the gradients of a model never exist together. With fp32 weights they are a quarter of what
+    parameters, gradients and the two states of Adam take. It needs a step of one backward pass and
+    no clipping, which would need all gradients first. The norm of each gradient is kept
+    (`qfsdp.distributed.gradients.USED_GRAD_NORM`).
 
-    Groups, state and everything that is saved are those of `optimizer`; `step` and `zero_grad`,
-    at the end of a training step, find nothing left to do.
+    Groups, state and checkpoints are those of `optimizer`; `step` and `zero_grad` at the end of a
+    training step do nothing.
 
     Args:
-        optimizer: any that updates a parameter by its own gradient and state.
+        optimizer: one that updates a parameter from its own gradient and state alone.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
@@ -108,31 +110,31 @@ class StepsInBackward(Optimizer):
         self._optimizer.load_state_dict(state_dict)
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Nothing: done."""
+        """Does nothing: backward has updated the parameters."""
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Nothing: there are none."""
+        """Does nothing: backward has freed the gradients."""
 
 
 class LocalSteps:
-    """Has an optimizer step, without a closure, on the rows of this rank as plain tensors.
+    """Makes an optimizer step on this rank's rows as plain tensors; closures are not supported.
 
-    Dispatching an operation over hundreds of DTensors makes a spec for each of them, every time:
-    a fused AdamW step on SmolLM2's adapters took 2.4 times as long as on their rows. Between
-    steps parameters and state are DTensors as ever, of the same memory. State is updated in place,
-    so what of it is plain is kept from step to step, as long as `optimizer.state` is the same
-    object (`load_state_dict` makes a new one).
+    An operation over hundreds of DTensors makes a spec for each of them, every time: a fused AdamW
+    step on SmolLM2's adapters took 2.4 times as long as on their rows. Between steps parameters and
+    state are DTensors over the same memory. State is updated in place, so its plain tensors are
+    kept from step to step, as long as `optimizer.state` is the same object (`load_state_dict` makes
+    a new one).
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
-        self._state: Any = None  # optimizer.state between steps, and during them
-        self._plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)
-        self._known = 0  # how many of the plain ones have come from `optimizer.state` or gone there
-        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # parameters and their rows
+        self._state: Any = None  # optimizer.state between steps: DTensors
+        self._plain: defaultdict[Tensor, dict[str, Any]] = defaultdict(dict)  # during steps: rows
+        self._known = 0  # number of parameters whose state is in both
+        self._groups: list[tuple[list[Tensor], list[Tensor]]] = []  # per group: parameters, rows
         optimizer.register_step_pre_hook(self._enter)
         optimizer.register_step_post_hook(self._leave)
 
-    def _look(self, optimizer: Optimizer) -> None:
+    def _read_state(self, optimizer: Optimizer) -> None:
         self._state, self._plain = optimizer.state, defaultdict(dict)
         of_groups = [group["params"] for group in optimizer.param_groups]
         self._groups = [(params, [_rows(param) for param in params]) for params in of_groups]
@@ -142,7 +144,7 @@ class LocalSteps:
                 self._plain[_rows(param)] = {name: _rows(value) for name, value in fields}
         self._known = len(self._plain)
 
-    def _is_known(self, optimizer: Optimizer) -> bool:
+    def _is_current(self, optimizer: Optimizer) -> bool:
         now = [group["params"] for group in optimizer.param_groups]
         return (
             self._state is optimizer.state
@@ -153,8 +155,8 @@ class LocalSteps:
 
     @torch.no_grad()
     def _enter(self, optimizer: Optimizer, *_: Any) -> None:
-        if not self._is_known(optimizer):
-            self._look(optimizer)
+        if not self._is_current(optimizer):
+            self._read_state(optimizer)
         for group, (params, rows) in zip(optimizer.param_groups, self._groups, strict=True):
             for param, mine in zip(params, rows, strict=True):
                 if (grad := param.grad) is not None:
@@ -181,12 +183,12 @@ class LocalSteps:
 
 
 def _rows(value: Any) -> Any:
-    """This rank's rows of a DTensor. Its `to_local` would make a view of a parameter, in 3 us."""
+    """This rank's rows of a DTensor, other values as they are. `to_local` makes a view, in 3 us."""
     return value._local_tensor if isinstance(value, DTensor) else value
 
 
 def _sharded_like(param: Tensor, value: Any) -> Any:
-    """`value` as a DTensor, if it is a tensor with a number for each of this rank's of `param`."""
+    """`value` as a DTensor sharded like `param`, if it has the shape of this rank's rows."""
     if not isinstance(param, DTensor) or not isinstance(value, Tensor):
         return value
     if value.shape != _rows(param).shape:
@@ -197,8 +199,10 @@ def _sharded_like(param: Tensor, value: Any) -> Any:
 def build_scheduler(
     component: Component | None, optimizer: Optimizer, total_steps: int
 ) -> LRScheduler | None:
-    """The schedule, stepped once per update; told `total_steps` if it takes
-    `num_training_steps` and the config does not give it."""
+    """Builds the schedule, which steps once per update.
+
+    It gets `total_steps` if it has an argument `num_training_steps` that the config does not set.
+    """
     if component is None:
         return None
     takes_total = TOTAL_STEPS in inspect.signature(component.resolve()).parameters
@@ -208,15 +212,15 @@ def build_scheduler(
 
 
 def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
-    """Builds both for one spare number: what they refuse is found before anything is loaded.
+    """Builds both for a dummy parameter, to find mistakes before anything is loaded.
 
     Raises:
         UserError: an unknown name or argument, or a value that they refuse (a negative lr).
     """
     optimizer.check("optimizer", provided=["params"])
-    spare = torch.nn.Parameter(torch.zeros(1, 1))
+    dummy = torch.nn.Parameter(torch.zeros(1, 1))
     try:
-        built = build_optimizer(optimizer, [spare])
+        built = build_optimizer(optimizer, [dummy])
     except (TypeError, ValueError, RuntimeError) as error:
         raise UserError(f"optimizer: {optimizer.path} refuses its arguments: {error}") from None
     if scheduler is None:

@@ -1,9 +1,9 @@
-"""Traces of chosen training steps, to be read in Perfetto (https://ui.perfetto.dev).
+"""Records traces of chosen training steps, for Perfetto (https://ui.perfetto.dev).
 
 <output_dir>/profile/
-    step_00000003_rank0.json.gz         what ran when, on the host and on the device
-    step_00000003_rank0_memory.pickle   GPUs: every allocation, and who made it; to be read
-                                        at https://pytorch.org/memory_viz
+    step_00000003_rank0.json.gz         operations over time, on the host and on the device
+    step_00000003_rank0_memory.pickle   GPUs: every allocation with its Python stack, for
+                                        https://pytorch.org/memory_viz
 """
 
 from __future__ import annotations
@@ -33,12 +33,12 @@ class ProfilerConfig:
     """Section `profiler`: which steps are recorded. A recorded step is slower than others.
 
     Fields:
-        steps: which updates, counted from 1; none: off. The first ones are no example, as
-            memory is allocated and kernels are compiled in them.
-        ranks: which ranks record them.
-        memory: also record allocations: on GPUs as a snapshot with the Python stack of each,
-            elsewhere inside the trace.
-        stacks: also record where in the Python code each operation was called.
+        steps: updates to record, counted from 1; empty: off. The first ones are not typical:
+            they allocate memory and compile kernels.
+        ranks: ranks that record them.
+        memory: also record allocations: on GPUs as a snapshot with Python stacks, on CPUs inside
+            the trace.
+        stacks: also record the Python stack of each operation.
     """
 
     steps: list[int] = field(default_factory=list)
@@ -57,17 +57,18 @@ class Profiler:
     """Records the chosen steps on the chosen ranks; every rank makes one.
 
     Args:
-        output_dir: of the run. The folder `profile` in it is made when it is needed.
+        output_dir: of the run; the folder `profile` in it is created when needed.
 
     Raises:
-        UserError: a chosen rank is none of `world`.
+        UserError: a chosen rank does not exist.
     """
 
     def __init__(self, config: ProfilerConfig, output_dir: Path, world: World) -> None:
         for rank in config.ranks:
             if rank >= world.size:
                 raise UserError(
-                    f"profiler.ranks: {rank}; the ranks of this run are 0 to {world.size - 1}"
+                    f"profiler.ranks: {rank} is not a rank of this run; expected 0 to "
+                    f"{world.size - 1}"
                 )
         self._steps = frozenset(config.steps if world.rank in config.ranks else ())
         self._snapshot = config.memory and world.device.type == "cuda"
@@ -77,8 +78,10 @@ class Profiler:
         self._rank = world.rank
 
     def step(self, step: int) -> AbstractContextManager[None]:
-        """To be entered around training step `step`, counted from 1. Does nothing unless it is
-        one to record; what cannot be written then is told, and training goes on."""
+        """A context around training step `step`, counted from 1; records it if it is a chosen one.
+
+        If the disk is full, it prints a warning, and training goes on.
+        """
         return self._record(step) if step in self._steps else nullcontext()
 
     @contextmanager
@@ -89,7 +92,7 @@ class Profiler:
             with profile(
                 profile_memory=self._in_trace,
                 with_stack=self._stacks,
-                acc_events=True,  # there is one cycle only; torch 2.11 warns without
+                acc_events=True,  # torch 2.11 warns without it; there is only one cycle
             ) as trace:
                 yield
             name = f"step_{step:08}_rank{self._rank}"
@@ -103,12 +106,12 @@ class Profiler:
             print(f"profile of step {step}: {' '.join(written)}", flush=True)
 
     def _write(self, name: str, write: Callable[[str], object]) -> list[str]:
-        """The file's path; nothing if it could not be written, no part of which is left then."""
+        """The path of the written file; empty if writing failed, and then no part of it is left."""
         path = self._folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
             write(str(path))
-        except (OSError, RuntimeError) as error:  # a full disk, told by Python or by PyTorch
+        except (OSError, RuntimeError) as error:  # a full disk, in Python or in PyTorch
             print(f"warning: '{path}' cannot be written: {error}", file=sys.stderr, flush=True)
             with suppress(OSError):
                 path.unlink()
@@ -117,9 +120,11 @@ class Profiler:
 
 
 def _write_trace(trace: profile, path: str) -> None:
-    """Compresses the trace by ourselves: libkineto, which writes it, keeps it to itself when the
-    disk is full, and PyTorch compresses what there is."""
-    # A folder, because libkineto writes a file beside the one it was told, and leaves it then.
+    """Writes the trace uncompressed, checks that it is complete, and compresses it.
+
+    libkineto does not report a full disk, and PyTorch would compress the incomplete file.
+    """
+    # In a temporary folder: after a failure libkineto leaves a second file there.
     with TemporaryDirectory(dir=Path(path).parent) as folder:
         plain = Path(folder) / "trace.json"
         trace.export_chrome_trace(str(plain))

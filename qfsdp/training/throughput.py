@@ -1,10 +1,10 @@
-"""Where the time of training steps goes, and how much of the device's arithmetic they use.
+"""Measures training steps: time per phase, tokens per second, FLOPs, utilization of the device.
 
-Model FLOPs are what forward and backward of this setup need: a frozen weight multiplies
-activations and their gradients but has no gradient of its own, the output layer sees target
-positions only, attention is causal and ends at the borders of documents. Hardware FLOPs add what
-is computed a second time. Divided by time and by what matrix products reach on the device, they
-are the utilisations that PaLM (arXiv:2204.02311, appendix B) introduced.
+Model FLOPs are those that forward and backward of this setup need. A frozen weight multiplies
+activations and their gradients, but has no gradient itself; the output layer sees only target
+positions; attention is causal and stays within documents. Hardware FLOPs add recomputation.
+Divided by the time and by the rate of matrix products on the device they are the utilizations of
+PaLM (arXiv:2204.02311, appendix B).
 """
 
 from __future__ import annotations
@@ -30,35 +30,38 @@ from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 from qfsdp.training.memory_usage import MemoryUsage
 
-RATE_SECONDS = 0.3  # that products are repeated for in `matmul_rate`
+RATE_SECONDS = 0.3  # `matmul_rate` repeats the product for so long
 
 
 # ---- time ----------------------------------------------------------------------------------
 
 
 class StepClock:
-    """The time that the phases of training steps take.
+    """Measures the time that the phases of training steps take.
 
         with clock.phase("forward"):
             loss = model(tokens)
 
-    A phase is also a range of that name in a profiler's trace. It may come as often as one likes
-    and add up; time of a phase within another one counts in both. Not for compiled code.
+    Phases of one name add up. Time in a phase within another phase counts for both. A profiler's
+    trace shows each phase as a range. Compiled code cannot use phases.
 
-    On an accelerator a phase takes as long as its stream does from where it begins to where it
-    ends, so that nothing is waited for: work of the host that the device does not wait for, such as
-    a batch that is collated while the last step still runs, takes no time.
+    On an accelerator the time of a phase is that of its stream, measured by events without waiting
+    for the device. Work of the host that the device does not wait for takes no time, such as
+    collating a batch while the last step still runs.
+
+    Attributes:
+        now: the innermost phase that runs; after an exception the phase that raised it.
     """
 
     def __init__(self, device: torch.device) -> None:
-        self.now: str | None = None  # the innermost phase; after an exception, where it came from
+        self.now: str | None = None
         self._device = device
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.Event, torch.Event]] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Adds the time of a `with` block to the phase `name`; of one that raises, nothing."""
+        """Adds the time of a `with` block to the phase `name`, unless the block raises."""
         outer, self.now = self.now, name
         with record_function(name):
             if self._device.type == "cpu":
@@ -93,11 +96,11 @@ def _event(device: torch.device) -> torch.Event:
 
 @dataclass(frozen=True)
 class StepFlops:
-    """Floating-point operations of matrix products, a multiplication and an addition being two.
+    """Floating-point operations of matrix products; a multiplication and an addition are two.
 
     Fields:
-        model: what forward and backward need.
-        hardware: the same, what is computed a second time included.
+        model: needed by forward and backward.
+        hardware: the same plus recomputation.
     """
 
     model: int
@@ -105,8 +108,10 @@ class StepFlops:
 
 
 def document_lengths(batch: Batch) -> list[int]:
-    """Tokens of each piece of a batch that attends to itself alone: a row, or a document of a
-    packed row. Padding is computed like anything else, so it is in there."""
+    """Tokens of each row, or of each document of packed rows: the parts that attend to themselves.
+
+    Padding is included, as it is computed like other tokens.
+    """
     if batch.cu_seqlens is None:
         rows, seq = batch.tokens.shape
         return [seq] * rows
@@ -114,15 +119,15 @@ def document_lengths(batch: Batch) -> list[int]:
 
 
 def step_flops(model: Decoder, lengths: Iterable[int], targets: int) -> StepFlops:
-    """The work of a forward and backward pass over any number of batches, on one rank.
+    """The FLOPs of one rank's forward and backward passes over any number of batches.
 
-    Not counted: what is no matrix product, dequantizing, and DoRA's norms, whose refresh takes
-    2 * rank operations per weight and update, where every token takes 4.
+    Not counted: everything but matrix products, dequantization, and DoRA's norms. A refresh of the
+    norms takes 2 * rank operations per weight and update; every token takes 4.
 
     Args:
-        model: sharded or not; what of it is trained and checkpointed decides.
+        model: sharded or not; its trained parameters and checkpointing decide.
         lengths: tokens of each document (`document_lengths`).
-        targets: positions that have a target; only these reach the output layer.
+        targets: number of positions with a target; only these reach the output layer.
     """
     lengths = list(lengths)
     tokens = sum(lengths)
@@ -149,8 +154,8 @@ class _Work:
     """Adds up matrix products in the order in which the modules run.
 
     Fields:
-        forward, backward, again: FLOPs; `again` is what is computed for a second time.
-        trained: whether anything so far is trained. If nothing is, backward does not come here.
+        forward, backward, again: FLOPs; `again` counts recomputation.
+        trained: whether any parameter so far is trained; if not, backward does not get here.
     """
 
     def __init__(self, trained: bool) -> None:
@@ -158,10 +163,10 @@ class _Work:
         self.trained = trained
 
     def linears(self, tokens: int, *linears: nn.Module) -> None:
-        """Linears that take the same input."""
+        """Adds linears that have the same input."""
         trained = self.trained
         for linear in linears:
-            # Each weight, and whether backward wants the gradient of what it multiplies.
+            # Each weight, and whether backward needs the gradient of the weight's input.
             weights = [(cast(Tensor, linear.weight), self.trained)]
             if isinstance(linear, ScaledLinear):
                 weights = [(linear.weight, self.trained or linear.scales_input)]
@@ -176,16 +181,16 @@ class _Work:
         self.trained = trained
 
     def attention(self, width: int, pairs: int) -> None:
-        """Of `pairs` of tokens, where all heads together are `width` wide."""
+        """Adds attention over `pairs` of tokens; `width` is the sum of all heads' dimensions."""
         product = 2 * width * pairs
-        self.forward += 2 * product  # scores, and the sum of values
+        self.forward += 2 * product  # scores, and weighted sums of values
         if self.trained:
-            self.backward += 4 * product  # gradients of scores, of queries, keys and values
-            self.again += product  # no kernel keeps the scores
+            self.backward += 4 * product  # gradients of scores, queries, keys and values
+            self.again += product  # kernels do not keep the scores
 
 
 def _attended(lengths: list[int], window: int | None) -> int:
-    """Pairs of a token and one that it sees, itself included."""
+    """Number of pairs of a token and a token that it attends to, itself included."""
     pairs = sum(n * (n + 1) // 2 for n in lengths)
     if window is not None:
         hidden = (n - window for n in lengths if n > window)
@@ -194,13 +199,13 @@ def _attended(lengths: list[int], window: int | None) -> int:
 
 
 class Meter:
-    """The speed and memory of training steps, from what is added after each; every rank makes one,
-    once everything is loaded.
+    """Measures speed and memory of training steps; every rank makes one once the model is loaded.
 
-    Measures the rate of matrix products first, on all ranks at once, as they will train at once.
+    First measures the rate of matrix products, on all ranks at the same time, as they also train at
+    the same time.
 
     Args:
-        optimizer: whose state is told among the memory, if given.
+        optimizer: its state is part of the memory by kind; None: left out.
     """
 
     def __init__(
@@ -210,7 +215,7 @@ class Meter:
         self._memory = MemoryUsage(model, optimizer, world)
         dtype = model.compute_dtype or model.model.norm.weight.dtype
         self._rate = matmul_rate(world.device, dtype)
-        self._memory.reset()  # of what measuring took
+        self._memory.reset()  # leaves out the memory of measuring the rate
         self._start()
 
     def _start(self) -> None:
@@ -219,7 +224,7 @@ class Meter:
         self._since = time.perf_counter()
 
     def add(self, batches: Sequence[Batch]) -> None:
-        """One more step, of these micro-batches of this rank (as the loader gave them)."""
+        """Adds a step with these micro-batches of this rank."""
         self._steps += 1
         for batch in batches:
             self._tokens += batch.num_tokens
@@ -229,17 +234,17 @@ class Meter:
 
     @contextmanager
     def paused(self, phase: str) -> Iterator[None]:
-        """Around what is no part of training steps: a phase whose time lowers no rate."""
+        """A phase that is not part of training steps: its time does not lower their rates."""
         since = time.perf_counter()
         with self._clock.phase(phase):
             yield
         self._since += time.perf_counter() - since
 
     def read(self) -> dict[str, float]:
-        """What the steps since the last call were like; every rank must call it.
+        """The metrics of the steps since the last call; every rank must call it.
 
         tokens_per_second_per_rank   padding not counted
-        slot_efficiency              tokens over slots: what is not padding
+        slot_efficiency              share of tokens that are not padding
         peak_memory_gib, memory/NAME see `MemoryUsage.read`
         model_flops_utilization, hardware_flops_utilization
                                      of this rank, over its own rate of matrix products
@@ -260,7 +265,7 @@ class Meter:
         return metrics
 
 
-# ---- the ceiling ---------------------------------------------------------------------------
+# ---- the device's rate ---------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -269,14 +274,14 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of large square products on `device`, as a model of `dtype` multiplies there
     (`product_dtype`): the best of as many as 0.3 s hold, measured once per process.
 
-    The product is `a @ b.T`, a linear's own. Numbers are random, as on zeros a GPU draws less power
-    and keeps higher clocks.
+    The product is `a @ b.T`, as in a linear. The values are random: with zeros a GPU draws less
+    power and keeps higher clocks.
     """
     dtype = product_dtype(torch.empty(0, dtype=dtype, device=device))
     size = 1024 if device.type == "cpu" else 8192
-    # A generator of its own: dropout of a resumed run goes on where the broken one was.
-    own = torch.Generator(device).manual_seed(0)
-    a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=own) for _ in range(2))
+    # A separate generator leaves the random state of a resumed run's dropout as it was.
+    seeded = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=seeded) for _ in range(2))
     out, clock = torch.empty_like(a), StepClock(device)
     torch.mm(a, b.T, out=out)  # libraries load their kernels
     best, end = math.inf, time.perf_counter() + RATE_SECONDS
@@ -288,7 +293,7 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
 
 
 def utilization(flops: StepFlops, seconds: float, rate: float) -> dict[str, float]:
-    """What share of `rate` FLOP/s (`matmul_rate`) the `flops` of one rank in `seconds` are."""
+    """Shares of `rate` FLOP/s (`matmul_rate`) that one rank's `flops` in `seconds` reach."""
     return {
         "model_flops_utilization": flops.model / seconds / rate,
         "hardware_flops_utilization": flops.hardware / seconds / rate,

@@ -1,8 +1,8 @@
-"""Held-out losses while training goes on: a curve per set, the best state kept, an early end.
+"""Held-out losses during training: one curve per set, the best state, early stopping.
 
 <output_dir>/best/
-    ...          what the recipe saves (adapters), of the step with the lowest loss
-    best.json    which step that was, and the losses of all sets then
+    ...          files of the recipe (adapters) from the step with the lowest loss
+    best.json    that step, and the losses of all sets at it
 """
 
 from __future__ import annotations
@@ -33,23 +33,22 @@ from qfsdp.training.throughput import Meter
 FOLDER = "best"
 BEST_FILE = "best.json"
 PARTIAL, REPLACED = "best.partial", "best.replaced"
-_NOTHING_YET = {"metric": None, "best": None, "best_step": None, "kept_in": None, "waited": 0}
+_NO_EVALUATION = {"metric": None, "best": None, "best_step": None, "kept_in": None, "waited": 0}
 
 
 @dataclass
 class ValidationConfig:
-    """Section `validation`: the loss on sets that are not trained on. Without sets: off.
+    """Section `validation`: the loss on held-out sets. Without sets: off.
 
     Fields:
-        sets: name -> dataset, as section `dataset` would say it; each has its own curve.
-        eval_every: updates between evaluations; the last update is evaluated in any case.
+        sets: name -> dataset, written like section `dataset`; each set has its own curve.
+        eval_every: updates between evaluations; the last update is always evaluated.
         batch_size: samples per rank; null: that of training.
-        max_batches: of each set only the first so many batches, those of all ranks together;
-            null: all of it.
-        at_start: also before the first update.
+        max_batches: evaluate only the first batches of each set, counted over all ranks; null: all.
+        at_start: also evaluate before the first update.
         keep_best: keep the state with the lowest loss in `output_dir/best`.
-        metric: name of the set whose loss decides; null: the first one.
-        patience: end the run after so many evaluations in a row without a lower loss; null: never.
+        metric: name of the set whose loss decides; null: the first set.
+        patience: end the run after this many evaluations without a lower loss; null: never.
     """
 
     sets: dict[str, Component] = field(default_factory=dict)
@@ -69,26 +68,26 @@ class ValidationConfig:
             if value is not None and value < 1:
                 raise InvalidField(name, value, "an integer of at least 1, or null")
         for name in self.sets:
-            if not re.fullmatch(r"[\w.-]+", name):  # it becomes part of a curve's name
+            if not re.fullmatch(r"[\w.-]+", name):  # it is part of a metric's name
                 raise InvalidField("sets", name, "names of letters, digits, '_', '-' and '.'")
         if self.metric is not None and self.metric not in self.sets:
             raise InvalidField("metric", self.metric, f"one of {', '.join(self.sets)}, or null")
 
 
 class Validation:
-    """The evaluations of one run. Every rank makes one, and calls the same methods.
+    """Evaluates the held-out sets of one run. Every rank makes one and calls the same methods.
 
-    A set is read when this is made: what is wrong with it is told before a model is loaded.
+    The sets are read at once, so that mistakes in them are found before a model is loaded.
 
     Args:
-        cfg: a recipe's config: section `validation`, and how training makes batches.
+        cfg: a recipe's config: section `validation`, and the keys that shape batches.
         output_dir: of the run.
         total_steps: of the run.
 
     Attributes:
-        progress: what a resumed run goes on with (`TrainState.progress`): "step", the last one
-            that was evaluated; "metric", the set that decides; "best", "best_step" and "kept_in",
-            its lowest loss so far, when, and the folder; "waited", evaluations since then.
+        progress: state that a resumed run continues from (`TrainState.progress`): "step", the last
+            evaluated step; "metric", the set that decides; "best", its lowest loss; "best_step" and
+            "kept_in", the step and the folder of that loss; "waited", evaluations since then.
     """
 
     def __init__(self, cfg: Any, world: World, output_dir: Path, total_steps: int) -> None:
@@ -99,7 +98,7 @@ class Validation:
         self._fill_rows: bool = cfg.compile
         self._sets: dict[str, MapDataset] = {}
         self._total_steps = total_steps
-        self.progress: dict[str, Any] = {"step": None} | _NOTHING_YET
+        self.progress: dict[str, Any] = {"step": None} | _NO_EVALUATION
         if not self._config.sets:
             return
         tokenizer = cfg.tokenizer.build()
@@ -122,21 +121,21 @@ class Validation:
 
     @property
     def is_over(self) -> bool:
-        """Whether the run is to end, as patience is used up."""
+        """Whether patience is used up, which ends the run."""
         patience, progress = self._config.patience, self.progress
         if patience is None or not self._sets or progress["metric"] != self.metric:
             return False
         return bool(progress["waited"] >= patience)
 
     def steps(self, first_step: int) -> Iterator[int]:
-        """The updates to do after `first_step`: up to `total_steps`, or until `is_over`."""
+        """The numbers of the updates after `first_step`, up to `total_steps` or until `is_over`."""
         for step in range(first_step + 1, self._total_steps + 1):
             if self.is_over:
                 return
             yield step
 
     def is_due(self, step: int) -> bool:
-        """Whether to evaluate after update `step`; 0 is the start."""
+        """Whether to evaluate after update `step`; 0 means before the first."""
         if not self._sets or step == self.progress["step"]:
             return False
         if step == 0:
@@ -151,16 +150,18 @@ class Validation:
         meter: Meter,
         save: Callable[[Path], None],
     ) -> None:
-        """If it is due after update `step`, evaluates all sets, records the losses and, where they
-        are the best so far, keeps the state. The model comes back as it was.
+        """Evaluates all sets if an evaluation is due; keeps the state if its loss is the lowest.
+
+        The model is not changed.
 
         Args:
+            step: the last update.
             log: gets `validation/<set>/loss` (mean over target tokens, in nats) and `perplexity`.
-            meter: does not count the time.
-            save: writes to a folder what is to be kept; every rank calls it.
+            meter: leaves out the time of the evaluation.
+            save: writes the model's state to a folder; every rank calls it.
 
         Raises:
-            UserError: a set has no token that is trained, or the state cannot be written.
+            UserError: a set has no target tokens, or the state cannot be written.
         """
         if self.is_due(step):
             with meter.paused("validation"):
@@ -177,7 +178,7 @@ class Validation:
         if lower and self._config.keep_best:
             self._keep(step, losses, save)
         elif self._config.keep_best and self._world.rank == 0:
-            _take_over(self.progress, self._output_dir)
+            _copy_best(self.progress, self._output_dir)
         if self.is_over and step < self._total_steps:
             log.say(
                 f"validation: {self.metric} has not improved in {self.progress['waited']} "
@@ -196,16 +197,16 @@ class Validation:
         total, targets = held_out_loss(model, batches, self._world)
         if targets == 0:
             raise UserError(
-                f"validation.sets.{name}: none of its tokens is trained within max_seq_len "
-                f"{self._max_seq_len}"
+                f"validation.sets.{name}: no target token within max_seq_len {self._max_seq_len}; "
+                "expected at least one"
             )
         return total / targets
 
     def _update_progress(self, step: int, loss: float) -> bool:
-        """Whether `loss` is the lowest so far; NaN never is."""
+        """Updates `progress`; returns whether `loss` is the lowest so far, which NaN never is."""
         progress = self.progress
-        if progress["metric"] != self.metric:  # a resumed run may look at another set
-            progress.update(_NOTHING_YET, metric=self.metric)
+        if progress["metric"] != self.metric:  # a resumed run may use another set
+            progress.update(_NO_EVALUATION, metric=self.metric)
         lower = loss < (math.inf if progress["best"] is None else progress["best"])
         if lower:
             progress.update(best=loss, best_step=step)
@@ -213,17 +214,17 @@ class Validation:
         return lower
 
     def _sentence(self, step: int, losses: dict[str, float]) -> str:
-        told = (f"{n} loss {x:.4g} (perplexity {_perplexity(x):.4g})" for n, x in losses.items())
+        parts = (f"{n} loss {x:.4g} (perplexity {_perplexity(x):.4g})" for n, x in losses.items())
         best = self.progress["best_step"]
         which = "the best so far" if best == step else f"the best was step {best}"
-        return f"validation at step {step}: {', '.join(told)}; {which}"
+        return f"validation at step {step}: {', '.join(parts)}; {which}"
 
     def _keep(self, step: int, losses: dict[str, float], save: Callable[[Path], None]) -> None:
         partial = self._output_dir / PARTIAL
         try:
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
-            self._world.sum(0)  # all ranks wait for each other: any of them may write
+            self._world.sum(0)  # a barrier: any rank may write in `save`
             save(partial)
             self._world.sum(0)
             if self._world.rank == 0:
@@ -241,7 +242,7 @@ def _perplexity(loss: float) -> float:
 
 
 def _replace(partial: Path, output_dir: Path) -> None:
-    """`partial` becomes `best`. At any time one of `best` and what it replaces is whole."""
+    """Renames `partial` to `best`. At any time `best` or `best.replaced` is complete."""
     sync_folder(partial)
     best, replaced = output_dir / FOLDER, output_dir / REPLACED
     if best.exists():
@@ -251,9 +252,9 @@ def _replace(partial: Path, output_dir: Path) -> None:
     shutil.rmtree(replaced, ignore_errors=True)
 
 
-def _take_over(progress: dict[str, Any], output_dir: Path) -> None:
-    """Copies the best state of the run that this one goes on from, if that was in another folder
-    and still is there."""
+def _copy_best(progress: dict[str, Any], output_dir: Path) -> None:
+    """Copies the best state of the run that this one resumes, if it lies in another folder and
+    still exists."""
     source = Path(progress["kept_in"] or "")
     if (output_dir / FOLDER).exists() or not (source / BEST_FILE).is_file():
         return
@@ -265,7 +266,7 @@ def _take_over(progress: dict[str, Any], output_dir: Path) -> None:
 
 
 def _recover(output_dir: Path) -> None:
-    """Undoes what a run that was killed in the middle of `_replace` has left."""
+    """Repairs the folders after a run that was killed in `_replace`."""
     best, replaced = output_dir / FOLDER, output_dir / REPLACED
     if replaced.exists() and not best.exists():
         replaced.rename(best)
