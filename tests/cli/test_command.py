@@ -1,0 +1,230 @@
+"""`tune` and `qfsdp` with the installed wheel, from a directory outside of the project.
+
+The virtual environment holds the built wheel, with a stand-in next to the recipes of the wheel;
+everything else in it is this environment's.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import sysconfig
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.cli.stand_in import CONFIG, RECIPE, ROOT, STEP, Result, run, write_stand_in
+
+
+def build(folder: Path, how: str) -> list[str]:
+    code = f"import sys; from hatchling.build import {how}; print({how}(sys.argv[1]))"
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(folder)], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    with zipfile.ZipFile(folder / done.stdout.splitlines()[-1]) as archive:
+        return archive.namelist()
+
+
+def test_editable_wheel_carries_the_hook_and_no_copies(tmp_path: Path) -> None:
+    names = build(tmp_path, "build_editable")
+    assert {name for name in names if "dist-info" not in name} == {"_qfsdp.pth", "qfsdp_tune.pth"}
+
+
+def test_hook_imports_nothing_and_survives_its_own_absence() -> None:
+    pth = (ROOT / "qfsdp_tune.pth").read_text()
+    assert pth.count("\n") == 1 and pth.startswith("import ")
+    code = (
+        "import os, sys; before = set(sys.modules); sys.path.insert(0, sys.argv[1])\n"
+        f"{pth}"
+        "print(sorted(set(sys.modules) - before), len(sys.meta_path))"
+    )
+    there = run(sys.executable, "-I", "-S", "-c", code, str(ROOT), cwd=ROOT)
+    gone = run(sys.executable, "-I", "-S", "-c", code, "/nowhere", cwd=ROOT)
+    assert there.out[0].startswith("['__future__', 'qfsdp', 'qfsdp.cli', 'qfsdp.cli.torchtune']")
+    assert gone.out == ["[] 3"] and gone.err == ""
+
+
+@pytest.fixture(scope="module")
+def python(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The interpreter of a virtual environment with qfsdp's wheel and the stand-in installed."""
+    root = tmp_path_factory.mktemp("wheel")
+    build(root, "build_wheel")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(root / "venv")], check=True)
+    base = {"base": str(root / "venv"), "platbase": str(root / "venv")}
+    site = Path(sysconfig.get_path("purelib", scheme="venv", vars=base))
+    # Paths only: the .pth files of this environment (it may have qfsdp in it) are not processed.
+    (site / "parent.pth").write_text(sysconfig.get_path("purelib") + "\n")
+    with zipfile.ZipFile(next(root.glob("*.whl"))) as archive:
+        archive.extractall(site)
+    write_stand_in(site / "qfsdp", "packaged")
+    # What pip writes for torchtune, for this interpreter.
+    (root / "venv/bin/tune").write_text("from torchtune._cli.tune import main\nmain()\n")
+    return root / "venv" / "bin" / "python"
+
+
+def tune(python: Path, cwd: Path, *words: str) -> Result:
+    return run(str(python), str(python.with_name("tune")), *words, cwd=cwd)
+
+
+def qfsdp(python: Path, cwd: Path, *words: str) -> Result:
+    return run(str(python), "-m", "qfsdp.cli.command", *words, cwd=cwd)
+
+
+def test_wheel_carries_recipes_configs_and_the_demonstration(tmp_path: Path) -> None:
+    names = set(build(tmp_path, "build_wheel"))
+    files = [
+        *ROOT.glob("recipes/*.py"),
+        *ROOT.glob("configs/*.yaml"),
+        *ROOT.glob("examples/*/*.py"),
+    ]
+    assert {f"qfsdp/{file.relative_to(ROOT).as_posix()}" for file in files} <= names
+    assert "qfsdp_tune.pth" in names
+    assert not any(name.startswith(("recipes", "configs", "examples", "tests")) for name in names)
+
+
+def test_the_demonstration_of_the_wheel_imports(python: Path, tmp_path: Path) -> None:
+    done = run(str(python), "-c", "import qfsdp.examples.demo.prepare", cwd=tmp_path)
+    assert done.status == 0, done.err
+
+
+def test_tune_run_from_an_empty_directory(python: Path, tmp_path: Path) -> None:
+    one = tune(python, tmp_path, "run", "recipes/stand_in", *STEP, "model.path=m")
+    assert (one.status, one.out) == (0, ["packaged preflight", "packaged rank 0 of 1: m"]), one.err
+    two = tune(python, tmp_path, "run", "--nproc_per_node", "2", "recipes/stand_in.py", *STEP)
+    assert two.status == 0, two.err
+    assert two.out == [
+        "packaged preflight",
+        "packaged rank 0 of 2: llama",
+        "packaged rank 1 of 2: llama",
+    ]
+
+
+def test_tune_run_tells_mistakes_once(python: Path, tmp_path: Path) -> None:
+    flags = ["--nproc_per_node", "2"]
+    typo = tune(python, tmp_path, "run", *flags, "recipes/stand_in", *STEP, "fale=x")
+    assert (typo.status, typo.errors) == (2, ["error: unknown key 'fale'; did you mean 'fail'?"])
+    odd = tune(python, tmp_path, "run", *flags, "recipes/stand_in", *STEP, "fail=user")
+    assert (odd.status, odd.errors) == (2, ["error: the data is odd"]), odd.err
+    assert "Traceback" not in typo.err + odd.err
+    none = tune(python, tmp_path, "run", "recipes/nope", *STEP)
+    assert none.status == 2
+    assert none.errors == [
+        "error: recipes/nope: no such recipe; expected one that `tune ls` lists, "
+        "or a Python file that defines Config and main"
+    ]
+
+
+def test_a_copied_recipe_runs_and_the_working_directory_wins(python: Path, tmp_path: Path) -> None:
+    copied = tune(python, tmp_path, "cp", "recipes/stand_in", "my_recipe.py")
+    assert copied.out == ["Copied file to my_recipe.py"], copied.err
+    (tmp_path / "my_recipe.py").write_text(RECIPE.replace("PLACE", "mine"))
+    mine = tune(python, tmp_path, "run", "my_recipe", *STEP, "devices=2")
+    assert mine.out == ["mine preflight", "mine rank 0 of 2: llama", "mine rank 1 of 2: llama"]
+    flagged = tune(python, tmp_path, "run", "--nproc_per_node", "1", "my_recipe.py", *STEP)
+    assert flagged.out == ["mine preflight", "mine rank 0 of 1: llama"], flagged.err
+
+    write_stand_in(tmp_path, "local")
+    (tmp_path / "configs" / "stand_in.yaml").write_text("model: {path: local-model}")
+    local = tune(python, tmp_path, "run", "recipes/stand_in", *STEP)
+    assert local.out == ["local preflight", "local rank 0 of 1: local-model"], local.err
+
+
+def test_qfsdp_run_is_tune_run(python: Path, tmp_path: Path) -> None:
+    one = qfsdp(python, tmp_path, "run", "recipes/stand_in", *STEP, "model.path=m")
+    assert (one.status, one.out) == (0, ["packaged preflight", "packaged rank 0 of 1: m"]), one.err
+    flags = ["--nproc_per_node", "2", "--max-restarts", "1", "--rdzv_backend", "c10d"]
+    flags += ["--rdzv_endpoint", "localhost:0", "--nnodes", "1"]
+    two = qfsdp(python, tmp_path, "run", *flags, "./recipes/stand_in.py", *STEP)
+    assert two.status == 0, two.err
+    assert two.out[1:] == ["packaged rank 0 of 2: llama", "packaged rank 1 of 2: llama"]
+    typo = qfsdp(python, tmp_path, "run", *flags, "recipes/stand_in", *STEP, "fale=x")
+    assert (typo.status, typo.errors) == (2, ["error: unknown key 'fale'; did you mean 'fail'?"])
+    none = qfsdp(python, tmp_path, "run", "nope.py", *STEP)
+    assert (none.status, none.err.count("error: nope.py: no such recipe; ")) == (2, 1)
+
+
+# Runs commands in one process, which imports torchtune once.
+COMMANDS = """
+import contextlib, io, json, sys
+from qfsdp.cli.command import main as qfsdp
+
+def outcome(main, program, words):
+    sys.argv, out, err, status = [program, *words], io.StringIO(), io.StringIO(), 0
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+        try:
+            main()
+        except SystemExit as exit:
+            status = exit.code
+    return [status, out.getvalue(), err.getvalue()]
+
+commands = json.loads(sys.argv[1])
+ours = [outcome(qfsdp, "qfsdp", words) for words in commands if words[0] != "validate"]
+heavy = sorted({"torch", "torchtune", "torchao", "omegaconf"} & set(sys.modules))
+from torchtune._cli.tune import main as tune
+theirs = [outcome(tune, "tune", words) for words in commands]
+ours += [outcome(qfsdp, "qfsdp", words) for words in commands if words[0] == "validate"]
+print(json.dumps([heavy, ours, theirs]))
+"""
+
+
+def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
+    ours, bad, theirs = tmp_path / "ours.yaml", tmp_path / "bad.yaml", tmp_path / "theirs.yaml"
+    ours.write_text(CONFIG + "optimizer: {_component_: torch.optim.SGD, lrr: 1}\n")
+    bad.write_text("model: [\n")
+    theirs.write_text("model: {_component_: torch.nn.Linear, in_features: 1}\n")
+    (tmp_path / "kept.yaml").write_text("mine\n")
+    commands = [
+        ["ls"],
+        ["cat", "configs/stand_in.yaml"],
+        ["cat", "configs/stand_in"],
+        ["cp", "configs/stand_in.yaml", "copy.yaml"],
+        ["cp", "configs/stand_in", "new/copy", "--make-parents"],
+        ["cp", "-n", "configs/stand_in", "kept.yaml"],
+        ["cp", "configs/stand_in", "absent/copy.yaml"],
+        ["validate", "configs/stand_in.yaml"],
+        ["validate", str(ours)],
+        ["validate", "bad.yaml"],
+        ["validate", "nope.yaml"],
+        ["validate", str(theirs)],
+    ]
+    done = run(str(python), "-c", COMMANDS, json.dumps(commands), cwd=tmp_path)
+    assert done.status == 0, done.err
+    heavy, of_qfsdp, of_tune = json.loads(done.out[-1])
+    assert heavy == []
+    assert of_qfsdp[1:-1] == of_tune[1:-1]  # all but ls and the last, which is torchtune's config
+
+    for _, listed, _ in (of_qfsdp[0], of_tune[0]):
+        rows = [line.split() for line in listed.splitlines() if "stand_in" in line]
+        assert rows == [["recipes/stand_in", "configs/stand_in.yaml"]]
+    assert "full_finetune_single_device" in of_tune[0][1]
+    _, cat, cat2, cp, made, kept, absent, *validated = of_tune
+    assert cat == cat2 == [0, "model:\n    path: llama\n", ""]
+    assert cp == [0, "Copied file to copy.yaml\n", ""]
+    assert made == [0, "Copied file to new/copy.yaml\n", ""]
+    assert (tmp_path / "copy.yaml").read_text() == CONFIG
+    assert kept[0] == 0 and (tmp_path / "kept.yaml").read_text() == "mine\n"
+    assert absent[0] == 2 and absent[2].startswith("error: absent/copy.yaml: cannot be written: ")
+    assert validated == [
+        [0, "Config is well-formed!\n", ""],
+        [
+            2,
+            "",
+            "error: optimizer.lrr: 'torch.optim.SGD' takes no argument 'lrr'; did you mean 'lr'?\n",
+        ],
+        [2, "", "error: bad.yaml, line 2: not valid YAML: did not find expected node content\n"],
+        [
+            2,
+            "",
+            "error: --config nope.yaml: no such file; "
+            "`qfsdp ls` lists those that come with qfsdp\n",
+        ],
+        [0, "Config is well-formed!\n", ""],
+    ]
+
+
+def test_tune_imports_without_noise(python: Path, tmp_path: Path) -> None:
+    done = tune(python, tmp_path, "ls")
+    assert (done.status, done.err) == (0, "")

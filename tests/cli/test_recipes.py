@@ -1,0 +1,82 @@
+"""Which files are recipes, where they are found, and which recipe a config belongs to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.recipes import (
+    DEFAULT_RECIPE,
+    find_file,
+    find_recipe,
+    is_recipe,
+    list_files,
+    recipe_file_of,
+    recipe_of_config,
+)
+from tests.cli.stand_in import ROOT, write_stand_in
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("class Config: pass\ndef main(cfg): pass\n", True),
+        ("from x import Config, main\n", False),
+        ("def main(cfg): pass\n", False),
+        ("class Config:\n    def main(self): pass\n", False),
+        ("class Config: pass\ndef main(\n", False),
+        ("class Config: pass\n\0", False),
+    ],
+)
+def test_a_recipe_defines_config_and_main(text: str, expected: bool, tmp_path: Path) -> None:
+    (tmp_path / "x.py").write_text(text)
+    assert is_recipe(tmp_path / "x.py") == expected
+
+
+def test_every_shipped_recipe_is_one() -> None:
+    recipes = list(ROOT.glob("recipes/*.py"))
+    assert recipes and all(map(is_recipe, recipes))
+    assert not is_recipe(ROOT / "qfsdp/cli/command.py") and not is_recipe(ROOT / "absent.py")
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("# tune run recipes/a --config configs/b.yaml\nx: 1\n", "recipes/a"),
+        ("# qfsdp run recipes/a.py --config configs/b.yaml\n", "recipes/a"),
+        ("# About recipes/b.\n\n# tune run --nproc_per_node 2 recipes/a --config c\n", "recipes/a"),
+        ("x: 1\n# tune run recipes/a\n", None),
+        ("# tune run my_recipe --config c.yaml\nx: 1\n", None),
+        ("", None),
+    ],
+)
+def test_the_comment_that_names_the_recipe(text: str, expected: str | None, tmp_path: Path) -> None:
+    (tmp_path / "c.yaml").write_text(text)
+    assert recipe_of_config(tmp_path / "c.yaml") == expected
+
+
+def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = str(ROOT / "recipes/qdora_distributed.py")
+    for name in (DEFAULT_RECIPE, f"./{DEFAULT_RECIPE}.py", f"recipes/../{DEFAULT_RECIPE}"):
+        assert find_recipe(name) == find_file(name) == shipped
+    assert find_file("configs/generate") == str(ROOT / "configs/generate.yaml")
+    assert next(iter(list_files("recipes"))) == DEFAULT_RECIPE
+    assert find_recipe("recipes/absent") is None and find_file("elsewhere/generate") is None
+
+    write_stand_in(tmp_path, "local")
+    local = tmp_path / "recipes/stand_in.py"
+    assert find_recipe("recipes/stand_in") == find_recipe(str(local)) == str(local)
+    local.rename(tmp_path / "recipes/generate.py")  # the working directory wins
+    assert find_recipe("recipes/generate") == str(tmp_path / "recipes/generate.py")
+
+
+def test_the_file_of_a_configs_recipe(tmp_path: Path) -> None:
+    config = tmp_path / "c.yaml"
+    config.write_text("x: 1\n")
+    assert recipe_file_of(config) == str(ROOT / "recipes/qdora_distributed.py")
+    config.write_text("# tune run recipes/absent --config c.yaml\n")
+    with pytest.raises(UserError, match="its first line names recipes/absent, which does not ex"):
+        recipe_file_of(config)

@@ -1,0 +1,55 @@
+"""What torchtune 0.6.1 needs from a torchao that no longer has it, in the installed version."""
+
+from __future__ import annotations
+
+import importlib
+
+import pytest
+import torch
+
+from qfsdp.cli import torchtune as hook
+from qfsdp.cli.quiet import quiet_torchao
+
+hook.install()
+quiet_torchao()
+
+
+def test_torchtune_imports_whole() -> None:
+    for name in ("config", "data", "datasets", "models", "modules.peft", "training"):
+        importlib.import_module(f"torchtune.{name}")
+
+
+def test_nf4_is_torchaos_own() -> None:
+    nf4 = importlib.import_module("torchao.dtypes.nf4tensor")
+    weight = torch.randn(64, 64)
+    back = nf4.to_nf4(weight).get_original_weight()
+    assert (back - weight).abs().max() < 0.5
+    if nf4.NF4Tensor.__module__ != nf4.__name__:  # it has moved: one class, not a copy
+        now = importlib.import_module(nf4.NF4Tensor.__module__)
+        assert now.NF4Tensor is nf4.NF4Tensor
+
+
+@pytest.mark.parametrize(
+    "path", [f"{m}.{name}" for m, names in hook._REMOVED.items() for name in names]
+)
+def test_a_removed_name_says_so(path: str) -> None:
+    importlib.import_module("torchtune.training.quantization")
+    module, _, name = path.rpartition(".")
+    found = getattr(importlib.import_module(module), name)
+    if found.__module__ == hook.__name__:
+        with pytest.raises(ImportError, match=f"{path}: this torchao does not have it"):
+            found()
+
+
+@pytest.mark.parametrize("name", ["AdamW8bit", "AdamW4bit"])
+def test_low_bit_optimizers_step(name: str) -> None:
+    torch.compiler.set_stance("force_eager")
+    try:
+        weight = torch.nn.Parameter(torch.ones(64, 128))
+        optimizer = getattr(importlib.import_module("torchao.optim"), name)([weight], lr=0.1)
+        for _ in range(2):
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+        assert weight.max() < 0.9
+    finally:
+        torch.compiler.set_stance("default")
