@@ -1,4 +1,11 @@
-"""TODO cli.component."""
+"""Components: classes and functions that a config names by their import path.
+
+A component is a mapping with `_component_` and arguments, in torchtune's form:
+
+    optimizer:
+      _component_: torch.optim.AdamW
+      lr: 1e-4
+"""
 
 from __future__ import annotations
 
@@ -22,24 +29,25 @@ from qfsdp.cli.messages import (
     not_valid,
 )
 
-# ---- components ----------------------------------------------------------------------------
-
 
 @dataclass
 class Component:
-    """A part that the config names by its import path: `_component_` and its arguments.
+    """A class or function by its import path, with arguments from the config.
 
-    `path` is the dotted path of a class or function, `kwargs` are the arguments from the config.
-    In the three methods `key` is the component's place in the config, for the messages.
+    Fields:
+        path: the dotted path.
+        kwargs: the arguments.
+
+    In the methods, `key` is the component's place in the config, for error messages.
     """
 
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
 
     def resolve(self, key: str = "") -> Any:
-        """Imports and returns the object; modules in the working directory count.
+        """Imports and returns the object; modules of the working directory can be imported.
 
-        Raises UserError when it does not exist or its module fails to import.
+        Raises UserError if it does not exist or its module fails to import.
         """
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
@@ -63,10 +71,14 @@ class Component:
     def check(self, key: str, provided: Sequence[str] | None = ()) -> None:
         """Compares the arguments with the object's signature, without calling it.
 
-        `provided` names the arguments that the recipe passes itself: the config may not give
-        them. None means that they are not known; then nothing is held to be missing. Raises
-        UserError for an unknown, missing or already provided argument, and for a string where
-        the signature wants a number or a truth value.
+        Args:
+            key: the component's place in the config.
+            provided: arguments that the recipe passes itself, so the config may not give them.
+                None if they are not known; then no argument counts as missing.
+
+        Raises:
+            UserError: an argument is unknown, missing or also passed by the recipe, or it is a
+                string where the signature has a number or a bool.
         """
         target = self.resolve(key)
         if not callable(target):
@@ -98,7 +110,7 @@ class Component:
 
 
 def _nearest_path(names: list[str], at: int, parent: Any) -> str | None:
-    """The dotted path with its wrong part, `names[at]`, replaced by what `parent` does have."""
+    """The path with `names[at]`, which does not exist, replaced by the nearest name in `parent`."""
     paths = getattr(parent, "__path__", []) if at else None
     known = [*dir(parent)] if at else []
     near = nearest(names[at], known + [module.name for module in pkgutil.iter_modules(paths)])
@@ -113,10 +125,10 @@ _NOT_BY_NAME = (
 
 
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
-    """The parameters with evaluated annotations where that works; None for custom_op builtins."""
+    """The parameters, with evaluated annotations if possible; None for builtins without any."""
     try:
         return inspect.signature(target, eval_str=True).parameters
-    except Exception:  # evaluating an annotation runs foreign code
+    except Exception:  # evaluating an annotation runs code of the component
         pass
     try:
         return inspect.signature(target).parameters
@@ -125,8 +137,8 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
 
 
 def _check_argument(key: str, value: Any, annotation: Any) -> None:
-    # Only the one mistake that YAML invites: text where a number belongs. Anything that is not
-    # plainly a class (Any, TypeVar, Literal, a string left unevaluated) may well accept text.
+    # Finds one mistake, which YAML invites: text in place of a number. An annotation that is not
+    # a class (Any, TypeVar, Literal, an unevaluated string) may accept text.
     members = get_args(annotation) if is_union(annotation) else (annotation,)
     wanted = [kind for kind in (bool, int, float) if kind in members]
     takes_text = any(not isinstance(kind, type) or issubclass(str, kind) for kind in members)

@@ -1,12 +1,11 @@
-"""From a dataclass schema, a YAML file and `key=value` words to one typed, checked config.
+"""Loads a config: a dataclass schema, a YAML file and `key=value` words give one typed object.
 
-A recipe declares what it can be told as plain dataclasses; `load_config` reads the YAML, applies
-the command line, fills in the schema's defaults, resolves interpolations and converts every
-value strictly. Whatever a user can get wrong comes back as one line that names the key and, where
-one is near, the right spelling, so that a typo never trains for a day with the default instead.
+A recipe declares its config as plain dataclasses. `load_config` reads the YAML file, applies the
+command line, fills in the schema's defaults, resolves interpolations, and converts every value
+strictly. Every mistake is one line that names the key and a similar key if there is one, so a typo
+never trains for a day with a default value.
 
-Parts that a user may swap (optimizer, dataset, ...) keep torchtune's form, a mapping with
-`_component_` and arguments. They are `Component`s here: imported and checked on demand.
+Parts that a user may replace (optimizer, dataset, ...) are `Component`s, imported on demand.
 """
 
 from __future__ import annotations
@@ -37,17 +36,16 @@ from qfsdp.cli.messages import first_line, join_key, required
 T = TypeVar("T")
 
 
-# ---- reading -------------------------------------------------------------------------------
-
-
 def load_config(schema: type[T], argv: Sequence[str]) -> T:
     """Builds `schema` from a YAML file and command-line overrides.
 
-    `argv` is `--config FILE` followed by any of `key=value`, `section.key=value` and `~key`
-    (back to the schema's default), applied in their order. Values are YAML. A section or the
-    schema itself may define `check()`, which raises `InvalidField`.
+    Args:
+        schema: a dataclass; it and its sections may define `check()`, which raises InvalidField.
+        argv: `--config FILE`, then `key=value`, `section.key=value` and `~key` (back to the
+            schema's default) in any number, applied in order. Values are YAML.
 
-    Raises UserError for whatever is wrong with the words, the file, a key or a value.
+    Raises:
+        UserError: the words, the file, a key or a value is wrong.
     """
     path, overrides = _split_argv(argv)
     tree = _read_yaml(path)
@@ -124,7 +122,7 @@ def _apply_override(tree: dict[str, Any], word: str) -> None:
         child = node.get(name)
         if isinstance(child, list):
             raise UserError(f"{word}: '{name}' is a list; give it as a whole: {name}=[...]")
-        if isinstance(child, str):  # optimizer=torch.optim.SGD came before optimizer.lr=0.1
+        if isinstance(child, str):  # after optimizer=torch.optim.SGD comes optimizer.lr=0.1
             child = {"_component_": child}
         node[name] = node = child if isinstance(child, dict) else {}
     node[last] = onto_component(node.get(last), value)
@@ -140,11 +138,8 @@ def _parse_value(word: str, text: str) -> Any:
     return None if text == "None" else parsed["value"]
 
 
-# ---- writing and checking a finished config ------------------------------------------------
-
-
 def get_key(config: Any, key: str) -> Any:
-    """The value of "section.name" in a config; None where it has no such key."""
+    """The value of "section.name" in a config; None if it has no such key."""
     for name in key.split("."):
         config = getattr(config, name, None)
     return config
@@ -159,9 +154,9 @@ def to_yaml(config: Any) -> str:
 
 
 def check_components(config: Any, key: str = "") -> None:
-    """Checks every Component in a config as far as that can be done without the recipe.
+    """Checks every Component in a config; raises UserError as `Component.check`.
 
-    Raises UserError as `Component.check` does; an argument that is missing is not noticed.
+    Missing arguments are not found: the recipe may pass them.
     """
     if isinstance(config, Component):
         config.check(key, provided=None)
@@ -177,5 +172,5 @@ def check_components(config: Any, key: str = "") -> None:
 
 
 def _escape(text: str) -> str:
-    """So that `${` in a finished string is not taken for an interpolation when read again."""
+    """Escapes `${`, which would be an interpolation when the text is read again."""
     return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)

@@ -1,4 +1,4 @@
-"""TODO cli.convert."""
+"""Converts a tree of plain values to a dataclass schema and back, and explains unknown keys."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from qfsdp.cli.messages import (
     required,
 )
 
-# torchtune's names for what a qfsdp schema may call otherwise. A value with a space in it is a
-# sentence; any other is one of our keys, which a recipe may or may not have.
+# torchtune's keys, and the keys of qfsdp that replace them. A value with a space in it is a
+# sentence for the message; any other is a key, which a recipe may or may not have.
 TORCHTUNE_KEYS = {
     "apply_lora_to_mlp": "adapter.targets",
     "apply_lora_to_output": "adapter.targets",
@@ -52,8 +52,11 @@ TORCHTUNE_KEYS = {
 
 
 def onto_component(below: Any, above: Any) -> Any:
-    """Laid over a component node, a string names another one and keeps the arguments, as in
-    torchtune; a mapping without `_component_` changes arguments only; all else replaces it."""
+    """`above` over `below`, which may be a component's node.
+
+    As in torchtune, a string names another component and keeps the arguments, and a mapping without
+    `_component_` changes arguments only. Any other value replaces the node.
+    """
     if isinstance(below, dict) and "_component_" in below:
         if isinstance(above, str):
             return {**below, "_component_": above}
@@ -63,7 +66,7 @@ def onto_component(below: Any, above: Any) -> Any:
 
 
 def defaults(schema: type) -> dict[str, Any]:
-    """The schema's defaults as a plain tree; fields without one are left out."""
+    """The schema's defaults as a plain tree; fields without a default are left out."""
     tree: dict[str, Any] = {}
     hints = get_type_hints(schema)
     for entry in fields(schema):
@@ -77,9 +80,9 @@ def defaults(schema: type) -> dict[str, Any]:
 
 
 def overlay(schema: type, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`: sections key by key, component nodes by their own rule."""
+    """`above` over `below`: sections key by key, components as `onto_component`."""
     hints = get_type_hints(schema)
-    # In the schema's order: interpolations are resolved in it, and the first error is told.
+    # In the schema's order: interpolations are resolved in it, and the first error is reported.
     order = [name for name in hints if name in below or name in above]
     tree = {name: below.get(name) for name in order} | above
     for name in order:
@@ -102,13 +105,15 @@ _PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
 
 
 class UnknownKey(Exception):
+    """A key that its section does not have; `siblings` are the keys that it has."""
+
     def __init__(self, prefix: str, name: str, siblings: list[str]) -> None:
         super().__init__(name)
         self.prefix, self.name, self.siblings = prefix, name, siblings
 
 
 def build_section(schema: Any, tree: Any, prefix: str) -> Any:
-    """One section: names first, then values, then the section's own `check()`."""
+    """Builds one section: checks names first, then values, then calls its `check()`."""
     names = [entry.name for entry in fields(schema) if entry.init]
     if not isinstance(tree, dict):
         raise not_valid(prefix, tree, f"a section with the keys {', '.join(names)}")
@@ -161,7 +166,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
 
 
 def _with_defaults(kind: Any, value: Any) -> Any:
-    """An entry of a mapping of sections, whose defaults `overlay` does not know."""
+    """An entry of a mapping of sections; `overlay` does not reach their defaults."""
     section = section_of(kind)
     if section is None or not isinstance(value, dict):
         return value
@@ -172,7 +177,7 @@ def _convert_union(kind: Any, value: Any, key: str) -> Any:
     members = get_args(kind)
     if value is None and types.NoneType in members:
         return None
-    # Where only one member has the value's shape, its own message says more than the union's.
+    # If only one member has the value's shape, its message is better than that of the union.
     if isinstance(value, (dict, list)):
         members = tuple(m for m in members if _takes_shape(m, value))
         if len(members) == 1:
@@ -226,10 +231,8 @@ def _expected(kind: Any) -> str:
     return TYPE_WORDS.get(base, "a section" if is_dataclass(base) else str(base))
 
 
-# ---- messages ------------------------------------------------------------------------------
-
-
 def explain_unknown(root: type, unknown: UnknownKey) -> str:
+    """The message for an unknown key: its name in qfsdp if it is torchtune's, or a similar key."""
     key, known = join_key(unknown.prefix, unknown.name), list(schema_keys(root))
     message = f"unknown key '{key}'"
     hint = TORCHTUNE_KEYS.get(key, "")
@@ -251,6 +254,7 @@ def _nearest_leaf(key: str, known: list[str]) -> str | None:
 
 
 def schema_keys(schema: type, prefix: str = "") -> Iterator[str]:
+    """All keys of a schema, as "section.name"."""
     for name, kind in get_type_hints(schema).items():
         yield join_key(prefix, name)
         if (section := section_of(kind)) is not None:
@@ -264,7 +268,7 @@ def section_of(kind: Any) -> Any:
 
 
 def plain_tree(value: Any, text: Callable[[str], str] = str) -> Any:
-    """Dataclasses and what they hold as dicts and lists; every string passes through `text`."""
+    """Dataclasses and their values as dicts and lists; every string passes through `text`."""
     if isinstance(value, Component):
         return {"_component_": value.path, **plain_tree(value.kwargs, text)}
     if is_dataclass(value):

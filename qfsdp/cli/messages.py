@@ -1,4 +1,4 @@
-"""TODO cli.messages."""
+"""Parts of error messages about configs: types in words, similar names, keys."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ TYPE_WORDS: dict[Any, str] = {
 
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The most similar of the known words; None if none is similar."""
     return next(iter(get_close_matches(word, list(known), n=1)), None)
 
 
@@ -28,10 +29,12 @@ def did_you_mean(near: str | None) -> str:
 
 
 def not_valid(key: str, value: Any, expected: str) -> UserError:
+    """The error for a key with a wrong value."""
     return UserError(f"{key}: {value!r} is not valid; expected {expected}")
 
 
 def required(key: str) -> UserError:
+    """The error for a missing key."""
     return UserError(f"{key} is required; give it in the config file or as {key}=VALUE")
 
 
@@ -40,6 +43,7 @@ def first_line(error: BaseException) -> str:
 
 
 def join_key(prefix: str, name: str) -> str:
+    """ "section.name", or the name alone at the top of a config."""
     return f"{prefix}.{name}" if prefix else name
 
 

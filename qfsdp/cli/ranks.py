@@ -1,4 +1,4 @@
-"""TODO cli.ranks."""
+"""Ranks of one run: how many there are, how torchrun starts them, and how they end."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from qfsdp.cli.signals import forwarded_to_ranks
 
 
 def leave_process_group() -> None:
-    """Ends what `main` may have joined, once all ranks are through.
+    """Leaves the default process group, if `main` has joined it, when all ranks have finished.
 
-    At exit gloo's threads may still hold a tensor of their last collective, and dropping it
-    while the interpreter goes down is SIGABRT: 2 of 12 runs without this, 6 of 25 with
-    `destroy_process_group` alone, none of 62 with a barrier, which has no tensor, before it.
+    At exit, gloo's threads may still hold a tensor of their last collective. Freeing it while the
+    interpreter shuts down aborts the process (SIGABRT): 2 of 12 runs without this function, 6 of
+    25 with `destroy_process_group` alone, none of 62 with a barrier, which has no tensor, first.
     """
     import torch.distributed as dist
 
@@ -28,17 +28,16 @@ def leave_process_group() -> None:
 
 
 def local_world_size() -> int:
-    """How many processes a plain start makes: one per visible accelerator, at least one."""
+    """The number of ranks of a plain start: one per visible accelerator, at least one."""
     import torch
 
     return max(1, torch.accelerator.device_count())
 
 
 def planned_ranks() -> tuple[int, int]:
-    """How many ranks a run will have, and how many of them on this machine.
+    """The number of ranks that a run will have, and the number on this machine.
 
-    For what is checked before they start: by torchrun's flags (`torchrun_flags`), or as a plain
-    start makes them.
+    Before the ranks start, `torchrun_flags` sets them; else they are those of a plain start.
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or local_world_size()
     return int(os.environ.get("WORLD_SIZE", local)), local
@@ -51,16 +50,16 @@ def torchrun_flags(nnodes: str, nproc_per_node: str) -> Iterator[None]:
 
     Args:
         nnodes: torchrun's flag; of "2:4" the lower number counts.
-        nproc_per_node: torchrun's flag; words such as "gpu" count as one rank per accelerator.
+        nproc_per_node: torchrun's flag; words such as "gpu" mean one rank per accelerator.
 
     """
     local = int(nproc_per_node) if nproc_per_node.isdecimal() else local_world_size()
-    told = {
+    sizes = {
         "LOCAL_WORLD_SIZE": str(local),
         "WORLD_SIZE": str(local * int(nnodes.partition(":")[0])),
     }
-    before = {name: os.environ.get(name) for name in told}
-    os.environ.update(told)
+    before = {name: os.environ.get(name) for name in sizes}
+    os.environ.update(sizes)
     try:
         yield
     finally:
@@ -80,7 +79,7 @@ def run_ranks_here(count: int, recipe_file: str, argv: Sequence[str]) -> None:
 
 
 def run_ranks(args: Namespace) -> None:
-    """Runs torchrun's agent in this process, as its flags `args` say; exits as `rank_failures`."""
+    """Runs torchrun's agent in this process with its parsed flags; exits as `rank_failures`."""
     from torch.distributed.run import run
 
     if str(args.nproc_per_node).isdecimal():
@@ -90,11 +89,11 @@ def run_ranks(args: Namespace) -> None:
 
 
 def share_cores(count: int) -> None:
-    """Gives each of `count` ranks its part of this machine's cores, unless the user has.
+    """Divides this machine's cores among `count` ranks, unless the user has set the variables.
 
-    torchrun would give each one thread and warn; the host's part of a step wants its cores. And
-    each would compile in a process for every core, up to 32, that all import torch: with one,
-    which is the rank itself, five compiled steps on two ranks and two cores took 77 s, not 94.
+    torchrun would give each rank one thread and warn. Inductor would start one compile process per
+    core, up to 32, in every rank, and each imports torch: five compiled steps on two ranks and two
+    cores took 94 s that way, and 77 s with one process, which is the rank itself.
     """
     part = max(1, (os.cpu_count() or 1) // count)
     os.environ.setdefault("OMP_NUM_THREADS", str(part))
@@ -103,32 +102,32 @@ def share_cores(count: int) -> None:
 
 @contextmanager
 def rank_failures(max_restarts: int = 0) -> Iterator[None]:
-    """Exits as the first failed rank did, where torchrun would raise; 128 + signal if killed.
+    """Exits with the status of the first failed rank, or 128 + signal if it was killed.
 
-    The ranks that are started inside get SIGTERM and SIGINT, and may end in their own way.
+    torchrun would raise. SIGTERM and SIGINT are passed on to the ranks (`forwarded_to_ranks`).
 
     Args:
-        max_restarts: torchrun's flag, how often it may start all ranks again.
+        max_restarts: torchrun's flag, the number of times that it may start all ranks again.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    # Its lines on which rank has failed and which are ended would stand around the one line that
-    # a rank has told; of any other failure the table below says as much.
+    # torchrun logs which ranks failed and which it ends. After a UserError these lines would hide
+    # the one line that matters; for other failures the table below has the same facts.
     logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
     if max_restarts > 0:
-        # The agent would give new ranks the store of those that have died, with their addresses
-        # in it: 4 of 6 restarted pairs of gloo ranks could not connect, none of 8 with this
-        # (torch 2.11 and 2.13; https://github.com/pytorch/pytorch/issues/135712). Not always,
-        # because rank 0 then opens a port that the agent found free seconds before.
+        # Without this, new ranks get the store of the failed ones, with their addresses: 4 of 6
+        # restarted pairs of gloo ranks could not connect, none of 8 with it (torch 2.11 and 2.13;
+        # https://github.com/pytorch/pytorch/issues/135712). Only with restarts, because rank 0
+        # then opens a port that the agent found free seconds before.
         os.environ.setdefault("TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "1")
     try:
         with forwarded_to_ranks() as relay:
             yield
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
-        told = status == USER_ERROR_STATUS or status == -(relay.received or 0)
-        if not told:  # torchrun's table of who failed
+        explained = status == USER_ERROR_STATUS or status == -(relay.received or 0)
+        if not explained:  # torchrun's table of failed ranks
             print(error, file=sys.stderr, flush=True)
         raise SystemExit(status if status > 0 else 128 - status) from None
     except SignalException as error:
