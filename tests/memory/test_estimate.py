@@ -1,4 +1,4 @@
-"""The estimate against real runs, and against itself."""
+"""Estimates against real runs, and consistency of estimates."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def tiny(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model", vocab_size=2048, intermediate_size=512)
 
 
-# ---- against runs --------------------------------------------------------------------------
+# ---- against real runs ---------------------------------------------------------------------
 
 
 def measured(model: Path, words: tuple[str, ...]) -> int:
-    """Of this rank: bytes that PyTorch's allocator held at most in real steps."""
+    """Most bytes that PyTorch's allocator held on this rank in real steps."""
     recipe, cfg = read_config(model, *words)
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
@@ -59,7 +59,7 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
         optimizer = recipe.build_optimizer(cfg.optimizer, recipe.trainable_parameters(net))
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
-        for _ in range(STEPS + 3):  # the least of alike steps: gloo gives memory back late at times
+        for _ in range(STEPS + 3):  # the least of equal steps: gloo sometimes frees memory late
             clock = recipe.StepClock(world.device)
             with torch.profiler.record_function(STEP):
                 recipe.train_step(net, optimizer, None, [batch] * 2, 1.0, world, clock)
@@ -74,22 +74,22 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
         (2, ("adapter.method=dora", "activation.checkpointing=full")),
     ],
 )
-def test_what_a_run_holds(
+def test_a_run_takes_the_estimated_memory(
     ranks: int, words: tuple[str, ...], tiny: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on the ranks
     held = max(run_ranks(ranks, measured, tiny, words))
     found = estimate(*load(tiny, *words), ranks, target="cpu")
     print(f"{found.peak} of {held}: {found.peak / held - 1:+.3f}")
-    # On several ranks it has what gloo may give back late: a layer, of the two there are here.
+    # On several ranks the estimate has a layer, one of two here, that gloo may free late.
     assert found.peak == pytest.approx(held, rel=0.03 if ranks == 1 else 0.15)
     assert found.peak >= 0.99 * held
 
 
-# ---- against itself ------------------------------------------------------------------------
+# ---- consistency ---------------------------------------------------------------------------
 
 
-def facts(found: Estimate) -> dict[str, Any]:
+def figures(found: Estimate) -> dict[str, Any]:
     sizes = {"peak": found.peak, "steady": found.steady}
     named = {"at": found.at_peak, "host": found.host, "wire": found.wire, "moved": found.moved}
     return sizes | {f"{kind} {name}": n for kind, of in named.items() for name, n in of.items()}
@@ -102,20 +102,20 @@ def facts(found: Estimate) -> dict[str, Any]:
         ("adapter.method=lora", "activation.every_n_layers=2", "activation.checkpointing=full"),
     ],
 )
-def test_few_layers_tell_of_many(words: tuple[str, ...], tmp_path: Path) -> None:
+def test_extrapolation_from_few_layers(words: tuple[str, ...], tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", **DEEP)
     given = load(model, *words, "gradient_accumulation_steps=1")
     fast, full = estimate_fast(*given, 3), estimate(*given, 3)
     assert (fast.where.phase, fast.where.module) == (full.where.phase, full.where.module)
-    assert facts(fast) == pytest.approx(facts(full), rel=0.005, abs=1024)
-    if "activation.every_n_layers=2" not in words:  # else layers between are not all alike
+    assert figures(fast) == pytest.approx(figures(full), rel=0.005, abs=1024)
+    if "activation.every_n_layers=2" not in words:  # else the layers between are not all equal
         modules = [point.module for point in full.timeline]
         assert [point.module for point in fast.timeline] == modules
-        for told, true in zip(fast.timeline, full.timeline, strict=True):
-            assert told.total == pytest.approx(true.total, rel=0.005, abs=4096)
+        for ours, true in zip(fast.timeline, full.timeline, strict=True):
+            assert ours.total == pytest.approx(true.total, rel=0.005, abs=4096)
 
 
-def test_what_it_tells(tiny: Path) -> None:
+def test_fields_of_an_estimate(tiny: Path) -> None:
     one, four = (estimate(*load(tiny), ranks) for ranks in (1, 4))
     assert four.peak < one.peak and four.steady < one.steady
     for found in (one, four):
@@ -128,7 +128,7 @@ def test_what_it_tells(tiny: Path) -> None:
     assert not any(one.wire.values()) and four.wire["all_gather"] > four.wire["reduce_scatter"] > 0
 
 
-def test_traffic_is_that_of_all_micro_batches(tiny: Path) -> None:
+def test_traffic_counts_all_micro_batches(tiny: Path) -> None:
     two, eight = (
         estimate(*load(tiny, f"gradient_accumulation_steps={n}", "adapter.method=lora"), 2)
         for n in (2, 8)
@@ -137,7 +137,7 @@ def test_traffic_is_that_of_all_micro_batches(tiny: Path) -> None:
     assert eight.wire["all_gather"] == pytest.approx(4 * two.wire["all_gather"], rel=1e-3)
 
 
-def test_offloaded_parameters_are_host_memory(tiny: Path) -> None:
+def test_offloaded_parameters_count_as_host_memory(tiny: Path) -> None:
     given = load(tiny, "sharding.cpu_offload=true", "adapter.method=lora")
     found, on_device = estimate(*given, 2), estimate(*load(tiny, "adapter.method=lora"), 2)
     assert found.peak < on_device.peak
@@ -153,7 +153,7 @@ def test_packed_rows_and_compile(tiny: Path) -> None:
     assert estimate(*compiled, 1).peak == plain.peak and compiled[-1].compile
 
 
-def test_nothing_global_is_left(tiny: Path) -> None:
+def test_global_state_is_restored(tiny: Path) -> None:
     random, dtype = torch.random.get_rng_state(), torch.get_default_dtype()
     threads = threading.active_count()
     estimate(*load(tiny), 3)
@@ -165,7 +165,7 @@ def test_nothing_global_is_left(tiny: Path) -> None:
         pass
 
 
-def test_a_process_group_is_in_the_way(tiny: Path) -> None:
+def test_an_existing_process_group_is_an_error(tiny: Path) -> None:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         with pytest.raises(RuntimeError, match="process group"):
@@ -178,7 +178,7 @@ def test_a_process_group_is_in_the_way(tiny: Path) -> None:
 # ---- known models --------------------------------------------------------------------------
 
 
-def test_shipped_configs_are_decoders() -> None:
+def test_known_shapes_are_decoders() -> None:
     import json
 
     for name, config in json.loads(_FILE.read_text()).items():
@@ -199,7 +199,7 @@ def test_shipped_configs_are_decoders() -> None:
         ("me/yi-34b-my-finetune", 7168, 64000),
     ],
 )
-def test_models_are_known_by_name(path: str, hidden: int, vocabulary: int) -> None:
+def test_models_are_found_by_name(path: str, hidden: int, vocabulary: int) -> None:
     config = find_config(path)
     assert (config["hidden_size"], config["vocab_size"]) == (hidden, vocabulary)
 
@@ -214,8 +214,8 @@ def test_an_unknown_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.environ.get("QFSDP_EAGER_KERNELS") == "1", reason="kernels are compiled")
-def test_compiled_kernels_take_what_they_return(tiny: Path, monkeypatch: Any) -> None:
-    """Uncompiled, dequantizing has intermediates of some 100 MB; they are followed as well."""
+def test_compiled_kernels_count_only_their_results(tiny: Path, monkeypatch: Any) -> None:
+    """Uncompiled dequantizing has intermediates of about 100 MB; these count too."""
     monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: True)
     compiled = estimate(*load(tiny, "activation.checkpointing=full"), 1)
     monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)

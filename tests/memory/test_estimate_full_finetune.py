@@ -1,4 +1,4 @@
-"""The estimate of training weights themselves, against a real run."""
+"""Estimates of full finetuning, against real runs."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def load(model: Path, *words: str) -> tuple[Any, Any, Any]:
 
 
 def measured(model: Path) -> list[int]:
-    """Bytes that PyTorch's allocator held at most in real steps, of every case."""
+    """Most bytes that PyTorch's allocator held in real steps, for every case."""
     return [measured_one(*read_config(model, *words)) for words in CASES]
 
 
@@ -60,8 +60,8 @@ def measured_one(recipe: Any, cfg: Any) -> int:
 
 
 @pytest.mark.usefixtures("eager")
-def test_what_a_run_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """One rank, where FSDP2 casts fp32 weights to bf16; and where it does nothing."""
+def test_a_run_takes_the_estimated_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One rank, with and without FSDP2 casting fp32 weights to bf16."""
     model = write_tiny_model(tmp_path / "model", vocab_size=2048, intermediate_size=512)
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on the rank
     for words, held in zip(CASES, run_ranks(1, measured, model)[0], strict=True):
@@ -70,14 +70,14 @@ def test_what_a_run_holds(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
         assert found.peak == pytest.approx(held, rel=0.01), words
 
 
-def test_few_layers_do_not_tell_of_chosen_ones(tmp_path: Path) -> None:
+def test_no_extrapolation_if_only_some_layers_are_trained(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", num_hidden_layers=8, hidden_size=96)
     given = load(model, "trainable.layers=[6]")
     assert estimate_fast(*given, 2) == estimate(*given, 2)
 
 
-def test_what_would_fit_has_no_base_elsewhere(tmp_path: Path) -> None:
-    """All weights are trained: candidates that offload frozen ones are left out."""
+def test_the_search_does_not_offload_a_base_that_is_trained(tmp_path: Path) -> None:
+    """All weights are trained, so candidates that offload frozen weights are left out."""
     model = write_tiny_model(tmp_path / "model")
     hardware = HardwareConfig(gpu="h100", device_memory="10MiB").build()
     predict = Predictor(*load(model), 1, 1, hardware)

@@ -1,4 +1,4 @@
-"""`tune run recipes/estimate_memory`, from its words to a table, a verdict and a picture."""
+"""`tune run recipes/estimate_memory`: its table, verdict and picture."""
 
 from __future__ import annotations
 
@@ -28,29 +28,29 @@ def test_as_typed(tmp_path: Path) -> None:
         [*command, *words, f"output_dir={tmp_path}/run"], capture_output=True, text=True, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr
-    for told in (
+    for text in (
         "model, 3 ranks",
         "peak per rank:",
         "parameters, quantized",
         "fits into 24.00 GiB:",
     ):
-        assert told in done.stdout
+        assert text in done.stdout
     assert (tmp_path / "run/memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_what_does_not_fit(
+def test_a_config_that_does_not_fit(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
     words = [f"model.path={model}", "device_memory=500MiB", "compile=true"]
     run(monkeypatch, *words, f"picture={tmp_path}/step.png")
-    told = capsys.readouterr().out
-    assert "does not fit into 500.00 MiB" in told and "estimated without compile" in told
+    out = capsys.readouterr().out
+    assert "does not fit into 500.00 MiB" in out and "estimated without compile" in out
     assert (tmp_path / "step.png").is_file()
 
 
 @pytest.mark.parametrize(
-    ("word", "told"),
+    ("word", "message"),
     [
         ("world_size=0", "world_size: 0 is not valid; expected an integer of at least 1"),
         ("world_sizes=2", "unknown key 'world_sizes'"),
@@ -62,10 +62,10 @@ def test_what_does_not_fit(
     ],
 )
 def test_mistakes_are_one_line(
-    word: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    word: str, message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as end:
         run(monkeypatch, word)
     assert end.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"error: {told}") and error.count("\n") == 1
+    assert error.startswith(f"error: {message}") and error.count("\n") == 1

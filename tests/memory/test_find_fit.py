@@ -1,4 +1,4 @@
-"""`tune run recipes/find_fit` from the words to overrides that fit, on a tiny model folder."""
+"""`tune run recipes/find_fit`: its overrides fit; with a tiny model folder."""
 
 from __future__ import annotations
 
@@ -49,16 +49,16 @@ def test_the_best_is_a_config_that_fits(tmp_path: Path) -> None:
         assert re.search(rf"^ *{key.split('.')[-1]}: {value}$", yaml, re.MULTILINE)
 
 
-def test_where_nothing_fits(tmp_path: Path) -> None:
+def test_nothing_fits(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
     done = find_fit(*CONFIG, f"model.path={model}", "device_memory=300MiB")
     assert done.returncode == 2
-    told = done.stderr.strip().splitlines()[-1]
-    assert re.fullmatch(r"error: nothing fits; the smallest needs .* of every GPU", told)
+    last = done.stderr.strip().splitlines()[-1]
+    assert re.fullmatch(r"error: nothing fits; the smallest needs .* of every GPU", last)
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("words", "message"),
     [
         (["gpu=rtx4080"], "gpu: 'rtx4080' is unknown; did you mean 'rtx4090'?"),
         (["device_memory=much"], "device_memory: 'much' is not valid; expected a size such as"),
@@ -70,7 +70,7 @@ def test_where_nothing_fits(tmp_path: Path) -> None:
 )
 def test_mistakes_are_one_line(
     words: list[str],
-    told: str,
+    message: str,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -80,7 +80,7 @@ def test_mistakes_are_one_line(
         run_tool(tool.Config, tool.main)
     assert ended.value.code == 2
     stderr = capsys.readouterr().err
-    assert stderr.startswith(f"error: {told}") and stderr.count("\n") == 1
+    assert stderr.startswith(f"error: {message}") and stderr.count("\n") == 1
 
 
 def test_a_copy_and_a_config_that_trains_nothing(tmp_path: Path) -> None:
@@ -88,5 +88,5 @@ def test_a_copy_and_a_config_that_trains_nothing(tmp_path: Path) -> None:
     copy.write_text((ROOT / "recipes/find_fit.py").read_text())
     done = find_fit("--config", "configs/quantize.yaml", "gpu=l4", recipe=str(copy))
     assert done.returncode == 2
-    told = r"error: .*quantize.yaml: it belongs to recipes/quantize, which trains nothing\n"
-    assert re.fullmatch(told, done.stderr)
+    message = r"error: .*quantize.yaml: it belongs to recipes/quantize, which trains nothing\n"
+    assert re.fullmatch(message, done.stderr)

@@ -1,4 +1,4 @@
-"""A run that is out of memory says where, of what, and what to change."""
+"""Out-of-memory messages: the place, the largest kinds, and advice."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def on_cuda() -> None:
     raise torch.OutOfMemoryError(ON_CUDA)
 
 
-def really() -> None:
+def on_cpu() -> None:
     torch.empty(2**50)
 
 
@@ -93,41 +93,42 @@ def run(cfg: Any, fail: Callable[[], None]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("fail", "asked"), [(on_cuda, "2.50 GiB"), (really, "4194304.00 GiB"), (of_python, None)]
+    ("fail", "requested"), [(on_cuda, "2.50 GiB"), (on_cpu, "4194304.00 GiB"), (of_python, None)]
 )
 def test_a_step_that_fails(
     fail: Callable[[], None],
-    asked: str | None,
+    requested: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    # All tensors of this process count, those that earlier tests have left as well.
+    # All tensors of this process count, also those that earlier tests left.
     count = 3 if fail is of_python else 10_000
     monkeypatch.setattr(oom, "LARGEST_TENSORS", count)
     cfg = Config(str(tmp_path / "run"))
     with pytest.raises(UserError) as caught:
         train(cfg, write_tiny_model(tmp_path / "model"), fail)
-    said = str(caught.value)
-    print(said)
-    assert "\n" not in said and said.startswith("out of memory at step 2, backward")
-    assert (f", asked for {asked} more; " in said) == (asked is not None)
+    message = str(caught.value)
+    print(message)
+    assert "\n" not in message and message.startswith("out of memory at step 2, backward")
+    assert (f", asked for {requested} more; " in message) == (requested is not None)
     assert (
-        "try activation.checkpointing=full; or batch_size=2 gradient_accumulation_steps=6" in said
+        "try activation.checkpointing=full; or batch_size=2 gradient_accumulation_steps=6"
+        in message
     )
     file = tmp_path / "run" / "oom" / "rank_0.json"
-    assert said.endswith(f"; see {file}")
+    assert message.endswith(f"; see {file}")
 
-    facts = json.loads(file.read_text())
-    kinds = facts["bytes_by_kind"]
+    details = json.loads(file.read_text())
+    kinds = details["bytes_by_kind"]
     assert kinds["gradients"] == kinds["parameters_trained"] > 0
     assert kinds["parameters_quantized"] > 0 and kinds["optimizer_state"] > 0
     assert list(kinds.values()) == sorted(kinds.values(), reverse=True)
-    tensors = facts["largest_tensors"]
+    tensors = details["largest_tensors"]
     sizes = [tensor["bytes"] for tensor in tensors]
     assert sizes == sorted(sizes, reverse=True) and 3 <= len(sizes) <= count
     names = {tensor["name"] for tensor in tensors}
     assert count == 3 or {"model.embed_tokens.weight", "lm_head.weight"} <= names
-    assert f"in {fail.__name__}" in "".join(facts["traceback"])
+    assert f"in {fail.__name__}" in "".join(details["traceback"])
 
 
 def test_loading_that_fails(tmp_path: Path) -> None:
@@ -139,25 +140,25 @@ def test_loading_that_fails(tmp_path: Path) -> None:
 def test_on_another_rank(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RANK", "3")
     with pytest.raises(UserError):
-        train(Config(str(tmp_path)), tmp_path, really, at_load=True)
+        train(Config(str(tmp_path)), tmp_path, on_cpu, at_load=True)
     assert (tmp_path / "oom" / "rank_3.json").exists()
 
 
-def test_a_folder_that_cannot_be_written_is_no_other_error(tmp_path: Path) -> None:
+def test_a_folder_that_cannot_be_written_changes_nothing_else(tmp_path: Path) -> None:
     (tmp_path / "oom").touch()
     with pytest.raises(UserError, match="out of memory") as caught:
-        train(Config(str(tmp_path)), tmp_path, really, at_load=True)
+        train(Config(str(tmp_path)), tmp_path, on_cpu, at_load=True)
     assert "see" not in str(caught.value)
 
 
 def test_tensors_without_sizes_are_left_out(tmp_path: Path) -> None:
-    """As compiled code leaves them behind."""
+    """Compiled code leaves such tensors behind."""
     symbols = StatelessSymbolicContext(dynamic_sizes=[DimDynamic.DYNAMIC] * 2)
     mode = FakeTensorMode(shape_env=ShapeEnv())
     fake = mode.from_tensor(torch.empty(7, 5), symbolic_context=symbols)
     functional = torch._to_functional_tensor(fake)  # of type Tensor
     with pytest.raises(UserError, match="out of memory"):
-        run(Config(str(tmp_path)), really)
+        run(Config(str(tmp_path)), on_cpu)
     assert isinstance(fake.size(0), torch.SymInt) and isinstance(functional.size(0), torch.SymInt)
 
 
@@ -165,7 +166,7 @@ def test_wrappers_of_torch_func_are_left_out(tmp_path: Path) -> None:
     def loss(wrapped: torch.Tensor) -> torch.Tensor:
         assert type(wrapped) is torch.Tensor
         with pytest.raises(UserError, match="out of memory"):
-            run(Config(str(tmp_path)), really)
+            run(Config(str(tmp_path)), on_cpu)
         return wrapped.sum()
 
     torch.func.grad(loss)(torch.ones(3))
@@ -173,7 +174,7 @@ def test_wrappers_of_torch_func_are_left_out(tmp_path: Path) -> None:
     assert (tmp_path / "oom" / "rank_0.json").exists()
 
 
-def test_an_explanation_that_fails_hides_nothing(
+def test_a_failing_explanation_does_not_hide_the_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(oom, "largest_tensors", lambda model: 1 / 0)
@@ -194,7 +195,7 @@ def test_other_exceptions_pass(error: BaseException, tmp_path: Path) -> None:
     assert caught.value is error and not list(tmp_path.iterdir())
 
 
-def test_pinned_memory_is_memory_too() -> None:
+def test_pinned_memory_counts() -> None:
     assert is_out_of_memory(RuntimeError("CUDA error: out of memory"))
 
 
@@ -205,7 +206,7 @@ def advice(device: torch.device = GPU, training: bool = True, **changes: Any) ->
     return list(less_device_memory(cfg, kinds, ranks, device.type != "cpu", training))
 
 
-def test_advice_is_what_is_not_set_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_advice_leaves_out_what_is_set(monkeypatch: pytest.MonkeyPatch) -> None:
     everything = [
         "activation.checkpointing=full",
         "batch_size=2 gradient_accumulation_steps=6",

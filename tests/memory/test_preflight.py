@@ -1,5 +1,7 @@
-"""Runs that cannot fit are refused, with changes that do fit; by the real dry run of a small model,
-and by a formula where many are needed."""
+"""Preflight refuses runs that cannot fit and suggests changes that do fit.
+
+Some tests use the real dry run of a small model, others a formula in its place.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,7 @@ SHAPE = {"num_hidden_layers": 4, "hidden_size": 384, "max_position_embeddings": 
 
 @pytest.fixture
 def argv(tmp_path: Path) -> list[str]:
-    """A config of a model without weights."""
+    """The words of a config whose model has no weights."""
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(TINY_CONFIG | SHAPE))
@@ -44,8 +46,8 @@ def argv(tmp_path: Path) -> list[str]:
 def formula(
     build_model: Any, train_step: Any, cfg: Any, world_size: int, local: int, target: str
 ) -> Estimate:
-    """1024 MiB of base, 100 of activations per sample and 100 that only `cpu_offload` moves; in
-    place of the dry run."""
+    """Stands for the dry run: 1024 MiB of base, 100 of activations per sample, and 100 that only
+    `cpu_offload` moves."""
     base = 1024 // (world_size if cfg.sharding.strategy == "full_shard" else 1)
     kept = {"none": 100, "selective": 60, "full": 30}[cfg.activation.checkpointing]
     kinds = {"base": base, "activations": cfg.batch_size * kept, "trained": 100}
@@ -79,22 +81,22 @@ def check(argv: list[str], *words: str) -> None:
 
 
 def refused(argv: list[str], *words: str) -> str:
-    with pytest.raises(UserError) as told:
+    with pytest.raises(UserError) as caught:
         check(argv, *words)
-    message = str(told.value)
+    message = str(caught.value)
     assert "\n" not in message
     return message
 
 
 def ways(message: str) -> list[list[str]]:
-    """The words of every suggestion."""
+    """The words of each suggestion in a message."""
     return [found.split() for found in re.findall(r"with ((?:\S+=\S+ )+)\(", message)]
 
 
-def test_what_fits_is_told_in_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_that_fits_is_one_line(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     check(argv, "device_memory=8GiB")
-    told = capsys.readouterr().out
-    assert re.fullmatch(r"memory: about [\d.]+ GiB of 8.00 GiB per rank \(preflight\)\n", told)
+    out = capsys.readouterr().out
+    assert re.fullmatch(r"memory: about [\d.]+ GiB of 8.00 GiB per rank \(preflight\)\n", out)
 
 
 def check_suggestions(argv: list[str], memory: str) -> list[list[str]]:
@@ -115,7 +117,7 @@ def test_every_suggestion_fits(argv: list[str], capsys: pytest.CaptureFixture[st
 
 
 @pytest.mark.usefixtures("by_formula")
-def test_what_is_needed_and_why(argv: list[str]) -> None:
+def test_the_message_has_need_and_largest_kind(argv: list[str]) -> None:
     message = refused(argv, "device_memory=1.4GiB")
     assert message.startswith(
         "memory: a step needs 1.49 GiB per rank (base: 1.00 GiB); available: 1.40 GiB; "
@@ -134,7 +136,7 @@ def test_every_combination_fits(argv: list[str], size: int, count: int) -> None:
 
 
 @pytest.mark.usefixtures("by_formula")
-def test_where_nothing_is_enough(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_change_is_enough(argv: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "option_groups", lambda predict: [])
     message = refused(argv, "device_memory=800MiB")
     assert message.endswith(
@@ -153,7 +155,7 @@ def test_a_bad_size(argv: list[str]) -> None:
     )
 
 
-def test_a_cpu_has_its_part_of_this_machines_memory(
+def test_a_rank_on_the_cpu_has_its_share_of_host_memory(
     argv: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.accelerator.is_available", lambda: False)
@@ -161,7 +163,7 @@ def test_a_cpu_has_its_part_of_this_machines_memory(
     assert (hardware.device_memory, target) == (machine_memory() // 4, "cpu")
 
 
-# ---- the search ----------------------------------------------------------------------------
+# ---- suggestions ---------------------------------------------------------------------------
 
 
 def predictor(argv: list[str], size: int, *words: str, world_size: int = 2) -> Predictor:
@@ -171,7 +173,7 @@ def predictor(argv: list[str], size: int, *words: str, world_size: int = 2) -> P
     return Predictor(*functions, cfg, world_size, world_size, hardware, estimate=formula)
 
 
-def test_options_come_after_what_the_config_has(argv: list[str]) -> None:
+def test_options_save_more_than_the_config(argv: list[str]) -> None:
     words = ("activation.checkpointing=selective", "sharding.strategy=ddp")
     found = option_groups(predictor(argv, 1000, *words))
     assert found[0] == [{"activation.checkpointing": "full"}]
@@ -179,14 +181,14 @@ def test_options_come_after_what_the_config_has(argv: list[str]) -> None:
         "batch_size=2 gradient_accumulation_steps=2",
         "batch_size=1 gradient_accumulation_steps=4",
     ]
-    for group in found:  # all of them are configs
+    for group in found:  # each gives a valid config
         for option in group:
             changed(read(argv, *words)[1], option)
     alone = option_groups(predictor(argv, 1000, world_size=1))
     assert not any(key == "sharding.strategy" for group in alone for o in group for key in o)
 
 
-def test_the_fastest_come_first_and_none_only_adds(argv: list[str]) -> None:
+def test_suggestions_are_ordered_and_none_extends_another(argv: list[str]) -> None:
     predict = predictor(argv, 900)
     found, _ = suggest(predict, predict({}))
     assert len(found) == 3
@@ -197,7 +199,7 @@ def test_the_fastest_come_first_and_none_only_adds(argv: list[str]) -> None:
         assert not any(one.changes.items() <= other for other in others)
 
 
-def test_host_memory_can_be_what_is_short(argv: list[str]) -> None:
+def test_too_little_host_memory(argv: list[str]) -> None:
     predict = predictor(argv, 4000, "activation.offload=true")
     now = predict({})
     assert now.host_bytes == 2 * (PROCESS_BYTES + 400 * MIB)
@@ -229,20 +231,19 @@ def test_ranks_of_a_plain_start_and_of_torchruns_flags() -> None:
     assert ranks_module.planned_ranks() == (2, 2)
 
 
-class Unforeseen(torch.optim.SGD):
-    """Looks at numbers, of which a dry run has none."""
+class ReadsValues(torch.optim.SGD):
+    """Reads values, which fake tensors do not have."""
 
     def step(self, closure: Any = None) -> None:
         assert self.param_groups[0]["params"][0].flatten()[:2].tolist() != [1.0, 1.0]
 
 
-def test_what_cannot_run_dry_still_trains(
+def test_a_failing_dry_run_does_not_stop_training(
     argv: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [f"optimizer._component_={__name__}.Unforeseen", "~optimizer.fused"]
-    monkeypatch.setitem(sys.modules, __name__, sys.modules[Unforeseen.__module__])
+    words = [f"optimizer._component_={__name__}.ReadsValues", "~optimizer.fused"]
+    monkeypatch.setitem(sys.modules, __name__, sys.modules[ReadsValues.__module__])
     check(argv, *words)
-    told = capsys.readouterr().err
-    assert (
-        told.startswith("memory: not estimated, training starts without a check (") and "\n" in told
-    )
+    err = capsys.readouterr().err
+    assert err.startswith("memory: not estimated, training starts without a check (")
+    assert err.count("\n") == 1

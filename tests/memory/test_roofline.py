@@ -1,4 +1,4 @@
-"""Step times against arithmetic by hand; figures of hardware as people write them."""
+"""Step times against hand calculations; hardware figures as users write them."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.memory.hardware import GPUS, Hardware, HardwareConfig, known_gpu, parse_rate, with_memory
 from qfsdp.memory.roofline import Load, step_time
 
-# 100 TFLOP/s are 75 in a step.
+# A step reaches 75 of 100 TFLOP/s.
 CARD = Hardware(
     device_memory=24 << 30,
     matmul_rate=100e12,
@@ -40,27 +40,29 @@ def test_arithmetic_alone() -> None:
         ({"disk_bytes": 25e9}, 2, "disk", 10),
     ],
 )
-def test_transfers_beside_arithmetic(
+def test_transfers_overlap_with_arithmetic(
     moves: dict[str, float], ranks: int, bound: str, moving: float
 ) -> None:
     load = Load(flops=150e12, units=10, **moves)
     time = step_time(load, CARD, ranks)
     assert time.bound == bound
-    assert time.seconds == pytest.approx(moving + moving / 10)  # one unit's is beside nothing
+    assert time.seconds == pytest.approx(
+        moving + moving / 10
+    )  # one unit's transfer overlaps with nothing
     added = step_time(replace(load, prefetched=False), CARD, ranks)
     assert added.seconds == pytest.approx(2 + moving)
     hidden = step_time(replace(load, flops=75e12 * 20), CARD, ranks)
     assert (hidden.bound, hidden.seconds) == ("compute", pytest.approx(20 + moving / 10))
 
 
-def test_without_a_link_of_their_own_gpus_share_pcie() -> None:
+def test_gpus_without_a_link_communicate_over_pcie() -> None:
     load = Load(flops=0, wire_bytes=50e9, to_device_bytes=50e9, units=10**9)
     assert step_time(load, CARD, 1).seconds == pytest.approx(2)
     shared = step_time(load, replace(CARD, interconnect=None), 1)
     assert (shared.bound, shared.seconds) == ("PCIe", pytest.approx(4))
 
 
-def test_optimizer_where_its_states_are() -> None:
+def test_the_optimizer_runs_where_its_state_is() -> None:
     load = Load(flops=0, trained=1e9)  # 28 GB
     assert step_time(load, CARD, 2).seconds == pytest.approx(0.028)
     on_host = step_time(replace(load, host_optimizer=True), CARD, 2)
@@ -71,7 +73,7 @@ def test_optimizer_where_its_states_are() -> None:
 
 
 @pytest.mark.parametrize("name", ["rtx4090", "RTX 4090", "NVIDIA GeForce RTX 4090"])
-def test_names_as_people_write_them(name: str) -> None:
+def test_names_as_users_write_them(name: str) -> None:
     card = known_gpu(name)
     assert card.device_memory == int(23.6 * 2**30)
     assert card.matmul_rate == pytest.approx(0.8 * 165e12)
@@ -89,7 +91,7 @@ def test_names_as_people_write_them(name: str) -> None:
         ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
     ],
 )
-def test_names_as_drivers_tell_them(driver: str, name: str) -> None:
+def test_names_as_drivers_report_them(driver: str, name: str) -> None:
     assert known_gpu(driver) == known_gpu(name)
 
 
@@ -105,24 +107,24 @@ def test_unknown_gpu() -> None:
         known_gpu("abacus")
 
 
-def test_a_card_that_nobody_has_named() -> None:
+def test_a_gpu_without_a_name() -> None:
     assert with_memory(24 << 30) == replace(known_gpu("rtx3090"), device_memory=24 << 30)
     assert with_memory(80 << 30) == replace(known_gpu("a100-80"), device_memory=80 << 30)
     assert with_memory(1 << 40).matmul_rate == known_gpu("b200").matmul_rate
 
 
-def test_words_change_the_file_changes_the_gpu(tmp_path: Path) -> None:
+def test_fields_replace_the_file_which_replaces_the_gpu(tmp_path: Path) -> None:
     file = tmp_path / "here.json"
     file.write_text(json.dumps({"pcie": 11e9, "disk": 7e9}))
-    told = HardwareConfig(gpu="h100", hardware=str(file), pcie="20GB/s", interconnect="pcie")
-    told.check()
-    found = told.build(device_memory=1 << 30)
+    config = HardwareConfig(gpu="h100", hardware=str(file), pcie="20GB/s", interconnect="pcie")
+    config.check()
+    found = config.build(device_memory=1 << 30)
     assert (found.pcie, found.disk, found.interconnect) == (20e9, 7e9, None)
     assert found.device_memory == 1 << 30
     assert found.matmul_rate == known_gpu("h100").matmul_rate
 
 
-def test_what_is_wrong_is_told(tmp_path: Path) -> None:
+def test_mistakes(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gpu: null; expected gpu=rtx4090, "):
         HardwareConfig().build()
     with pytest.raises(InvalidField, match="pcie: 'fast' is not valid; expected a "):
@@ -130,14 +132,14 @@ def test_what_is_wrong_is_told(tmp_path: Path) -> None:
     with pytest.raises(InvalidField, match="host_memory: 'all' is not valid; expected a size"):
         HardwareConfig(host_memory="all").check()
     file = tmp_path / "wrong.json"
-    for text, told in (
+    for text, message in (
         ("{", "is not valid; expected JSON: "),
         ("[]", "is not valid; expected a JSON object"),
         ('{"pci": 1}', "'pci' is unknown; expected one of "),
         ('{"pcie": "25GB"}', "pcie is '25GB'; expected a number above 0"),
     ):
         file.write_text(text)
-        with pytest.raises(UserError, match=told):
+        with pytest.raises(UserError, match=message):
             HardwareConfig(hardware=str(file)).build(1 << 30)
 
 

@@ -1,4 +1,4 @@
-"""Which ways are tried and which batches are found, with an estimator of a few lines."""
+"""The search: which candidates it tries and which batches it finds, with a simple memory model."""
 
 from __future__ import annotations
 
@@ -20,19 +20,17 @@ GIB = 1 << 30
 RANKS = 4
 
 
-class Model:
+class MemoryModel:
     """`base` GiB of weights and `sample` GiB of activations per sample, on 4 ranks."""
 
     def __init__(self, base: float, sample: float, bend: float = 0) -> None:
         self.base, self.sample, self.bend = base, sample, bend
-        self.asked: list[Changes] = []
+        self.requests: list[Changes] = []
 
     def __call__(self, changes: Changes) -> Prediction:
-        self.asked.append(changes)
-        strategy, checkpointing = (
-            changes["sharding.strategy"],
-            changes["activation.checkpointing"],
-        )
+        self.requests.append(changes)
+        strategy = changes["sharding.strategy"]
+        checkpointing = changes["activation.checkpointing"]
         base = self.base / (RANKS if strategy == "full_shard" else 1)
         kept = {"none": 1, "selective": 0.5, "full": 0.1}[checkpointing]
         rows = changes["batch_size"] + self.bend * changes["batch_size"] ** 2
@@ -60,7 +58,7 @@ def names(found: list[Trial]) -> list[str]:
 
 def test_order() -> None:
     ways = candidates(RANKS)
-    assert [r.name for r in ways[:4]] == [
+    assert [way.name for way in ways[:4]] == [
         "ddp, checkpointing none",
         "ddp, checkpointing selective",
         "ddp, checkpointing full",
@@ -70,32 +68,34 @@ def test_order() -> None:
         "full_shard, checkpointing full, offload_base disk, activation.offload"
     )
     assert len(set(ways)) == len(ways)
-    for at, way in enumerate(ways):  # no way is slower in nothing than one before it
+    for at, way in enumerate(ways):  # none is faster in all than one before it
         assert not any(way.is_faster_in_all(before) for before in ways[:at])
     assert {r.changes["sharding.strategy"] for r in candidates(1)} == {"full_shard"}
 
 
-def test_nothing_is_tried_above_a_way_that_takes_all() -> None:
-    model = Model(base=4, sample=1)
+def test_slower_ways_are_not_tried_if_a_whole_step_fits() -> None:
+    model = MemoryModel(base=4, sample=1)
     found = list(search(candidates(RANKS), model, 8, card(24)))
     assert names(found) == ["ddp, checkpointing none: 8"]
     assert found[0].whole
 
 
-def test_frugal_ways_are_asked_first_and_spare_the_others() -> None:
-    model = Model(base=40, sample=1)
+def test_strongest_checkpointing_is_predicted_first() -> None:
+    model = MemoryModel(base=40, sample=1)
     found = list(search(candidates(RANKS), model, 8, card(24)))
     assert names(found) == [
         "ddp, checkpointing full: no",
         "full_shard, checkpointing none: 8",
     ]
-    asked = [a["activation.checkpointing"] for a in model.asked if a["sharding.strategy"] == "ddp"]
-    assert asked == ["full"]
+    requested = [
+        a["activation.checkpointing"] for a in model.requests if a["sharding.strategy"] == "ddp"
+    ]
+    assert requested == ["full"]
 
 
-def test_a_way_that_takes_all_leaves_those_that_compute_less() -> None:
-    """ddp takes all samples only if everything is computed again, full_shard with less."""
-    found = names(list(search(candidates(RANKS), Model(base=14, sample=2), 8, card(24))))
+def test_weaker_checkpointing_is_still_tried_with_full_shard() -> None:
+    """ddp holds all samples only with selective checkpointing, full_shard without any."""
+    found = names(list(search(candidates(RANKS), MemoryModel(base=14, sample=2), 8, card(24))))
     assert found == [
         "ddp, checkpointing none: 4",
         "ddp, checkpointing selective: 8",
@@ -103,8 +103,8 @@ def test_a_way_that_takes_all_leaves_those_that_compute_less() -> None:
     ]
 
 
-def test_batches_grow_with_what_is_spared() -> None:
-    found = list(search(candidates(RANKS), Model(base=40, sample=5), 16, card(24)))
+def test_batches_grow_with_saved_memory() -> None:
+    found = list(search(candidates(RANKS), MemoryModel(base=40, sample=5), 16, card(24)))
     full_shard = [f for f in found if f.candidate.changes["sharding.strategy"] == "full_shard"]
     assert [f.batch for f in full_shard][:3] == [2, 4, 16]
     assert not any(f.candidate.changes["sharding.offload_base"] == "disk" for f in found)
@@ -115,17 +115,21 @@ def test_batches_grow_with_what_is_spared() -> None:
             assert batch["batch_size"] * batch["gradient_accumulation_steps"] == 16
 
 
-def test_disk_only_where_host_memory_is_short() -> None:
-    found = names(list(search(candidates(RANKS), Model(base=100, sample=2), 4, card(24, host=64))))
+def test_disk_is_tried_only_if_host_memory_is_too_small() -> None:
+    found = names(
+        list(search(candidates(RANKS), MemoryModel(base=100, sample=2), 4, card(24, host=64)))
+    )
     assert "full_shard, checkpointing full, offload_base cpu: no" in found
     assert "full_shard, checkpointing full, offload_base disk: 4" in found
-    found = names(list(search(candidates(RANKS), Model(base=100, sample=2), 4, card(24, host=128))))
+    found = names(
+        list(search(candidates(RANKS), MemoryModel(base=100, sample=2), 4, card(24, host=128)))
+    )
     assert not any("disk" in name for name in found)
 
 
-def test_a_prediction_beyond_the_line_does_not_count() -> None:
-    """Two small batches say that 8 fit; 8 do not."""
-    bent = Model(base=0, sample=1, bend=0.4)
+def test_interpolation_alone_does_not_count() -> None:
+    """The line through two predictions says that 8 fit, but they do not."""
+    bent = MemoryModel(base=0, sample=1, bend=0.4)
     way = Candidate("ddp", "none")
     found = largest_batch(way, bent, 8, card(24))
     assert (found.batch, found.fits, found.whole) == (4, True, False)
@@ -133,17 +137,17 @@ def test_a_prediction_beyond_the_line_does_not_count() -> None:
 
 @pytest.mark.parametrize(("samples", "sizes"), [(1, {1}), (7, {1, 7}), (12, {1, 2, 3, 4, 6, 12})])
 def test_micro_batches_divide_a_step(samples: int, sizes: set[int]) -> None:
-    model = Model(base=0, sample=0)
+    model = MemoryModel(base=0, sample=0)
     largest_batch(candidates(RANKS)[0], model, samples, card(24))
-    assert {a["batch_size"] for a in model.asked} <= sizes
+    assert {a["batch_size"] for a in model.requests} <= sizes
 
 
 def test_nothing_fits() -> None:
-    found = list(search(candidates(RANKS), Model(base=40, sample=500), 4, card(4)))
+    found = list(search(candidates(RANKS), MemoryModel(base=40, sample=500), 4, card(4)))
     assert found and not any(each.fits for each in found)
 
 
-def test_every_way_is_a_config_from_whatever_there_is() -> None:
+def test_every_candidate_is_a_valid_config() -> None:
     words = ["sharding.strategy=hybrid_full_shard", "sharding.replicate=2", "sharding.shard=2"]
     recipe = load_recipe()
     argv = ["--config", str(ROOT / "configs/llama3_8b_lora.yaml"), *words]
@@ -158,7 +162,7 @@ def test_every_way_is_a_config_from_whatever_there_is() -> None:
         assert written.activation.offload is way.offload_activations
 
 
-def test_changes_that_do_not_go_together_are_told() -> None:
+def test_changes_that_do_not_go_together() -> None:
     recipe = load_recipe()
     cfg = load_config(recipe.Config, ["--config", str(ROOT / "configs/llama3_8b_lora.yaml")])
     with pytest.raises(UserError, match="^with sharding.cpu_offload=true .*offload_base"):

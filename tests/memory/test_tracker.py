@@ -1,4 +1,4 @@
-"""What the tracker says of a few allocations whose sizes are known."""
+"""The tracker, with a few allocations of known sizes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def held(tracker: MemoryTracker) -> int:
     return sum(tracker.now.values())
 
 
-def test_storages_count_from_birth_to_death(tracker: MemoryTracker) -> None:
+def test_storages_count_until_they_are_released(tracker: MemoryTracker) -> None:
     a = torch.empty(KB, dtype=torch.uint8)
     b = torch.empty(2 * KB, dtype=torch.uint8)
     assert held(tracker) == 3 * KB
@@ -41,7 +41,7 @@ def test_storages_count_from_birth_to_death(tracker: MemoryTracker) -> None:
     assert tracker.peak.total == 4 * KB
 
 
-def test_views_and_results_in_place_are_no_new_memory(tracker: MemoryTracker) -> None:
+def test_views_and_in_place_results_take_no_memory(tracker: MemoryTracker) -> None:
     a = torch.zeros(8, 128, dtype=torch.uint8)
     views = [a[2:], a.view(-1), a.t(), a.add_(1), a.detach()]
     del a
@@ -50,7 +50,7 @@ def test_views_and_results_in_place_are_no_new_memory(tracker: MemoryTracker) ->
     assert held(tracker) == 0
 
 
-def test_memory_that_is_taken_away_and_given_back(tracker: MemoryTracker) -> None:
+def test_resized_storages(tracker: MemoryTracker) -> None:
     a = torch.empty(KB, dtype=torch.uint8)
     a.untyped_storage().resize_(0)
     assert held(tracker) == 0
@@ -68,7 +68,7 @@ def test_cuda_allocates_in_multiples_of_512_bytes() -> None:
         del a
 
 
-def test_host_memory_does_not_count_as_the_devices(tracker: MemoryTracker) -> None:
+def test_host_memory_does_not_count_for_the_device(tracker: MemoryTracker) -> None:
     a = torch.empty(KB, dtype=torch.uint8)
     kept = host_memory.to_host(a)
     back = host_memory.to_device(kept, a.device)
@@ -79,10 +79,10 @@ def test_host_memory_does_not_count_as_the_devices(tracker: MemoryTracker) -> No
     del back
 
 
-def test_numbers_that_do_not_exist(tracker: MemoryTracker) -> None:
+def test_data_dependent_operations(tracker: MemoryTracker) -> None:
     x = torch.randn(4, 8, requires_grad=True)
     mask = torch.zeros(4, dtype=torch.bool)
-    assert x[mask].shape == (4, 8)  # everything may be chosen
+    assert x[mask].shape == (4, 8)  # the mask counts as true everywhere
     assert mask.nonzero().shape == (4, 1)
     x[mask].sum().backward()
     assert x.grad is not None and x.grad.shape == x.shape
@@ -117,15 +117,15 @@ def test_kinds_phases_and_modules() -> None:
     assert TEMPORARIES in tracker.peak.by_kind
 
 
-def test_a_gradient_is_added_in_place(tracker: MemoryTracker) -> None:
-    """As real tensors do, where fake ones would make a third."""
+def test_gradients_are_summed_in_place(tracker: MemoryTracker) -> None:
+    """As with real tensors; fake ones would need a third tensor."""
     x = torch.randn(KB, requires_grad=True)
     y = x * 1
     with record_function("backward"):
         (y.sin().sum() + y.cos().sum()).backward()
     del y
     tracker.note_peak()
-    # x, y, their ends; then a gradient for each way, and what the way is computed in
+    # x, y, sin and cos; then a gradient for each of the two paths, and its intermediate
     assert tracker.peak.total <= 4 * KB * 5 + 64
 
 

@@ -1,4 +1,4 @@
-"""Figures of memory: by kind, at the peak, on the rank that has most."""
+"""Measured memory: by kind, at the peak, on the rank that has the most."""
 
 from __future__ import annotations
 
@@ -46,10 +46,10 @@ def test_every_storage_counts_once(tied: bool, tmp_path: Path) -> None:
     held = bytes_by_kind(model, optimizer, CPU)
     trained = sum(p.nbytes for p in model.parameters() if p.requires_grad)
     plain = [p for p in model.parameters() if not p.requires_grad and not hasattr(p, "qdata")]
-    extras = sum(e.nbytes for p in model.parameters() if hasattr(p, "qdata") for e in p.metadata)
+    metadata = sum(e.nbytes for p in model.parameters() if hasattr(p, "qdata") for e in p.metadata)
     steps = 4 * len(optimizer.state)
     assert held == {
-        usage.QUANTIZED: quantized_bytes(model) + extras,
+        usage.QUANTIZED: quantized_bytes(model) + metadata,
         usage.PLAIN: sum(p.nbytes for p in plain),
         usage.TRAINED: trained,
         usage.GRADIENTS: trained,
@@ -59,7 +59,7 @@ def test_every_storage_counts_once(tied: bool, tmp_path: Path) -> None:
     assert usage.GRADIENTS not in bytes_by_kind(model, None, CPU)
 
 
-def test_eight_bit_states_count_as_what_they_are(tmp_path: Path) -> None:
+def test_eight_bit_states_count_with_their_real_size(tmp_path: Path) -> None:
     low_bit = pytest.importorskip("torchao.optim")
     param = nn.Parameter(torch.randn(64, 256))
     optimizer = low_bit.AdamW8bit([param])
@@ -69,7 +69,7 @@ def test_eight_bit_states_count_as_what_they_are(tmp_path: Path) -> None:
     assert 2 * param.numel() < held < 2.2 * param.numel()
 
 
-def test_what_is_not_on_the_accelerator_is_told_apart(tmp_path: Path) -> None:
+def test_host_memory_has_kinds_of_its_own_on_accelerators(tmp_path: Path) -> None:
     model, _ = trained_step(write_tiny_model(tmp_path))
     held = bytes_by_kind(model, None, torch.device("cuda"))
     assert held and all(kind.endswith("_in_host") for kind in held)
@@ -81,7 +81,7 @@ def on_ranks(folder: Path) -> tuple[dict[str, int], dict[str, float], dict[str, 
     memory = MemoryUsage(model, optimizer, world)
     memory.reset()
     if world.rank == 1:
-        torch.ones(200 << 20, dtype=torch.uint8)  # held for a moment only
+        torch.ones(200 << 20, dtype=torch.uint8)  # released at once
     held = bytes_by_kind(model, optimizer, CPU)
     optimizer.zero_grad()
     return held, memory.read(), memory.read()
@@ -92,7 +92,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
     results = run_ranks(2, on_ranks, tmp_path)
     for kind, size in whole.items():
         parts = [held[kind] for held, _, _ in results]
-        # Extras and optimizer steps are on both ranks, odd rows on one of them.
+        # Metadata and step counts of the optimizer are on both ranks, odd rows on one of them.
         assert size <= sum(parts) < 1.1 * size and max(parts) < 0.6 * size, kind
     first, second = results[0][1:]
     assert first["memory/peak_rank"] == 1 and first["memory/load_peak_gib"] > 0
@@ -103,7 +103,7 @@ def test_on_two_ranks(tmp_path: Path) -> None:
             assert read[f"memory/{kind}_gib"] == size / 2**30
 
 
-def test_peaks_begin_again() -> None:
+def test_peaks_can_be_reset() -> None:
     reset_peak_memory(CPU)
     before = peak_memory_bytes(CPU)
     torch.ones(300 << 20, dtype=torch.uint8)
@@ -112,12 +112,12 @@ def test_peaks_begin_again() -> None:
     try:
         Path("/proc/self/clear_refs").write_text("5")
     except OSError:
-        pytest.skip("this system lets nobody reset them")
+        pytest.skip("this system does not allow it")
     reset_peak_memory(CPU)
     assert peak_memory_bytes(CPU) < peak - (250 << 20)
 
 
-def test_the_meter_tells_them(tmp_path: Path) -> None:
+def test_the_meter_reads_memory(tmp_path: Path) -> None:
     model, optimizer = trained_step(write_tiny_model(tmp_path))
     meter = Meter(model, cpu_world(), StepClock(CPU), optimizer)
     tokens = torch.arange(40).view(2, 20)

@@ -1,4 +1,4 @@
-"""Optimizers over sharded parameters: the bits of torch's own step, and DTensors between steps."""
+"""Optimizers over sharded parameters: bits equal to torch's own step, DTensors between steps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
     "momentum": ("torch.optim.SGD", {"lr": 1e-2, "momentum": 0.9}),
     "plain": ("torch.optim.SGD", {"lr": 1e-2}),
 }
-SHAPES = [(5, 7), (7,), (4, 3)]  # rows that two ranks share unevenly
+SHAPES = [(5, 7), (7,), (4, 3)]  # numbers of rows that two ranks share unevenly
 
 
 def parameters() -> list[nn.Parameter]:
@@ -32,7 +32,7 @@ def parameters() -> list[nn.Parameter]:
 
 
 def steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: int) -> None:
-    """Three, with other gradients in each; the last parameter has one every other step."""
+    """Three steps with new gradients; the last parameter has one in every other step."""
     for step in range(first, first + 3):
         generator = torch.Generator().manual_seed(step)
         for index, param in enumerate(params):
@@ -46,19 +46,19 @@ def steps(optimizer: torch.optim.Optimizer, params: list[nn.Parameter], first: i
 
 
 def train(name: str) -> dict[str, list[dict[str, Any]]]:
-    """Rows and state of both after three steps, and three more from a loaded state."""
+    """Rows and state, ours and torch's, after three steps and three more from loaded state."""
     path, kwargs = OPTIMIZERS[name]
     found: dict[str, list[dict[str, Any]]] = {"ours": [], "torch": []}
-    for who in found:
+    for whose in found:
         params = parameters()
         made = Component(path, kwargs)
-        optimizer = build_optimizer(made, params) if who == "ours" else made.build(params)
+        optimizer = build_optimizer(made, params) if whose == "ours" else made.build(params)
         for first in (0, 3):
             steps(optimizer, params, first)
             state = [optimizer.state.get(param, {}) for param in params]
             kinds = [{k: type(v).__name__ for k, v in fields.items()} for fields in state]
             rows = [{k: plain(v) for k, v in fields.items()} for fields in state]
-            found[who].append({"kinds": kinds, "state": rows, "rows": [plain(p) for p in params]})
+            found[whose].append({"kinds": kinds, "state": rows, "rows": [plain(p) for p in params]})
             optimizer.load_state_dict(optimizer.state_dict())
     return found
 

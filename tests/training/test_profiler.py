@@ -1,4 +1,4 @@
-"""Real traces of a small model's training steps, as Perfetto would open them."""
+"""Profiler: real traces of a small model's training steps."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ PHASES = {"forward", "backward", "optimizer"}
 
 
 def take_steps(profiler: Profiler, steps: int, device: torch.device = CPU) -> None:
-    """Trains a small model, each step inside `profiler.step`."""
+    """Trains a small model with each step inside `profiler.step`."""
     with device:
         model = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
         add_adapters(model, AdapterConfig(rank=4))
@@ -62,16 +62,16 @@ def test_chosen_steps_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture
     take_steps(Profiler(ProfilerConfig(steps=[2, 4, 9]), tmp_path, World(CPU)), 4)
     names = [f"profile/step_{step:08}_rank0.json.gz" for step in (2, 4)]
     assert written(tmp_path) == names
-    told = [
+    printed = [
         f"profile of step {n}: {tmp_path / name}" for n, name in zip((2, 4), names, strict=True)
     ]
-    assert capsys.readouterr().out.splitlines() == told
+    assert capsys.readouterr().out.splitlines() == printed
     for step in (2, 4):
         found = events(tmp_path, step)
         ranges = {e["name"]: e for e in found if e.get("cat") == "user_annotation"}
         assert set(ranges) >= PHASES
-        assert [e["name"] for e in found].count("forward") == 1  # of this step alone
-        # The products of the adapted linears lie in the phases that did them.
+        assert [e["name"] for e in found].count("forward") == 1  # only this step is recorded
+        # The operations of adapted linears lie within the phases that called them.
         for phase, op in (
             ("forward", "qfsdp::adapted_linear"),
             ("backward", "qfsdp::adapted_linear_backward"),
@@ -113,18 +113,16 @@ def test_a_full_disk_does_not_end_training(
     file.parent.mkdir()
     file.symlink_to("/dev/full")
     take_steps(Profiler(ProfilerConfig(steps=[1, 2]), tmp_path, World(CPU)), 2)
-    told = capsys.readouterr()
-    assert f"warning: '{file}' cannot be written: " in told.err
-    assert "No space left on device" in told.err and len(told.err.splitlines()) == 1
-    assert "profile of step 2" in told.out and "profile of step 1" not in told.out
+    output = capsys.readouterr()
+    assert f"warning: '{file}' cannot be written: " in output.err
+    assert "No space left on device" in output.err and len(output.err.splitlines()) == 1
+    assert "profile of step 2" in output.out and "profile of step 1" not in output.out
     assert written(tmp_path) == ["profile/step_00000002_rank0.json.gz"]
 
 
-def test_a_trace_that_is_cut_off_is_none(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_incomplete_trace_is_removed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))  # a write beyond fails
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 16, before[1]))  # larger writes fail
     try:
         take_steps(Profiler(ProfilerConfig(steps=[1]), tmp_path, World(CPU)), 2)
     finally:
@@ -133,18 +131,20 @@ def test_a_trace_that_is_cut_off_is_none(
     assert list(tmp_path.rglob("profile/*")) == []
 
 
-def test_a_folder_that_cannot_be_made(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_created(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "profile").touch()
     take_steps(Profiler(ProfilerConfig(steps=[1]), tmp_path, World(CPU)), 2)
     assert "warning: " in capsys.readouterr().err
 
 
-def test_a_step_that_fails_fails_as_it_would_without(tmp_path: Path) -> None:
+def test_a_failing_step_raises_as_without_the_profiler(tmp_path: Path) -> None:
     profiler = Profiler(ProfilerConfig(steps=[1]), tmp_path, World(CPU))
     with pytest.raises(ZeroDivisionError), profiler.step(1):
         raise ZeroDivisionError
     assert written(tmp_path) == []
-    take_steps(profiler, 1)  # and nothing is left that would be in the way of the next one
+    take_steps(profiler, 1)  # the next recording works
     assert {e["name"] for e in events(tmp_path, 1)} >= PHASES
 
 
@@ -157,7 +157,7 @@ def test_check(field: str, value: list[int]) -> None:
 
 def test_ranks_outside_of_the_world(tmp_path: Path) -> None:
     config = ProfilerConfig(steps=[1], ranks=[0, 2])
-    with pytest.raises(UserError, match=r"^profiler\.ranks: 2; .* 0 to 1$"):
+    with pytest.raises(UserError, match=r"^profiler\.ranks: 2 .*; expected 0 to 1$"):
         Profiler(config, tmp_path, World(CPU, rank=1, size=2))
 
 

@@ -1,4 +1,4 @@
-"""FLOPs are those that PyTorch counts, and times are those that were spent."""
+"""FLOPs against PyTorch's counter; times of phases; the rate of matrix products."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ def plain_adapted_linear(
     ratio: Tensor | None,
     dropped: Tensor | None,
 ) -> Tensor:
-    """For autograd to differentiate, and PyTorch to count."""
+    """An adapted linear in plain operations, whose gradient PyTorch computes and counts."""
     y = x @ weight.T + scaling * ((x if dropped is None else dropped) @ a.T) @ b.T
     return y if ratio is None else y * ratio
 
@@ -72,7 +72,7 @@ def attention_backward_flops(grad: Any, q: Any, k: Any, v: Any, *_: Any, **__: A
     return sdpa_backward_flop_count(grad, q, k, v)
 
 
-# PyTorch has these formulas, but not for the kernels of CPUs.
+# PyTorch registers these formulas only for the kernels of GPUs.
 CPU_ATTENTION = {
     aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
     aten._scaled_dot_product_flash_attention_for_cpu_backward: attention_backward_flops,
@@ -80,10 +80,10 @@ CPU_ATTENTION = {
 
 
 def counted(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
-    """FLOPs of a real forward and backward pass: linears, attention."""
+    """FLOPs of linears and of attention in a real forward and backward pass."""
     counter = FlopCounterMode(display=False, custom_mapping=CPU_ATTENTION)
-    # Else the last products of a layer, whose results nobody asks for, are not done again; our
-    # own operation keeps its results.
+    # With early stop, the last products of a layer are not recomputed, as no one needs their
+    # results; our own operation keeps its results.
     with counter, set_checkpoint_early_stop(False):
         model(tokens, labels=labels).backward()
     by_op: dict[Any, int] = dict(counter.get_flop_counts()["Global"])
@@ -93,7 +93,7 @@ def counted(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
 
 @pytest.mark.parametrize("checkpointing", ["none", "full", "selective"])
 @pytest.mark.parametrize("name", SETUPS)
-def test_flops_are_those_that_pytorch_counts(
+def test_flops_equal_those_that_pytorch_counts(
     name: str, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("qfsdp.modules.adapters.adapted_linear", plain_adapted_linear)
@@ -110,12 +110,12 @@ def test_flops_are_those_that_pytorch_counts(
     linears, attention = counted(model, tokens, labels)
     flops = step_flops(model, [SEQ] * ROWS, targets)
 
-    # PyTorch counts all pairs of tokens, we those that a causal kernel computes.
+    # PyTorch counts all pairs of tokens; we count those that a causal kernel computes.
     attention = attention * (SEQ + 1) // (2 * SEQ)
     assert flops.hardware == linears + attention
     if checkpointing != "full":
-        product = 2 * ROWS * SEQ * (SEQ + 1) // 2 * WIDTH  # of the attention of a layer
-        with_backward = 1 if "late" in name else 2  # nothing before the first down_proj is trained
+        product = 2 * ROWS * SEQ * (SEQ + 1) // 2 * WIDTH  # in the attention of one layer
+        with_backward = 1 if "late" in name else 2  # backward ends at the first down_proj
         assert attention == product * (2 * 2 + 5 * with_backward)
         assert flops.model == flops.hardware - product * with_backward
     else:
@@ -134,28 +134,28 @@ def test_attention_sees_its_document_and_window(lengths: list[int], window: int 
     for length in lengths:
         seen = torch.ones(length, length).tril()
         pairs += int((seen if window is None else seen.triu(1 - window)).sum())
-    # One token per document attends to itself alone; what differs otherwise is attention.
+    # In documents of one token each token attends only to itself; the difference is attention.
     alone, flops = step_flops(model, [1] * 120, 9), step_flops(model, lengths, 9)
     assert flops.model - alone.model == (pairs - 120) * 2 * WIDTH * 6 * 2
     assert flops.hardware - alone.hardware == (pairs - 120) * 2 * WIDTH * 7 * 2
 
 
-def packed_model_flops(folder: Path, world: int) -> StepFlops:
+def quantized_model_flops(folder: Path, world: int) -> StepFlops:
     model = load_model(
         folder, wrap="linear" if world > 1 else "decoder_layer", adapter=AdapterConfig(rank=5)
     )
     return step_flops(model, [33, 7], 20)
 
 
-def test_packed_and_sharded_models_have_the_flops_of_plain_ones(tmp_path: Path) -> None:
+def test_quantized_and_sharded_models_have_the_flops_of_plain_ones(tmp_path: Path) -> None:
     write_tiny_model(tmp_path)
     with torch.device("meta"):
         plain = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
     quantize_linears(plain, QuantizationConfig("none"))
     add_adapters(plain, AdapterConfig(rank=5))
     expected = step_flops(plain, [33, 7], 20)
-    assert packed_model_flops(tmp_path, 1) == expected
-    assert run_ranks(2, packed_model_flops, tmp_path, 2) == [expected, expected]
+    assert quantized_model_flops(tmp_path, 1) == expected
+    assert run_ranks(2, quantized_model_flops, tmp_path, 2) == [expected, expected]
 
 
 def test_document_lengths() -> None:
@@ -168,7 +168,7 @@ def test_document_lengths() -> None:
     assert document_lengths(collate(packs, pad_id=0, max_seq_len=12)) == [4, 5, 3, 12]
 
 
-def test_phases_add_up_and_are_told_once() -> None:
+def test_phases_add_up_and_are_read_once() -> None:
     clock, since = StepClock(CPU), time.perf_counter()
     for _ in range(2):
         with clock.phase("forward"):
@@ -181,7 +181,7 @@ def test_phases_add_up_and_are_told_once() -> None:
     assert spent["inner"] <= spent["backward"] <= elapsed - spent["forward"]
     assert clock.seconds() == {}
     with clock.phase("logging"):
-        clock.seconds()  # a phase that is going on belongs to the next time
+        clock.seconds()  # an open phase counts for the next call
     assert list(clock.seconds()) == ["logging"]
 
 
@@ -192,7 +192,7 @@ def test_a_phase_that_raises_is_not_counted() -> None:
     assert "data" not in clock.seconds()
 
 
-def test_phases_are_ranges_of_a_trace() -> None:
+def test_phases_are_ranges_in_a_trace() -> None:
     clock = StepClock(CPU)
     with profile(acc_events=True) as trace:
         for _ in range(3):
@@ -202,8 +202,8 @@ def test_phases_are_ranges_of_a_trace() -> None:
     assert event.count == 3
 
 
-def test_matmul_rate_is_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
-    """By a false clock. The first product takes 1 s, the next 0.1 s, and 0.3 s hold no third."""
+def test_matmul_rate_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a fake clock: the first product takes 1 s, the next 0.1 s; then 0.3 s are over."""
     moments = iter([0.0, *(0.0, 1.0), 0.2, *(0.2, 0.3), 0.4])
     monkeypatch.setattr("qfsdp.training.throughput.time.perf_counter", lambda: next(moments))
     assert matmul_rate.__wrapped__(CPU, torch.float32) == pytest.approx(2 * 1024**3 / 0.1)
@@ -218,7 +218,7 @@ def test_utilization() -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
-def test_phases_on_a_gpu_wait_for_nothing() -> None:
+def test_phases_on_a_gpu_do_not_wait() -> None:
     device = torch.device("cuda", 0)
     rate = matmul_rate(device, torch.bfloat16)
     assert rate > 1e12

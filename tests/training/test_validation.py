@@ -1,4 +1,4 @@
-"""Losses on held-out sets during training: right, on a curve each, and training none the wiser."""
+"""Held-out losses during training: correct, logged per set, and without effect on training."""
 
 from __future__ import annotations
 
@@ -88,7 +88,7 @@ def training_losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines if "loss" in line]
 
 
-# ---- the right numbers -----------------------------------------------------------------------
+# ---- losses against transformers and PEFT -----------------------------------------------------
 
 PEFT_SCRIPT = """
 from peft import PeftModel
@@ -111,17 +111,17 @@ torch.save(result, f"{folder}/result.pt")
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Path:
-    """Nine updates by one process, of two sets that are evaluated before and after every second."""
+    """Nine updates on one rank; two sets are evaluated at the start and every second update."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
         run_recipe(folder)
     return folder / "run"
 
 
-def test_the_losses_are_those_of_transformers_with_peft(
+def test_losses_equal_those_of_transformers_with_peft(
     folder: Path, run: Path, tmp_path: Path
 ) -> None:
-    """Before the first update, after the last, and of the step that was kept as the best."""
+    """At the start, after the last update, and at the best step."""
     recipe = load_recipe()
     cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml"])
     base = dequantized_base(recipe.load_model(cfg, cpu_world()))
@@ -146,7 +146,7 @@ def test_the_losses_are_those_of_transformers_with_peft(
     assert best["step"] == min(others, key=lambda step: others[step])
 
 
-def test_every_set_is_a_curve_of_its_own_in_tensorboard(run: Path) -> None:
+def test_every_set_has_its_curve_in_tensorboard(run: Path) -> None:
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     events = EventAccumulator(str(run / "tensorboard"))
@@ -155,15 +155,19 @@ def test_every_set_is_a_curve_of_its_own_in_tensorboard(run: Path) -> None:
     tags = [f"validation/{name}/{what}" for name in SETS for what in ("loss", "perplexity")]
     assert [tag for tag in events.Tags()["tensors"] if tag.startswith("val")] == tags
     for tag in tags:
-        told = {e.step: e.tensor_proto.float_val[0] for e in events.Tensors(tag)}
+        shown = {e.step: e.tensor_proto.float_val[0] for e in events.Tensors(tag)}
         expected = {step: metrics[tag] for step, metrics in found.items()}
-        assert told == pytest.approx(expected, rel=1e-6)
+        assert shown == pytest.approx(expected, rel=1e-6)
 
 
 @pytest.mark.slow
-def test_the_real_model_on_real_data_like_transformers(smollm2_dir: Path, tmp_path: Path) -> None:
-    """Answers to questions, and a document in windows, tokenized by transformers itself. In fp32,
-    as in bf16 its loss of one batch and of single rows differ by 0.0015."""
+def test_the_real_model_on_real_data_against_transformers(
+    smollm2_dir: Path, tmp_path: Path
+) -> None:
+    """Answers to questions, and a document in windows, tokenized by transformers itself.
+
+    In fp32: in bf16 the losses of one batch and of single rows differ by 0.0015 in transformers.
+    """
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     maths, text = SHARED / "gsm8k/test.jsonl", SHARED / "wikitext2/valid.txt"
@@ -185,8 +189,8 @@ def test_the_real_model_on_real_data_like_transformers(smollm2_dir: Path, tmp_pa
     samples: dict[str, list[tuple[list[int], int]]] = {"seen": [], "text": []}
     for line in maths.read_text("utf-8").splitlines()[:8]:
         row = json.loads(line)
-        asked = [{"role": "user", "content": row["question"]}]
-        prompt = tokenizer.apply_chat_template(asked, add_generation_prompt=True, tokenize=False)
+        messages = [{"role": "user", "content": row["question"]}]
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=False)
         answer = f"{row['answer']}<|im_end|>"
         start = len(tokenizer(prompt)["input_ids"])
         samples["seen"].append((tokenizer(prompt + answer)["input_ids"][:300], start))
@@ -206,7 +210,7 @@ def test_the_real_model_on_real_data_like_transformers(smollm2_dir: Path, tmp_pa
 
 
 def one_by_one(folder: Path, data: Any, indices: range) -> float:
-    """The loss of a model as it is loaded, sample after sample."""
+    """The loss of the loaded, untrained model, one sample after the other."""
     recipe = load_recipe()
     cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml"])
     model = recipe.load_model(cfg, cpu_world())
@@ -220,7 +224,7 @@ def one_by_one(folder: Path, data: Any, indices: range) -> float:
     return total / count
 
 
-# ---- training is none the wiser ------------------------------------------------------------------
+# ---- no effect on training -----------------------------------------------------------------------
 
 STRATEGIES: list[dict[str, Any]] = [
     {},
@@ -236,7 +240,7 @@ STRATEGIES: list[dict[str, Any]] = [
 
 
 class Log:
-    """A `RunLog` that tells nobody, and a `Meter` without a clock."""
+    """Stands for a `RunLog`, and for a `Meter`."""
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
@@ -254,8 +258,8 @@ class Log:
         yield
 
 
-def train(folder: Path, packed: Path, out: Path, case: dict[str, Any], validate: bool) -> Any:
-    """Three updates with dropout, with an evaluation around each or without any."""
+def train(folder: Path, quantized: Path, out: Path, case: dict[str, Any], validate: bool) -> Any:
+    """Three updates with dropout, with or without an evaluation before and after each."""
     from qfsdp.checkpoint.adapter_files import save_adapter
     from qfsdp.checkpoint.state import Stager, TrainState
     from qfsdp.distributed.world import init_world
@@ -265,7 +269,7 @@ def train(folder: Path, packed: Path, out: Path, case: dict[str, Any], validate:
 
     recipe = load_recipe()
     words = ["adapter.dropout=0.1", "adapter.targets=[all-linear,lm_head]"]
-    words += [f"model.path={packed}"] if case["sharding"].get("offload_base") == "disk" else []
+    words += [f"model.path={quantized}"] if case["sharding"].get("offload_base") == "disk" else []
     words += [f"sharding.{key}={value}" for key, value in case["sharding"].items()]
     words += case.get("words", [])
     cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
@@ -312,52 +316,52 @@ def train(folder: Path, packed: Path, out: Path, case: dict[str, Any], validate:
     }
 
 
-def both(folder: Path, packed: Path, cases: list[dict[str, Any]]) -> list[str]:
-    """What differs, for every case; runs on every rank."""
-    out = folder / "both"
+def differences(folder: Path, quantized: Path, cases: list[dict[str, Any]]) -> list[str]:
+    """Results that differ with and without validation, for every case; runs on every rank."""
+    out = folder / "differences"
     out.mkdir(exist_ok=True)
     found = []
     for case in cases:
-        plain = train(folder, packed, out, case, False)
-        validated = train(folder, packed, out, case, True)
-        same = {key: plain[key] == validated[key] for key in ("losses", "stacks")}
+        plain = train(folder, quantized, out, case, False)
+        validated = train(folder, quantized, out, case, True)
+        equal = {key: plain[key] == validated[key] for key in ("losses", "stacks")}
         pairs = zip(plain["adapters"], validated["adapters"], strict=True)
-        same["adapters"] = all(torch.equal(*pair) for pair in pairs)
-        same["random"] = torch.equal(plain["random"], validated["random"])
-        found += [f"{case}: {key}" for key, value in same.items() if not value]
+        equal["adapters"] = all(torch.equal(*pair) for pair in pairs)
+        equal["random"] = torch.equal(plain["random"], validated["random"])
+        found += [f"{case}: {key}" for key, value in equal.items() if not value]
     return found
 
 
 @pytest.fixture(scope="module")
-def packed(folder: Path) -> Path:
+def quantized(folder: Path) -> Path:
     from qfsdp.checkpoint.weights.folder import ModelWeights
     from qfsdp.checkpoint.weights.quantize import quantize_folder
     from qfsdp.modules.quantized_linear import QuantizationConfig
 
     weights = ModelWeights(folder / "model")
     quantize_folder(
-        weights, QuantizationConfig("nf4", "all-linear"), folder / "packed", cpu_world()
+        weights, QuantizationConfig("nf4", "all-linear"), folder / "quantized", cpu_world()
     )
-    return folder / "packed"
+    return folder / "quantized"
 
 
 @pytest.mark.usefixtures("eager")
-def test_training_is_the_same_to_the_last_bit(folder: Path, packed: Path) -> None:
-    """Losses, gradients, adapters, random state, and what a checkpoint would hold; with dropout,
+def test_training_stays_equal_to_the_last_bit(folder: Path, quantized: Path) -> None:
+    """Losses, gradient norms, adapters, random state and the content of a checkpoint; with dropout,
     accumulation and an adapted output layer."""
-    assert both(folder, packed, [{"sharding": {}}]) == []
+    assert differences(folder, quantized, [{"sharding": {}}]) == []
 
 
-def on_ranks(folder: Path, packed: Path, cases: list[dict[str, Any]], *words: str) -> list[str]:
-    """A run of the recipe, and what an evaluation changes in training; runs on every rank."""
+def on_ranks(folder: Path, quantized: Path, cases: list[dict[str, Any]], *words: str) -> list[str]:
+    """A run of the recipe, and `differences`; runs on every rank."""
     run_recipe(folder, *words)
-    return both(folder, packed, cases)
+    return differences(folder, quantized, cases)
 
 
 @pytest.mark.parametrize("size", [2, 3])
-def test_ranks(folder: Path, packed: Path, run: Path, size: int) -> None:
-    """Any number of them has the same losses, also of the first so many samples, which are no
-    rank's own; and under every strategy training is the same to the last bit."""
+def test_ranks(folder: Path, quantized: Path, run: Path, size: int) -> None:
+    """Any number of ranks gets the same losses, also with `max_batches`, which counts all ranks;
+    under every strategy training stays equal to the last bit."""
     words = [f"batch_size={12 // size}", "max_steps=2", f"output_dir={folder}/ranks_{size}"]
     words += ["validation.max_batches=2", "validation.batch_size=4", "packed=true"]
     words += ["metric_logger=null"]
@@ -367,7 +371,7 @@ def test_ranks(folder: Path, packed: Path, run: Path, size: int) -> None:
         cases.append({"sharding": {}, "words": activations})
     else:
         cases = cases[:2]
-    for rank, different in enumerate(run_ranks(size, on_ranks, folder, packed, cases, *words)):
+    for rank, different in enumerate(run_ranks(size, on_ranks, folder, quantized, cases, *words)):
         assert different == [], f"rank {rank} of {size}"
     found = curves(folder / f"ranks_{size}")
     assert list(found) == [0, 2]
@@ -380,9 +384,9 @@ def test_ranks(folder: Path, packed: Path, run: Path, size: int) -> None:
 
 @pytest.mark.slow
 @needs_compiler
-def test_compiled_training_is_the_same_to_the_last_bit(folder: Path, packed: Path) -> None:
+def test_compiled_training_stays_equal_to_the_last_bit(folder: Path, quantized: Path) -> None:
     cases = [{"sharding": {}, "words": ["compile=true", *words]} for words in ([], ["packed=true"])]
-    for different in run_ranks(2, both, folder, packed, cases):
+    for different in run_ranks(2, differences, folder, quantized, cases):
         assert different == []
 
 
@@ -390,7 +394,7 @@ def test_compiled_training_is_the_same_to_the_last_bit(folder: Path, packed: Pat
 
 
 class Scripted:
-    """A `Validation` whose losses are told beforehand."""
+    """A `Validation` with given losses."""
 
     def __init__(self, folder: Path, monkeypatch: Any, losses: list[float], **options: Any) -> None:
         sets = {"held": Component("tests.toy_data.Samples")}
@@ -402,8 +406,8 @@ class Scripted:
             compile=False,
             packed=False,
         )
-        left = iter(losses)
-        monkeypatch.setattr(validation, "held_out_loss", lambda *_: (4 * next(left), 4))
+        remaining = iter(losses)
+        monkeypatch.setattr(validation, "held_out_loss", lambda *_: (4 * next(remaining), 4))
         self.folder, self.log = folder, Log()
         self.validation = Validation(cfg, cpu_world(), folder, total_steps=len(losses))
 
@@ -420,7 +424,7 @@ class Scripted:
 
     @property
     def kept(self) -> tuple[int, str]:
-        """The step of `best`, and what was saved then."""
+        """The step of `best`, and the content saved with it."""
         best = json.loads((self.folder / "best/best.json").read_text())
         return best["step"], (self.folder / "best/weights").read_text()
 
@@ -436,7 +440,7 @@ def test_the_lowest_loss_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
     assert run.log.said[4].endswith("; the best so far") and run.validation.progress["waited"] == 1
 
 
-def test_nothing_is_kept_where_nobody_asks(tmp_path: Path, monkeypatch: Any) -> None:
+def test_nothing_is_kept_if_keep_best_is_false(tmp_path: Path, monkeypatch: Any) -> None:
     assert Scripted(tmp_path, monkeypatch, [3.0, 2.0], keep_best=False).steps() == [1, 2]
     assert list(tmp_path.iterdir()) == []
 
@@ -454,7 +458,7 @@ def test_patience(tmp_path: Path, monkeypatch: Any, patience: int) -> None:
     )
 
 
-def test_patience_and_the_best_go_on(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_resumed_run_continues_patience_and_the_best(tmp_path: Path, monkeypatch: Any) -> None:
     losses = [3.0, 2.0, 2.1, 2.2, 2.3, 2.4]
     whole = Scripted(tmp_path / "whole", monkeypatch, losses, patience=3)
     assert whole.steps() == [1, 2, 3, 4, 5]
@@ -471,9 +475,7 @@ def test_patience_and_the_best_go_on(tmp_path: Path, monkeypatch: Any) -> None:
         assert rest.validation.progress | where == whole.validation.progress
 
 
-def test_the_best_of_a_run_in_another_folder_is_taken_over(
-    tmp_path: Path, monkeypatch: Any
-) -> None:
+def test_the_best_of_a_run_in_another_folder_is_copied(tmp_path: Path, monkeypatch: Any) -> None:
     before = Scripted(tmp_path / "one", monkeypatch, [2.0, 3.0])
     before.steps()
     rest = Scripted(tmp_path / "two", monkeypatch, [3.0, 3.0, 3.0, 1.0])
@@ -482,35 +484,35 @@ def test_the_best_of_a_run_in_another_folder_is_taken_over(
     assert before.kept == (1, "1")
 
 
-def test_another_set_starts_anew(tmp_path: Path, monkeypatch: Any) -> None:
-    """What was the best by one set says nothing by another."""
+def test_another_deciding_set_starts_without_a_best(tmp_path: Path, monkeypatch: Any) -> None:
+    """Losses of different sets cannot be compared."""
     run = Scripted(tmp_path, monkeypatch, [5.0], patience=2)
     run.validation.progress.update(metric="other", best=1.0, best_step=7, waited=9, step=7)
     run.steps()
     assert run.kept[0] == 1 and run.validation.progress["waited"] == 0
 
 
-def test_a_replacement_that_was_cut_short_is_undone(tmp_path: Path, monkeypatch: Any) -> None:
+def test_an_interrupted_replacement_is_undone(tmp_path: Path, monkeypatch: Any) -> None:
     Scripted(tmp_path, monkeypatch, [3.0]).steps()
-    (tmp_path / "best").rename(tmp_path / "best.replaced")  # as in the middle of it
+    (tmp_path / "best").rename(tmp_path / "best.replaced")  # as in the middle of a replacement
     assert Scripted(tmp_path, monkeypatch, [3.0]).kept[0] == 1
 
 
-def test_a_full_disk_is_told_in_one_line(tmp_path: Path, monkeypatch: Any) -> None:
+def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:
     run = Scripted(tmp_path, monkeypatch, [3.0, 2.0])
     run.save = lambda path: (_ for _ in ()).throw(OSError(28, "No space left"))  # type: ignore
     with pytest.raises(UserError, match="^validation: '.*best' cannot be written: .*No space left"):
         run.steps()
 
 
-# ---- through the recipe --------------------------------------------------------------------------
+# ---- with the recipe -----------------------------------------------------------------------------
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_killed_run_goes_on_as_if_it_had_not_been(
+def test_a_killed_run_continues_as_if_it_had_not_been_killed(
     folder: Path, run: Path, tmp_path: Path
 ) -> None:
-    """The curves, the best and the counter; lines of steps that are taken again are dropped."""
+    """Equal curves, best state and counter; metrics of repeated steps are not there twice."""
     killed = tmp_path / "run"
     run_recipe(folder, f"output_dir={killed}", "max_steps=5", "checkpoint.every_n_steps=3")
     assert list(curves(killed)) == [0, 2, 4, 5]
@@ -525,9 +527,7 @@ def test_a_killed_run_goes_on_as_if_it_had_not_been(
 
 
 @pytest.mark.usefixtures("eager")
-def test_a_run_that_got_worse_ends_like_a_finished_one(
-    folder: Path, tmp_path: Path, capfd: Any
-) -> None:
+def test_early_stopping_ends_like_a_finished_run(folder: Path, tmp_path: Path, capfd: Any) -> None:
     words = [f"output_dir={tmp_path}/run", "validation.patience=2", "validation.eval_every=1"]
     words += ["optimizer.lr=0.3", "checkpoint.every_n_steps=100", "validation.metric=seen"]
     run_recipe(folder, *words)
@@ -540,13 +540,13 @@ def test_a_run_that_got_worse_ends_like_a_finished_one(
     assert (tmp_path / "run/adapter/adapter_config.json").is_file()
     best = json.loads((tmp_path / "run/best/best.json").read_text())
     assert best["step"] == last - 2
-    run_recipe(folder, *words, "resume=auto")  # there is nothing left to do
+    run_recipe(folder, *words, "resume=auto")  # no step is left
     assert curves(tmp_path / "run") == found
 
 
 @pytest.mark.usefixtures("eager")
 def test_the_example_in_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
-    """The section that a shipped config has in comments, as it runs without them."""
+    """The commented section `validation` of a shipped config works when uncommented."""
     lines = (ROOT / "configs/smollm2_135m_qdora.yaml").read_text().splitlines()
     at = next(i for i, line in enumerate(lines) if line.startswith("  sets:"))
     while lines[at + 1].startswith("    # "):
@@ -590,7 +590,7 @@ def test_the_example_in_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
         (["validation.every=3"], "did you mean 'validation.eval_every'?"),
     ],
 )
-def test_mistakes_are_told_before_anything_loads(
+def test_mistakes_are_found_before_anything_loads(
     folder: Path, words: list[str], message: str
 ) -> None:
     recipe = load_recipe()
