@@ -1,14 +1,14 @@
-"""Put new decoder blocks between those of a model, without changing what it computes (Llama-Pro).
+"""Insert decoder blocks into a model without changing what it computes (Llama-Pro).
 
     tune run recipes/block_expansion --config configs/block_expansion.yaml \\
         model.path=models/Meta-Llama-3-8B rate=0.25 output_dir=models/Meta-Llama-3-8B-pro
 
-The result is a model folder: 40 blocks instead of 32, of which 8 are new and add zero. Its
-config.json lists them as `expanded_layers`; a training config takes the folder as `model.path`.
-Pack it with recipes/quantize afterwards, not before.
+The result is a model folder: 40 blocks instead of 32; 8 are new and add zero. Its config.json lists
+them as `expanded_layers`. A training config takes the folder as `model.path`. recipes/quantize can
+quantize it afterwards, not before.
 
-Streamed: whatever the model's size, a rank holds some megabytes. Several ranks share the files
-out: one process per visible accelerator, or `--nproc_per_node N`.
+A rank holds some megabytes, so a model of any size fits. Several ranks divide the files among them:
+one process per visible accelerator, or `--nproc_per_node N`.
 """
 
 from __future__ import annotations
@@ -34,10 +34,11 @@ from qfsdp.modules.decoder_config import DecoderConfig
 
 @dataclass
 class Source:
-    """Section `model`: what is expanded.
+    """Section `model`: the model to expand.
 
     Fields:
-        path: a Hugging Face model folder with weights that are not packed; they keep their dtype.
+        path: a Hugging Face model folder with weights that are not quantized; they keep their
+            dtype.
     """
 
     path: str
@@ -45,12 +46,12 @@ class Source:
 
 @dataclass
 class Config:
-    """What the YAML file and the command line can say; one of `rate` and `new_blocks`."""
+    """Keys of the YAML file and the command line; one of `rate` and `new_blocks` is set."""
 
     model: Source
     output_dir: str
-    rate: float | None = None  # new blocks per old one; their number is rounded, halves up
-    new_blocks: int | None = None  # or their number
+    rate: float | None = None  # new blocks per old one; the number of blocks is rounded, halves up
+    new_blocks: int | None = None  # or the number of new blocks
     max_file_bytes: int = MAX_FILE_BYTES
 
     def check(self) -> None:
@@ -67,19 +68,19 @@ class Config:
 
 
 def count_blocks(cfg: Config, depth: int) -> int:
-    """How many new blocks the config means for a model of `depth` blocks."""
+    """The number of new blocks for a model of `depth` blocks."""
     if cfg.new_blocks is not None:
         return cfg.new_blocks
     assert cfg.rate is not None
     count = blocks_of_rate(depth, cfg.rate)
     if count < 1:
-        one = f"{1 / depth:.2g} for one, or more"
-        raise UserError(f"rate: {cfg.rate:g} of {depth} blocks is no new block; expected {one}")
+        least = f"at least {1 / depth:.2g}"
+        raise UserError(f"rate: {cfg.rate:g} of {depth} blocks is no new block; expected {least}")
     return count
 
 
 def check(cfg: Config) -> None:
-    """What can be wrong outside the config file, found before any weight is read."""
+    """Finds mistakes outside the config file, before any weight is read."""
     count_blocks(cfg, check_plain(ModelWeights(cfg.model.path)))
     check_output(Path(cfg.output_dir).expanduser())
 

@@ -5,17 +5,17 @@
     tune run recipes/evaluate --config configs/evaluate.yaml \\
         'lm_eval.tasks=[arc_easy,arc_challenge,hellaswag]' lm_eval.limit=200
 
-Four kinds of measurements, each for as many sets as the config names:
+Four kinds of measurements, each for any number of sets in the config:
 
     loss          held-out loss of training datasets, over their target tokens
     text          perplexity of text files, in windows
     exact_match   answers to questions, compared as numbers (GSM8K, Orca-Math)
     lm_eval       tasks of lm-eval (ARC, HellaSwag, TruthfulQA, ...): pip install qfsdp[eval]
 
-One table with confidence intervals is printed, and written to `output` as JSON; every question,
-with its answer, to a .jsonl file beside it. Several ranks share the work: one process per visible
-accelerator, or `--nproc_per_node N`. The base may be plain, packed as it is loaded, or stored
-packed; with an adapter it should be what the adapter was trained over.
+Prints a table with confidence intervals, and writes it to `output` as JSON. Every question with its
+answer goes to a .jsonl file in the same folder. Several ranks share the work: one process per
+visible accelerator, or `--nproc_per_node N`. The base may be plain, quantized while it is loaded,
+or stored quantized; with an adapter it should be the base of the adapter's run.
 """
 
 from __future__ import annotations
@@ -53,20 +53,20 @@ from qfsdp.modules.transformer import Decoder
 
 @dataclass
 class Config:
-    """What the YAML file and the command line can say; sections explain themselves."""
+    """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
     tokenizer: Component
     output: str  # a .json file
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
-    adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or what PEFT wrote
+    adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
     loss: dict[str, Component] = field(default_factory=dict)  # name: a dataset as for training
     text: dict[str, TextConfig] = field(default_factory=dict)
     exact_match: dict[str, ExactMatchConfig] = field(default_factory=dict)
     lm_eval: LMEvalConfig = field(default_factory=LMEvalConfig)
-    batch_size: int = 8  # samples, windows, questions or contexts per rank and forward pass
-    max_seq_len: int = 2048  # tokens of a sample of `loss`; longer ones are cut
+    batch_size: int = 8  # samples, windows or questions per rank and forward pass
+    max_seq_len: int = 2048  # tokens per sample of `loss`; longer samples are cut
 
     def check(self) -> None:
         if self.batch_size < 1:
@@ -77,7 +77,7 @@ class Config:
 
 @dataclass
 class Sets:
-    """What is evaluated, by name, tokenized: read before any weight is."""
+    """All sets by name, tokenized; read before any weight."""
 
     tokenizer: Any
     stops: set[int]
@@ -88,9 +88,9 @@ class Sets:
 
 
 def check(cfg: Config) -> None:
-    """What can be wrong outside the config file, found before any weight is loaded."""
+    """Finds mistakes outside the config file, before any weight is loaded."""
     if not (cfg.loss or cfg.text or cfg.exact_match or cfg.lm_eval.tasks):
-        raise UserError("loss, text, exact_match, lm_eval.tasks: all empty; expected one to be set")
+        raise UserError("loss, text, exact_match, lm_eval.tasks: all empty; expected at least one")
     cfg.tokenizer.check("tokenizer")
     for name, dataset in cfg.loss.items():
         check_dataset(f"loss.{name}", dataset)
@@ -102,7 +102,7 @@ def check(cfg: Config) -> None:
         windows["max_seq_len"] = cfg.max_seq_len
     for key, length in windows.items():
         if length > positions:
-            raise UserError(f"{key}: {length}; the model has {positions} positions")
+            raise UserError(f"{key}: {length}; expected at most {positions}, the model's positions")
     sets = read_sets(cfg)
     for name, questions in sets.questions.items():
         sampling = SamplingConfig(max_new_tokens=cfg.exact_match[name].max_new_tokens)
@@ -113,7 +113,7 @@ def check(cfg: Config) -> None:
 
 
 def read_sets(cfg: Config) -> Sets:
-    """Everything that is evaluated; raises UserError for what is wrong with it."""
+    """Reads and tokenizes all sets; raises UserError for a wrong one."""
     tokenizer = cfg.tokenizer.build()
     return Sets(
         tokenizer,
@@ -131,7 +131,7 @@ def read_sets(cfg: Config) -> Sets:
 
 
 def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Result]:
-    """All figures, the same on every rank."""
+    """Measures everything; the results are the same on every rank."""
     results: list[Result] = []
     pad_id = sets.tokenizer.pad_id
     for name, dataset in sets.loss.items():
@@ -166,10 +166,10 @@ def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Resu
     return results
 
 
-def rows_file(cfg: Config, what: str) -> Path:
-    """Where single questions and answers go: beside `output`."""
+def rows_file(cfg: Config, name: str) -> Path:
+    """The file for the questions and answers of one set, in the folder of `output`."""
     output = Path(cfg.output).expanduser()
-    return output.with_name(f"{output.stem}.{what}.jsonl")
+    return output.with_name(f"{output.stem}.{name}.jsonl")
 
 
 @explain_out_of_memory

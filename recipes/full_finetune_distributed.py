@@ -1,13 +1,14 @@
-"""Train weights themselves: of the whole model, or of some layers over a frozen, packed rest.
+"""Train weights themselves: all of a model, or some layers over a frozen, quantized rest.
 
     tune run recipes/full_finetune_distributed --config configs/llama3_8b_full.yaml [key=value ...]
 
-All weights are full finetuning; only the blocks that recipes/block_expansion added are Llama-Pro.
-Starts one process per visible accelerator, or as many as torchrun's flags say:
+Training all weights is full finetuning. Training only the blocks that recipes/block_expansion has
+added is Llama-Pro.
+Starts one process per visible accelerator, or the number that torchrun's flags give:
 
     tune run --nproc_per_node 2 recipes/full_finetune_distributed --config ...
 
-Copy this file and edit it; `tune cp recipes/full_finetune_distributed my_recipe.py`.
+To change it, copy it: `tune cp recipes/full_finetune_distributed my_recipe.py`.
 """
 
 from __future__ import annotations
@@ -53,14 +54,14 @@ from qfsdp.training.validation import Validation, ValidationConfig
 
 @dataclass
 class Config:
-    """What the YAML file and the command line can say; sections explain themselves."""
+    """Keys of the YAML file and the command line; each section documents its own keys."""
 
     output_dir: str
     model: ModelConfig
     tokenizer: Component
     dataset: Component
     optimizer: Component
-    optimizer_in_backward: bool = False  # update and free each gradient as soon as it is there
+    optimizer_in_backward: bool = False  # update with each gradient at once, and free it
     lr_scheduler: Component | None = None
     metric_logger: Component | None = None
     trainable: TrainableConfig = field(default_factory=TrainableConfig)
@@ -77,14 +78,14 @@ class Config:
     max_seq_len: int = 2048  # tokens; longer samples are cut
     packed: bool = False  # several samples in a row of max_seq_len; batch_size counts rows
     epochs: int = 1
-    max_steps: int | None = None  # updates, over all epochs; null: all of them
+    max_steps: int | None = None  # updates over all epochs; null: all of them
     clip_grad_norm: float | None = 1.0
-    compile: bool = False  # every decoder layer
-    compile_cache_dir: str | None = None  # of compiled code; null: PyTorch's choice
+    compile: bool = False  # compile every decoder layer
+    compile_cache_dir: str | None = None  # for compiled code; null: PyTorch's choice
     seed: int = 0
     log_every_n_steps: int = 1
-    device_memory: str | None = None  # of one accelerator, e.g. 24GiB; null: ask it
-    preflight: bool = True  # estimate the memory first, and refuse what cannot fit
+    device_memory: str | None = None  # of one accelerator, e.g. 24GiB; null: what it has
+    preflight: bool = True  # estimate the memory first, and refuse a run that cannot fit
 
     def check(self) -> None:
         for name in ("batch_size", "gradient_accumulation_steps", "epochs", "log_every_n_steps"):
@@ -100,26 +101,27 @@ class Config:
 
 
 def check(cfg: Config) -> None:
-    """What can be wrong outside the config file, found before any weight or row is loaded."""
+    """Finds mistakes outside the config file, before any weight or row is loaded."""
     if cfg.metric_logger is not None:
         cfg.metric_logger.check("metric_logger")
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
     if cfg.compile and not has_compiler():
-        raise UserError("compile: true needs a C++ compiler; install g++, or set compile=false")
+        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
     weights = ModelWeights(cfg.model.path)
     model = build_model(cfg, weights)
     weights.check(model)
     if cfg.sharding.offload_base == "disk":
         check_disk(model, weights)
     if cfg.max_seq_len > (positions := model.config.max_position_embeddings):
-        raise UserError(f"max_seq_len: {cfg.max_seq_len}; the model has {positions} positions")
+        limit = f"at most {positions}, the model's positions"
+        raise UserError(f"max_seq_len: {cfg.max_seq_len}; expected {limit}")
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)
 
 
 def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
-    """The decoder on the meta device: no storage yet; what is frozen of its linears packed."""
+    """Builds the decoder on the meta device, without storage; frozen linears are quantized."""
     config = DecoderConfig.from_dir(cfg.model.folder)
     with torch.device("meta"):
         model = Decoder(config).to(DTYPES[cfg.model.dtype])
@@ -132,7 +134,7 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
 
 
 def load_model(cfg: Config, world: World) -> Decoder:
-    """The model, sharded and loaded; every rank reads (and quantizes) its own rows."""
+    """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = ModelWeights(cfg.model.path)
     model = build_model(cfg, weights)
     shard_model(model, cfg.sharding, world)
@@ -141,7 +143,7 @@ def load_model(cfg: Config, world: World) -> Decoder:
 
 
 def build_loader(cfg: Config, world: World) -> StepLoader:
-    """This rank's share of every global step."""
+    """Yields this rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
     dataset = cfg.dataset.build(tokenizer=tokenizer)
     if cfg.packed:
@@ -155,7 +157,7 @@ def build_loader(cfg: Config, world: World) -> StepLoader:
         seed=cfg.seed,
         pad_id=tokenizer.pad_id,
         max_seq_len=cfg.max_seq_len,
-        fill_rows=cfg.compile,  # one build serves batches of any length, but not of any size
+        fill_rows=cfg.compile,  # compiled code serves batches of any length, but of one size
     )
 
 
@@ -168,8 +170,8 @@ def train_step(
     world: World,
     clock: StepClock,
 ) -> dict[str, float]:
-    """One update from this rank's micro-batches: the mean loss over the target tokens of all
-    ranks and micro-batches, and its gradient, however the samples are split over them."""
+    """One update from this rank's micro-batches. The loss is the mean over the target tokens of all
+    ranks and micro-batches, so it does not depend on how samples are split over them."""
     targets = max(world.sum(sum(batch.num_targets for batch in batches)), 1)
     loss = torch.zeros((), device=world.device)
     for batch in batches:
@@ -187,7 +189,7 @@ def train_step(
         if scheduler is not None:
             scheduler.step()
     with clock.phase("norm_refresh"):
-        refresh_dora_norms(model)  # A and B changed: the only place where they do
+        refresh_dora_norms(model)  # A and B have changed; they change nowhere else
     return {"loss": world.sum(loss.item()), "grad_norm": grad_norm.item(), "lr": lr}
 
 
@@ -218,7 +220,7 @@ def main(cfg: Config, run: Run) -> None:
     save = partial(save_model, model, weights, dtype, world=world)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, save)
-        for step in validation.steps(first_step):  # up to total_steps, or until it is over
+        for step in validation.steps(first_step):  # to total_steps, or until patience ends
             run.step = step
             with profiler.step(step):
                 with clock.phase("data"):

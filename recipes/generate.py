@@ -5,13 +5,14 @@
     tune run recipes/generate --config configs/generate.yaml \\
         prompts=questions.jsonl prompt_column=question output=answers.jsonl
 
-One prompt is answered on the terminal, as the answer is made. Of a file every row is answered, and
-written to `output` with its answer as `completion`, in the file's order. A column of prompts holds
-texts, or lists of `{"role": ..., "content": ...}`. The base may be plain, packed as it is loaded,
-or stored packed; with an adapter it should be what the adapter was trained over.
+The answer to one prompt is printed while it is generated. For a file, every row is written to
+`output` with its answer as `completion`, in the order of the file. The column of prompts holds
+texts, or lists of `{"role": ..., "content": ...}`. The base may be plain, quantized while it is
+loaded, or stored quantized; with an adapter it should be the base of the adapter's run.
 
-Several ranks share the prompts out: one process per visible accelerator, or `--nproc_per_node N`.
-With `sharding.strategy: ddp` each has the whole packed base; others gather a layer for every token.
+Several ranks divide the prompts: one process per visible accelerator, or `--nproc_per_node N`. With
+`sharding.strategy: ddp` each rank holds the whole base; other strategies gather each layer for
+every token.
 """
 
 from __future__ import annotations
@@ -43,42 +44,42 @@ COMPLETION = "completion"
 
 @dataclass
 class Config:
-    """What the YAML file and the command line can say; sections explain themselves."""
+    """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
     tokenizer: Component
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
-    adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or what PEFT wrote
-    prompt: str | None = None  # this one, or
-    prompts: str | None = None  # a .jsonl file of them
-    prompt_column: str = "prompt"  # of `prompts`
+    adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
+    prompt: str | None = None  # one prompt, or
+    prompts: str | None = None  # a .jsonl file of prompts
+    prompt_column: str = "prompt"  # column of `prompts`
     system_prompt: str | None = None  # before every prompt
-    chat_template: bool = True  # false: prompts are texts to be continued
+    chat_template: bool = True  # false: prompts are texts to continue
     batch_size: int = 8  # prompts per rank at a time
     output: str | None = None  # a .jsonl file, for `prompts`; null: standard output
-    compile: bool = False  # every decoder layer, for new tokens; worth it for many prompts
-    compile_cache_dir: str | None = None  # of compiled code; null: PyTorch's choice
+    compile: bool = False  # compile every decoder layer for new tokens; pays for many prompts
+    compile_cache_dir: str | None = None  # for compiled code; null: PyTorch's choice
 
     def check(self) -> None:
         if self.batch_size < 1:
             raise InvalidField("batch_size", self.batch_size, "an integer of at least 1")
         if self.prompt is not None and self.prompts is not None:
-            raise InvalidField("prompts", self.prompts, "null beside prompt; one of the two")
+            raise InvalidField("prompts", self.prompts, "null with prompt; one of the two")
         if self.output is not None and self.prompt is not None:
-            raise InvalidField("output", self.output, "null beside prompt; it is for prompts")
+            raise InvalidField("output", self.output, "null with prompt; it is for prompts")
         if self.system_prompt is not None and not self.chat_template:
             raise InvalidField("system_prompt", self.system_prompt, "null without chat_template")
 
 
 def check(cfg: Config) -> None:
-    """What can be wrong outside the config file, found before any weight is loaded."""
+    """Finds mistakes outside the config file, before any weight is loaded."""
     if cfg.prompt is None and cfg.prompts is None:
-        raise UserError('prompt: none is given; expected prompt="TEXT" or prompts=FILE.jsonl')
+        raise UserError('prompt: null; expected prompt="TEXT" or prompts=FILE.jsonl')
     cfg.tokenizer.check("tokenizer")
     if cfg.compile and not has_compiler():
-        raise UserError("compile: true needs a C++ compiler; install g++, or set compile=false")
+        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
     if cfg.output is not None:
         check_new_file("output", Path(cfg.output).expanduser())
     model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
@@ -88,12 +89,12 @@ def check(cfg: Config) -> None:
 
 
 def rows_of(cfg: Config) -> list[dict[str, Any]]:
-    """The rows of the file, or one of the single prompt."""
+    """The rows of the file, or one row with the single prompt."""
     if cfg.prompts is None:
         return [{cfg.prompt_column: cfg.prompt}]
     rows = read_rows("prompts", cfg.prompts, cfg.prompt_column)
     if any(COMPLETION in row for row in rows):
-        raise UserError(f"prompts: '{cfg.prompts}' has a column {COMPLETION!r}, which is written")
+        raise UserError(f"prompts: '{cfg.prompts}' has a column {COMPLETION!r}; expected none")
     return rows
 
 
@@ -113,7 +114,7 @@ def tokenized(cfg: Config, tokenizer: Any, rows: list[dict[str, Any]]) -> list[l
 def stream(
     model: Decoder, prompt: list[int], cfg: Config, tokenizer: Any, stops: set[int], world: World
 ) -> None:
-    """Answers one prompt on the terminal, by rank 0; the others help with its layers."""
+    """Answers one prompt on rank 0's terminal; the other ranks have a part in its layers."""
     text = TextStream(tokenizer)
 
     def show(new: list[int | None]) -> None:
@@ -126,7 +127,7 @@ def stream(
 
 
 def write_answers(rows: list[dict[str, Any]], texts: list[str], output: str | None) -> None:
-    """The rows with their answers, as JSON lines."""
+    """Writes the rows with their answers as JSON lines."""
     lines = to_lines(row | {COMPLETION: text} for row, text in zip(rows, texts, strict=True))
     if output is None:
         print(lines, end="")

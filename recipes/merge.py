@@ -3,16 +3,17 @@
     tune run recipes/merge --config configs/merge.yaml \\
         model.path=models/Meta-Llama-3-70B adapter=runs/x/adapter output_dir=models/x
 
-The merged model is what training ran: an adapter that was trained over 4-bit weights is folded
-into their dequantized values, so `model.path`, `model.dtype` and `quantization` are to be those of
-the run; a warning tells where they are not. (Packed on the fly, one scale in 700 differs between
-GPUs and CPUs: merge where the run was, or have a packed folder as `model.path` in both.)
+The merged model computes what training computed: an adapter that was trained over 4-bit weights is
+folded into their dequantized values. So `model.path`, `model.dtype` and `quantization` must be
+those of the run; a warning lists differences. Weights that are quantized while they are loaded
+differ between GPUs and CPUs in one scale of 700: merge on the hardware of the run, or use a
+quantized folder as `model.path` in both.
 
 `requantize=nf4-bnb` writes 4-bit weights, which transformers loads with bitsandbytes, and qfsdp
-as `model.path`. Where an adapter was folded in, or the base was HQQ, they are rounded once more.
+as `model.path`. Weights with an adapter, and those of an HQQ base, are rounded once more.
 
-Streamed: whatever the model's size, a rank holds one packed weight. Several ranks share the files
-out: one process per visible accelerator, or `--nproc_per_node N`.
+A rank holds one weight at a time, so a model of any size fits. Several ranks divide the files among
+them: one process per visible accelerator, or `--nproc_per_node N`.
 """
 
 from __future__ import annotations
@@ -36,14 +37,14 @@ from qfsdp.modules.quantized_linear import QuantizationConfig
 
 @dataclass
 class Config:
-    """What the YAML file and the command line can say; sections explain themselves."""
+    """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    adapter: str  # a folder in PEFT's format: `adapter/` of a run, or what PEFT wrote
+    adapter: str  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
     output_dir: str
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
-    dtype: Literal["bf16", "fp32"] = "bf16"  # of what is written
-    requantize: Requantize = "none"  # or "nf4-bnb": the weights that `quantization` means
+    dtype: Literal["bf16", "fp32"] = "bf16"  # of the merged model
+    requantize: Requantize = "none"  # or "nf4-bnb": the weights that `quantization` selects
     max_file_bytes: int = MAX_FILE_BYTES
 
     def check(self) -> None:
@@ -52,7 +53,7 @@ class Config:
 
 
 def build(cfg: Config) -> Merge:
-    """What is folded into what."""
+    """The base, the adapter and the formats of the merge."""
     return Merge(
         ModelWeights(cfg.model.path),
         cfg.quantization,
@@ -64,7 +65,7 @@ def build(cfg: Config) -> Merge:
 
 
 def check(cfg: Config) -> None:
-    """What can be wrong outside the config file, found before any weight is read."""
+    """Finds mistakes outside the config file, before any weight is read."""
     merge = build(cfg)
     merge.plan()
     check_output(Path(cfg.output_dir).expanduser())

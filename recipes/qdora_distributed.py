@@ -1,13 +1,13 @@
-"""Finetune LoRA or DoRA adapters over a frozen, packed, sharded base (QLoRA, QDoRA).
+"""Finetune LoRA or DoRA adapters over a frozen, quantized, sharded base (QLoRA, QDoRA).
 
     tune run recipes/qdora_distributed --config configs/llama3_70b_qdora.yaml [key=value ...]
 
-Starts one process per visible accelerator, or as many as torchrun's flags say:
+Starts one process per visible accelerator, or the number that torchrun's flags give:
 
     tune run --nproc_per_node 2 recipes/qdora_distributed --config ...
 
-Copy this file and edit it; `tune cp recipes/qdora_distributed my_recipe.py`. What is frozen,
-what is adapted, what is sharded and what one update does all stand below.
+To change it, copy it: `tune cp recipes/qdora_distributed my_recipe.py`. This file shows which
+weights are frozen, adapted and sharded, and what one update does.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from qfsdp.training.validation import Validation, ValidationConfig
 
 @dataclass
 class Config:
-    """What the YAML file and the command line can say; sections explain themselves."""
+    """Keys of the YAML file and the command line; each section documents its own keys."""
 
     output_dir: str
     model: ModelConfig
@@ -75,14 +75,14 @@ class Config:
     max_seq_len: int = 2048  # tokens; longer samples are cut
     packed: bool = False  # several samples in a row of max_seq_len; batch_size counts rows
     epochs: int = 1
-    max_steps: int | None = None  # updates, over all epochs; null: all of them
+    max_steps: int | None = None  # updates over all epochs; null: all of them
     clip_grad_norm: float | None = 1.0
-    compile: bool = False  # every decoder layer
-    compile_cache_dir: str | None = None  # of compiled code; null: PyTorch's choice
+    compile: bool = False  # compile every decoder layer
+    compile_cache_dir: str | None = None  # for compiled code; null: PyTorch's choice
     seed: int = 0
     log_every_n_steps: int = 1
-    device_memory: str | None = None  # of one accelerator, e.g. 24GiB; null: ask it
-    preflight: bool = True  # estimate the memory first, and refuse what cannot fit
+    device_memory: str | None = None  # of one accelerator, e.g. 24GiB; null: what it has
+    preflight: bool = True  # estimate the memory first, and refuse a run that cannot fit
 
     def check(self) -> None:
         for name in ("batch_size", "gradient_accumulation_steps", "epochs", "log_every_n_steps"):
@@ -97,12 +97,12 @@ class Config:
 
 
 def check(cfg: Config) -> None:
-    """What can be wrong outside the config file, found before any weight or row is loaded."""
+    """Finds mistakes outside the config file, before any weight or row is loaded."""
     if cfg.metric_logger is not None:
         cfg.metric_logger.check("metric_logger")
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
     if cfg.compile and not has_compiler():
-        raise UserError("compile: true needs a C++ compiler; install g++, or set compile=false")
+        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
     weights = ModelWeights(cfg.model.path)
     model = build_model(cfg, weights)
     weights.check(model)
@@ -110,14 +110,15 @@ def check(cfg: Config) -> None:
         check_disk(model, weights)
     check_start(cfg.adapter, model, weights)
     if cfg.max_seq_len > (positions := model.config.max_position_embeddings):
-        raise UserError(f"max_seq_len: {cfg.max_seq_len}; the model has {positions} positions")
+        limit = f"at most {positions}, the model's positions"
+        raise UserError(f"max_seq_len: {cfg.max_seq_len}; expected {limit}")
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)
 
 
 def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
-    """The decoder on the meta device: no storage yet, linears packed, adapters in place."""
+    """Builds the decoder on the meta device, without storage: linears quantized, adapters added."""
     config = DecoderConfig.from_dir(cfg.model.folder)
     with torch.device("meta"):
         model = Decoder(config).to(DTYPES[cfg.model.dtype])
@@ -130,7 +131,7 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
 
 
 def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
-    """The model, sharded and loaded; every rank reads and quantizes its own rows."""
+    """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = open_weights(cfg.model, cfg.quantization, world)
     model = build_model(cfg, weights)
     shard_model(model, cfg.sharding, world)
@@ -140,7 +141,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
 
 
 def build_loader(cfg: Config, world: World) -> StepLoader:
-    """This rank's share of every global step."""
+    """Yields this rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
     dataset = cfg.dataset.build(tokenizer=tokenizer)
     if cfg.packed:
@@ -154,7 +155,7 @@ def build_loader(cfg: Config, world: World) -> StepLoader:
         seed=cfg.seed,
         pad_id=tokenizer.pad_id,
         max_seq_len=cfg.max_seq_len,
-        fill_rows=cfg.compile,  # one build serves batches of any length, but not of any size
+        fill_rows=cfg.compile,  # compiled code serves batches of any length, but of one size
     )
 
 
@@ -167,8 +168,8 @@ def train_step(
     world: World,
     clock: StepClock,
 ) -> dict[str, float]:
-    """One update from this rank's micro-batches: the mean loss over the target tokens of all
-    ranks and micro-batches, and its gradient, however the samples are split over them."""
+    """One update from this rank's micro-batches. The loss is the mean over the target tokens of all
+    ranks and micro-batches, so it does not depend on how samples are split over them."""
     targets = max(world.sum(sum(batch.num_targets for batch in batches)), 1)
     loss = torch.zeros((), device=world.device)
     for batch in batches:
@@ -186,14 +187,14 @@ def train_step(
         if scheduler is not None:
             scheduler.step()
     with clock.phase("norm_refresh"):
-        refresh_dora_norms(model)  # A and B changed: the only place where they do
+        refresh_dora_norms(model)  # A and B have changed; they change nowhere else
     return {"loss": world.sum(loss.item()), "grad_norm": grad_norm.item(), "lr": lr}
 
 
 @explain_out_of_memory
 def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding)
-    torch.manual_seed(cfg.seed + world.rank)  # dropout; nothing else draws from it
+    torch.manual_seed(cfg.seed + world.rank)  # for dropout; nothing else uses it
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
     profiler = Profiler(cfg.profiler, output_dir, world)
@@ -216,7 +217,7 @@ def main(cfg: Config, run: Run) -> None:
     save = partial(save_adapter, model, cfg.adapter, cfg.model.path, world=world)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, save)
-        for step in validation.steps(first_step):  # up to total_steps, or until it is over
+        for step in validation.steps(first_step):  # to total_steps, or until patience ends
             run.step = step
             with profiler.step(step):
                 with clock.phase("data"):

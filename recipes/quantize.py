@@ -1,15 +1,15 @@
-"""Pack a model's linears to 4 bits once; every later run loads the bytes as they are.
+"""Quantize a model's linears to 4 bits once; later runs load the bytes as they are.
 
     tune run recipes/quantize --config configs/quantize.yaml \\
         model.path=models/Meta-Llama-3-70B output_dir=models/Meta-Llama-3-70B-nf4
 
 The result is a model folder: weights, config and tokenizer. A training config takes it as
-`model.path`, on any number of ranks. `layout=bnb` writes NF4 as transformers loads it with
-bitsandbytes instead (qfsdp loads that too).
+`model.path`, on any number of ranks. `layout=bnb` writes NF4 in the layout that transformers loads
+with bitsandbytes; qfsdp loads it too.
 
-Streamed: whatever the model's size, a rank holds one packed weight (of HQQ, its numbers too). An
-interrupted run is finished by the same command; on a finished folder that command checks the files'
-SHA-256. Several ranks share the files out: one process per visible accelerator, or
+A rank holds one weight at a time (HQQ: also its fp32 copy), so a model of any size fits. The same
+command finishes an interrupted run; on a finished folder it checks the SHA-256 of the files.
+Several ranks divide the files among them: one process per visible accelerator, or
 `--nproc_per_node N`.
 """
 
@@ -31,7 +31,7 @@ from qfsdp.modules.quantized_linear import QuantizationConfig
 
 @dataclass
 class Config:
-    """What the YAML file and the command line can say; sections explain themselves."""
+    """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
     output_dir: str
@@ -45,18 +45,18 @@ class Config:
 
 
 def check(cfg: Config) -> None:
-    """What can be wrong outside the config file, found before any weight is read."""
+    """Finds mistakes outside the config file, before any weight is read."""
     if cfg.quantization.format == "none":
-        raise UserError("quantization.format: 'none' packs nothing; expected nf4 or hqq")
+        raise UserError("quantization.format: 'none' quantizes nothing; expected nf4 or hqq")
     if cfg.layout == "bnb" and not cfg.quantization.format.startswith("nf4"):
         raise UserError(
-            f"layout: 'bnb' holds NF4, and quantization.format is {cfg.quantization.format!r}; "
+            f"layout: 'bnb' is for NF4, and quantization.format is {cfg.quantization.format!r}; "
             "expected layout=qfsdp"
         )
     weights = ModelWeights(cfg.model.path)
     weights.check(quantized_model(weights, cfg.quantization))
     if Path(cfg.output_dir).expanduser().resolve() == weights.folder.resolve():
-        raise UserError(f"output_dir: '{cfg.output_dir}' is the source; name another folder")
+        raise UserError(f"output_dir: '{cfg.output_dir}' is model.path; expected another folder")
 
 
 @explain_out_of_memory
@@ -67,7 +67,7 @@ def main(cfg: Config, _: Run) -> None:
     quantize_folder(weights, cfg.quantization, folder, world, cfg.layout, cfg.max_file_bytes)
     if world.rank == 0:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        print(f"packed model ({size / 2**30:.2f} GiB): {folder}")
+        print(f"quantized model ({size / 2**30:.2f} GiB): {folder}")
 
 
 if __name__ == "__main__":

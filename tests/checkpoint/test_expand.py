@@ -267,7 +267,7 @@ def test_an_interrupted_run_leaves_no_model(
         (["rate=.inf"], "rate: inf is not valid; expected a number above 0"),
         (["rate=.nan"], "rate: nan is not valid; expected a number above 0"),
         (["rate=null", "new_blocks=0"], "new_blocks: 0 is not valid; expected an integer of at"),
-        (["rate=0.2"], "rate: 0.2 of 2 blocks is no new block; expected 0.5 for one, or more"),
+        (["rate=0.2"], "rate: 0.2 of 2 blocks is no new block; expected at least 0.5"),
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid"),
         (["model.dtype=fp32"], "unknown key 'model.dtype'"),
         (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),

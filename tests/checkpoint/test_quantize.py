@@ -270,7 +270,7 @@ def test_training_from_the_cache_is_the_same(smollm2_dir: Path, tmp_path: Path) 
             "quantization.format: 'none' quantizes nothing; expected nf4",
         ),
         (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),
-        (["output_dir=${model.path}"], "is the source; name another folder"),
+        (["output_dir=${model.path}"], "is model.path; expected another folder"),
         (["layout=gguf"], "expected one of 'qfsdp', 'bnb'"),
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid"),
     ],

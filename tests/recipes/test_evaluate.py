@@ -121,7 +121,7 @@ def test_two_ranks_of_a_sharded_model_as_one_process(words: list[str], tmp_path:
 @pytest.mark.parametrize(
     ("changes", "told"),
     [
-        (["~loss", "~text", "~exact_match", "~lm_eval"], r"all empty; expected one to be set$"),
+        (["~loss", "~text", "~exact_match", "~lm_eval"], r"all empty; expected at least one$"),
         (["output=x.txt"], r"^output: 'x.txt'; a file that ends in .json is right$"),
         (["output={folder}/text.txt"], r"^output: '.*text.txt' exists already; name another file$"),
         (
@@ -136,9 +136,9 @@ def test_two_ranks_of_a_sharded_model_as_one_process(words: list[str], tmp_path:
         (["text.wikitext2.file=/nowhere"], r"^text.wikitext2.file: '/nowhere': No such file"),
         (
             ["text.wikitext2.window=513"],
-            r"^text.wikitext2.window: 513; the model has 512 positions",
+            r"^text.wikitext2.window: 513; expected at most 512, the model's positions",
         ),
-        (["max_seq_len=600"], r"^max_seq_len: 600; the model has 512 positions$"),
+        (["max_seq_len=600"], r"^max_seq_len: 600; expected at most 512, the model's positions$"),
         (["exact_match.gsm8k.max_new_tokens=500"], r"^exact_match.gsm8k: .*500 after .* 512 pos"),
         (["adapter=/nowhere"], r"/nowhere"),
         (["model.path=/nowhere"], r"/nowhere"),

@@ -132,7 +132,7 @@ def test_compiled(recipe: ModuleType, model_dir: Path, prompts: Path, tmp_path: 
 @pytest.mark.parametrize(
     ("more", "message"),
     [
-        ([], "prompt: none is given"),
+        ([], "prompt: null; expected"),
         (["prompt=a", "prompts=b.jsonl"], "prompts: 'b.jsonl' is not valid; .* one of the two"),
         (["prompt=a", "output=b.jsonl"], "output: .* it is for prompts"),
         (["prompt=a", "chat_template=false", "system_prompt=b"], "system_prompt: .*chat_template"),

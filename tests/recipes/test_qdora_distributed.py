@@ -214,7 +214,7 @@ def nothing_wrong(
         (["dataset.source=missing.jsonl"], "dataset.source: "),
         (["profiler.steps=[0]"], "profiler.steps: [0] is not valid; expected a list of integers"),
         (["dataset.packed=true"], "takes no argument 'packed'"),
-        (["max_seq_len=9000"], "max_seq_len: 9000; the model has 8192 positions"),
+        (["max_seq_len=9000"], "max_seq_len: 9000; expected at most 8192, the model's positions"),
         (["quantization.targets=[lm_head]"], "'lm_head' is tied to the token embeddings"),
         (["fsdp_cpu_offload=true"], "qfsdp calls it 'sharding.cpu_offload'"),
         (["tokenizer.path=nowhere"], "tokenizer.path: 'nowhere' does not exist"),

@@ -306,6 +306,6 @@ def test_bitsandbytes_layout_is_refused_before_anything_is_read(tmp_path: Path) 
     recipe = load_recipe("quantize")
     argv = ["--config", str(ROOT / "configs/quantize.yaml"), f"model.path={tmp_path}"]
     argv += [f"output_dir={tmp_path}/x", "quantization.format=hqq", "layout=bnb"]
-    message = "^layout: 'bnb' holds NF4, and quantization.format is 'hqq'; expected layout=qfsdp$"
+    message = "^layout: 'bnb' is for NF4, and quantization.format is 'hqq'; expected layout=qfsdp$"
     with pytest.raises(UserError, match=message):
         recipe.check(load_config(recipe.Config, argv))
