@@ -1,13 +1,12 @@
-"""How a recipe file becomes running processes, and how its errors become exit statuses.
+"""Starts a recipe: checks its config, starts its ranks, and ends with an exit status.
 
-Every recipe ends with `launch(__file__, Config, check, main)`. Started plainly, it checks the
-config once, then starts itself on every accelerator of the machine; started by torchrun (or
-`tune run --nproc_per_node N`), it is one of the ranks and just runs. `check_recipe` and
-`validate_config` do the checking for the `tune` command, before any rank exists.
+Every recipe ends with `launch(__file__, Config, check, main)`. A plain start checks the config
+once, then starts the recipe on every accelerator of the machine. A process of torchrun (or of
+`tune run --nproc_per_node N`) is one of the ranks and runs `main`. `check_recipe` and
+`validate_config` check a config for the command, before any rank exists.
 
-Exit statuses: 0, 2 after a `UserError`, that of SIGINT after a Ctrl-C, else what the first failed
-rank ended with. A run that SIGTERM or SIGINT has stopped, and that has saved, ends with 0
-(`qfsdp.cli.signals`).
+Exit statuses: 0; 2 after a UserError; that of SIGINT after Ctrl-C; else that of the first failed
+rank. A run that has saved after SIGTERM or SIGINT ends with 0 (`qfsdp.cli.signals`).
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ def launch(
     Args:
         recipe_file: the recipe's `__file__`.
         schema: its config dataclass.
-        check: its own preflight, which raises UserError; not run again on torchrun's ranks.
-        main: the recipe.
+        check: its preflight, which raises UserError; torchrun's ranks do not repeat it.
+        main: the run itself.
 
     Ends the process with status 2 and one line on stderr after a UserError.
     """
@@ -56,10 +55,10 @@ def launch(
 
 @contextmanager
 def interrupts() -> Iterator[None]:
-    """Ends the process by SIGINT itself after a Ctrl-C that nobody has taken, without a traceback.
+    """After an unhandled Ctrl-C, ends the process by SIGINT, without a traceback.
 
-    Python does so by itself, but not where something that runs at exit calls `exec`, as packages
-    that torch imports where they are installed do: then the status is 1, a failure.
+    Python does so too, unless a function at exit calls `exec`, as packages do that torch imports if
+    they are installed. Then the status would be 1, a failure.
     """
     try:
         yield
@@ -70,18 +69,17 @@ def interrupts() -> Iterator[None]:
 
 
 def check_recipe(recipe_file: str | Path, argv: Sequence[str]) -> None:
-    """A recipe's preflight: its `Config` from `argv`, then its `check`; raises UserError.
+    """Runs a recipe's preflight: its `Config` from `argv`, then its `check`; raises UserError.
 
-    Does nothing for a recipe that lacks one of the two names.
+    Does nothing for a recipe without `check`.
     """
     recipe = load_recipe(recipe_file)
-    schema, check = getattr(recipe, "Config", None), getattr(recipe, "check", None)
-    if schema is not None and check is not None:
-        check(load_config(schema, argv))
+    if hasattr(recipe, "check"):
+        recipe.check(load_config(recipe.Config, argv))
 
 
 def validate_config(config_file: str | Path, recipe_file: str | Path) -> None:
-    """Checks a config against a recipe's schema and its components against their signatures.
+    """Checks a config against a recipe's schema, and its components against their signatures.
 
     Files that the config names need not exist. Raises UserError.
     """

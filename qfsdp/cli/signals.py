@@ -1,8 +1,8 @@
-"""SIGTERM and SIGINT: the first asks a run to save and end, a second one ends it at once.
+"""SIGTERM and SIGINT: the first makes a run save and end, the second ends it at once.
 
-Ranks listen with `StopRequest`. The process that started them, torchrun's agent, would kill them
-30 s after a signal and exit with an error itself; within `forwarded_to_ranks` it passes the signal
-on and goes on waiting, so that a run that was stopped and saved exits with status 0.
+Ranks use `StopRequest`. torchrun's agent, which starts them, would kill them 30 s after a signal
+and exit with an error. Inside `forwarded_to_ranks` it passes the signal on and waits, so a run that
+saves and ends exits with status 0.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from types import FrameType, TracebackType
 from typing import Any
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
-# Batch systems signal every process of a job and launchers pass the signal on as well: what
-# comes this soon after the first one is the same request.
+# Batch systems signal every process of a job, and launchers pass the signal on too. A signal this
+# soon after the first one belongs to the same request.
 SAME_REQUEST_S = 1.0
 
 
 class StopRequest:
-    """While it is entered, the first SIGTERM or SIGINT is only noted.
+    """Context manager that notes the first SIGTERM or SIGINT; the second exits the process.
 
     Fields:
-        received: that signal, or None. A second one exits the process, with 128 + its number.
+        received: the first signal, or None. The exit status is 128 + the second one's number.
     """
 
     def __init__(self) -> None:
@@ -43,7 +43,7 @@ class StopRequest:
         if self.received is None:
             self.received, self._at = signal.Signals(number), time.monotonic()
         elif time.monotonic() - self._at > SAME_REQUEST_S:
-            os._exit(128 + number)  # past threads that write and collectives that wait
+            os._exit(128 + number)  # does not wait for writer threads and collectives
 
     def __exit__(
         self,
@@ -56,7 +56,7 @@ class StopRequest:
 
 
 class Relay:
-    """What torchrun's agent does with a signal instead of ending its ranks.
+    """Signal handler for torchrun's agent: passes the first signal on, ends all on the second.
 
     Fields:
         received: the last SIGTERM or SIGINT, or None.
@@ -68,7 +68,7 @@ class Relay:
         self._ranks: Any = None  # torchelastic's PContext
 
     def started(self, ranks: Any) -> None:
-        """Takes the signals over; torchelastic has just installed its own handlers."""
+        """Installs the handler; torchelastic has just installed its own."""
         self._ranks = ranks
         for number in SIGNALS:
             signal.signal(number, self._forward)
@@ -81,14 +81,14 @@ class Relay:
                     os.kill(pid, number)
         elif time.monotonic() - self._at > SAME_REQUEST_S:
             self.received = signal.Signals(number)
-            # One that waits inside a collective would not notice a signal that Python handles.
+            # Python cannot handle a signal in a rank that waits inside a collective, so SIGKILL.
             for pid in self._ranks.pids().values():
                 with suppress(ProcessLookupError):
-                    os.killpg(pid, signal.SIGKILL)  # every rank leads a session of its own
+                    os.killpg(pid, signal.SIGKILL)  # every rank leads its own session
             self.end()
 
     def end(self) -> None:
-        """Ends the agent as a signal would without us."""
+        """Ends the agent as torchelastic's own handler would."""
         from torch.distributed.elastic.multiprocessing.api import SignalException
 
         assert self.received is not None
@@ -97,14 +97,14 @@ class Relay:
 
 @contextmanager
 def forwarded_to_ranks() -> Iterator[Relay]:
-    """Agents that are run inside pass SIGTERM and SIGINT on to their ranks."""
+    """Makes agents that run inside pass SIGTERM and SIGINT on to their ranks."""
     from torch.distributed.elastic.multiprocessing.api import PContext
 
     relay, start = Relay(), PContext.start
     before = {number: signal.getsignal(number) for number in SIGNALS}
 
     def start_ranks(ranks: PContext) -> None:
-        if relay.received is not None:  # it came while failed ranks were being replaced
+        if relay.received is not None:  # the signal came while failed ranks were replaced
             relay.end()
         start(ranks)
         relay.started(ranks)

@@ -1,4 +1,4 @@
-"""Sizes of memory as people write them: "24GiB", "512 MB", 1073741824."""
+"""Memory sizes as text: "24GiB", "512 MB", 1073741824."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ def parse_size(text: str | int) -> int:
     """Bytes of "24GiB" (2**30), "24GB" (10**9) or a plain number of bytes.
 
     Raises:
-        ValueError: it is none of these, or not above 0.
+        ValueError: the text is not a size, or not above 0.
     """
     match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
@@ -26,7 +26,7 @@ def parse_size(text: str | int) -> int:
 
 
 def format_size(size: float) -> str:
-    """ "1.50 GiB", in the unit that leaves one to three digits before the point."""
+    """ "1.50 GiB": in the unit with one to three digits before the point, GiB at most."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if abs(size) < 1000 or unit == "GiB":
             break

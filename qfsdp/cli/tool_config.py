@@ -1,10 +1,10 @@
-"""How a tool recipe reads the config of a training recipe, with words of its own beside it.
+"""Tool recipes: their command line has the config of a training recipe and keys of their own.
 
     tune run recipes/find_fit --config configs/llama3_8b_lora.yaml gpu=rtx4090 batch_size=4
-                                       a training config           own word   of the config
+                                       training config             tool's key  training config's key
 
-Words that the tool's own `Config` has are its own; all others go to the training config, which its
-recipe's schema checks as ever. The recipe is the one that the config's first comment names.
+Keys of the tool's `Config` go to the tool; all others change the training config. The training
+recipe is the one that the config belongs to (`qfsdp.cli.recipes`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Training:
-    """A training recipe and its config; `argv` are the words that made it."""
+    """A training recipe and its config; `argv` are the words that the config comes from."""
 
     recipe: ModuleType
     cfg: Any
@@ -45,20 +45,20 @@ def run_tool(schema: type[T], main: Callable[[T, Training], None]) -> None:
 
 
 def read_tool_config(schema: type[T], argv: Sequence[str]) -> tuple[T, Training]:
-    """A tool's own config, a `schema`, and the training config, from the words of both.
+    """Reads a tool's own config, a `schema`, and the training config.
 
     Raises:
-        UserError: as `load_config`, or the config belongs to no recipe that trains.
+        UserError: as `load_config`; or the config belongs to a recipe that does not train.
     """
     own = {field.name for field in fields(schema)}  # type: ignore[arg-type]
     mine = [word for word in argv if word.partition("=")[0] in own]
     training = read_training([word for word in argv if word not in mine])
-    # The tool has no file of its own.
+    # A tool has no config file.
     return load_config(schema, ["--config", os.devnull, *mine]), training
 
 
 def read_training(argv: Sequence[str]) -> Training:
-    """The recipe and the config that `--config FILE [key=value ...]` mean.
+    """Loads the recipe and the config of `--config FILE [key=value ...]`.
 
     Raises UserError as `read_tool_config`.
     """

@@ -69,8 +69,8 @@ def tune(python: Path, cwd: Path, *words: str) -> Result:
     return run(str(python), str(python.with_name("tune")), *words, cwd=cwd)
 
 
-def qfsdp(python: Path, cwd: Path, *words: str) -> Result:
-    return run(str(python), "-m", "qfsdp.cli.command", *words, cwd=cwd)
+def qfsdp(python: Path, cwd: Path, *words: str, **env: str) -> Result:
+    return run(str(python), "-m", "qfsdp.cli.command", *words, cwd=cwd, **env)
 
 
 def test_wheel_carries_recipes_configs_and_the_demonstration(tmp_path: Path) -> None:
@@ -133,8 +133,11 @@ def test_a_copied_recipe_runs_and_the_working_directory_wins(python: Path, tmp_p
 
 
 def test_qfsdp_run_is_tune_run(python: Path, tmp_path: Path) -> None:
-    one = qfsdp(python, tmp_path, "run", "recipes/stand_in", *STEP, "model.path=m")
+    words = ["run", "recipes/stand_in", *STEP, "model.path=m"]
+    one = qfsdp(python, tmp_path, *words, PYTHONPROFILEIMPORTTIME="1")
     assert (one.status, one.out) == (0, ["packaged preflight", "packaged rank 0 of 1: m"]), one.err
+    imported = {line.rpartition("|")[2].strip() for line in one.err.splitlines()}
+    assert "torch" in imported and "torchtune" not in imported
     flags = ["--nproc_per_node", "2", "--max-restarts", "1", "--rdzv_backend", "c10d"]
     flags += ["--rdzv_endpoint", "localhost:0", "--nnodes", "1"]
     two = qfsdp(python, tmp_path, "run", *flags, "./recipes/stand_in.py", *STEP)
