@@ -27,7 +27,8 @@ from qfsdp.training.memory_usage import OPTIMIZER
 
 SUGGESTIONS = 3  # that a message has at most
 SMALL_SHARE = 0.1  # a kind of tensors with a smaller share of the memory is not worth a change
-ACTIVATIONS, PARAMETERS = "activations_and_temporaries", "parameters"
+# Kinds of tensors, besides those of `qfsdp.training.memory_usage`.
+TRANSIENT, PARAMETERS = "activations_and_temporaries", "parameters"
 
 
 @dataclass(frozen=True)
@@ -36,7 +37,7 @@ class Option:
 
     Fields:
         aspect: what it changes; options with the same aspect exclude each other.
-        saves: kind of tensors that take less: ACTIVATIONS, OPTIMIZER or PARAMETERS.
+        saves: kind of tensors that take less: TRANSIENT, OPTIMIZER or PARAMETERS.
         changes: the new values.
         needs_dry_run: only a dry run can show that it is enough, or that less is not.
         same_numbers: whether the training computes the same as before.
@@ -57,7 +58,7 @@ def options(cfg: Any, world_size: int, on_gpu: bool) -> list[Option]:
     """
     ways = [*_checkpointing(cfg), *_smaller_micro_batches(cfg)]
     if on_gpu and get_key(cfg, "activation.offload") is False:
-        ways.append(Option("activation.offload", ACTIVATIONS, {"activation.offload": True}))
+        ways.append(Option("activation.offload", TRANSIENT, {"activation.offload": True}))
     strategy = get_key(cfg, "sharding.strategy")
     if world_size > 1 and strategy not in ("full_shard", None):
         ways.append(Option("strategy", PARAMETERS, strategy_over_all_ranks("full_shard")))
@@ -76,7 +77,7 @@ def _checkpointing(cfg: Any) -> list[Option]:
     key = "activation.checkpointing"
     now = get_key(cfg, key)
     later = CHECKPOINTING[CHECKPOINTING.index(now) + 1 :] if now in CHECKPOINTING else ()
-    return [Option(key, ACTIVATIONS, {key: v}, needs_dry_run=v != "full") for v in later]
+    return [Option(key, TRANSIENT, {key: v}, needs_dry_run=v != "full") for v in later]
 
 
 def _smaller_micro_batches(cfg: Any) -> list[Option]:
@@ -86,7 +87,7 @@ def _smaller_micro_batches(cfg: Any) -> list[Option]:
     halves = (batch >> times for times in range(1, batch.bit_length()))
     sizes = [size for size in halves if samples % size == 0]
     return [
-        Option("batch", ACTIVATIONS, micro_batches(size, samples), needs_dry_run=size != sizes[0])
+        Option("batch", TRANSIENT, micro_batches(size, samples), needs_dry_run=size != sizes[0])
         for size in sizes
     ]
 
@@ -125,7 +126,7 @@ def less_device_memory(
     """
     enough = SMALL_SHARE * sum(kinds.values())
     for option in options(cfg, world_size, on_gpu):
-        if option.needs_dry_run or (option.saves == ACTIVATIONS and not training):
+        if option.needs_dry_run or (option.saves == TRANSIENT and not training):
             continue
         if option.saves == PARAMETERS or kinds.get(option.saves, 0) > enough:
             yield as_words(differing(cfg, option.changes))

@@ -40,12 +40,12 @@ from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.world import World
 from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
 from qfsdp.memory.known_models import find_config
-from qfsdp.memory.tracker import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, MemoryTracker, Point
+from qfsdp.memory.tracker import MemoryTracker, Point
 from qfsdp.modules.adapters import low_rank_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from qfsdp.training.memory_usage import plain_tensors
+from qfsdp.training.memory_usage import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, plain_tensors
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.throughput import StepClock
 
@@ -62,7 +62,7 @@ __all__ = [
 BuildModel = Callable[[Any, Any], Decoder]  # (cfg, weights) -> the model on the meta device
 TrainStep = Callable[..., dict[str, float]]  # one update; arguments as in the training recipes
 Kinds = dict[str, int]  # bytes by kind of tensor
-RING = "ring of the base"  # kind of host memory: the read-ahead of a base on disk
+RING = "ring_of_the_base"  # kind of host memory: the read-ahead of a base on disk
 MICRO_BATCHES = 2  # at most in a dry step: a later one adds to gradients, the first makes them
 _LAYER = re.compile(r"(?<=layers\.)-?\d+")
 # Allowances, not measured here: what the caching allocator holds besides the allocated memory, and

@@ -26,7 +26,12 @@ from torch.optim import Optimizer
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.sizes import format_size, parse_size
-from qfsdp.memory.advice import ACTIVATIONS, SUGGESTIONS, less_device_memory, less_host_memory
+from qfsdp.memory.advice import (
+    SUGGESTIONS,
+    TRANSIENT,
+    less_device_memory,
+    less_host_memory,
+)
 from qfsdp.training.memory_usage import (
     IN_HOST,
     bytes_by_kind,
@@ -129,7 +134,7 @@ def _bytes_by_kind(run: Run, device: torch.device) -> dict[str, int]:
         return {LOADED: peak}
     kinds = bytes_by_kind(run.model, run.optimizer, device)
     on_device = sum(size for kind, size in kinds.items() if not kind.endswith(IN_HOST))
-    kinds[ACTIVATIONS] = max(0, peak - on_device)
+    kinds[TRANSIENT] = max(0, peak - on_device)
     return dict(sorted(kinds.items(), key=lambda item: -item[1]))
 
 

@@ -115,7 +115,7 @@ def refusal(predict: Predictor, now: Prediction) -> str:
 
 def _largest(prediction: Prediction) -> str:
     kind = max(prediction.kinds, key=lambda kind: prediction.kinds[kind])
-    return f"{kind}: {format_size(prediction.kinds[kind])}"
+    return f"{kind.replace('_', ' ')}: {format_size(prediction.kinds[kind])}"
 
 
 def _cost(prediction: Prediction, now: Prediction) -> str:

@@ -33,7 +33,7 @@ def lines(found: Estimate, device_memory: int | None) -> list[str]:
         ("moved per rank and step", found.moved),
     ):
         if any(sizes.values()):
-            parts = [f"{name} {format_size(size)}" for name, size in sizes.items() if size]
+            parts = [f"{_words(name)} {format_size(n)}" for name, n in sizes.items() if n]
             text.append(f"{title}: {', '.join(parts)}")
     if device_memory is not None:
         text.append(_verdict(found, device_memory))
@@ -43,8 +43,14 @@ def lines(found: Estimate, device_memory: int | None) -> list[str]:
 def _columns(sizes: Sequence[tuple[str, int]]) -> list[str]:
     total = max(1, sum(size for _, size in sizes))
     return [
-        f"  {name:<22}{format_size(size):>12}{size / total:>8.1%}" for name, size in sizes if size
+        f"  {_words(name):<22}{format_size(size):>12}{size / total:>8.1%}"
+        for name, size in sizes
+        if size
     ]
+
+
+def _words(name: str) -> str:
+    return name.replace("_", " ")
 
 
 def _verdict(found: Estimate, device_memory: int) -> str:
@@ -69,7 +75,7 @@ def draw(found: Estimate, path: Path, title: str, device_memory: int | None) -> 
     figure = Figure(figsize=(11, 5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    axes.stackplot(at, heights, labels=kinds, colors=colours, linewidth=0)
+    axes.stackplot(at, heights, labels=map(_words, kinds), colors=colours, linewidth=0)
     axes.plot([found.where.at], [found.peak / 2**30], "v", color="black", markersize=6)
     axes.annotate(
         f"peak {format_size(found.peak)}",

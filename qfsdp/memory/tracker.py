@@ -32,20 +32,21 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from qfsdp.memory.kernel_memory import DATA_DEPENDENT, WORKSPACE, Target
 from qfsdp.memory.patches import patched
 from qfsdp.tensor_subclasses.kernels import custom_op, dry_run
-from qfsdp.training.memory_usage import plain_tensors
+from qfsdp.training.memory_usage import (
+    GRADIENTS,
+    OPTIMIZER,
+    PLAIN,
+    QUANTIZED,
+    TRAINED,
+    plain_tensors,
+)
 
 aten = torch.ops.aten
 _engine = torch.autograd.graph._engine_run_backward.__code__
 
-QUANTIZED = "parameters, quantized"
-PLAIN = "parameters, plain"
-TRAINED = "parameters, trained"
-GRADIENTS = "gradients"
-OPTIMIZER = "optimizer state"
-GATHERED = "gathered parameters"
-ACTIVATIONS = "activations"
-TEMPORARIES = "temporaries"
-WORKSPACES = "workspace"
+# Kinds of tensors, besides those of a real run (`qfsdp.training.memory_usage`).
+GATHERED, ACTIVATIONS = "gathered_parameters", "activations"
+TEMPORARIES, WORKSPACES = "temporaries", "workspace"
 KINDS = (
     *(QUANTIZED, PLAIN, TRAINED, OPTIMIZER, GRADIENTS),
     *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES),

@@ -141,8 +141,8 @@ def test_offloaded_parameters_count_as_host_memory(tiny: Path) -> None:
     given = load(tiny, "sharding.cpu_offload=true", "adapter.method=lora")
     found, on_device = estimate(*given, 2), estimate(*load(tiny, "adapter.method=lora"), 2)
     assert found.peak < on_device.peak
-    assert found.host["parameters, quantized"] == on_device.at_peak["parameters, quantized"]
-    assert found.host["optimizer state"] > 0 and "optimizer state" not in found.at_peak
+    assert found.host["parameters_quantized"] == on_device.at_peak["parameters_quantized"]
+    assert found.host["optimizer_state"] > 0 and "optimizer_state" not in found.at_peak
     assert found.moved["to_host"] < found.moved["to_device"]
 
 

@@ -31,7 +31,7 @@ def test_as_typed(tmp_path: Path) -> None:
     for text in (
         "model, 3 ranks",
         "peak per rank:",
-        "parameters, quantized",
+        "parameters quantized",
         "fits into 24.00 GiB:",
     ):
         assert text in done.stdout

@@ -20,7 +20,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.memory import oom
-from qfsdp.memory.advice import ACTIVATIONS, less_device_memory, less_host_memory
+from qfsdp.memory.advice import TRANSIENT, less_device_memory, less_host_memory
 from qfsdp.memory.oom import Run, explain_out_of_memory, is_out_of_memory
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig
@@ -200,7 +200,7 @@ def test_pinned_memory_counts() -> None:
 
 
 def advice(device: torch.device = GPU, training: bool = True, **changes: Any) -> list[str]:
-    kinds = {"parameters_quantized": 50, "optimizer_state": 20, ACTIVATIONS: 30}
+    kinds = {"parameters_quantized": 50, "optimizer_state": 20, TRANSIENT: 30}
     ranks = int(os.environ.get("WORLD_SIZE", 1))
     cfg = Config("", **changes)
     return list(less_device_memory(cfg, kinds, ranks, device.type != "cpu", training))

@@ -11,9 +11,10 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
-from qfsdp.memory.tracker import ACTIVATIONS, GRADIENTS, TEMPORARIES, MemoryTracker
+from qfsdp.memory.tracker import ACTIVATIONS, TEMPORARIES, MemoryTracker
 from qfsdp.modules import quantized_linear
 from qfsdp.tensor_subclasses.kernels import dry_run, host_memory
+from qfsdp.training.memory_usage import GRADIENTS
 
 KB = 1024
 
