@@ -193,7 +193,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_one_line(mistake: str, tmp_path: Path) -> None:
     source = write_tiny_model(tmp_path / "source", **EVEN)
     folder = tmp_path / "quantized"
     quantize_folder(ModelWeights(source), QuantizationConfig(), folder, cpu_world(), layout="bnb")

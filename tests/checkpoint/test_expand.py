@@ -281,7 +281,7 @@ def test_an_interrupted_run_leaves_no_model(
         (["model.path={deep}"], "tensor 'model.layers.2.self_attn.q_proj.weight' is missing"),
     ],
 )
-def test_mistakes_are_told_in_one_line(words: list[str], message: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_one_line(words: list[str], message: str, tmp_path: Path) -> None:
     places = {name: tmp_path / name for name in ("model", "quantized", "nan", "deep")}
     for name in ("model", "nan", "deep"):
         write_tiny_model(places[name])

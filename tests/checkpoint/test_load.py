@@ -310,7 +310,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
+def test_mistakes_are_reported_in_one_line(mistake: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     model = build_meta_model(folder)
     break_it, expected = MISTAKES[mistake]
@@ -324,7 +324,7 @@ def test_mistakes_are_told_in_one_line(mistake: str, tmp_path: Path) -> None:
     assert len(message.splitlines()) == 1
 
 
-def test_nan_on_one_rank_is_told_with_the_row_of_the_whole(tmp_path: Path) -> None:
+def test_nan_on_one_rank_is_reported_with_the_row_of_the_whole(tmp_path: Path) -> None:
     """Row 100 of 192 is on the second rank of three; all ranks raise, none waits forever."""
     folder = write_tiny_model(tmp_path / "model")
     edit_tensors(folder, lambda tensors: set_value(tensors, float("nan")))

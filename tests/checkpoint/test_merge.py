@@ -448,7 +448,7 @@ def test_one_writer_at_a_time(even: tuple[Path, Path], tmp_path: Path) -> None:
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid; expected a number of bytes"),
     ],
 )
-def test_mistakes_are_told_in_one_line(
+def test_mistakes_are_reported_in_one_line(
     words: list[str], message: str, even: tuple[Path, Path], tmp_path: Path
 ) -> None:
     model_dir, adapter = even
@@ -473,7 +473,7 @@ def test_mistakes_are_told_in_one_line(
     assert not (tmp_path / "out" / "config.json").exists()
 
 
-def test_another_base_than_the_run_had_is_told(
+def test_another_base_than_in_training_is_a_warning(
     even: tuple[Path, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     model_dir, adapter = even

@@ -205,8 +205,8 @@ def test_a_folder_with_something_else_is_left_alone(source: Path, tmp_path: Path
 
 
 def test_two_writers(source: Path, tmp_path: Path) -> None:
-    folder, told = tmp_path / "quantized", "output_dir: .*quantized' is being written by"
-    with FolderLock(folder, "output_dir"), pytest.raises(UserError, match=told):
+    folder, message = tmp_path / "quantized", "output_dir: .*quantized' is being written by"
+    with FolderLock(folder, "output_dir"), pytest.raises(UserError, match=message):
         quantize(source, folder)
 
 
@@ -275,7 +275,7 @@ def test_training_from_the_cache_is_the_same(smollm2_dir: Path, tmp_path: Path) 
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid"),
     ],
 )
-def test_mistakes_are_told_before_anything_is_read(
+def test_mistakes_are_reported_before_anything_is_read(
     words: list[str], message: str, source: Path, tmp_path: Path
 ) -> None:
     recipe = load_recipe("quantize")

@@ -362,7 +362,7 @@ def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
 
     for where in WHERE:
         saver = checkpointer(folder / where, on_failure=on_failure, keep_last=9)
-        told = []
+        messages = []
         for step in (1, 2, 3):
             if step == 2 and where == f"rank {cpu_world().rank}":
                 dcp.FileSystemWriter.write_data = full  # type: ignore[method-assign]
@@ -375,12 +375,12 @@ def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
                     time.sleep(0.01)
                 saver.agree(step, False)
             except UserError as error:
-                told.append(f"{step}: {error}")
+                messages.append(f"{step}: {error}")
             dcp.FileSystemWriter.write_data = write  # type: ignore[method-assign]
             export.write_adapter = write_adapter
         saver.close()
         left = sorted(path.name for path in (folder / where / "checkpoints").iterdir())
-        results.append([*told, *left])
+        results.append([*messages, *left])
     return results
 
 
@@ -388,7 +388,7 @@ def fail(model_dir: Path, folder: Path, on_failure: str) -> list[list[str]]:
 def test_a_failed_save_leaves_the_earlier_checkpoint_only(
     model_dir: Path, tmp_path: Path, on_failure: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    told, told_by_rank_1 = run_ranks(2, fail, model_dir, tmp_path, on_failure)
+    messages, of_rank_1 = run_ranks(2, fail, model_dir, tmp_path, on_failure)
     errors = capfd.readouterr().err.splitlines()
     for at, where in enumerate(WHERE):
         folder = tmp_path / where / "checkpoints"
@@ -398,10 +398,10 @@ def test_a_failed_save_leaves_the_earlier_checkpoint_only(
         )
         intact = ["step_00000001", "step_00000003"]
         if on_failure == "stop":
-            assert told[at] == [f"2: {message}", *intact]
-            assert told_by_rank_1[at][0].startswith("2: checkpoint: not "), "ranks stop together"
+            assert messages[at] == [f"2: {message}", *intact]
+            assert of_rank_1[at][0].startswith("2: checkpoint: not "), "ranks stop together"
         else:
-            assert told[at] == told_by_rank_1[at] == intact
+            assert messages[at] == of_rank_1[at] == intact
             assert errors.count(f"warning: {message}") == 1
 
 
