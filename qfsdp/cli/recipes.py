@@ -2,7 +2,7 @@
 
 A recipe is a Python file that defines `Config` and `main`. It is found by its name,
 `recipes/NAME`, or by its path. The names come from two places, and the second wins: what comes
-with qfsdp (inside the package in a wheel, beside it in a checkout), and the working directory.
+with qfsdp (inside the package in a wheel, next to it in a checkout), and the working directory.
 
 A config belongs to the recipe of the first comment line that runs it:
 

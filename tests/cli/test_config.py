@@ -1,4 +1,4 @@
-"""What a user may write, what each mistake is answered with, and the way back to YAML."""
+"""Configs: valid files and words, the message for each mistake, and writing YAML."""
 
 from __future__ import annotations
 
@@ -102,9 +102,6 @@ def error(load: Any, tmp_path: Path) -> Any:
     return error
 
 
-# ---- what is understood --------------------------------------------------------------------
-
-
 def test_yaml_over_defaults(load: Any) -> None:
     config = load()
     assert config.model == Model("~/llama", "bf16")  # `~` is not expanded
@@ -183,9 +180,6 @@ def test_to_yaml_comes_back_equal(load: Any, text: str) -> None:
     config.extra = {"deep": [{"er": text}, 1.5, None, True]}
     config.optimizer = Component("torch.optim.AdamW", {"betas": [0.9, 0.95], "name": text})
     assert load(text=to_yaml(config)) == config
-
-
-# ---- what is refused -----------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -278,7 +272,7 @@ def test_mistakes_on_the_command_line(error: Any, word: str, message: str) -> No
             "model.path is required; give it in the config file or as model.path=VALUE",
         ),
         (
-            "model: {path: x}",  # although log_dir, a default, fails first: it refers to output_dir
+            "model: {path: x}",  # the default of log_dir refers to output_dir and fails first
             "output_dir is required; give it in the config file or as output_dir=VALUE",
         ),
         (
@@ -319,9 +313,6 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     for path in (tmp_path, tmp_path / "latin.yaml"):
         with pytest.raises(UserError, match="cannot be read"):
             load_config(Config, ["--config", str(path)])
-
-
-# ---- components ----------------------------------------------------------------------------
 
 
 @pytest.fixture
@@ -412,7 +403,7 @@ def test_check_components_reaches_all(parts: None) -> None:
         inner: Any
         many: list[Any]
 
-    fine = Component("qfsdp_parts.part", {})  # what the recipe would pass is not known here
+    fine = Component("qfsdp_parts.part", {})  # the recipe may pass the missing argument
     check_components(Outer(fine, [fine]))
     bad = Component("qfsdp_parts.part", {"siez": 1})
     with pytest.raises(UserError, match=r"^many\[1\].siez: "):
