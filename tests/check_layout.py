@@ -39,11 +39,15 @@ def main() -> int:
 
 
 def tracked_files() -> list[Path]:
-    """Files that git tracks or would add; those of an archive without git, all."""
+    """Files that git tracks or would add; without git, all outside of hidden folders."""
     command = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    names = listed.stdout.splitlines() if listed.returncode == 0 else ROOT.rglob("*")
-    return sorted(path for path in (ROOT / name for name in names) if path.is_file())
+    paths = [ROOT / name for name in listed.stdout.splitlines()] or [
+        path
+        for path in ROOT.rglob("*")
+        if not any(part.startswith(".") for part in path.relative_to(ROOT).parts)
+    ]
+    return sorted(path for path in paths if path.is_file())
 
 
 def check_entries(files: list[Path]) -> Iterator[str]:
