@@ -65,8 +65,8 @@ Kinds = dict[str, int]  # bytes by kind of tensor
 RING = "ring_of_the_base"  # kind of host memory: the read-ahead of a base on disk
 MICRO_BATCHES = 2  # at most in a dry step: a later one adds to gradients, the first makes them
 _LAYER = re.compile(r"(?<=layers\.)-?\d+")
-# Allowances, not measured here: what the caching allocator holds besides the allocated memory, and
-# the CUDA context of a process with its kernels and NCCL's buffers.
+# Allowances, not measured here: unused memory of the caching allocator, and the CUDA context of a
+# process with its kernels and NCCL's buffers.
 FRAGMENTATION, CONTEXT_BYTES = 0.04, 768 << 20
 
 

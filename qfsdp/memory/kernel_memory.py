@@ -1,4 +1,4 @@
-"""What a dry run must be told about PyTorch's own operations.
+"""What fake tensors do not show of PyTorch's own operations.
 
 Results of operations that need values, and the memory that kernels take for themselves.
 """
@@ -56,7 +56,7 @@ DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
 }
 """Operation -> function of its arguments that gives its result; None: run the operation itself."""
 
-# ---- memory that kernels take beside their results ---------------------------------------------
+# ---- workspaces of kernels ---------------------------------------------------------------------
 
 
 def _cpu_tile(q: Tensor) -> tuple[int, int]:
@@ -125,4 +125,4 @@ WORKSPACE: dict[tuple[Target, Any], Callable[..., float]] = {
     ("cpu", torch.ops.c10d._allgather_base_.default): lambda out, *_: out.nbytes,
     ("cpu", torch.ops.c10d._reduce_scatter_base_.default): lambda _, given, *__: given.nbytes,
 }
-"""(target, operation) -> function of its arguments: bytes that it takes beside its results."""
+"""(target, operation) -> function of its arguments: bytes of its workspace."""

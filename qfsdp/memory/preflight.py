@@ -28,10 +28,10 @@ Choice = tuple[int, ...]  # of every group: 0, or 1 + the index of an option
 
 
 def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> None:
-    """Compares the memory that a training step needs with the memory that is there.
+    """Compares the memory that a training step needs with the available memory.
 
     A dry run finds what the step needs, for the number of ranks that will start
-    (`qfsdp.cli.ranks.planned_ranks`). What is there: `cfg.device_memory`, else the memory of this
+    (`qfsdp.cli.ranks.planned_ranks`). Available are `cfg.device_memory`, else the memory of this
     machine's GPUs, else a rank's share of its host memory. Prints one line. Does nothing if
     `cfg.preflight` is false.
 
@@ -96,7 +96,7 @@ def this_machine(cfg: Any, ranks: int) -> tuple[Hardware, str]:
 
 
 def refusal(predict: Predictor, now: Prediction) -> str:
-    """One line: what a step needs, what is there, and the fastest changes that would fit."""
+    """One line: the needed and the available memory, and the fastest changes that would fit."""
     hardware = predict.hardware
     if now.fits_device(hardware):
         needs = f"{format_size(now.host_bytes)} of host memory per machine"

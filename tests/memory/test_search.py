@@ -128,7 +128,7 @@ def test_disk_is_tried_only_if_host_memory_is_too_small() -> None:
 
 
 def test_interpolation_alone_does_not_count() -> None:
-    """The line through two predictions says that 8 fit, but they do not."""
+    """8 samples fit by interpolation, but not by their own prediction."""
     bent = MemoryModel(base=0, sample=1, bend=0.4)
     way = Candidate("ddp", "none")
     found = largest_batch(way, bent, 8, card(24))

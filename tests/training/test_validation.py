@@ -244,14 +244,14 @@ class Log:
 
     def __init__(self) -> None:
         self.metrics: list[dict[str, float]] = []
-        self.said: list[str] = []
+        self.lines: list[str] = []
 
     def log_apart(self, step: int, metrics: dict[str, float], text: str) -> None:
         self.metrics.append(metrics)
-        self.said.append(text)
+        self.lines.append(text)
 
     def say(self, text: str) -> None:
-        self.said.append(text)
+        self.lines.append(text)
 
     @contextmanager
     def paused(self, phase: str) -> Any:
@@ -434,10 +434,10 @@ def test_the_lowest_loss_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
     assert run.steps() == [1, 2, 3, 4, 5, 6]
     assert run.kept == (5, "5")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best"]
-    assert run.log.said[2] == (
+    assert run.log.lines[2] == (
         "validation at step 3: held loss 2.5 (perplexity 12.18); the best was step 2"
     )
-    assert run.log.said[4].endswith("; the best so far") and run.validation.progress["waited"] == 1
+    assert run.log.lines[4].endswith("; the best so far") and run.validation.progress["waited"] == 1
 
 
 def test_nothing_is_kept_if_keep_best_is_false(tmp_path: Path, monkeypatch: Any) -> None:
@@ -452,7 +452,7 @@ def test_patience(tmp_path: Path, monkeypatch: Any, patience: int) -> None:
     ends = {1: 3, 2: 4, 3: 8}[patience]
     assert run.steps() == list(range(1, ends + 1)) and run.validation.is_over
     assert run.kept[0] == (5 if patience == 3 else 2)
-    assert run.log.said[-1] == (
+    assert run.log.lines[-1] == (
         f"validation: held has not improved in {patience} evaluations; the run ends after step "
         f"{ends}"
     )
