@@ -2,8 +2,7 @@
 
     python benchmarks/dequantize.py [--quick] [--json dequantize.json] [--device cpu]
 
-Ours writes as in training (`frozen_weight`: on CPUs over the previous weight); the others write
-into new memory, as their users do. Bits are compared with bitsandbytes' before anything is timed.
+All write into new memory. Bits are compared with bitsandbytes' before anything is timed.
 Shapes on a CPU: the linears of SmolLM2-135M and Llama-3-8B and two of Llama-3-70B; with --quick
 those of SmolLM2 and two of 8B. On a GPU: those of 70B. torchao needs sizes that 16,384 divides;
 with --quick it gets none above 16 M weights, because it quantizes 7 M a second.
@@ -18,9 +17,6 @@ the medians over rounds; its `_min` and `_max` are over all shapes and rounds:
     cpu_dequantize_over_copy           bytes read and written a second, over those of `copy_`
                                        between bf16 tensors of the same shape
     cpu_elements_per_second            weights a second, over all shapes
-    cpu_selections_over_table          seconds in the compiled kernel: a level chosen by 15
-                                       selections, over a level read from a table
-    cpu_table_over_copy, cpu_selections_over_copy      both over `copy_`
     gpu_temporaries_over_output        peak of temporary bytes over the bytes of the output
     cpu_ROWSxCOLS_...                  the same for one shape, and NAME_seconds, medians
 """
@@ -32,7 +28,7 @@ import statistics
 import sys
 import warnings
 from collections.abc import Callable
-from functools import cache, partial
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -42,10 +38,9 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, Times, arguments, geometric, in_turns, ratios, table, tell
-from qfsdp.modules.quantized_linear import frozen_weight
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.kernels.compiled import _copy, can_compile, compiled
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.tensor_subclasses.kernels.compiled import can_compile
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
 
 SMOLLM2 = [(576, 576), (192, 576), (1536, 576), (576, 1536)]
 LLAMA_8B = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
@@ -57,33 +52,14 @@ RATIOS = {  # key: seconds of the first over seconds of the second
     "vs_bitsandbytes": ("bitsandbytes", "ours"),
     "vs_bitsandbytes_same_memory": ("bitsandbytes_same_memory", "ours"),
     "vs_bitsandbytes_fp32_absmax": ("bitsandbytes_fp32_absmax", "ours"),
-    "selections_over_table": ("selections", "table"),
 }
 NAMES = ["ours", "copy", "torchao", "bitsandbytes", "bitsandbytes_same_memory"]
-NAMES += ["bitsandbytes_fp32_absmax", "table", "selections"]
-OVER_COPY = {"dequantize": "ours", "table": "table", "selections": "selections"}
+NAMES += ["bitsandbytes_fp32_absmax"]
 
 
 def ours(weight: QuantizedTensor) -> Tensor:
     which = (weight.format, weight.cols, weight.row_offset, torch.bfloat16)
     return frozen_weight(weight.qdata, weight.metadata, *which)
-
-
-@cache
-def with_levels(level: Callable[[Tensor, Tensor], Tensor]) -> Callable[[QuantizedTensor], Tensor]:
-    """Our dequantize with other code for the levels, compiled separately."""
-    write = _copy(nf4._write_weights.__wrapped__)  # type: ignore[attr-defined]
-    kernel = compiled(write, nf4.ONE_KERNEL, static_on_gpus=True)
-
-    def run(weight: QuantizedTensor) -> Tensor:
-        kept = nf4._level, nf4._write_weights
-        nf4._level, nf4._write_weights = level, kernel  # type: ignore[assignment]
-        try:
-            return ours(weight)
-        finally:
-            nf4._level, nf4._write_weights = kept
-
-    return run
 
 
 def bitsandbytes_cases(weight: Tensor, expected: Tensor) -> dict[str, Callable[[], Any]]:
@@ -152,14 +128,6 @@ def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tu
     }
     cases |= bitsandbytes_cases(weight, ours(quantized))
     cases |= torchao_cases(weight, quick)
-    if can_compile():
-        expected = ours(quantized).clone()
-        for name, level in (
-            ("table", nf4.level_from_table),
-            ("selections", nf4.level_by_selections),
-        ):
-            cases[name] = partial(with_levels(level), quantized)
-            assert torch.equal(cases[name](), expected), name
     times = in_turns(cases, rounds, device)
     found: Figures = {}
     for key, (over, under) in RATIOS.items():
@@ -167,10 +135,8 @@ def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tu
             found |= ratios(key, times[over], times[under])
     held = sum(t.nbytes for t in (quantized.qdata, *quantized.metadata))
     moved = (held + weight.nbytes) / (2 * weight.nbytes)
-    for key, name in OVER_COPY.items():
-        if name in times:
-            speed = ratios(f"{key}_over_copy", times["copy"], times[name])
-            found |= {k: v * moved for k, v in speed.items()}
+    speed = ratios("dequantize_over_copy", times["copy"], times["ours"])
+    found |= {k: v * moved for k, v in speed.items()}
     if device == "cuda":
         found["temporaries_over_output"] = temporaries(quantized) / weight.nbytes
     return times, found
@@ -208,7 +174,7 @@ def main() -> None:
         seconds += medians["ours"]
     table(rows)
     found: Figures = {f"{prefix}_elements_per_second": weights / seconds}
-    for name in (*RATIOS, *(f"{name}_over_copy" for name in OVER_COPY)):
+    for name in (*RATIOS, "dequantize_over_copy"):
         found |= geometric(f"{prefix}_{name}", parts, name)
     if args.device == "cuda":
         found["gpu_temporaries_over_output"] = max(p["temporaries_over_output"] for p in parts)

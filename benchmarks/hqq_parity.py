@@ -45,9 +45,9 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.perplexity import TextConfig, dataset_loss, text_windows
-from qfsdp.modules.quantized_linear import QuantizationConfig, frozen_weight
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.four_bit import BLOCK
-from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
+from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor, frozen_weight
 
 TEXT = Path(__file__).parents[2] / "shared/data/wikitext2/test.txt"
 LLAMA_8B = (14336, 4096)

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.modules.quantized_linear import factor_in, frozen_weight, product_in
+from qfsdp.modules.quantized_linear import factor_in, product_in
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
 
 
 @custom_op("qfsdp::adapted_linear")

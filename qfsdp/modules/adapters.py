@@ -41,13 +41,13 @@ from torch.distributed.tensor import DTensor
 
 from qfsdp.cli.errors import InvalidField
 from qfsdp.modules.adapted_linear import adapted_linear
-from qfsdp.modules.quantized_linear import QuantizedLinear, frozen_weight, linear
+from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, whole_tensors
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
 
 # Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache; a GPU takes 128 MB,
 # as it would wait for the launches of smaller ones.

@@ -15,12 +15,10 @@ from torch.autograd.function import once_differentiable
 
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
-from qfsdp.tensor_subclasses import hqq, nf4  # noqa: F401  (registers the formats)
-from qfsdp.tensor_subclasses.kernels import dry_run
+from qfsdp.tensor_subclasses import hqq, nf4, nf4_fp32_absmax  # noqa: F401  (registers formats)
 from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
-from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
+from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor, frozen_weight
 
 
 @dataclass
@@ -153,35 +151,6 @@ def _workspace(use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     if math.prod(shape) * dtype.itemsize < LARGEST_IN_HEAP:
         return scratch(use, shape, dtype)
     return torch.empty(shape, dtype=dtype)
-
-
-def frozen_weight(
-    weight: Tensor,
-    metadata: Sequence[Tensor],
-    format: str,
-    cols: int,
-    row_offset: int,
-    dtype: torch.dtype,
-    row_scale: Tensor | None = None,
-) -> Tensor:
-    """Rows of a frozen weight as numbers, to multiply by at once: on CPUs the next call in this
-    thread overwrites them.
-
-    Fresh memory costs a CPU more than the numbers: 8192 x 8192 in bf16 take 7 ms (two cores), and
-    50 ms into pages that the operating system must hand out first. Accelerators cache theirs.
-
-    Args:
-        weight: the bytes of a packed weight, or a plain weight, then `format` is "".
-        row_scale: fp32 `[rows]`, multiplied in before rounding to `dtype`.
-    """
-    if not format:
-        return (weight if row_scale is None else weight * row_scale.unsqueeze(1)).to(dtype)
-    out = None
-    traced = type(weight) is not Tensor and dry_run.current is None
-    if on_cpu(weight) and not traced:
-        out = scratch("weight", (weight.size(0), cols), dtype)
-    dequantize = FORMATS[format].dequantize_rows
-    return dequantize(weight, metadata, cols, row_offset, dtype, row_scale, out)
 
 
 @custom_op("qfsdp::packed_linear")

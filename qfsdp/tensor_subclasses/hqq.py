@@ -25,7 +25,7 @@ from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import (
     BLOCK,
-    CHUNK_WEIGHTS,
+    KERNEL_CHUNK,
     dequantize_pairs,
     pack_pairs,
     write_pairs,
@@ -56,7 +56,6 @@ class HQQTensor(QuantizedTensor):
         row_offset: int,
         dtype: torch.dtype,
         row_scale: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
         code_bytes, fp16_bytes = -(-cols // 2), 2 * -(-cols // BLOCK)
         codes, scales, zeros = qdata.split([code_bytes, fp16_bytes, fp16_bytes], dim=1)
@@ -65,7 +64,7 @@ class HQQTensor(QuantizedTensor):
         def write(rows: slice, codes: Tensor, row_scale: Tensor | None, out: Tensor) -> None:
             _write_weights(codes, scales[rows], zeros[rows], row_scale, out)
 
-        return dequantize_pairs(write, codes, cols, dtype, row_scale, out)
+        return dequantize_pairs(write, codes, cols, dtype, row_scale)
 
     def quantize_(
         self,
@@ -91,7 +90,7 @@ class HQQTensor(QuantizedTensor):
                 f"{name}: row {row} holds NaN, infinity or numbers too large for scales in fp16; "
                 "it cannot be quantized"
             )
-        step = max(1, CHUNK_WEIGHTS // (per_row * BLOCK))
+        step = max(1, KERNEL_CHUNK // (per_row * BLOCK))
         code_bytes = -(-self.cols // 2)
         for start in range(0, rows, step):
             part = slice(start * per_row, (start + step) * per_row)

@@ -21,8 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor
 
-import qfsdp.tensor_subclasses.kernels.compiled
-from qfsdp.tensor_subclasses.four_bit import BLOCK, CHUNK_WEIGHTS
+from qfsdp.tensor_subclasses.four_bit import BLOCK, KERNEL_CHUNK
+from qfsdp.tensor_subclasses.kernels import compiled as kernels
 from qfsdp.tensor_subclasses.kernels.compiled import ROUNDED_ALIKE, compiled
 
 LEVELS = 15  # the highest code
@@ -44,12 +44,8 @@ def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor
     """
     inverse, zero = (groups.new_empty(len(groups), dtype=torch.float32) for _ in range(2))
     mean, errors = (torch.empty_like(zero, dtype=torch.float64) for _ in range(2))
-    # Uncompiled, intermediates are as large as what is worked on at a time.
-    step = (
-        len(groups)
-        if qfsdp.tensor_subclasses.kernels.compiled.can_compile()
-        else CHUNK_WEIGHTS // BLOCK
-    )
+    # Uncompiled, temporaries are as large as the groups that are computed at a time.
+    step = len(groups) if kernels.can_compile() else KERNEL_CHUNK // BLOCK
     parts = [slice(start, start + step) for start in range(0, len(groups), max(1, step))]
     for part in parts:
         inverse[part], zero[part], mean[part] = _start(groups[part])

@@ -32,7 +32,6 @@ class PlainRows(QuantizedTensor):
         row_offset: int,
         dtype: torch.dtype,
         row_scale: Tensor | None = None,
-        out: Tensor | None = None,
     ) -> Tensor:
         """The same memory, where neither `row_scale` nor another `dtype` asks for new numbers."""
         weight = qdata.view(_DTYPES[qdata.size(1) // cols])

@@ -29,7 +29,8 @@ from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses.nf4 import NF4Tensor
+from qfsdp.tensor_subclasses.nf4_fp32_absmax import NF4Fp32AbsmaxTensor
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, TINY_CONFIG, load_recipe, write_tiny_model
@@ -280,7 +281,7 @@ def test_requantized(format: str, even: tuple[Path, Path], tmp_path: Path) -> No
     plain = load_file(merged(model_dir, adapter, tmp_path / "plain", *words) / SINGLE)
     folder = merged(model_dir, adapter, tmp_path / "bnb", *words, "requantize=nf4-bnb")
     tensors, base = load_file(folder / SINGLE), load_file(model_dir / SINGLE)
-    kind = nf4.NF4Fp32AbsmaxTensor if format == "nf4_fp32_absmax" else nf4.NF4Tensor
+    kind = NF4Fp32AbsmaxTensor if format == "nf4_fp32_absmax" else NF4Tensor
     quantized = [n for n in base if f"{n}.absmax" in tensors]
     assert len(quantized) == 14
     for name in quantized:

@@ -1,0 +1,55 @@
+"""NF4 without double quantization: absmax stays in fp32, 4.5 bits a weight.
+
+    row of bytes:  [ cols/2 bytes of codes | cols/64 absmax, fp32 in 4 bytes each ]
+
+bitsandbytes writes this format with `bnb_4bit_use_double_quant: false`. It has no metadata.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+from torch import Tensor
+
+from qfsdp.tensor_subclasses.four_bit import BLOCK
+from qfsdp.tensor_subclasses.nf4 import check_finite, dequantize_nf4, write_codes
+from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
+
+
+class NF4Fp32AbsmaxTensor(QuantizedTensor):
+    """A weight in NF4 without double quantization."""
+
+    format = "nf4_fp32_absmax"
+
+    @staticmethod
+    def row_bytes(cols: int) -> int:
+        return -(-cols // 2) + 4 * -(-cols // BLOCK)
+
+    @staticmethod
+    def metadata_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
+        return []
+
+    @staticmethod
+    def dequantize_rows(
+        qdata: Tensor,
+        metadata: Sequence[Tensor],
+        cols: int,
+        row_offset: int,
+        dtype: torch.dtype,
+        row_scale: Tensor | None = None,
+    ) -> Tensor:
+        codes, absmax = qdata.split([-(-cols // 2), 4 * -(-cols // BLOCK)], dim=1)
+        absmax = absmax.contiguous().view(torch.float32)
+        no_offset = absmax.new_zeros(())
+        return dequantize_nf4(codes, absmax, no_offset, cols, dtype, row_scale)
+
+    def quantize_(
+        self,
+        weight: Tensor | Iterable[Tensor],
+        name: str = "weight",
+        gather_rows: GatherRows | None = None,
+    ) -> None:
+        absmax = write_codes(weight, self.qdata)
+        check_finite(absmax if gather_rows is None else gather_rows(absmax), name)
+        self.qdata[:, -4 * absmax.size(1) :] = absmax.view(torch.uint8)
