@@ -17,6 +17,18 @@ import pytest
 
 from tests.cli.stand_in import CONFIG, RECIPE, ROOT, STEP, Result, run, write_stand_in
 
+FLAGS = ["--nproc_per_node", "2", "--max-restarts", "1", "--nnodes", "1"]
+FLAGS += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
+TWO_RANKS = [
+    "packaged preflight",
+    "packaged rank 0 of 2: llama",
+    "packaged rank 1 of 2: llama",
+]
+NO_RECIPE = (
+    "error: {}: no such recipe; expected one that `{} ls` lists, "
+    "or a Python file that defines Config and main"
+)
+
 
 def build(folder: Path, how: str) -> list[str]:
     code = f"import sys; from hatchling.build import {how}; print({how}(sys.argv[1]))"
@@ -93,60 +105,45 @@ def test_the_demonstration_of_the_wheel_imports(python: Path, tmp_path: Path) ->
 def test_tune_run_from_an_empty_directory(python: Path, tmp_path: Path) -> None:
     one = tune(python, tmp_path, "run", "recipes/stand_in", *STEP, "model.path=m")
     assert (one.status, one.out) == (0, ["packaged preflight", "packaged rank 0 of 1: m"]), one.err
+    assert one.err == ""  # importing torchtune and torchao prints nothing
     two = tune(python, tmp_path, "run", "--nproc_per_node", "2", "recipes/stand_in.py", *STEP)
     assert two.status == 0, two.err
-    assert two.out == [
-        "packaged preflight",
-        "packaged rank 0 of 2: llama",
-        "packaged rank 1 of 2: llama",
-    ]
-
-
-def test_tune_run_tells_mistakes_once(python: Path, tmp_path: Path) -> None:
-    flags = ["--nproc_per_node", "2"]
-    typo = tune(python, tmp_path, "run", *flags, "recipes/stand_in", *STEP, "fale=x")
-    assert (typo.status, typo.errors) == (2, ["error: unknown key 'fale'; did you mean 'fail'?"])
-    odd = tune(python, tmp_path, "run", *flags, "recipes/stand_in", *STEP, "fail=user")
-    assert (odd.status, odd.errors) == (2, ["error: the data is odd"]), odd.err
-    assert "Traceback" not in typo.err + odd.err
+    assert two.out == TWO_RANKS
     none = tune(python, tmp_path, "run", "recipes/nope", *STEP)
-    assert none.status == 2
-    assert none.errors == [
-        "error: recipes/nope: no such recipe; expected one that `tune ls` lists, "
-        "or a Python file that defines Config and main"
-    ]
+    assert (none.status, none.errors) == (2, [NO_RECIPE.format("recipes/nope", "tune")])
 
 
-def test_a_copied_recipe_runs_and_the_working_directory_wins(python: Path, tmp_path: Path) -> None:
-    copied = tune(python, tmp_path, "cp", "recipes/stand_in", "my_recipe.py")
-    assert copied.out == ["Copied file to my_recipe.py"], copied.err
-    (tmp_path / "my_recipe.py").write_text(RECIPE.replace("PLACE", "mine"))
-    mine = tune(python, tmp_path, "run", "my_recipe", *STEP, "devices=2")
-    assert mine.out == ["mine preflight", "mine rank 0 of 2: llama", "mine rank 1 of 2: llama"]
-    flagged = tune(python, tmp_path, "run", "--nproc_per_node", "1", "my_recipe.py", *STEP)
-    assert flagged.out == ["mine preflight", "mine rank 0 of 1: llama"], flagged.err
-
-    write_stand_in(tmp_path, "local")
-    (tmp_path / "configs" / "stand_in.yaml").write_text("model: {path: local-model}")
-    local = tune(python, tmp_path, "run", "recipes/stand_in", *STEP)
-    assert local.out == ["local preflight", "local rank 0 of 1: local-model"], local.err
-
-
-def test_qfsdp_run_is_tune_run(python: Path, tmp_path: Path) -> None:
+def test_qfsdp_run_from_an_empty_directory(python: Path, tmp_path: Path) -> None:
     words = ["run", "recipes/stand_in", *STEP, "model.path=m"]
     one = qfsdp(python, tmp_path, *words, PYTHONPROFILEIMPORTTIME="1")
     assert (one.status, one.out) == (0, ["packaged preflight", "packaged rank 0 of 1: m"]), one.err
     imported = {line.rpartition("|")[2].strip() for line in one.err.splitlines()}
     assert "torch" in imported and "torchtune" not in imported
-    flags = ["--nproc_per_node", "2", "--max-restarts", "1", "--rdzv_backend", "c10d"]
-    flags += ["--rdzv_endpoint", "localhost:0", "--nnodes", "1"]
-    two = qfsdp(python, tmp_path, "run", *flags, "./recipes/stand_in.py", *STEP)
-    assert two.status == 0, two.err
-    assert two.out[1:] == ["packaged rank 0 of 2: llama", "packaged rank 1 of 2: llama"]
-    typo = qfsdp(python, tmp_path, "run", *flags, "recipes/stand_in", *STEP, "fale=x")
-    assert (typo.status, typo.errors) == (2, ["error: unknown key 'fale'; did you mean 'fail'?"])
+    two = qfsdp(python, tmp_path, "run", *FLAGS, "./recipes/stand_in.py", *STEP)
+    assert (two.status, two.out) == (0, TWO_RANKS), two.err
+
+
+def test_mistakes_are_reported_once(python: Path, tmp_path: Path) -> None:
     none = qfsdp(python, tmp_path, "run", "nope.py", *STEP)
-    assert (none.status, none.err.count("error: nope.py: no such recipe; ")) == (2, 1)
+    assert (none.status, none.err) == (2, NO_RECIPE.format("nope.py", "qfsdp") + "\n")
+    typo = qfsdp(python, tmp_path, "run", *FLAGS, "recipes/stand_in", *STEP, "fale=x")
+    assert (typo.status, typo.errors) == (2, ["error: unknown key 'fale'; did you mean 'fail'?"])
+    odd = qfsdp(python, tmp_path, "run", *FLAGS, "recipes/stand_in", *STEP, "fail=user")
+    assert (odd.status, odd.errors) == (2, ["error: the data is odd"]), odd.err
+    assert "Traceback" not in typo.err + odd.err
+
+
+def test_a_copied_recipe_runs_and_the_working_directory_wins(python: Path, tmp_path: Path) -> None:
+    (tmp_path / "my_recipe.py").write_text(RECIPE.replace("PLACE", "mine"))
+    mine = tune(python, tmp_path, "run", "--nproc_per_node", "1", "my_recipe", *STEP)
+    assert mine.out == ["mine preflight", "mine rank 0 of 1: llama"], mine.err
+    plain = qfsdp(python, tmp_path, "run", "my_recipe.py", *STEP)
+    assert plain.out == mine.out, plain.err
+
+    write_stand_in(tmp_path, "local")
+    (tmp_path / "configs" / "stand_in.yaml").write_text("model: {path: local-model}")
+    local = qfsdp(python, tmp_path, "run", "recipes/stand_in", *STEP)
+    assert local.out == ["local preflight", "local rank 0 of 1: local-model"], local.err
 
 
 # Runs commands in one process, which imports torchtune once.
@@ -226,8 +223,3 @@ def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
         ],
         [0, "Config is well-formed!\n", ""],
     ]
-
-
-def test_tune_imports_without_noise(python: Path, tmp_path: Path) -> None:
-    done = tune(python, tmp_path, "ls")
-    assert (done.status, done.err) == (0, "")
