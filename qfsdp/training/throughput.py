@@ -268,8 +268,8 @@ class Meter:
 # ---- the device's rate ---------------------------------------------------------------------
 
 
-@torch.no_grad()
 @functools.cache
+@torch.no_grad()
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s of large square products on `device`, as a model of `dtype` multiplies there
     (`product_dtype`): the best of as many as 0.3 s hold, measured once per process.
