@@ -38,6 +38,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments
 from qfsdp.memory.hardware import machine_memory
+from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.training.throughput import matmul_rate
 
 ROUNDS = 5
@@ -145,7 +146,7 @@ def main() -> None:
     if args.device == "cuda":
         figures |= of_gpus(size)
     else:
-        figures["matmul_rate"] = matmul_rate(torch.device("cpu"), torch.bfloat16)
+        figures["matmul_rate"] = matmul_rate(torch.device("cpu"), compute_dtype("bf16"))
     for name, value in figures.items():
         unit = "TFLOPS" if name == "matmul_rate" else "GB"
         scale = 1e12 if name == "matmul_rate" else 1e9

@@ -41,7 +41,8 @@ from qfsdp.checkpoint.weights.expand import (
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.distributed.world import World
-from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 
 NEW_BLOCKS = 8
@@ -95,7 +96,7 @@ def check_bits() -> dict[str, float]:
         new = Path(folder) / "expanded"
         expand_folder(ModelWeights(old), NEW_BLOCKS, new, World(torch.device("cpu")))
         for name, logits in (("qfsdp", our_logits), ("transformers", their_logits)):
-            for short, dtype in DTYPES.items():
+            for short, dtype in COMPUTE_DTYPES.items():
                 before, after = (logits(path, dtype, tokens) for path in (old, new))
                 figures[f"smollm2_{name}_{short}"] = (after - before).abs().max().item()
     return figures

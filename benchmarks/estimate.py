@@ -48,7 +48,6 @@ from qfsdp.cli.config import load_config
 from qfsdp.cli.recipes import load_recipe
 from qfsdp.cli.sizes import format_size
 from qfsdp.memory.estimate import CONTEXT_BYTES, estimate_fast
-from qfsdp.modules import quantized_linear
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 
@@ -146,7 +145,6 @@ def _rank(rank: int, size: int, chosen: list[Case], folders: dict[str, str], out
 def _measure(case: Case, folders: dict[str, str]) -> int:
     recipe, cfg = config_of(case, folders)
     gc.collect()  # frees the model of the last case before the measurement
-    vars(quantized_linear._scratch).clear()
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         world = recipe.init_world()

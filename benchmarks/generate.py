@@ -34,7 +34,7 @@ from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens
-from qfsdp.modules.decoder_config import DTYPES
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
 GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k/test.jsonl"
@@ -54,7 +54,7 @@ def questions(count: int) -> list[str]:
 def transformers(folder: Path, dtype: str, device: str) -> Answer:
     from transformers import AutoModelForCausalLM
 
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=DTYPES[dtype])
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=COMPUTE_DTYPES[dtype])
     model = model.to(device).eval()
     model.generation_config.eos_token_id = None
 

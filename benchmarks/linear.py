@@ -47,7 +47,7 @@ from benchmarks.timing import (
     usual_dtype,
 )
 from qfsdp.modules.adapters import AdapterConfig, LowRankLinear, init_adapters
-from qfsdp.modules.decoder_config import DTYPES
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -155,7 +155,7 @@ def storages(tensor: Tensor) -> dict[int, int]:
 def measure(shape: tuple[int, int], tokens: int, device: str, rounds: int) -> tuple[Any, Figures]:
     """Median seconds by name, and the figures of one shape."""
     torch.manual_seed(0)
-    given: dict[str, Any] = {"device": device, "dtype": DTYPES[usual_dtype(device)]}
+    given: dict[str, Any] = {"device": device, "dtype": COMPUTE_DTYPES[usual_dtype(device)]}
     weight = torch.randn(shape, **given).mul_(0.02)
     x = torch.randn(1, tokens, shape[1], **given, requires_grad=True)
     grad = torch.randn(1, tokens, shape[0], **given)

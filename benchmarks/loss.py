@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory
 from benchmarks.timing import usual_dtype
-from qfsdp.modules.decoder_config import DTYPES
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.loss import head_loss, summed_cross_entropy
 
 Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
@@ -69,8 +69,8 @@ def main() -> None:
     tokens, width, vocabulary = (1024, 512, 128256) if args.quick else (4096, 1024, 128256)
     torch.manual_seed(0)
     dtype = usual_dtype("cpu")
-    head = nn.Linear(width, vocabulary, bias=False, dtype=DTYPES[dtype]).requires_grad_(False)
-    hidden = torch.randn(1, tokens, width, dtype=DTYPES[dtype])
+    hidden = torch.randn(1, tokens, width, dtype=COMPUTE_DTYPES[dtype])
+    head = nn.Linear(width, vocabulary, bias=False, dtype=hidden.dtype).requires_grad_(False)
     labels = torch.randint(0, vocabulary, (1, tokens))
     half = labels.masked_fill(torch.arange(tokens) < tokens // 2, -100)
     cases: dict[str, tuple[Way, Tensor]] = {"plain": (plain, labels), "ours": (head_loss, labels)}

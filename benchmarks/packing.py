@@ -40,7 +40,8 @@ from qfsdp.data import Batch, HFTokenizer, StepLoader, TokenizedDataset, collate
 from qfsdp.data.conversations import instruct_dataset
 from qfsdp.data.packing import PackedDataset, best_fit
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
-from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.compute_dtype import compute_dtype
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 
@@ -63,7 +64,7 @@ QUICK = Sizes(turns=2, samples=3, packs=1, rows=800)
 def load_model(folder: Path) -> Decoder:
     weights = ModelWeights(folder)
     with torch.device("meta"):
-        model = Decoder(DecoderConfig.from_dir(folder)).to(DTYPES["bf16"])
+        model = Decoder(DecoderConfig.from_dir(folder)).to(compute_dtype("bf16"))
     quantize_linears(model, QuantizationConfig(), weights.formats)
     add_adapters(model, AdapterConfig("lora"))
     load_base(model, weights, torch.device("cpu"))

@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import torch
 
-from qfsdp.tensor_subclasses.kernels.cpu import BF16_PRODUCTS
+from qfsdp.modules.compute_dtype import has_bf16_products
 
 Cases = Mapping[str, Callable[[], Any]]
 Times = dict[str, list[float]]
@@ -42,9 +42,8 @@ def arguments(doc: str | None) -> argparse.ArgumentParser:
 
 
 def usual_dtype(device: str) -> Literal["bf16", "fp32"]:
-    """bf16; fp32 to compare with others on a CPU without products in bf16, as they multiply in it
-    even so (`qfsdp.tensor_subclasses.kernels.cpu`)."""
-    return "bf16" if device != "cpu" or BF16_PRODUCTS else "fp32"
+    """bf16, but fp32 on a CPU without bf16 products: others would compute in bf16 even there."""
+    return "bf16" if device != "cpu" or has_bf16_products() else "fp32"
 
 
 def in_turns(cases: Cases, rounds: int, device: str = "cpu", calls: int = 0) -> Times:

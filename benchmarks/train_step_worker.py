@@ -28,7 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory, private_bytes
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, low_rank_linears
-from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.targets import LINEAR_NAMES
 from qfsdp.modules.transformer import Decoder
 
@@ -99,13 +100,13 @@ def peft(job: Job) -> Step:
     from peft.utils.integrations import dequantize_module_weight
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
-    options: dict[str, Any] = {"dtype": DTYPES[job.dtype], "device_map": {"": job.device}}
+    options: dict[str, Any] = {"dtype": COMPUTE_DTYPES[job.dtype], "device_map": {"": job.device}}
     if job.base == "nf4":
         options["quantization_config"] = BitsAndBytesConfig(
             load_in_4bit=True,
             bnb_4bit_quant_type="nf4",
             bnb_4bit_use_double_quant=True,
-            bnb_4bit_compute_dtype=DTYPES[job.dtype],
+            bnb_4bit_compute_dtype=COMPUTE_DTYPES[job.dtype],
         )
     base = AutoModelForCausalLM.from_pretrained(job.model, **options)
     base.config.use_cache = False  # as its Trainer does
@@ -149,7 +150,7 @@ def torchtune(job: Job) -> Step:
     if config.rope.rope_type != "default":
         raise ValueError(f"rope type {config.rope.rope_type}: not set up for torchtune here")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
-    with training.set_default_dtype(DTYPES[job.dtype]), torch.device(job.device):
+    with training.set_default_dtype(COMPUTE_DTYPES[job.dtype]), torch.device(job.device):
         model = lora_llama3(
             ["q_proj", "k_proj", "v_proj", "output_proj"],
             apply_lora_to_mlp=True,

@@ -40,7 +40,8 @@ from qfsdp.distributed.world import World, init_world
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.adapters import refresh_dora_norms
-from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.trainable import TrainableConfig, check_trainable, set_trainable
 from qfsdp.modules.transformer import ActivationConfig, Decoder
@@ -124,7 +125,7 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     """Builds the decoder on the meta device, without storage; frozen linears are quantized."""
     config = DecoderConfig.from_dir(cfg.model.folder)
     with torch.device("meta"):
-        model = Decoder(config).to(DTYPES[cfg.model.dtype])
+        model = Decoder(config).to(compute_dtype(cfg.model.dtype))
     trained = set_trainable(model, cfg.trainable, cfg.model.folder)
     quantize_linears(model, cfg.quantization, weights.formats, plain=trained)
     model.set_activations(cfg.activation)
@@ -195,7 +196,7 @@ def train_step(
 
 @explain_out_of_memory
 def main(cfg: Config, run: Run) -> None:
-    world = init_world(cfg.sharding, casts=cfg.trainable.dtype != cfg.model.dtype)
+    world = init_world(cfg.sharding, casts=cfg.trainable.casts(cfg.model.dtype))
     torch.manual_seed(cfg.seed + shard_rank(cfg.sharding, world))  # for stochastic rounding
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
@@ -216,8 +217,8 @@ def main(cfg: Config, run: Run) -> None:
     log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps, world.rank)
     run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
-    dtype, weights = DTYPES[cfg.save_dtype or cfg.model.dtype], ModelWeights(cfg.model.path)
-    save = partial(save_model, model, weights, dtype, world=world)
+    save_dtype = COMPUTE_DTYPES[cfg.save_dtype or cfg.model.dtype]
+    save = partial(save_model, model, ModelWeights(cfg.model.path), save_dtype, world=world)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, save)
         for step in validation.steps(first_step):  # to total_steps, or until patience ends

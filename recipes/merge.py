@@ -31,7 +31,7 @@ from qfsdp.cli.errors import InvalidField
 from qfsdp.cli.launch import launch
 from qfsdp.distributed.world import init_world
 from qfsdp.memory.oom import Run, explain_out_of_memory
-from qfsdp.modules.decoder_config import DTYPES
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
 
@@ -57,9 +57,9 @@ def build(cfg: Config) -> Merge:
     return Merge(
         ModelWeights(cfg.model.path),
         cfg.quantization,
-        DTYPES[cfg.model.dtype],
+        COMPUTE_DTYPES[cfg.model.dtype],
         Path(cfg.adapter).expanduser(),
-        DTYPES[cfg.dtype],
+        COMPUTE_DTYPES[cfg.dtype],
         cfg.requantize,
     )
 

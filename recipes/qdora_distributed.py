@@ -40,7 +40,8 @@ from qfsdp.distributed.world import World, init_world
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.adapters import AdapterConfig, add_adapters, parameter_groups, refresh_dora_norms
-from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.compute_dtype import compute_dtype
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import ActivationConfig, Decoder
 from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir
@@ -121,7 +122,7 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     """Builds the decoder on the meta device, without storage: linears quantized, adapters added."""
     config = DecoderConfig.from_dir(cfg.model.folder)
     with torch.device("meta"):
-        model = Decoder(config).to(DTYPES[cfg.model.dtype])
+        model = Decoder(config).to(compute_dtype(cfg.model.dtype))
     quantize_linears(model, cfg.quantization, weights.formats)
     add_adapters(model, cfg.adapter)
     model.set_activations(cfg.activation)

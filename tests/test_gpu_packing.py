@@ -13,10 +13,10 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
-from qfsdp.modules import attention
+from qfsdp.modules import document_attention
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
-from qfsdp.modules.attention import attend_documents
+from qfsdp.modules.document_attention import attend_documents
 from qfsdp.modules.transformer import Decoder
 from tests.models import build_meta_model
 from tests.tiny import needs_compiler, write_tiny_model
@@ -94,7 +94,7 @@ def test_equals_one_document_at_a_time(
 @pytest.mark.parametrize("window", [None, 64])
 def test_without_shared_heads(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As with torch 2.11, whose `varlen_attn` has no `enable_gqa`."""
-    monkeypatch.setattr(attention, "_varlen_shares_heads", lambda: False)
+    monkeypatch.setattr(document_attention, "_varlen_shares_heads", lambda: False)
     check(torch.bfloat16, 2, 64, window)
 
 
@@ -102,7 +102,7 @@ def test_without_shared_heads(window: int | None, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("window", [None, 64])
 def test_without_varlen(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on GPUs that are older than FlashAttention's kernel."""
-    monkeypatch.setattr(attention, "_has_varlen", lambda head_dim: False)
+    monkeypatch.setattr(document_attention, "_has_varlen", lambda head_dim: False)
     check(torch.bfloat16, 2, 64, window)
 
 

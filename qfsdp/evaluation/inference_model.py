@@ -17,7 +17,8 @@ from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import add_adapters, refresh_dora_norms
-from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.compute_dtype import compute_dtype
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 
@@ -105,7 +106,7 @@ def _build(
 ) -> Decoder:
     """On the meta device: linears packed, adapters in place, nothing trained."""
     with torch.device("meta"):
-        decoder = Decoder(DecoderConfig.from_dir(model.folder)).to(DTYPES[model.dtype])
+        decoder = Decoder(DecoderConfig.from_dir(model.folder)).to(compute_dtype(model.dtype))
     quantize_linears(decoder, quantization, weights.formats)
     if adapter is not None:
         add_adapters(decoder, read_adapter_config(adapter))

@@ -42,6 +42,7 @@ from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
 from qfsdp.memory.known_models import find_config
 from qfsdp.memory.tracker import MemoryTracker, Point
 from qfsdp.modules.adapters import low_rank_linears
+from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -132,7 +133,8 @@ def estimate(
         folder, formats = stack.enter_context(model_folder(cfg.model.path, layers))
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
         world = stack.enter_context(_fake_world(world_size, local_world_size or world_size))
-        model = build_model(cfg, formats)
+        with planned_for(target):
+            model = build_model(cfg, formats)
         shard_model(model, cfg.sharding, world)
         tracker = MemoryTracker(target, optimizer_in_host=cfg.sharding.cpu_offload)
         if target == "cuda":

@@ -11,7 +11,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-import qfsdp.modules.attention  # noqa: F401  (defines qfsdp::attend_documents)
+import qfsdp.modules.document_attention  # noqa: F401  (defines qfsdp::attend_documents)
 
 Target = Literal["cpu", "cuda"]
 aten = torch.ops.aten
@@ -90,16 +90,18 @@ def _cuda_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> fl
     return rows * (4 * -(-dim // 32) * 32 + 4) + expanded
 
 
-def _per_document(kernel: Callable[..., float], results: int) -> Callable[..., float]:
+def _per_document(kernel: Callable[..., float], temporaries: int) -> Callable[..., float]:
     """The formula for packed rows, `[tokens, heads, head_dim]`.
 
-    The operation runs `kernel` for one document after the other. It has `results` results, and
-    writes each into separate memory first.
+    The operation runs `kernel` for one document after the other. It holds `temporaries` tensors of
+    a document: each result before it is copied, and in backward the output, computed again.
     """
 
     def workspace(*args: Any, **_: Any) -> float:
         given = [t for t in args if isinstance(t, Tensor) and t.ndim == 3]
-        return kernel(*(t.transpose(0, 1).unsqueeze(0) for t in given)) + results * args[0].nbytes
+        return (
+            kernel(*(t.transpose(0, 1).unsqueeze(0) for t in given)) + temporaries * args[0].nbytes
+        )
 
     return workspace
 
@@ -118,7 +120,7 @@ WORKSPACE: dict[tuple[Target, Any], Callable[..., float]] = {
     ("cpu", _flash_backward): _cpu_backward,
     ("cuda", _flash_backward): _cuda_backward,
     ("cpu", _packed): _per_document(_cpu_forward, 1),
-    ("cpu", _packed_backward): _per_document(_cpu_backward, 3),
+    ("cpu", _packed_backward): _per_document(_cpu_backward, 4),
     ("cuda", _packed): lambda *_: 0.0,
     ("cuda", _packed_backward): _per_document(_cuda_backward, 0),
     # gloo gathers and reduces in separate memory.

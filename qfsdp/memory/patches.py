@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -10,8 +9,6 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-
-from qfsdp.modules import quantized_linear
 
 
 @contextmanager
@@ -33,8 +30,6 @@ def patched(
     replacements: list[tuple[Any, str, Any]] = [
         # FSDP2 frees gathered parameters by resizing their storages, which no dispatch mode sees.
         (torch.UntypedStorage, "resize_", followed_resize),
-        # A real run must not find fake tensors in this cache.
-        (quantized_linear, "_scratch", threading.local()),
     ]
     if target == "cuda":
         replacements.append((F, "rms_norm", _fused_rms_norm))

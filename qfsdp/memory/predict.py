@@ -13,6 +13,7 @@ from qfsdp.memory.changes import Changes, changed, differing
 from qfsdp.memory.estimate import BuildModel, Estimate, TrainStep, estimate_fast, model_folder
 from qfsdp.memory.hardware import Hardware
 from qfsdp.memory.roofline import Load, StepTime, step_time
+from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.throughput import step_flops
@@ -152,7 +153,8 @@ class Predictor:
             cfg = replace(cfg, compile=False)
             with model_folder(cfg.model.path, None) as (folder, formats):
                 cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
-                self._models[key] = self.build_model(cfg, formats)
+                with planned_for(self.target):
+                    self._models[key] = self.build_model(cfg, formats)
         return self._models[key]
 
 

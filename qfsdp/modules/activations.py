@@ -14,12 +14,11 @@ included, so either measure works on what the other leaves.
 
 from __future__ import annotations
 
-import functools
 import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -69,60 +68,6 @@ def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
     y = checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (keep, reuse))
     reuse.results = _held_by_autograd(keep.results)
     return y
-
-
-class Unsummed(NamedTuple):
-    """The input of a layer and what the layer adds to it, three tensors that the next layer sums.
-
-    `x_again` computes x, where that is such a sum itself; None: x is kept.
-    """
-
-    x: Tensor
-    attention: Tensor
-    feed_forward: Tensor
-    x_again: Callable[[], Tensor] | None = None
-
-
-@contextmanager
-def kept_as_sum(terms: Unsummed) -> Iterator[tuple[Tensor, Callable[[], Tensor]]]:
-    """The sum, and what computes it again. Within, autograd keeps the latter instead of the sum.
-
-    For terms that are kept anyway. Backward computes the same bits, of a row of layers whose inputs
-    are such sums all of them at once, and each stays until backward is through its layer.
-    """
-    total = _Sum.apply(*terms[:3])
-    first, second, third = (term.detach() for term in terms[:3])
-    x_again = terms.x_again or (lambda: first)
-    memory = total.untyped_storage()._cdata
-
-    @functools.cache
-    def again() -> Tensor:
-        return cast(Tensor, _Sum.apply(x_again(), second, third))
-
-    def pack(tensor: Tensor) -> Any:
-        if tensor.untyped_storage()._cdata == memory:
-            return tensor.shape, tensor.stride(), tensor.storage_offset()
-        return tensor.detach()  # a result that an operation keeps would keep itself alive
-
-    def unpack(packed: Any) -> Tensor:
-        return packed if isinstance(packed, Tensor) else again().as_strided(*packed)
-
-    with saved_tensors_hooks(pack, unpack):
-        yield total, again
-
-
-class _Sum(torch.autograd.Function):
-    """`x + y + z` in one piece of memory, a little larger than the numbers: it is freed soon, and
-    glibc puts no aligned block of the same size into the hole."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, y: Tensor, z: Tensor) -> Tensor:
-        out = x.new_empty(x.numel() + 256).resize_(x.shape)
-        return torch.add(x, y, out=out).add_(z)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        return grad, grad, grad
 
 
 # ---- selective checkpointing -----------------------------------------------------------------

@@ -7,13 +7,13 @@ costs no pass over activations in forward. Its gradient needs no other product, 
 
     d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
 
-and y is kept by what consumes it anyway, for the most part (for the rest see
-`Decoder.compile_layers`). The product with W is added to the one with B in place, and so are their
-gradients for x: the sum is rounded once, and is no pass of its own over an output (235 MB for 8,192
-tokens of an 8B model's feed-forward).
+Most consumers of y keep it for backward anyway.
 
-Two custom ops, as `quantized_linear.linear` has: traced into a compiled layer, the
-partitioner would decide what of the dequantized weight is kept.
+The product with W is added to the product with B in place, and so are their gradients for x: the
+sum is rounded once and needs no pass of its own over the output (235 MB for 8,192 tokens of an 8B
+model's feed-forward).
+
+Forward and backward are custom ops, for the reason given in `quantized_linear`.
 """
 
 from __future__ import annotations
@@ -25,9 +25,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.modules.quantized_linear import factor_in, product_in
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
-from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
 
@@ -45,14 +43,12 @@ def _adapted_linear(
     format: str,
     row_offset: int,
 ) -> tuple[Tensor, Tensor]:
-    dtype = product_dtype(x)
-    rows = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype)
-    z = rows @ a.to(dtype).t()
-    y = product_in(z, _scaled(b, ratio, scaling, dtype).t(), x.dtype)
-    rows = rows if dropped is None else factor_in(x.flatten(0, -2), dtype)
+    dtype = x.dtype
+    z = (x if dropped is None else dropped).flatten(0, -2) @ a.to(dtype).t()
+    y = z @ _scaled(b, ratio, scaling, dtype).t()
     w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
-    y.addmm_(rows, w.t())
-    return y.to(x.dtype).view(*x.shape[:-1], -1), z.to(x.dtype)
+    y.addmm_(x.flatten(0, -2), w.t())
+    return y.view(*x.shape[:-1], -1), z
 
 
 @custom_op("qfsdp::adapted_linear_backward")
@@ -72,22 +68,19 @@ def _adapted_linear_backward(
     wants_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dropped, a and b; empty where there is none to be had."""
-    dtype = product_dtype(grad)
-    g = factor_in(grad.flatten(0, -2), dtype)
+    dtype, g = grad.dtype, grad.flatten(0, -2)
     grad_z = g @ _scaled(b, ratio, scaling, dtype)
-    grad_b = _scaled((g.t() @ z.to(dtype)).float(), ratio, scaling, torch.float32)
+    grad_b = _scaled((g.t() @ z).float(), ratio, scaling, torch.float32)
     # Outputs of a custom op may not share memory, not even none of it.
     grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
     if wants_x:
         w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
+        through_a = grad_z @ a.to(dtype)
         if dropped is None:
-            grad_x = product_in(grad_z, a.to(dtype), x.dtype).addmm_(g, w)
+            grad_x = through_a.addmm_(g, w).view_as(x)
         else:
-            grad_dropped = (grad_z @ a.to(dtype)).to(x.dtype).view_as(x)
-            grad_x = product_in(g, w, x.dtype)
-        grad_x = grad_x.to(x.dtype).view_as(x)
-    source = factor_in((x if dropped is None else dropped).flatten(0, -2), dtype)
-    grad_a = (grad_z.t() @ source).float()
+            grad_dropped, grad_x = through_a.view_as(x), (g @ w).view_as(x)
+    grad_a = (grad_z.t() @ (x if dropped is None else dropped).flatten(0, -2)).float()
     return grad_x, grad_dropped, grad_a, grad_b
 
 

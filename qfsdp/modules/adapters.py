@@ -45,7 +45,6 @@ from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, whole_tensors
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
-from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
 
@@ -146,7 +145,6 @@ class LowRankLinear(AdaptedLinear):
         magnitude: fp32 `[out]`, DoRA's trained row length, or None.
         weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A, or None.
         base_squares: fp32, the squared norms of this rank's rows of W, once they were needed.
-        keeps_output: whether backward needs the output: the gradient of the magnitude does.
     """
 
     def __init__(self, base: nn.Linear | QuantizedLinear, config: AdapterConfig) -> None:
@@ -160,7 +158,6 @@ class LowRankLinear(AdaptedLinear):
         self.magnitude = self._fp32(out_features) if dora else None
         self.weight_norm = self._fp32(out_features).requires_grad_(False) if dora else None
         self.base_squares: Tensor | None = None
-        self.keeps_output = dora
 
     def forward(self, x: Tensor) -> Tensor:
         dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
@@ -306,7 +303,7 @@ def row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
         part = slice(start, min(start + step, weight.size(0)))
         rows = weight[part] if step < weight.size(0) else weight
         if isinstance(rows, QuantizedTensor):
-            which = (rows.format, rows.cols, rows.row_offset, product_dtype(rows))
+            which = (rows.format, rows.cols, rows.row_offset, rows.dtype)
             rows = frozen_weight(rows.qdata, rows.metadata, *which)
         yield part, rows
 
@@ -323,10 +320,10 @@ def _adapted_norms(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, base_squares: Tensor
 ) -> Tensor:
     """fp32 `[rows]`, the row norms of W + scaling * B A."""
-    mixed = torch.empty_like(b, dtype=product_dtype(weight))  # W A^T, `[rows, rank]`
+    mixed = torch.empty_like(b, dtype=weight.dtype)  # W A^T, `[rows, rank]`
     a = a.to(mixed.dtype)
     for part, rows in row_chunks(weight):
-        torch.mm(rows.to(a.dtype), a.t(), out=mixed[part])
+        torch.mm(rows, a.t(), out=mixed[part])
     return _norms(mixed, a, b * scaling, base_squares)
 
 

@@ -1,26 +1,101 @@
-"""Attention of the decoder: over rows, or over the documents that are packed into rows.
-
-Packed rows hold several samples one after the other. `attend_documents` lets each see itself
-alone, at the cost of its own length squared and without a mask over the row: by FlashAttention's
-kernel for sequences of various lengths on GPUs (arXiv:2307.08691), elsewhere by one document after
-the other.
-"""
+"""Self-attention: projections, norms, rotary positions, and the attention of a batch's rows."""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import Tensor, nn
 
-from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
-from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.document_attention import attend_documents
+from qfsdp.modules.kv_cache import LayerCache
 
-aten = torch.ops.aten
+
+class RMSNorm(nn.Module):
+    """Root mean square norm (arXiv:1910.07467) over the last dimension, computed in fp32.
+
+    The normalised value is rounded to the input's dtype *before* the weight multiplies it, as in
+    Hugging Face. `F.rms_norm(x, ..., weight)` rounds once, after it: bf16 logits would differ.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, eps=self.eps) * self.weight
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotates the pairs (x[i], x[i + head_dim / 2]) of `[batch, seq, heads, head_dim]`.
+
+    The first half of `sin` is negated, see `Decoder._rotary_tables`. The gradient, the rotation
+    back, is written out. Autograd's gradient of an index adds values into zeros one by one.
+    Compiled code for GPUs uses atomics for it: 1.3 G in a step of 8,192 tokens of Llama-3-8B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        return x * cos + _swap_halves(x) * sin
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        cos, sin = ctx.saved_tensors
+        return grad * cos - _swap_halves(grad) * sin, None, None
+
+
+def _swap_halves(x: Tensor) -> Tensor:
+    if torch.compiler.is_compiling():
+        # The compiler keeps the result of `cat` for backward, but computes an index again.
+        order = 1 - torch.arange(2, device=x.device)
+        return x.unflatten(-1, (2, -1))[..., order, :].flatten(-2)
+    return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions (arXiv:2104.09864) and grouped key/value heads
+    (arXiv:2305.13245). `window`: how many positions a token sees; None for all before it.
+    """
+
+    def __init__(self, config: DecoderConfig, window: int | None) -> None:
+        super().__init__()
+        c = config
+        self.head_dim, self.window = c.head_dim, window
+        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.q_proj = nn.Linear(c.hidden_size, q_size, bias=c.qkv_bias)
+        self.k_proj = nn.Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
+        self.v_proj = nn.Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
+        self.o_proj = nn.Linear(q_size, c.hidden_size, bias=c.o_bias)
+        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        heads = (*x.shape[:2], -1, self.head_dim)
+        q = _Rotate.apply(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
+        k = _Rotate.apply(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, self.v_proj(x).view(heads)))
+        if cache is not None:
+            cache.put(k, v)
+        if cache is not None and cache.slots is not None:
+            assert mask is not None
+            y = attend_cached(q, cache.keys, cache.values, mask)
+        elif cu_seqlens is None:
+            y = attend(q, k, v, mask)
+        else:
+            y = attend_documents(q, k, v, cu_seqlens, x.shape[1], self.window)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
@@ -29,13 +104,11 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     `q` is `[batch, heads, seq, head_dim]`, `k` and `v` have `kv_heads` of them (a divisor),
     `mask` is bool and broadcasts to `[batch, heads, seq, seq]` (True: attend). Returns q's shape.
     """
-    # Sharing k/v inside the kernel took 77.1 ms against 78.9 repeated and 77.7 expanded in bf16
-    # (93.4, 105.8, 97.1 in fp32; 9/3 heads of 64, batch 4, seq 512, forward + backward on one CPU
-    # core), always with flash attention. On CUDA, flash shares but takes neither masks nor fp32,
-    # and the memory-efficient kernel, which takes both, cannot share: asked to, PyTorch falls back
-    # to the math path with its seq x seq matrix. So k/v are expanded in those two cases.
-    if (dtype := product_dtype(q)) != q.dtype:
-        return _attend_in(dtype, q, k, v, mask)
+    # Sharing k/v inside the kernel took 77.1 ms, repeating them 78.9 and expanding them 77.7 in
+    # bf16 (93.4, 105.8, 97.1 in fp32; 9/3 heads of 64, batch 4, seq 512, forward + backward on one
+    # CPU core), always with flash attention. On CUDA, flash shares k/v but takes neither masks nor
+    # fp32. The memory-efficient kernel takes both, but cannot share k/v: asked to, PyTorch falls
+    # back to the math path with its seq x seq matrix. So k/v are expanded in those two cases.
     share = mask is None and q.dtype != torch.float32
     if not share and q.shape[1] != k.shape[1]:
         groups = q.shape[1] // k.shape[1]
@@ -43,232 +116,14 @@ def attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=share)
 
 
-def _attend_in(dtype: torch.dtype, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
-    """`attend` in another dtype. The op for documents, where it serves, keeps none of that: rows
-    without a mask are documents of one length."""
-    if mask is not None:
-        return attend(q.to(dtype), k.to(dtype), v.to(dtype), mask).to(q.dtype)
-    batch, seq = q.shape[0], q.shape[2]
-    ends = torch.arange(batch + 1, dtype=torch.int32, device=q.device) * seq
-    return attend_documents(q, k, v, ends, seq)
-
-
 def attend_cached(q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-    """Grouped-query attention of one new token per row to what is cached of the row.
+    """Grouped-query attention of one new token per row to the row's cached keys and values.
 
-    `q` is `[batch, heads, 1, head_dim]`, `k` and `v` are `[batch, kv_heads, slots, head_dim]` with
-    at least as many slots as `mask`, bool `[batch, 1, 1, seen]` (True: attend), has. Returns q's
-    shape.
+    `q` is `[batch, heads, 1, head_dim]`, `k` and `v` are `[batch, kv_heads, slots, head_dim]`.
+    `mask` is bool `[batch, 1, 1, seen]` with `seen <= slots` (True: attend). Returns q's shape.
     """
-    # The heads of a group stand as queries of one head: nothing of the cache is expanded.
+    # The heads of a group are handled as queries of one head: nothing of the cache is expanded.
     grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
     seen = mask.shape[3]
     y = F.scaled_dot_product_attention(grouped, k[:, :, :seen], v[:, :, :seen], mask)
     return y.reshape(q.shape)
-
-
-def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int | None = None
-) -> Tensor:
-    """Grouped-query attention, causal within each document and blind to all others.
-
-    Args:
-        q: `[batch, heads, seq, head_dim]`, floating point.
-        k, v: the same with `kv_heads` heads, a divisor of `heads`.
-        cu_seqlens: int32 `[documents + 1]`, where documents start and end among the
-            `batch * seq` tokens: from 0 to that number, never falling. Documents without tokens
-            (repeated ends) are skipped.
-        max_len: no document is longer. A bound is enough: give one that does not change from
-            batch to batch, as it is a constant of a compiled graph.
-        window: how many positions a token sees, itself included; None for all before it.
-
-    Returns:
-        q's shape and dtype.
-
-    Raises:
-        ValueError: `cu_seqlens` does not end at `batch * seq` (not looked at on GPUs in fp16 and
-            bf16, where it would have to be waited for).
-    """
-    if window is not None and window >= max_len:
-        window = None
-    batch, _, seq, head_dim = q.shape
-    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _has_varlen(head_dim):
-        out = _varlen(q, k, v, cu_seqlens, max_len, window)
-    else:
-        out = _AttendEach.apply(q, k, v, cu_seqlens, window)
-    return out.unflatten(0, (batch, seq)).transpose(1, 2)
-
-
-# ---- FlashAttention's kernel for sequences of various lengths ---------------------------------
-
-
-@torch.compiler.assume_constant_result
-def _has_varlen(head_dim: int) -> bool:
-    """Whether this GPU and head size are FlashAttention's."""
-    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0)
-
-
-@torch.compiler.assume_constant_result
-def _varlen_shares_heads() -> bool:
-    """Whether `varlen_attn` takes fewer k/v heads; torch 2.11 has no such argument."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    return "enable_gqa" in inspect.signature(varlen_attn).parameters
-
-
-def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int | None
-) -> Tensor:
-    """`_attend_each` by `varlen_attn`; `[tokens, heads, head_dim]`."""
-    from torch.nn.attention.varlen import varlen_attn
-
-    options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
-    if q.shape[1] != k.shape[1]:
-        if _varlen_shares_heads():
-            options["enable_gqa"] = True
-        else:
-            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
-    out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, **options)
-    return cast(Tensor, out)
-
-
-# ---- one document after the other -------------------------------------------------------------
-# Two custom ops, so that torch.compile neither breaks its graph at the loop nor builds one
-# for every list of lengths. Saved for backward: q, k, v, out and its logsumexp. CPUs have a flash
-# kernel of their own: 0.14 s against 0.18 of plain products for documents of 256 tokens, 0.25
-# against 1.54 for 1024 (forward + backward of 4096 tokens, 9/3 heads of 64, bf16, one core).
-
-
-def _documents(cu_seqlens: Tensor, tokens: int) -> Iterator[slice]:
-    ends = cu_seqlens.tolist()
-    if ends[0] != 0 or ends[-1] != tokens:
-        raise ValueError(f"cu_seqlens goes from {ends[0]} to {ends[-1]}, the tokens to {tokens}")
-    return (slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b)
-
-
-@custom_op("qfsdp::attend_documents")
-def _attend_each(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
-) -> tuple[Tensor, Tensor]:
-    """Attention `[tokens, heads, head_dim]` and its logsumexp `[tokens, heads]`, at least fp32."""
-    forward: Callable[..., Any] = _flash_forward if q.device.type == "cpu" else _plain_forward
-    (out, logsumexp), dtype = _empty_outputs(q), product_dtype(q)
-    for chosen in _documents(cu_seqlens, len(q)):
-        given = (t[chosen].to(dtype) for t in (q, k, v))
-        part = forward(*_heads_first(*given), window)
-        out[chosen], logsumexp[chosen] = part[0][0].transpose(0, 1), part[1][0].T
-    return out, logsumexp
-
-
-@custom_op("qfsdp::attend_documents_backward")
-def _attend_each_backward(
-    grad: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    logsumexp: Tensor,
-    cu_seqlens: Tensor,
-    window: int | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    backward: Callable[..., Any] = _flash_backward if q.device.type == "cpu" else _plain_backward
-    grads = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-    dtype = product_dtype(q)
-    for chosen in _documents(cu_seqlens, len(q)):
-        given = _heads_first(*(t[chosen].to(dtype) for t in (grad, q, k, v, out)))
-        parts = backward(*given, logsumexp[chosen].T[None], window)
-        for whole, part in zip(grads, parts, strict=True):
-            whole[chosen] = part[0].transpose(0, 1)
-    return grads
-
-
-def _heads_first(*tensors: Tensor) -> list[Tensor]:
-    """`[len, heads, head_dim]` -> `[1, heads, len, head_dim]`, as the kernels take them."""
-    return [t.transpose(0, 1).unsqueeze(0) for t in tensors]
-
-
-def _empty_outputs(q: Tensor) -> tuple[Tensor, Tensor]:
-    at_least_fp32 = torch.promote_types(q.dtype, torch.float32)
-    return q.new_empty(q.shape), q.new_empty(q.shape[:2], dtype=at_least_fp32)
-
-
-@torch.library.register_fake("qfsdp::attend_documents")
-def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
-    return _empty_outputs(q)
-
-
-@torch.library.register_fake("qfsdp::attend_documents_backward")
-def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-class _AttendEach(torch.autograd.Function):
-    """Attention `[tokens, heads, head_dim]`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
-    ) -> Tensor:
-        out, logsumexp = _attend_each(q, k, v, cu_seqlens, window)
-        ctx.window = window
-        ctx.save_for_backward(q, k, v, out, logsumexp, cu_seqlens)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_attend_each_backward(grad, *ctx.saved_tensors, ctx.window), None, None
-
-
-def _near(q: Tensor, window: int | None) -> Tensor:
-    """Bool `[len, len]`: where a token of one document sees another."""
-    seen = torch.ones(q.shape[-2], q.shape[-2], dtype=torch.bool, device=q.device).tril()
-    return seen if window is None else seen.triu(1 - window)
-
-
-def _flash_options(q: Tensor, window: int | None) -> dict[str, Any]:
-    if window is None or q.shape[-2] <= window:
-        return {"is_causal": True}
-    far = ~_near(q, window)
-    return {"is_causal": False, "attn_mask": q.new_zeros(far.shape).masked_fill_(far, -torch.inf)}
-
-
-def _flash_forward(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """What `scaled_dot_product_attention` calls on CPUs; k/v may have fewer heads."""
-    return aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, **_flash_options(q, window))
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    options = _flash_options(q, window)
-    backward = aten._scaled_dot_product_flash_attention_for_cpu_backward
-    return backward(grad, q, k, v, out, lse, dropout_p=0.0, **options)
-
-
-def _plain_forward(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> tuple[Tensor, Tensor]:
-    """Any device and dtype; holds the scores of one document, `[heads, len, len]`."""
-    k, v = (t.repeat_interleave(q.shape[1] // t.shape[1], dim=1) for t in (k, v))
-    scores = _scores(q, k, window)
-    lse = scores.logsumexp(-1)
-    return (scores - lse.unsqueeze(-1)).exp().to(v.dtype) @ v, lse
-
-
-def _plain_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, window: int | None
-) -> tuple[Tensor, Tensor, Tensor]:
-    kv_heads = k.shape[1]
-    k, v = (t.repeat_interleave(q.shape[1] // kv_heads, dim=1) for t in (k, v))
-    weights = (_scores(q, k, window) - lse.unsqueeze(-1)).exp()
-    # The softmax's gradient: each row's mean of d(weights) is the product of out and its gradient.
-    mean = (grad * out).sum(-1, keepdim=True, dtype=weights.dtype)
-    of_scores = weights * (grad @ v.mT - mean) * q.shape[-1] ** -0.5
-    of_k, of_v = of_scores.to(q.dtype).mT @ q, weights.to(q.dtype).mT @ grad
-    of_k, of_v = (t.unflatten(1, (kv_heads, -1)).sum(2) for t in (of_k, of_v))
-    return of_scores.to(q.dtype) @ k, of_k, of_v
-
-
-def _scores(q: Tensor, k: Tensor, window: int | None) -> Tensor:
-    scores = (q @ k.mT).to(torch.promote_types(q.dtype, torch.float32)) * q.shape[-1] ** -0.5
-    return scores.masked_fill_(~_near(q, window), -torch.inf)

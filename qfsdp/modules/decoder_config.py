@@ -214,5 +214,3 @@ def _check_sizes(config: dict[str, Any], names: tuple[str, ...], source: str) ->
 
 
 EXPANDED = "expanded_layers"  # key of config.json: which blocks are new
-
-DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}

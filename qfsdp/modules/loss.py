@@ -20,10 +20,8 @@ from torch import Tensor, nn
 
 from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
-from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 
-# Numbers: 128 MB in bf16, 512 tokens of a vocabulary of 128,256. Half as many where products of
-# bf16 are computed in fp32.
+# Logits of a chunk: 128 MB in bf16, 512 tokens of a vocabulary of 128,256.
 CHUNK_LOGITS = 1 << 26
 # Tokens of a chunk are a multiple: GPUs multiply in tiles of 128. The 523 tokens that would fit are
 # five rows of tiles; of 128 x 128, the gradient of the hidden state has 160 then, two rounds on the
@@ -83,13 +81,12 @@ class _HeadLoss(torch.autograd.Function):
         loss = hidden.new_zeros((), dtype=torch.float32)
         grad_hidden = torch.zeros_like(hidden) if wanted else None
         grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
-        weight, dtype = cast(Tensor, head.weight), product_dtype(hidden)
-        step = CHUNK_LOGITS * hidden.element_size() // dtype.itemsize // weight.size(0) or 1
+        weight = cast(Tensor, head.weight)
+        step = CHUNK_LOGITS // weight.size(0) or 1
         step -= step % TILE if step > TILE else 0
         logits, gradients = head.forward, partial(_of_any, head, trained)
         if isinstance(head, nn.Linear):
-            # Cast once, where products have another dtype, and not for every chunk and product.
-            hidden, weight = hidden.to(dtype), weight.detach().to(dtype)
+            weight = weight.detach()
             logits, gradients = partial(F.linear, weight=weight), partial(_of_plain, weight)
         for start in range(0, len(hidden), step):
             part = slice(start, start + step)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -16,7 +14,6 @@ from torch.autograd.function import once_differentiable
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
 from qfsdp.tensor_subclasses import hqq, nf4, nf4_fp32_absmax  # noqa: F401  (registers formats)
-from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor, frozen_weight
 
@@ -109,66 +106,24 @@ def _targeted(model: nn.Module, config: QuantizationConfig) -> Iterator[str]:
 
 
 # ---- the quantized linear ------------------------------------------------------------------
-# Two custom ops. If the dequantize code were traced into a compiled decoder layer, the
-# partitioner could keep what it likes of it for backward: it kept one byte per weight when we
-# tried. Around custom ops `_QuantizedProduct` says what is saved: the bytes, which are a view
-# of what FSDP2 gathers again for backward, and the extras.
-
-
-_scratch = threading.local()
-LARGEST_IN_HEAP = 32 << 20  # M_MMAP_THRESHOLD_MAX of glibc
-
-
-def scratch(use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Memory of this thread for the CPU, which the next call with the same `use` gives again."""
-    size = math.prod(shape) * dtype.itemsize
-    held = getattr(_scratch, use, None)
-    if held is None or held.numel() < size:
-        held = torch.empty(size, dtype=torch.uint8)
-        setattr(_scratch, use, held)
-    return held[:size].view(dtype).view(shape)
-
-
-def factor_in(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """`x` in its `product_dtype`; a copy is overwritten by the next one."""
-    return x if x.dtype == dtype else _workspace("factor", x.shape, dtype).copy_(x)
-
-
-def product_in(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """`a @ b`, to be cast to `dtype`; where that is another one, it is overwritten by the next.
-
-    a is `[..., n]`, b `[n, m]`.
-    """
-    if a.dtype == dtype:
-        return a @ b
-    return torch.matmul(a, b, out=_workspace("product", (*a.shape[:-1], b.size(1)), a.dtype))
-
-
-def _workspace(use: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-    """Scratch memory for what glibc would take from its heap, where fresh blocks left holes that
-    no other tensor fitted into: 1650 MB of private memory instead of 1850 to 2040 for a step of
-    SmolLM2 (4 x 512 tokens, `compile: true`). Larger blocks are mapped, and leave none."""
-    if math.prod(shape) * dtype.itemsize < LARGEST_IN_HEAP:
-        return scratch(use, shape, dtype)
-    return torch.empty(shape, dtype=dtype)
+# Forward and backward are custom ops. If the dequantize code were traced into a compiled decoder
+# layer, the partitioner would choose what is kept for backward: it kept one byte per weight when we
+# tried. `_QuantizedProduct` saves the quantized bytes, a view of what FSDP2 gathers again for
+# backward, and the metadata.
 
 
 @custom_op("qfsdp::packed_linear")
 def _packed_linear(
     x: Tensor, qdata: Tensor, metadata: Sequence[Tensor], format: str, cols: int, row_offset: int
 ) -> Tensor:
-    dtype = product_dtype(x)
-    weight = frozen_weight(qdata, metadata, format, cols, row_offset, dtype)
-    return product_in(factor_in(x, dtype), weight.t(), x.dtype).to(x.dtype)
+    return x @ frozen_weight(qdata, metadata, format, cols, row_offset, x.dtype).t()
 
 
 @custom_op("qfsdp::packed_linear_backward")
 def _packed_linear_backward(
     grad: Tensor, qdata: Tensor, metadata: Sequence[Tensor], format: str, cols: int, row_offset: int
 ) -> Tensor:
-    dtype = product_dtype(grad)
-    weight = frozen_weight(qdata, metadata, format, cols, row_offset, dtype)
-    return product_in(factor_in(grad, dtype), weight, grad.dtype).to(grad.dtype)
+    return grad @ frozen_weight(qdata, metadata, format, cols, row_offset, grad.dtype)
 
 
 @torch.library.register_fake("qfsdp::packed_linear")
@@ -205,10 +160,10 @@ class _QuantizedProduct(torch.autograd.Function):
 
 
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`x @ weight.T + bias` for a plain or a packed frozen weight.
+    """`x @ weight.T + bias` for a plain or a quantized frozen weight.
 
     Args:
-        x: `[..., cols]`, floating point; the product is computed in its `product_dtype`.
+        x: `[..., cols]`, floating point.
         weight: `[rows, cols]`. A `QuantizedTensor` gets no gradient; autograd keeps its bytes
             and nothing else of the weight's size.
         bias: `[rows]` or None.
@@ -216,34 +171,8 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     Returns:
         `[..., rows]`, of x's dtype.
     """
-    if isinstance(weight, QuantizedTensor):
-        which = (weight.format, weight.cols, weight.row_offset)
-        y = _QuantizedProduct.apply(x, weight.qdata, weight.metadata, which)
-    elif product_dtype(x) == x.dtype:
+    if not isinstance(weight, QuantizedTensor):
         return F.linear(x, weight, bias)
-    else:
-        y = _WideLinear.apply(x, weight)
+    which = (weight.format, weight.cols, weight.row_offset)
+    y = _QuantizedProduct.apply(x, weight.qdata, weight.metadata, which)
     return y if bias is None else y + bias
-
-
-class _WideLinear(torch.autograd.Function):
-    """`x @ weight.T` of plain matrices in their `product_dtype`; they are kept as they are."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        of_x, of_weight = ctx.needs_input_grad
-        ctx.save_for_backward(x if of_weight else None, weight if of_x else None)
-        dtype = product_dtype(x)
-        return F.linear(x.to(dtype), weight.to(dtype)).to(x.dtype)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, weight = ctx.saved_tensors
-        dtype, grad_x, grad_weight = product_dtype(grad), None, None
-        g = grad.to(dtype)
-        if weight is not None:
-            grad_x = (g @ weight.to(dtype)).to(grad.dtype)
-        if x is not None:
-            rows = x.flatten(0, -2).to(dtype)
-            grad_weight = (g.flatten(0, -2).t() @ rows).to(grad.dtype)
-        return grad_x, grad_weight

@@ -13,10 +13,9 @@ from typing import Any, Literal
 
 from torch import nn
 
-from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.modules.decoder_config import DTYPES, EXPANDED
-from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
+from qfsdp.modules.decoder_config import EXPANDED
 from qfsdp.modules.transformer import Decoder
 
 
@@ -43,6 +42,10 @@ class TrainableConfig:
     def trains_embeddings(self) -> bool:
         return self.layers == "all" if self.embeddings is None else self.embeddings
 
+    def casts(self, model_dtype: str) -> bool:
+        """Whether trained weights are held in another dtype than `model.dtype` computes in."""
+        return COMPUTE_DTYPES[self.dtype] != compute_dtype(model_dtype)
+
     def check(self) -> None:
         if isinstance(self.layers, list):
             indices = "all, expanded, or a list of different indices of at least 0"
@@ -54,8 +57,7 @@ def check_trainable(cfg: Any) -> None:
     """Raises UserError or InvalidField where sections of a recipe's config do not go together with
     what it trains."""
     trainable: TrainableConfig = cfg.trainable
-    model: ModelConfig = cfg.model
-    quantization: QuantizationConfig = cfg.quantization
+    model, quantization = cfg.model, cfg.quantization
     for name, only in (("gradient_accumulation_steps", 1), ("clip_grad_norm", None)):
         if cfg.optimizer_in_backward and (value := getattr(cfg, name)) != only:
             expected = f"{only or 'null'}, as optimizer_in_backward keeps no gradients"
@@ -99,7 +101,7 @@ def set_trainable(model: Decoder, config: TrainableConfig, folder: Path) -> set[
     Raises:
         UserError: there are no such layers.
     """
-    body, held = model.model, DTYPES[config.dtype]
+    body, held = model.model, COMPUTE_DTYPES[config.dtype]
     model.compute_dtype = body.norm.weight.dtype
     model.requires_grad_(False)
     trained: list[nn.Module] = [

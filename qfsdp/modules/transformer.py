@@ -1,126 +1,26 @@
 """The decoder that every recipe trains: Llama, Mistral and Qwen from a Hugging Face `config.json`.
 
-Modules are named as Hugging Face names them and rotary embeddings use its rotate-half layout, so
-checkpoint keys are parameter names and no weight is ever renamed or permuted. The architectures
-differ in a few switches only (biases, q/k norm, sliding window, rope scaling); one class has them.
+Modules have the names that Hugging Face gives them, and rotary embeddings use its rotate-half
+layout. So checkpoint keys are parameter names, and no weight is renamed or permuted. One class
+serves all architectures: they differ in biases, q/k norms, sliding window and rope scaling only.
 
-Papers: Llama 2 (arXiv:2307.09288), RoPE (2104.09864), RMSNorm (1910.07467), GQA (2305.13245),
-Mistral's sliding window (2310.06825).
+Papers: Llama 2 (arXiv:2307.09288), Mistral's sliding window (2310.06825).
 """
 
 from __future__ import annotations
 
-import math
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.modules.activations import (
-    ActivationConfig,
-    Checkpointing,
-    Offload,
-    Unsummed,
-    checkpointed,
-    kept_as_sum,
-)
-from qfsdp.modules.attention import attend, attend_cached, attend_documents
+from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
+from qfsdp.modules.attention import Attention, RMSNorm
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.kv_cache import KVCache, LayerCache
 from qfsdp.modules.loss import head_loss
-from qfsdp.modules.quantized_linear import linear
-
-
-class Linear(nn.Linear):
-    """`nn.Linear` that multiplies in the `product_dtype` of its input."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return linear(x, self.weight, self.bias)
-
-
-class RMSNorm(nn.Module):
-    """Root mean square norm over the last dimension, in fp32 whatever the input's dtype.
-
-    The normalised value is rounded to the input's dtype *before* the weight multiplies it, as
-    Hugging Face does; `F.rms_norm(x, ..., weight)` rounds once, after, and bf16 logits differ.
-    """
-
-    def __init__(self, size: int, eps: float) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(size))
-        self.eps = eps
-
-    def forward(self, x: Tensor) -> Tensor:
-        return F.rms_norm(x, self.weight.shape, eps=self.eps) * self.weight
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotates the pairs (x[i], x[i + head_dim / 2]) of `[batch, seq, heads, head_dim]`.
-
-    `sin` has its first half negated, see `_rotary_tables`. Written out, as the gradient is the
-    rotation back: autograd's own of an index adds values up into zeros, one by one, which compiled
-    code for GPUs does by atomics (1.3 G of them in a step of 8,192 tokens through Llama-3-8B).
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        return x * cos + _swap_halves(x) * sin
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
-        cos, sin = ctx.saved_tensors
-        return grad * cos - _swap_halves(grad) * sin, None, None
-
-
-def _swap_halves(x: Tensor) -> Tensor:
-    if torch.compiler.is_compiling():
-        # An index, and no `cat`: that the compiler would not compute again in backward, and keep.
-        order = 1 - torch.arange(2, device=x.device)
-        return x.unflatten(-1, (2, -1))[..., order, :].flatten(-2)
-    return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
-
-
-class Attention(nn.Module):
-    """Causal self-attention with rotary positions and grouped key/value heads."""
-
-    def __init__(self, config: DecoderConfig, window: int | None) -> None:
-        super().__init__()
-        c = config
-        self.head_dim, self.window = c.head_dim, window
-        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
-        self.q_proj = Linear(c.hidden_size, q_size, bias=c.qkv_bias)
-        self.k_proj = Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
-        self.v_proj = Linear(c.hidden_size, kv_size, bias=c.qkv_bias)
-        self.o_proj = Linear(q_size, c.hidden_size, bias=c.o_bias)
-        self.q_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
-        self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else nn.Identity()
-
-    def forward(
-        self,
-        x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None,
-        cache: LayerCache | None = None,
-    ) -> Tensor:
-        heads = (*x.shape[:2], -1, self.head_dim)
-        q = _Rotate.apply(self.q_norm(self.q_proj(x).view(heads)), cos, sin)
-        k = _Rotate.apply(self.k_norm(self.k_proj(x).view(heads)), cos, sin)
-        q, k, v = (t.transpose(1, 2) for t in (q, k, self.v_proj(x).view(heads)))
-        if cache is not None:
-            cache.put(k, v)
-        if cache is not None and cache.slots is not None:
-            assert mask is not None
-            y = attend_cached(q, cache.keys, cache.values, mask)
-        elif cu_seqlens is None:
-            y = attend(q, k, v, mask)
-        else:
-            y = attend_documents(q, k, v, cu_seqlens, x.shape[1], self.window)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
 
 
 class MLP(nn.Module):
@@ -129,9 +29,9 @@ class MLP(nn.Module):
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = Linear(hidden, intermediate, bias=bias)
-        self.up_proj = Linear(hidden, intermediate, bias=bias)
-        self.down_proj = Linear(intermediate, hidden, bias=bias)
+        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
+        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
@@ -140,9 +40,9 @@ class MLP(nn.Module):
 def _mark_lengths(
     x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
 ) -> None:
-    """Tells the compiler which sizes vary: left to find out, it builds everything twice, at the
-    first batch and again at the first of another length (20 s each for SmolLM2 on a CPU)."""
-    if cu_seqlens is not None:  # rows of packs have one length, their number of documents varies
+    """Tells the compiler which sizes vary. Without it the compiler builds everything for the first
+    batch, and again for the first batch of another length (20 s each for SmolLM2 on a CPU)."""
+    if cu_seqlens is not None:  # packed rows have one length, but any number of documents
         torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
         return
     for tensor in (x, cos, sin):
@@ -151,15 +51,15 @@ def _mark_lengths(
         torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
 
 
-Residual = Tensor | Unsummed
-
-
 class DecoderLayer(nn.Module):
     """Attention and feed-forward, each behind a norm and added to the residual.
 
-    `block` is the computation, which `compile_block` compiles. `windowed` says whether the model's
-    sliding window holds in this layer. `unsummed` has it hand on its input and what it adds to it
-    `Unsummed`, for the next layer to sum: see `Decoder.compile_layers`.
+    `block` is the computation. `forward` adds what a run chooses around it: checkpointing and
+    offloading of activations, and the cache of generation.
+
+    Args:
+        config: of the decoder.
+        windowed: whether the model's sliding window applies to this layer.
     """
 
     def __init__(self, config: DecoderConfig, windowed: bool) -> None:
@@ -172,25 +72,15 @@ class DecoderLayer(nn.Module):
         self.checkpointing: Checkpointing = "none"
         self.offload: Offload | None = None
         self.compiled = False
-        self.unsummed = False
 
     def compile_block(self) -> None:
-        """`torch.compile` the computation; what FSDP2 hooks onto the layer stays outside of it."""
-        if self.keeps_branches:
-            self.branches = torch.compile(self.branches)  # type: ignore[method-assign]
-        else:
-            self.block = torch.compile(self.block)  # type: ignore[method-assign]
+        """Compiles `block`; FSDP2's hooks on the layer stay outside of the compiled code."""
+        self.block = torch.compile(self.block)  # type: ignore[method-assign]
         self.compiled = True
 
     @property
-    def keeps_branches(self) -> bool:
-        """Whether backward needs what attention and feed-forward gave, as DoRA's does."""
-        last = (self.self_attn.o_proj, self.mlp.down_proj)
-        return all(getattr(linear, "keeps_output", False) for linear in last)
-
-    @property
     def recomputed(self) -> Checkpointing:
-        """What is done again in backward; the compiler sees to "selective" itself."""
+        """How `block` is checkpointed: the compiler does "selective" by itself."""
         selective = self.checkpointing == "selective"
         return "none" if self.compiled and selective else self.checkpointing
 
@@ -203,10 +93,13 @@ class DecoderLayer(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
     ) -> Tensor:
-        attention, feed_forward = self.branches(x, cos, sin, mask, cu_seqlens, cache)
-        return x + attention + feed_forward
+        y = self.self_attn(self.input_layernorm(x), cos, sin, mask, cu_seqlens, cache)
+        z = self.mlp(self.post_attention_layernorm(x + y))
+        # A second x + y. With a single one, backward adds the gradients of norm and residual in
+        # another order, and fp32 runs differ from earlier ones in the last bits.
+        return x + y + z
 
-    def branches(
+    def forward(
         self,
         x: Tensor,
         cos: Tensor,
@@ -214,33 +107,14 @@ class DecoderLayer(nn.Module):
         mask: Tensor | None,
         cu_seqlens: Tensor | None = None,
         cache: LayerCache | None = None,
-    ) -> tuple[Tensor, Tensor]:
-        """What attention adds to the residual, and what the feed-forward does after it."""
-        y = self.self_attn(self.input_layernorm(x), cos, sin, mask, cu_seqlens, cache)
-        return y, self.mlp(self.post_attention_layernorm(x + y))
-
-    def forward(
-        self,
-        x: Residual,
-        cos: Tensor,
-        sin: Tensor,
-        mask: Tensor | None,
-        cu_seqlens: Tensor | None = None,
-        cache: LayerCache | None = None,
-    ) -> Residual:
-        if isinstance(x, Unsummed):
-            with kept_as_sum(x) as (total, again):
-                y = DecoderLayer.forward(self, total, cos, sin, mask, cu_seqlens)
-            return y._replace(x_again=again) if isinstance(y, Unsummed) else y
+    ) -> Tensor:
         if cache is not None:
             return self._cached_block(x, cos, sin, mask, cache)
-        if self.compiled:  # here, as FSDP2 hands the layer other tensors than it was called with
+        if self.compiled:  # marked here: FSDP2's hooks pass other tensors than the caller's
             _mark_lengths(x, cos, sin, mask, cu_seqlens)
         args = (x, cos, sin, mask, cu_seqlens)
         if not torch.is_grad_enabled():
             return self.block(*args)
-        if self.unsummed and self.offload is None and self.recomputed == "none":
-            return Unsummed(x, *self.branches(*args))
         if self.offload is None:
             return checkpointed(self.block, self.recomputed, *args)
         with self.offload.layer((*self.parameters(), cos, sin)):
@@ -249,10 +123,9 @@ class DecoderLayer(nn.Module):
     def _cached_block(
         self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache
     ) -> Tensor:
-        """Compiled, if anything is, for new tokens only: a prompt is one call, a build many."""
+        """`block` with a cache. A prompt runs uncompiled: one call does not pay for a build."""
         if self.compiled and cache.slots is None:
-            y, z = DecoderLayer.branches(self, x, cos, sin, mask, None, cache)
-            return x + y + z
+            return DecoderLayer.block(self, x, cos, sin, mask, None, cache)
         if self.compiled:
             for tensor in (x, cos, sin, cache.slots):
                 torch._dynamo.maybe_mark_dynamic(tensor, 0)
@@ -262,7 +135,7 @@ class DecoderLayer(nn.Module):
 
 
 class Backbone(nn.Module):
-    """What Hugging Face calls `model`: only a level of names, `Decoder.forward` runs its parts."""
+    """Hugging Face's `model`: gives its parts their names. `Decoder.forward` runs them."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -276,8 +149,8 @@ class Backbone(nn.Module):
         self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
 
 
-class OutputLayer(Linear):
-    """Hidden states to logits `[..., vocab]`; given labels, to their summed cross entropy."""
+class OutputLayer(nn.Linear):
+    """Logits `[..., vocab]` of hidden states or, given labels, their summed cross entropy."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
         return super().forward(x) if labels is None else head_loss(self, x, labels)
@@ -286,11 +159,12 @@ class OutputLayer(Linear):
 class Decoder(nn.Module):
     """A causal language model whose parameters carry their Hugging Face names.
 
-    Has no buffers: rotary tables are computed in every forward. With `tie_word_embeddings`,
-    `lm_head.weight` *is* `model.embed_tokens.weight`; whatever replaces parameters (`to_empty`,
-    `load_state_dict(assign=True)`) breaks that, and `tie_weights` restores it.
+    It has no buffers: every forward computes the rotary tables. With `tie_word_embeddings`,
+    `lm_head.weight` *is* `model.embed_tokens.weight`. Replacing parameters (`to_empty`,
+    `load_state_dict(assign=True)`) breaks that; `tie_weights` restores it.
 
-    `compute_dtype` is what trained weights are cast to where they are gathered; None: no cast.
+    Fields:
+        compute_dtype: FSDP2 casts trained weights to it as it gathers them; None: no cast.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -302,12 +176,12 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     def tie_weights(self) -> None:
-        """Make the output layer share the embedding's weight, if the config says so."""
+        """Makes the output layer share the embedding's weight if the config ties them."""
         if self.config.tie_word_embeddings:
             self.lm_head.weight = self.model.embed_tokens.weight
 
     def set_activations(self, config: ActivationConfig) -> None:
-        """What is kept of every layer for backward, and where."""
+        """Sets what each layer keeps for backward, and where."""
         offload = Offload() if config.offload else None
         for index, layer in enumerate(self.model.layers):
             layer = cast(DecoderLayer, layer)
@@ -316,24 +190,16 @@ class Decoder(nn.Module):
             layer.offload = offload
 
     def compile_layers(self) -> None:
-        """`torch.compile` the computation of every layer; FSDP2's hooks stay outside of it.
+        """Compiles the computation of every layer; FSDP2's hooks stay outside of it.
 
         Two builds serve all layers and all lengths of batches: one for the first layer, whose input
         needs no gradient, and one for the others.
         """
-        # Backward works pointwise results out again (norms, rotations, silu) instead of keeping
+        # Backward computes pointwise results (norms, rotations, silu) again instead of keeping
         # them: 731 MB kept instead of 1059 for 2048 tokens of SmolLM2, in 1 % more time.
         torch._functorch.config.ban_recompute_materialized_backward = False
-        layers = [cast(DecoderLayer, layer) for layer in self.model.layers]
-        for layer in layers:
-            layer.compile_block()
-        # What the branches of a layer give is kept for DoRA's magnitudes anyway. The next layer's
-        # input then need not be kept: it is the sum of them and the input before. (The sum within
-        # a layer compiled code works out again by itself.) Backward needs the inputs of such a row
-        # of layers at once, so rows are as long as there are rows.
-        row = max(2, math.isqrt(len(layers)))
-        for index, layer in enumerate(layers[:-1], 1):
-            layer.unsummed = layer.keeps_branches and index % row != 0
+        for layer in self.model.layers:
+            cast(DecoderLayer, layer).compile_block()
 
     def forward(
         self,
@@ -344,22 +210,27 @@ class Decoder(nn.Module):
         cu_seqlens: Tensor | None = None,
         cache: KVCache | None = None,
     ) -> Tensor:
-        """Logits of the next token, `[batch, seq, vocab]` in the dtype of the weights; given
-        `labels` (int64 `[batch, seq]`, -100 for none) their summed cross entropy instead, an fp32
-        scalar, for which the logits never exist whole.
+        """Logits, or with labels the loss.
 
-        `tokens` is int64 `[batch, seq]`; `positions` likewise (None: 0, 1, 2, ...). `mask` is bool
-        `[batch, 1, seq, seq]`, True where a query (row) attends to a key, and must be causal
-        itself. None is plain causal attention, which serves right-padded batches as well: padding
-        comes after every real token, so none sees it; only the loss must ignore its logits.
+        Args:
+            tokens: int64 `[batch, seq]`. With a `cache`: prompts in the first call, padded on the
+                right, then `[batch, 1]` in each later call.
+            positions: int64 `[batch, seq]`; None: 0, 1, 2, ...
+            mask: bool `[batch, 1, seq, seq]`, True where a query (row) attends to a key; it must
+                be causal. None: causal attention. That serves right-padded batches too, as padding
+                comes after every real token; the loss must ignore its logits.
+            labels: int64 `[batch, seq]`, -100 for none.
+            cu_seqlens: int32 bounds of the samples packed into rows, see `attend_documents`.
+                `positions` must then start at 0 in each sample.
+            cache: for generation, without gradients; only `tokens` may be given with it.
 
-        `cu_seqlens` (int32, see `attend_documents`) instead of a mask keeps apart the samples that
-        are packed into a row; `positions` must then start at 0 in each. Raises ValueError where it
-        comes with a mask or without positions.
+        Returns:
+            `[batch, seq, vocab]` in the dtype of the weights. With `labels`: their summed cross
+            entropy, an fp32 scalar; the logits never exist whole. With a `cache`: `[batch, vocab]`,
+            the logits of the token after each row's last one.
 
-        With a `cache`, and nothing else, `tokens` are added to it: in the first call prompts,
-        padded on the right, then `[batch, 1]` one after another. Returns `[batch, vocab]`, the
-        logits of the token after each row's last one. For inference only: no gradients.
+        Raises:
+            ValueError: `cu_seqlens` is given with a mask or without positions.
         """
         if cache is not None:
             return self._next_logits(tokens, cache)
@@ -395,10 +266,10 @@ class Decoder(nn.Module):
         if not isinstance(head, FSDPModule):
             return head_loss(head, hidden, labels)
         if isinstance(head, OutputLayer) and head.weight.requires_grad:
-            # FSDP2 sees one call, and reduces and frees the gradient where backward begins.
+            # One call for FSDP2, which reduces and frees the gradient as backward begins.
             return head(hidden, labels)
-        # Gathered by hand, as the loss calls it chunk by chunk; a frozen one is done with after
-        # that, where FSDP2 would keep it until backward.
+        # Gathered by hand, as the loss calls it chunk by chunk. A frozen one is freed after that;
+        # FSDP2 would keep it until backward.
         head.unshard()
         loss = head_loss(head, hidden, labels)
         if not any(param.requires_grad for param in head.parameters()):
@@ -406,8 +277,8 @@ class Decoder(nn.Module):
         return loss
 
     def _rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine `[batch or 1, seq, 1, head_dim]`, in fp32 until the final cast; the first
-        half of sine is negated, for `_Rotate`."""
+        """Cosine and sine, `[batch or 1, seq, 1, head_dim]` of `dtype`, computed in fp32. The first
+        half of sine is negated, for `attention._Rotate`."""
         inverse = self.config.rope.inverse_frequencies(self.config.head_dim, positions.device)
         angles = positions[:, :, None, None].float() * inverse
         cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)

@@ -27,7 +27,6 @@ from qfsdp.data.loader import Batch
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import LowRankLinear, ScaledLinear
 from qfsdp.modules.transformer import Decoder, DecoderLayer
-from qfsdp.tensor_subclasses.kernels.cpu import product_dtype
 from qfsdp.training.memory_usage import MemoryUsage
 
 RATE_SECONDS = 0.3  # `matmul_rate` repeats the product for so long
@@ -271,13 +270,12 @@ class Meter:
 @functools.cache
 @torch.no_grad()
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large square products on `device`, as a model of `dtype` multiplies there
-    (`product_dtype`): the best of as many as 0.3 s hold, measured once per process.
+    """FLOP/s of large square products on `device`, in `dtype`: the best of as many as 0.3 s hold,
+    measured once per process.
 
     The product is `a @ b.T`, as in a linear. The values are random: with zeros a GPU draws less
     power and keeps higher clocks.
     """
-    dtype = product_dtype(torch.empty(0, dtype=dtype, device=device))
     size = 1024 if device.type == "cpu" else 8192
     # A separate generator leaves the random state of a resumed run's dropout as it was.
     seeded = torch.Generator(device).manual_seed(0)

@@ -20,7 +20,8 @@ from qfsdp.cli.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.modules.adapters import AdapterConfig, base_parameters
-from qfsdp.modules.decoder_config import DTYPES, DecoderConfig
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
@@ -123,7 +124,7 @@ def test_one_file_is_as_good_as_an_index(folders: dict[str, Path], tmp_path: Pat
     assert_loaded(loaded_tensors(single, {}), folders["llama"], torch.float32)
 
 
-STORED = DTYPES | {"fp16": torch.float16}
+STORED = COMPUTE_DTYPES | {"fp16": torch.float16}
 
 
 @pytest.mark.parametrize("held", ["bf16", "fp32"])
@@ -134,7 +135,7 @@ def test_any_stored_dtype_serves_any_compute_dtype(
     tensors = {k: v.to(STORED[stored]) for k, v in checkpoint(folders["qwen2"]).items()}
     save_file(tensors, tmp_path / SINGLE)
     (tmp_path / "config.json").write_text((folders["qwen2"] / "config.json").read_text())
-    assert_loaded(loaded_tensors(tmp_path, {"dtype": held}), tmp_path, DTYPES[held])
+    assert_loaded(loaded_tensors(tmp_path, {"dtype": held}), tmp_path, compute_dtype(held))
 
 
 @pytest.mark.parametrize("adapted", [False, True])

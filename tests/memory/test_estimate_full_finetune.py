@@ -46,7 +46,7 @@ def measured(model: Path) -> list[int]:
 def measured_one(recipe: Any, cfg: Any) -> int:
     activities = [torch.profiler.ProfilerActivity.CPU]
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
-        world = recipe.init_world(cfg.sharding, casts=cfg.trainable.dtype != cfg.model.dtype)
+        world = recipe.init_world(cfg.sharding, casts=cfg.trainable.casts(cfg.model.dtype))
         net = recipe.load_model(cfg, world)
         trained = recipe.trainable_parameters(net)
         optimizer = recipe.build_optimizer(cfg.optimizer, trained, cfg.optimizer_in_backward)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.cli.errors import InvalidField
-from qfsdp.modules import activations, transformer
+from qfsdp.modules import activations
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters import AdapterConfig
 from qfsdp.modules.transformer import Decoder
@@ -304,61 +303,6 @@ def test_every_n_layers_is_checked() -> None:
         ActivationConfig(every_n_layers=0).check()
 
 
-# ---- inputs of layers that are sums of what is kept --------------------------------------------
-
-
-@pytest.mark.parametrize("row", [2, 3, 6])
-def test_inputs_that_are_sums_are_not_kept(
-    row: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """In rows of layers; gradients to the last bit, and nothing stays after backward."""
-    folder = write_tiny_model(tmp_path, num_hidden_layers=6)
-    model, given, sums = tiny(folder, dropout=0.3), batch(), []
-    expected = gradients(model, ActivationConfig(), given)
-    kept = bytes_kept(model, ActivationConfig(), given)
-
-    @contextmanager
-    def watched(terms: activations.Unsummed) -> Iterator[Any]:
-        with activations.kept_as_sum(terms) as (total, again):
-            sums.extend((weakref.ref(total), weakref.ref(again)))
-            yield total, again
-
-    monkeypatch.setattr(transformer, "kept_as_sum", watched)
-    for index, layer in enumerate(model.model.layers, 1):
-        layer.unsummed = index % row != 0
-    assert_equal(gradients(model, ActivationConfig(), given), expected, f"rows of {row}")
-    assert len(sums) == 2 * 2 * 6 * (row - 1) // row  # of two micro-batches
-    assert not [alive for sum in sums if (alive := sum()) is not None]
-    inputs = given["tokens"].numel() * model.config.hidden_size * 4 * 6 * (row - 1) // row
-    assert bytes_kept(model, ActivationConfig(), given) == kept - inputs
-
-
-def sums_on_ranks(folder: Path, wrap: str) -> bool:
-    model = tiny(folder, dropout=0.2, wrap=wrap)
-    expected = gradients(model, ActivationConfig(), batch())
-    for index, layer in enumerate(model.model.layers, 1):
-        layer.unsummed = index % 3 != 0
-    found = gradients(model, ActivationConfig(), batch())
-    return all(torch.equal(found[key], value) for key, value in expected.items())
-
-
-@pytest.mark.parametrize("wrap", ["decoder_layer", "linear"])
-def test_inputs_that_are_sums_on_two_ranks(wrap: str, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, num_hidden_layers=6)
-    assert run_ranks(2, sums_on_ranks, folder, wrap) == [True, True]
-
-
-@pytest.mark.parametrize(("layers", "row"), [(1, 2), (3, 2), (9, 3), (11, 3), (16, 4)])
-def test_rows_are_as_long_as_there_are_rows(layers: int, row: int, tmp_path: Path) -> None:
-    folder = write_tiny_model(tmp_path, num_hidden_layers=layers)
-    for method in ("dora", "lora"):
-        model = tiny(folder, method)
-        model.compile_layers()
-        ends = [index % row == 0 or index == layers for index in range(1, layers + 1)]
-        unsummed = [layer.unsummed for layer in model.model.layers]
-        assert unsummed == [method == "dora" and not end for end in ends]
-
-
 # ---- torch.compile -----------------------------------------------------------------------------
 
 
@@ -373,12 +317,6 @@ def test_compiled_layers(packed: bool, folder: Path, monkeypatch: pytest.MonkeyP
     builds = torch._dynamo.utils.counters["stats"]["unique_graphs"]
     kept = bytes_kept(model, ActivationConfig(), given)
     assert bytes_kept(model, MODES["selective"], given) == kept
-    for layer in model.model.layers:
-        layer.unsummed = False
-    inputs = given["tokens"].numel() * model.config.hidden_size * 4 * (LAYERS // 2)
-    assert bytes_kept(model, ActivationConfig(), given) == kept + inputs  # of every second layer
-    assert_equal(gradients(model, ActivationConfig(), given), expected, "summed")
-    kept += inputs
     of_weights = {param.numel() for param in model.parameters()}
     ledger = Ledger(monkeypatch)
     for name in ("full", "full, offload", "selective, offload", "offload"):

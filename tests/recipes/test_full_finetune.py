@@ -91,7 +91,7 @@ def train_one(recipe: Any, case: dict[str, Any]) -> dict[str, Any]:
     from qfsdp.training.memory_usage import bytes_by_kind
 
     cfg = make_config(recipe, case)
-    world = recipe.init_world(cfg.sharding, casts=cfg.trainable.dtype != cfg.model.dtype)
+    world = recipe.init_world(cfg.sharding, casts=cfg.trainable.casts(cfg.model.dtype))
     model = recipe.load_model(cfg, world)
     before = held_bytes(model)
     parameters = recipe.trainable_parameters(model)

@@ -15,7 +15,6 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.tensor_subclasses.dtensor import local_part
-from qfsdp.tensor_subclasses.kernels import cpu
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import load_model
 from tests.ranks import run_ranks
@@ -141,16 +140,13 @@ def transformers_logits(folder: Path) -> Tensor:
         return model(TOKENS).logits
 
 
-def test_the_model_that_comes_out(
-    folder: Path, runs: dict[str, tuple[Path, Path]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_model_that_comes_out(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
     """The trained weights as the last checkpoint has them, the others as they were; transformers
     computes with it what our decoder does with these."""
     from qfsdp.checkpoint.state import read_trained
     from qfsdp.modules.decoder_config import DecoderConfig
     from qfsdp.modules.transformer import Decoder
 
-    monkeypatch.setattr(cpu, "BF16_PRODUCTS", True)  # what transformers computes with on any CPU
     base = saved(folder)
     for key, (whole, _) in runs.items():
         way = key.partition(" ")[2]

@@ -17,7 +17,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qfsdp.modules.adapters import AdapterConfig, LowRankLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.kernels import cpu
 from qfsdp.tensor_subclasses.nf4 import NF4Tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.tiny import needs_compiler
@@ -243,9 +242,7 @@ def test_linear_is_that_of_the_dequantized_weight(
     dtype: torch.dtype,
     with_bias: bool,
     weight: NF4Tensor,
-    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(cpu, "BF16_PRODUCTS", True)  # without them: tests/test_cpu.py
     plain = weight.dequantize(dtype)
     bias = torch.randn(ROWS, dtype=dtype) if with_bias else None
     x = torch.randn(shape, dtype=dtype, requires_grad=True)

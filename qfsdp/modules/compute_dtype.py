@@ -1,0 +1,80 @@
+"""The dtype that a model computes in: `model.dtype`, or fp32 on a CPU without bf16 products."""
+
+from __future__ import annotations
+
+import functools
+import os
+import platform
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+_REPORTED = "QFSDP_FP32_REPORTED"  # in the environment, where the ranks of a run inherit it
+# Values of oneDNN's ONEDNN_MAX_CPU_ISA that allow AVX-512, but not its bf16 instructions.
+_ISA_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
+_planned_device: str | None = None
+
+
+def compute_dtype(name: str) -> torch.dtype:
+    """The dtype in which a model with `model.dtype: <name>` computes.
+
+    On a CPU without bf16 products "bf16" gives fp32. PyTorch multiplies bf16 there at 1 to 30
+    GFLOP/s, and fp32 at 80 to 245 (two cores, AVX2 and AVX-512). The first call that does so
+    prints one line per run.
+
+    Args:
+        name: "bf16" or "fp32".
+    """
+    if name == "bf16" and _device_kind() == "cpu" and not has_bf16_products():
+        _report()
+        return torch.float32
+    return COMPUTE_DTYPES[name]
+
+
+@contextmanager
+def planned_for(device: str) -> Iterator[None]:
+    """Within it, `compute_dtype` answers for a run on "cpu" or "cuda", whatever this machine has.
+    Estimates build their models within it."""
+    global _planned_device
+    before, _planned_device = _planned_device, device
+    try:
+        yield
+    finally:
+        _planned_device = before
+
+
+@functools.cache
+def has_bf16_products() -> bool:
+    """Whether this CPU multiplies bf16 matrices faster than fp32 ones.
+
+    oneDNN's own answer is right on Arm. On x86-64 it is also true for AVX-512 without
+    `avx512_bf16` (Skylake to Ice Lake), where bf16 does 30 GFLOP/s and fp32 245. The environment
+    variable ONEDNN_MAX_CPU_ISA can take instructions away from oneDNN.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return True
+    if not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        return False
+    if os.environ.get("ONEDNN_MAX_CPU_ISA", "").upper() in _ISA_WITHOUT_BF16:
+        return False
+    if platform.machine().lower() not in ("x86_64", "amd64"):
+        return True
+    if not hasattr(torch.cpu, "get_capabilities"):  # older torch
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
+
+
+def _device_kind() -> str:
+    if _planned_device is not None:
+        return _planned_device
+    accelerator = torch.accelerator.current_accelerator(check_available=True)
+    return "cpu" if accelerator is None else accelerator.type
+
+
+def _report() -> None:
+    if os.environ.get("RANK", "0") == "0" and _REPORTED not in os.environ:
+        os.environ[_REPORTED] = "1"
+        print("model.dtype: this CPU has no bf16 products; computing in fp32", flush=True)
