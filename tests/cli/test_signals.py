@@ -87,6 +87,10 @@ WAYS = {
     "its own ranks": (ALONE, ["devices=2"], 2),
     "tune": ([*TUNE, "--nproc_per_node", "2", "stand_in"], [], 2),
 }
+# Ranks import torch: 8 to 12 s of CPU time for each of the long ones.
+EVERY_WAY = pytest.mark.parametrize(
+    "way", [pytest.param(w, marks=pytest.mark.long if WAYS[w][2] > 1 else ()) for w in WAYS]
+)
 
 
 @contextmanager
@@ -116,7 +120,11 @@ def running(folder: Path, way: str, *words: str) -> Iterator[subprocess.Popen[st
 
 @pytest.mark.parametrize(
     ("way", "number"),
-    zip(WAYS, (signal.SIGINT, signal.SIGINT, signal.SIGTERM), strict=True),
+    [
+        ("one process", signal.SIGINT),
+        ("its own ranks", signal.SIGINT),
+        pytest.param("tune", signal.SIGTERM, marks=pytest.mark.long),
+    ],
 )
 def test_the_first_signal_lets_the_run_save_and_exit_with_0(
     recipe: Path, way: str, number: signal.Signals
@@ -132,7 +140,7 @@ def test_the_first_signal_lets_the_run_save_and_exit_with_0(
     assert "Traceback" not in err
 
 
-@pytest.mark.parametrize("way", WAYS)
+@EVERY_WAY
 def test_a_second_signal_ends_it_at_once(recipe: Path, way: str) -> None:
     with running(recipe, way, f"last={LIMIT_S}") as process:
         process.send_signal(signal.SIGTERM)
@@ -146,6 +154,7 @@ def test_a_second_signal_ends_it_at_once(recipe: Path, way: str) -> None:
     assert "saved" not in out and "Traceback" not in err
 
 
+@pytest.mark.long
 def test_what_launchers_send_twice_is_one_request(recipe: Path) -> None:
     words = ["last=1.5", f"same_request={LIMIT_S}"]
     with running(recipe, "its own ranks", *words) as process:
@@ -157,7 +166,7 @@ def test_what_launchers_send_twice_is_one_request(recipe: Path) -> None:
     assert out.count("saved") == 2
 
 
-@pytest.mark.parametrize("way", WAYS)
+@EVERY_WAY
 def test_before_there_is_anything_to_save_the_first_signal_ends_it(recipe: Path, way: str) -> None:
     with running(recipe, way, "listen=false") as process:
         process.send_signal(signal.SIGTERM)
@@ -167,6 +176,7 @@ def test_before_there_is_anything_to_save_the_first_signal_ends_it(recipe: Path,
     assert "Traceback" not in err
 
 
+@pytest.mark.long
 def test_ranks_that_are_signalled_themselves(recipe: Path) -> None:
     """A batch system signals ranks too: each listens for itself."""
     with running(recipe, "its own ranks") as process:

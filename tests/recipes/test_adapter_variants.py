@@ -105,6 +105,7 @@ def trained(folder: Path) -> Path:
     return folder
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", VARIANTS)
 def test_ranks_train_the_same(name: str, trained: Path) -> None:
     alone = trained / f"{name}_1"
@@ -121,6 +122,7 @@ def test_ranks_train_the_same(name: str, trained: Path) -> None:
             assert (found[key] - value).norm() < 1e-3 * value.norm(), f"{size} ranks: {key}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_goes_on_with_the_same_bits(name: str, trained: Path) -> None:
     """Two ranks, from the second of three steps; learning rates of both groups come back."""
@@ -133,6 +135,7 @@ def test_a_run_goes_on_with_the_same_bits(name: str, trained: Path) -> None:
         assert torch.equal(value, expected_tensors[key]), key
 
 
+@pytest.mark.long
 def test_the_variants_are_other_runs(trained: Path) -> None:
     """What is adapted is the same, so first losses are; but not where the start or scale differ."""
     first = {name: logged(trained / f"{name}_1", "loss")[1] for name in VARIANTS}
@@ -146,6 +149,7 @@ def test_the_variants_are_other_runs(trained: Path) -> None:
     assert lr == logged(trained / "lora_1", "lr"), "what is logged is the rate of A"
 
 
+@pytest.mark.long
 def test_other_settings_are_not_gone_on_with(trained: Path) -> None:
     origin = f"resume={trained}/lora_plus_1/checkpoints/step_00000002"
     words = ["batch_size=12", f"output_dir={trained}/other", origin, "adapter.method=dora"]

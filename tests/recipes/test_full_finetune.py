@@ -280,7 +280,7 @@ def trained(folders: dict[str, Path]) -> Callable[[int], Results]:
     return of_size
 
 
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(3, marks=pytest.mark.long)])
 def test_as_transformers_in_a_plain_loop(
     size: int, trained: Callable[[int], Results], references: dict[str, dict[str, Any]]
 ) -> None:

@@ -1,4 +1,4 @@
-"""The recipe that answers prompts, through `tune`, and what it says when something is wrong."""
+"""The recipe that answers prompts, and its messages about mistakes."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from qfsdp.evaluation.generation import generate
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.modules.adapters import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
-from tests.recipes.test_qdora_distributed import tune
+from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, needs_compiler, write_tiny_model_with_tokenizer
 
-RECIPE, CONFIG = "recipes/generate", "configs/generate.yaml"
+CONFIG = str(ROOT / "configs/generate.yaml")
 NEW = 6
 
 
@@ -62,19 +62,24 @@ def config(recipe: ModuleType, model_dir: Path, *more: str) -> Any:
     return load_config(recipe.Config, words(model_dir, *more))
 
 
+def answer(words: list[str]) -> None:
+    """The recipe; runs on every rank."""
+    recipe = load_recipe("generate")
+    recipe.main(load_config(recipe.Config, words))
+
+
 @pytest.mark.usefixtures("eager")
 def test_a_file_on_two_ranks(
     recipe: ModuleType, model_dir: Path, adapter: Path, prompts: Path, tmp_path: Path, capfd: Any
 ) -> None:
-    """By the command as typed: the rows in their order, and the answers of one process."""
+    """The rows in their order, with the answers of one process."""
     more = [f"adapter={adapter}", f"prompts={prompts}", "prompt_column=q", "batch_size=2"]
     more += ["model.dtype=fp32", "sampling.temperature=1.0"]
     command = words(
         model_dir, *more, "sharding.strategy=full_shard", f"output={tmp_path}/a/o.jsonl"
     )
-    done = tune("run", "--nproc_per_node", "2", RECIPE, *command)
-    assert done.returncode == 0, done.stderr
-    assert f"7 answers, {7 * NEW} tokens in " in done.stderr
+    run_ranks(2, answer, command)
+    assert f"7 answers, {7 * NEW} tokens in " in capfd.readouterr().err
     text = (tmp_path / "a/o.jsonl").read_text(encoding="utf-8")
     rows = [json.loads(line) for line in text.splitlines()]
     assert [row["id"] for row in rows] == [1, 9, 3, 5, 2, 7, 0] and "ż" in text
@@ -89,8 +94,8 @@ def test_a_file_on_two_ranks(
     model = load_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world)
     for row in rows:
         (prompt,) = recipe.tokenized(cfg, tokenizer, [row])
-        (answer,) = generate(model, [prompt], cfg.sampling, set(), world)
-        assert tokenizer.decode(answer) == row["completion"]
+        (found,) = generate(model, [prompt], cfg.sampling, set(), world)
+        assert tokenizer.decode(found) == row["completion"]
 
 
 @pytest.mark.usefixtures("eager")

@@ -23,6 +23,7 @@ from tests.tiny import (
     needs_compiler,
     write_tiny_model_with_tokenizer,
 )
+from tests.waiting import LIMIT_S
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
@@ -39,7 +40,7 @@ def tune(
         env=os.environ | environment,
         capture_output=True,
         text=True,
-        timeout=600,
+        timeout=LIMIT_S,
     )
 
 
@@ -53,14 +54,19 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_splits(tmp_path_factory.mktemp("arithmetic"), train=64, heldout=8)[0]
 
 
-def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
-    """Three updates by the command as typed; everything that a run leaves behind."""
+@pytest.mark.parametrize(
+    "eager", ["1", pytest.param("0", marks=pytest.mark.long)], ids=["eager", "compiled"]
+)
+def test_two_ranks_on_the_real_model(
+    eager: str, smollm2_dir: Path, train_file: Path, tmp_path: Path
+) -> None:
+    """Three updates by the command as typed, and all files that a run leaves."""
     words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=2"]
     words += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
     words += [f"output_dir={tmp_path}/run"]
-    # Compiled kernels, as by default; every rank builds them for 10 s and more.
-    compiled = {"QFSDP_EAGER_KERNELS": "0"}
-    done = tune("run", "--nproc_per_node", "2", RECIPE, *words, environment=compiled)
+    # Compiled kernels are the default; a rank builds them in 10 s or more.
+    environment = {"QFSDP_EAGER_KERNELS": eager}
+    done = tune("run", "--nproc_per_node", "2", RECIPE, *words, environment=environment)
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
 
@@ -79,8 +85,8 @@ def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_pa
         of_first = {"seconds/logging", "memory/load_peak_gib"}
         assert missing == (of_first if line["step"] == 1 else set())
         assert 0.5 < line["slot_efficiency"] <= 1
-        assert 0 < line["model_flops_utilization"] <= line["hardware_flops_utilization"] < 1.5
-    assert lines[1]["seconds/forward"] > lines[1]["seconds/data"] > 0
+        assert 0 < line["model_flops_utilization"] <= line["hardware_flops_utilization"]
+        assert all(line[f"seconds/{phase}"] > 0 for phase in phases[:-1])
     assert all(1.0 < line["loss"] < 2.5 for line in lines)
     assert [line["lr"] for line in lines] == pytest.approx([0, 1e-4, 2e-4])
     assert "step 3/3" in done.stderr and "\r" not in done.stderr
@@ -106,6 +112,7 @@ def test_two_ranks_on_the_real_model(smollm2_dir: Path, train_file: Path, tmp_pa
     assert b.abs().max() > 0, "B is still as it was initialised"
 
 
+@pytest.mark.long
 @needs_compiler
 def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
     """Switches of speed together, through the command; what they say and leave behind."""
@@ -128,6 +135,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     assert [line["lr"] for line in lines] == pytest.approx([0, 1e-4, 2e-4])
 
 
+@pytest.mark.long
 def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_file: Path) -> None:
     """The copy runs, in its directory, and is the file that ran."""
     model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir)
@@ -148,7 +156,9 @@ def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_f
 LITERAL = "configs/llama3_70b_qdora.yaml"
 
 
-@pytest.mark.parametrize("torchrun_flags", [[], ["--nproc_per_node", "2"]])
+@pytest.mark.parametrize(
+    "torchrun_flags", [[], pytest.param(["--nproc_per_node", "2"], marks=pytest.mark.long)]
+)
 def test_the_literal_command_without_the_weights(torchrun_flags: list[str]) -> None:
     done = tune("run", *torchrun_flags, RECIPE, "--config", LITERAL)
     assert done.returncode == 2

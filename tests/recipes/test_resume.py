@@ -79,7 +79,7 @@ def adapter_bytes(run: Path) -> bytes:
     return (run / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_same_bits_as_without_the_break(folder: Path, ranks: int) -> None:
     """LoRA and DoRA, with and without accumulation: after step 5 of 9, dropout and all."""
     runs, pairs = [], []
@@ -103,7 +103,7 @@ def test_the_same_bits_as_without_the_break(folder: Path, ranks: int) -> None:
     assert len(seen) == 4, "methods and splits did not differ: dropout or the method had no effect"
 
 
-@pytest.mark.parametrize(("before", "after"), [(2, 3), (4, 1)])
+@pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(4, 1, marks=pytest.mark.long)])
 def test_another_number_of_ranks_goes_on(folder: Path, before: int, after: int) -> None:
     """The same global batches; without dropout, whose numbers are each rank's own."""
     whole, rest = folder / f"from_{before}", folder / f"to_{after}"
@@ -353,6 +353,7 @@ def newest_step(run: Path) -> int:
     return read_settings(published(run)[-1])["step"] if published(run) else 0
 
 
+@pytest.mark.long
 def test_killed_at_random_moments(
     folder: Path, reference: dict[int, float], hold: Path, tmp_path: Path
 ) -> None:

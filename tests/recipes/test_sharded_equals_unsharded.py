@@ -159,7 +159,7 @@ def test_training_does_something(reference: dict[str, dict[str, Any]]) -> None:
     assert lora[0] == pytest.approx(dora[0], rel=1e-6) and abs(lora[-1] - dora[-1]) > 1e-4
 
 
-@pytest.mark.parametrize("size", [1, 2, 3, 4])
+@pytest.mark.parametrize("size", [1, 2, 3, pytest.param(4, marks=pytest.mark.long)])
 def test_same_for_every_world_size_wrap_and_split(
     size: int, model_dir: Path, reference: dict[str, dict[str, Any]]
 ) -> None:
@@ -204,6 +204,7 @@ VARIANTS = [
 ]
 
 
+@pytest.mark.long
 def test_variants_on_three_ranks(model_dir: Path) -> None:
     """Checkpointing, resharding, plain and bf16 bases: three ranks do what one does."""
     base = {"method": "dora", "wrap": "decoder_layer"}
@@ -229,7 +230,12 @@ FAMILIES = {
 }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+LONG = ("tied", "biases")  # the third family is both
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=pytest.mark.long if f in LONG else ()) for f in FAMILIES]
+)
 def test_families_on_three_ranks(family: str, tmp_path: Path) -> None:
     """Shared embeddings live in FSDP2's root unit, biases and q/k norms in the layers'."""
     folder = write_tiny_model(tmp_path, **FAMILIES[family])
@@ -241,6 +247,7 @@ def test_families_on_three_ranks(family: str, tmp_path: Path) -> None:
         assert_same(three[0], one[0], f"{family}, {adapted}")
 
 
+@pytest.mark.long
 def test_the_real_model_on_two_ranks(smollm2_dir: Path) -> None:
     """Two updates of SmolLM2-135M: all 210 packed linears and the tied embeddings.
 
