@@ -20,30 +20,35 @@ class Samples:
     """`size` random samples of 5 to 40 tokens, about half of them targets.
 
     Args:
-        hold_file: while this file exists, a process reads `hold_after` samples and then waits, for
-            tests that interrupt a run. It waits until the file is gone, or until the process is
-            asked to stop (SIGTERM or SIGINT).
+        hold_file: for tests that interrupt a run; it holds the path of the run's metrics.jsonl.
+            While it exists, reading waits once this process has logged three steps, so that a run
+            takes three or four. A process that is asked to stop (SIGTERM, SIGINT) waits no longer.
     """
 
     def __init__(
-        self,
-        tokenizer: Any,
-        size: int = 26,
-        seed: int = 0,
-        hold_file: str | None = None,
-        hold_after: int = 19,
+        self, tokenizer: Any, size: int = 26, seed: int = 0, hold_file: str | None = None
     ) -> None:
         self.size, self.seed = size, seed
-        self._hold_file, self._left = hold_file and Path(hold_file), hold_after
+        self._hold = None if hold_file is None else Path(hold_file)
+        self._logged = self._log_lines()
+
+    def _log_lines(self) -> int:
+        """Lines of the run's log; 0 where there is no log, or no hold file any longer."""
+        try:
+            log = Path(self._hold.read_text()) if self._hold else Path()
+            return len(log.read_text().splitlines())
+        except OSError:
+            return 0
+
+    def _may_go_on(self) -> bool:
+        return self._log_lines() < self._logged + 3 or _asked_to_stop()
 
     def __len__(self) -> int:
         return self.size
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
-        self._left -= 1
-        if self._hold_file and self._left < 0:
-            file = self._hold_file
-            wait_until(lambda: not file.exists() or _asked_to_stop(), f"{file} is removed")
+        if self._hold is not None:
+            wait_until(self._may_go_on, f"{self._hold} is removed")
         generator = torch.Generator().manual_seed(1000 * self.seed + index)
         length = int(torch.randint(5, 40, (1,), generator=generator))
         tokens = torch.randint(0, 577, (length,), generator=generator)

@@ -248,20 +248,20 @@ def reference(folder: Path) -> dict[int, float]:
     return losses(folder / "reference")
 
 
-@pytest.fixture
-def hold(folder: Path) -> Path:
-    """While it exists, a process takes four steps or five (19 samples per rank) and then waits."""
-    file = folder / "hold"
-    file.touch()
+def hold(run: Path) -> Path:
+    """A file that makes processes of `run` wait after three or four steps; see `Samples`."""
+    file = run.with_suffix(".hold")
+    file.write_text(f"{run}/metrics.jsonl")
     return file
 
 
 def test_sigterm_saves_and_the_same_command_goes_on(
-    folder: Path, reference: dict[int, float], hold: Path
+    folder: Path, reference: dict[int, float]
 ) -> None:
     run = folder / "stopped"
+    held = hold(run)
     words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=null"]
-    words.append(f"dataset.hold_file={hold}")
+    words.append(f"dataset.hold_file={held}")
     process = start(tune(folder, *words))
     wait_for_step(run, 3, process)
     process.send_signal(signal.SIGTERM)
@@ -272,7 +272,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     assert list(losses(run)) == list(range(1, at + 1)) and 3 <= at < STEPS
     assert f"saving after step {at}, then stopping; resume=auto continues from there" in err
     assert "Traceback" not in err and "adapter (PEFT format)" not in out
-    hold.unlink()
+    held.unlink()
     process = start(tune(folder, *words))
     out, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -280,18 +280,19 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     assert adapter_bytes(run) == adapter_bytes(folder / "reference")
 
 
-def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float], hold: Path) -> None:
+def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float]) -> None:
     """torchrun starts all ranks again, and they go on; the others do not hang in a collective."""
     run = folder / "restarted"
+    held = hold(run)
     words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1"]
-    words.append(f"dataset.hold_file={hold}")
+    words.append(f"dataset.hold_file={held}")
     process = start(tune(folder, *words, flags="--nproc_per_node 2 --max-restarts 3"))
-    wait_for_step(run, 4, process)
+    wait_for_step(run, 3, process)
     first = rank_pids(process.pid)
     os.kill(first[1], signal.SIGKILL)
     ended = lambda: not set(first) & set(rank_pids(process.pid))  # noqa: E731
     wait_until(ended, "the first ranks end", process)
-    hold.unlink()
+    held.unlink()
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
     assert losses(run) == reference
@@ -305,7 +306,7 @@ def kill_and_go_on(
     every: int,
     steps: int,
     scratch: Path,
-    hold: Path | None = None,
+    held: Path | None = None,
 ) -> list[tuple[float, int, int, int]]:
     """Kills all processes of a run `kills` times, then lets the run end.
 
@@ -315,7 +316,7 @@ def kill_and_go_on(
 
     Args:
         every: steps between two saves.
-        hold: see `hold`; removed after the last kill.
+        held: what `hold` wrote; removed after the last kill.
 
     Returns:
         per kill: seconds since the start, the step of the start, the last step taken, the last
@@ -340,8 +341,8 @@ def kill_and_go_on(
             load_file(path / "adapter" / "adapter_model.safetensors")
         # A kill loses an unfinished save and up to `every` steps that were taken meanwhile.
         assert start_at <= saved and taken - saved < 2 * every, table
-    if hold is not None:
-        hold.unlink()
+    if held is not None:
+        held.unlink()
     process = start(command)
     _, err = process.communicate(timeout=LIMIT_S)
     assert process.returncode == 0, err
@@ -355,13 +356,14 @@ def newest_step(run: Path) -> int:
 
 @pytest.mark.long
 def test_killed_at_random_moments(
-    folder: Path, reference: dict[int, float], hold: Path, tmp_path: Path
+    folder: Path, reference: dict[int, float], tmp_path: Path
 ) -> None:
     """The run saves at every step, so most kills hit a save."""
     run = folder / "killed"
+    held = hold(run)
     words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1"]
-    words.append(f"dataset.hold_file={hold}")
-    kill_and_go_on(tune(folder, *words), run, 2, 1, 2, tmp_path / "all.pt", hold)
+    words.append(f"dataset.hold_file={held}")
+    kill_and_go_on(tune(folder, *words), run, 2, 1, 2, tmp_path / "all.pt", held)
     assert losses(run) == reference
     assert adapter_bytes(run) == adapter_bytes(folder / "reference")
 

@@ -73,7 +73,12 @@ RANKS = [
 
 
 @pytest.mark.parametrize(
-    ("size", "methods"), [*RANKS, (4, ["dora"]), pytest.param(4, ["lora"], marks=SLOW)]
+    ("size", "methods"),
+    [
+        *RANKS,
+        pytest.param(4, ["dora"], marks=pytest.mark.long),
+        pytest.param(4, ["lora"], marks=SLOW),
+    ],
 )
 def test_every_strategy_trains_the_same(
     size: int, methods: Sequence[str], model_dir: Path, reference: dict[str, dict[str, Any]]
@@ -173,7 +178,7 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
     ("size", "sharding"),
     [
         (3, {"strategy": "ddp"}),
-        (4, {"strategy": "hybrid_full_shard", "replicate": 2}),
+        pytest.param(4, {"strategy": "hybrid_full_shard", "replicate": 2}, marks=pytest.mark.long),
         (1, {"cpu_offload": True}),
     ],
 )
