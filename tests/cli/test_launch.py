@@ -59,8 +59,10 @@ def test_mistakes_end_with_one_line_and_status_2(checkout: Path, word: str, mess
     ("word", "status", "errors"),
     [
         ("fail=user", 2, ["error: the data is odd"]),
-        ("fail=user on 1", 2, ["error: rank 1: the data is odd"]),
-        ("fail=crash on 0", 1, []),
+        pytest.param(
+            "fail=user on 1", 2, ["error: rank 1: the data is odd"], marks=pytest.mark.long
+        ),
+        pytest.param("fail=crash on 0", 1, [], marks=pytest.mark.long),
     ],
 )
 def test_failing_ranks(checkout: Path, word: str, status: int, errors: list[str]) -> None:
@@ -88,6 +90,7 @@ def test_ranks_share_the_cores(
     assert os.environ[names[1]] == "7"
 
 
+@pytest.mark.long
 def test_ctrl_c_ends_all_ranks(checkout: Path) -> None:
     words = [sys.executable, "recipes/stand_in.py", *STEP, "devices=2", "fail=crash on 7"]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
