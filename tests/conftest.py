@@ -1,4 +1,4 @@
-"""What all tests share: one thread, and one real model."""
+"""One thread per process, the order of files, the real model, and eager kernels."""
 
 from __future__ import annotations
 
@@ -11,13 +11,40 @@ import torch
 from examples.demo import cache_dir
 from examples.demo.smollm2 import prepare_model
 
-# Test processes share the machine, and threads that wait for each other's share of a tiny product
-# crawl: 4096 short documents took 3 s alone, and 75 s beside another test on the same two cores.
+# Test processes share the cores. Threads of one process that wait for each other are slow then:
+# 4096 short documents took 3 s alone, and 75 s while another test ran on the same two cores.
 if "OMP_NUM_THREADS" not in os.environ:
     torch.set_num_threads(1)
-# Inductor starts a pool of processes to compile in, in every process that compiles, and each of
-# them imports torch: two ranks took 94 s with pools and 77 s without.
+# Inductor starts a pool of processes in every process that compiles, and each process of a pool
+# imports torch: two ranks took 94 s with pools and 77 s without.
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
+
+
+# The files that take longest start first, so that both processes of `make test` end together.
+LONGEST_FILES = (
+    "recipes/test_qdora_distributed.py",
+    "recipes/test_sharded_equals_unsharded.py",
+    "recipes/test_strategies.py",
+    "modules/test_activations.py",
+    "recipes/test_resume.py",
+    "recipes/test_full_finetune.py",
+    "recipes/test_adapter_variants.py",
+    "recipes/test_configs.py",
+    "cli/test_launch.py",
+    "cli/test_command.py",
+    "cli/test_signals.py",
+    "recipes/test_generate.py",
+    "recipes/test_full_finetune_command.py",
+)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    places = {name: place for place, name in enumerate(LONGEST_FILES)}
+
+    def place(item: pytest.Item) -> int:
+        return places.get("/".join(item.path.parts[-2:]), len(places))
+
+    items.sort(key=place)
 
 
 @pytest.fixture(scope="session")
@@ -28,7 +55,9 @@ def smollm2_dir() -> Path:
 
 @pytest.fixture
 def eager(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Kernels run uncompiled, here and on ranks: many shapes or processes mean many builds.
-    That compiled kernels give the same bits is tested in test_nf4.py."""
+    """Kernels run uncompiled, here and on ranks: each shape and each process would compile.
+
+    test_nf4.py tests that compiled kernels give the same bits.
+    """
     monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
     monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")

@@ -1,4 +1,4 @@
-"""A small random model on disk, with sizes that divide by nothing convenient."""
+"""A small random model on disk, whose sizes no number of ranks divides."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def write_tiny_model(folder: Path, shards: int = 1, seed: int = 0, **changes: ob
 
 
 def write_tiny_model_with_tokenizer(folder: Path, tokenizer: Path, **changes: object) -> Path:
-    """The same with the tokenizer of another model folder, SmolLM2's 49,152 tokens."""
+    """A random model folder with the tokenizer of another folder: SmolLM2's 49,152 tokens."""
     write_tiny_model(folder, vocab_size=49152, **changes)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (folder / name).symlink_to(tokenizer / name)
@@ -70,5 +70,5 @@ def write_tiny_model_with_tokenizer(folder: Path, tokenizer: Path, **changes: ob
 
 
 def load_recipe(name: str = "qdora_distributed") -> ModuleType:
-    """A recipe file as a module (`recipes/` is no package)."""
+    """A recipe file as a module; `recipes/` is not a package."""
     return recipes.load_recipe(ROOT / f"recipes/{name}.py")

@@ -1,4 +1,4 @@
-"""Components for configs of runs on the tiny model, which need no files."""
+"""A tokenizer and a dataset without files, for configs of runs on the tiny model."""
 
 from __future__ import annotations
 
