@@ -1,6 +1,6 @@
-"""IA3, rsLoRA, LoRA+ and starts from the error of packing, as runs of the recipe.
+"""IA3, rsLoRA, LoRA+ and LoftQ starts, as runs of the recipe.
 
-The same losses and adapters on 1, 2 and 3 ranks, and the same bits after a break.
+Losses and adapters are the same on 1, 2 and 3 ranks, and have the same bits in a resumed run.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ VARIANTS = {
     "ia3": ["adapter.method=ia3", "optimizer.lr=0.01"],
     "ia3_head": ["adapter.method=ia3", "optimizer.lr=0.01", "adapter.targets=[all-linear,lm_head]"],
 }
-# torchao has 8 bits for tensors of 4096 numbers and more that 256 divides, on each rank.
+# On each rank torchao keeps 8-bit states for tensors of at least 4096 numbers, if 256 divides them.
 EIGHT_BIT = ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused", "adapter.rank=64"]
 EIGHT_BIT.append("adapter.targets=[q_proj,o_proj]")
 RESUMED = {name: VARIANTS[name] for name in ("lora_plus", "loftq_dora", "ia3_head")}
@@ -67,11 +67,11 @@ def run(folder: Path, *words: str) -> None:
 
 
 def no_second_start(*_: object) -> None:
-    raise AssertionError("a run that goes on works no start out")
+    raise AssertionError("a resumed run computes no start")
 
 
 def run_variants(folder: Path) -> None:
-    """Every variant; on two ranks also what goes on from the second step. Runs on every rank."""
+    """Runs every variant, on two ranks also its resumed run from step 2. Runs on every rank."""
     import qfsdp.checkpoint.adapter_start as start
 
     size = int(os.environ.get("WORLD_SIZE", 1))
@@ -117,15 +117,15 @@ def test_ranks_train_the_same(name: str, trained: Path) -> None:
         found = adapter(run)
         assert found.keys() == tensors.keys()
         for key, value in tensors.items():
-            # By norm, as Adam blows up gradients that are rounding alone; an update of the wrong
-            # sign would change A by 2e-2 of its norm, B and factors by as much as they moved.
+            # By norm, because Adam amplifies gradients that are only rounding. An update of the
+            # wrong sign changes A by 2e-2 of its norm, B and factors by as much as they moved.
             assert (found[key] - value).norm() < 1e-3 * value.norm(), f"{size} ranks: {key}"
 
 
 @pytest.mark.long
 @pytest.mark.parametrize("name", RESUMED)
 def test_a_run_goes_on_with_the_same_bits(name: str, trained: Path) -> None:
-    """Two ranks, from the second of three steps; learning rates of both groups come back."""
+    """Two ranks, from step 2 of 3; the learning rates of both groups are restored."""
     whole, rest = trained / f"{name}_2", trained / f"{name}_2_rest"
     for key in ("loss", "lr", "grad_norm"):
         expected = logged(whole, key)
@@ -137,7 +137,7 @@ def test_a_run_goes_on_with_the_same_bits(name: str, trained: Path) -> None:
 
 @pytest.mark.long
 def test_the_variants_are_other_runs(trained: Path) -> None:
-    """What is adapted is the same, so first losses are; but not where the start or scale differ."""
+    """First losses are equal, except where the start differs; last losses all differ."""
     first = {name: logged(trained / f"{name}_1", "loss")[1] for name in VARIANTS}
     last = {name: logged(trained / f"{name}_1", "loss")[3] for name in VARIANTS}
     for name in ("rslora", "lora_plus", "ia3", "ia3_head"):
@@ -150,7 +150,7 @@ def test_the_variants_are_other_runs(trained: Path) -> None:
 
 
 @pytest.mark.long
-def test_other_settings_are_not_gone_on_with(trained: Path) -> None:
+def test_a_resumed_run_refuses_other_settings(trained: Path) -> None:
     origin = f"resume={trained}/lora_plus_1/checkpoints/step_00000002"
     words = ["batch_size=12", f"output_dir={trained}/other", origin, "adapter.method=dora"]
     with pytest.raises(UserError, match="adapter.lora_plus_ratio: was 8.0, is 4.0"):

@@ -24,22 +24,22 @@ from tests.tiny import (
 )
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-FOLDERS = ("block_expansion", "merge", "quantize")  # what write a model folder
-OTHERS = (*FOLDERS, "evaluate", "generate")  # that train nothing; these have tests of their own
+FOLDERS = ("block_expansion", "merge", "quantize")  # recipes that write a model folder
+OTHERS = (*FOLDERS, "evaluate", "generate")  # recipes that do not train
 TRAINING = [config for config in CONFIGS if config.stem not in OTHERS]
 TRAINERS = ("recipes/qdora_distributed", "recipes/full_finetune_distributed")
 FAMILIES = {
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen2_5": {"architectures": ["Qwen2ForCausalLM"]},
 }
-# By the end of a config's name; else nf4.
+# Format by the end of a config's name; nf4 otherwise.
 FORMATS = {"_lora": "none", "_full": "none", "_hqq_dora": "hqq"}
 ROW = {"instruction": "Add.", "input": "2 + 3", "output": "5", "question": "2 + 3?", "answer": "5"}
 
 
 @pytest.fixture
 def no_process_group() -> Iterator[None]:
-    """A run of one rank makes one where FSDP2 casts; it must not outlive the test."""
+    """Ends the group that a run of one rank makes where FSDP2 casts."""
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
@@ -60,7 +60,9 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     argv += ["gradient_accumulation_steps=2", "lr_scheduler.num_warmup_steps=0"]
     argv += [f"output_dir={tmp_path}/run", f"model.path={model}", f"dataset.source={data}"]
     full = name == TRAINERS[1]
-    argv += ["optimizer.lr=1e-3"] if full else []  # else too little for two updates
+    argv += (
+        ["optimizer.lr=1e-3"] if full else []
+    )  # the default changes too little
     cfg = load_config(recipe.Config, argv)
     recipe.check(cfg)
     recipe.main(cfg)

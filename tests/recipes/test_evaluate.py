@@ -1,4 +1,4 @@
-"""`recipes/evaluate`: the shipped config on a small model, its files, and a user's mistakes."""
+"""`recipes/evaluate`: the shipped config on a small model, its files, and its messages."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def model(smollm2_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def words(model: Path, tmp_path: Path) -> list[str]:
-    """The shipped config and what makes it small: a tiny model, a few rows of every set."""
+    """The shipped config with a tiny model and a few rows of every set."""
     rows = [{k: v.format(n=n, m=n + 2) for k, v in ROW.items()} for n in range(10)]
     for name, part in (("test", rows[:5]), ("train", rows[5:])):
         (tmp_path / f"{name}.jsonl").write_text("\n".join(map(json.dumps, part)))
@@ -66,7 +66,7 @@ def words(model: Path, tmp_path: Path) -> list[str]:
 
 
 def run(words: list[str]) -> str:
-    """Runs on every rank; the name of the file of results."""
+    """Returns the name of the results file; runs on every rank."""
     recipe = load_recipe("evaluate")
     cfg = load_config(recipe.Config, words)
     recipe.check(cfg)

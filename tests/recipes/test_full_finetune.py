@@ -1,5 +1,7 @@
-"""Weights trained themselves: as a plain loop of PyTorch trains transformers' model, however the
-work is spread; and where some layers are trained, nothing else changes by a bit."""
+"""Full finetuning equals a plain PyTorch loop over transformers' model, on any number of ranks.
+
+Where only some layers are trained, no bit of the others changes.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,9 @@ from tests.toy_data import Samples
 
 pytestmark = pytest.mark.usefixtures("eager")
 RECIPE = "full_finetune_distributed"
-STEPS = 3  # the last of an epoch: of two samples, so that one of three ranks has none
+STEPS = 3  # the third has two samples, so that one of three ranks has none
 ADAMW = {"lr": 1e-3, "eps": 1e-6, "fused": True}
-# Absolute, on losses and on every number of every weight; an update moves these by 1e-3.
+# Absolute, for losses and for every number of every weight; an update changes these by 1e-3.
 TOLERANCE = 1e-5
 FAMILIES: dict[str, dict[str, Any]] = {
     "untied": {},
@@ -79,7 +81,7 @@ def make_config(recipe: Any, case: dict[str, Any]) -> Any:
 
 
 def train(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Some updates for each case, by the recipe's own functions; runs on every rank."""
+    """Three updates for each case, by the recipe's own functions; runs on every rank."""
     recipe = load_recipe(RECIPE)
     if not any("compile" in case for case in cases):
         torch.compiler.set_stance("force_eager")  # torchao's optimizers compile their step
@@ -134,7 +136,7 @@ def train_one(recipe: Any, case: dict[str, Any]) -> dict[str, Any]:
 
 
 def held_bytes(model: torch.nn.Module) -> dict[str, list[Tensor]]:
-    """Copies of the tensors that this rank's part of every parameter is made of."""
+    """Copies of the plain tensors of this rank's part of every parameter."""
     from qfsdp.training.memory_usage import plain_tensors
 
     params = model.named_parameters()
@@ -145,12 +147,14 @@ def same_bits(before: list[Tensor], after: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
 
 
-# ---- a reference that no one here wrote ------------------------------------------------------
+# ---- the reference: transformers ------------------------------------------------------------
 
 
 def plain_loop(folder: Path, compute: torch.dtype = torch.float32) -> dict[str, Any]:
-    """The same updates of transformers' model, in one process and one batch: weights in fp32,
-    computation in `compute`."""
+    """The same updates of transformers' model in one process and one batch.
+
+    Weights are fp32, computation is in `compute`.
+    """
     from transformers import AutoModelForCausalLM
 
     master = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
@@ -192,7 +196,7 @@ def assert_same(
             assert difference < bound, f"{what}: {kind} {name} differ by {difference:.2e}"
 
 
-# ---- every case, in one start of so many ranks -----------------------------------------------
+# ---- all cases of one number of ranks run in one start ---------------------------------------
 
 Results = list[dict[str, dict[str, Any]]]  # by rank and name of the case
 TIED = "tied, biases, q/k norms"
@@ -254,7 +258,7 @@ def cases_of(size: int, folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("families")
-    # Eleven and more layers: `layers.1` is a part of other names.
+    # More than ten layers: `layers.1` is then a prefix of other names.
     deep = {"num_hidden_layers": 12, "expanded_layers": [1, 10], "hidden_size": 96}
     return {
         name: write_tiny_model(root / str(at), **changes)
@@ -269,7 +273,7 @@ def references(folders: dict[str, Path]) -> dict[str, dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def trained(folders: dict[str, Path]) -> Callable[[int], Results]:
-    """What so many ranks made of their cases."""
+    """Runs the cases of a number of ranks; returns results by rank and case."""
 
     @cache
     def of_size(size: int) -> Results:
@@ -294,7 +298,7 @@ def test_as_transformers_in_a_plain_loop(
             numbers = sum(weight.numel() for weight in expected["weights"].values())
             held = [results[name]["bytes"] for results in by_rank]
             for kind, copies in (("parameters_trained", 1), ("optimizer_state", 2)):
-                # Uneven rows: at most one row more than a share; a step count for each tensor.
+                # A rank holds at most one row more than its share; each tensor has a step count.
                 mine = [of_rank[kind] for of_rank in held]
                 assert 4 * copies * numbers <= sum(mine) < 1.02 * 4 * copies * numbers + 4096, held
                 assert max(mine) <= 1.05 * sum(mine) / size, held
@@ -319,7 +323,7 @@ def test_packed_rows(trained: Callable[[int], Results]) -> None:
 
 
 def assert_close(found: dict[str, Any], expected: dict[str, Any], what: str) -> None:
-    """bf16 arithmetic: batches of another shape are rounded otherwise."""
+    """Compares bf16 results: rounding depends on the shape of the batch."""
     assert found["losses"] == pytest.approx(expected["losses"], abs=0.02), what
     assert found["grad_norms"] == pytest.approx(expected["grad_norms"], rel=0.02), what
     for name, grad in found["grads"].items():
@@ -330,7 +334,7 @@ def assert_close(found: dict[str, Any], expected: dict[str, Any], what: str) -> 
 def test_weights_in_fp32_and_computation_in_bf16(
     trained: Callable[[int], Results], folders: dict[str, Path]
 ) -> None:
-    """As transformers' model in bf16 whose gradients go to weights in fp32; on one rank too."""
+    """Equals transformers' model in bf16 whose gradients update fp32 weights, on 1 and 2 ranks."""
     for family in ("untied", TIED):
         expected, name = plain_loop(folders[family], torch.bfloat16), f"mixed {family}"
         for size in (1, 2):
@@ -341,7 +345,7 @@ def test_weights_in_fp32_and_computation_in_bf16(
             held = sum(results[name]["bytes"]["parameters_trained"] for results in trained(size))
             assert 4 * numbers <= held < 4.1 * numbers, "a bf16 copy is held between steps"
             for at, weight in found["weights"].items():
-                # An update is finer than bf16, and what is added up is not lost.
+                # Updates are smaller than bf16 resolves, and their sum is kept.
                 assert (weight != weight.bfloat16().float()).float().mean() > 0.5, at
                 assert (weight - expected["weights"][at]).abs().mean() < 2e-4, at
 
@@ -372,7 +376,7 @@ def chosen_names(case: dict[str, Any], names: set[str]) -> set[str]:
 def test_chosen_layers_train_and_nothing_else(
     trained: Callable[[int], Results], folders: dict[str, Path]
 ) -> None:
-    """Over plain and packed frozen layers: one rank and three do the same."""
+    """One rank and three do the same, with plain and with quantized frozen layers."""
     names = set(ModelWeights(folders["deep"]).plain)
     for at, case in enumerate(CHOSEN):
         one = trained(1)[0][f"chosen {at}"]
@@ -402,7 +406,7 @@ def quantized_bytes(found: dict[str, Any]) -> int:
 
 
 def test_updates_within_backward_are_the_ordinary_ones(trained: Callable[[int], Results]) -> None:
-    """The same bits; and no two gradients are there at a time."""
+    """The same bits, and never two gradients at a time."""
     for size in (1, 2):
         for results in trained(size):
             for name in [name for name in EARLY if f"{name} True" in results]:
@@ -415,7 +419,7 @@ def test_updates_within_backward_are_the_ordinary_ones(trained: Callable[[int], 
 
 
 def test_replicas_draw_the_same_random_numbers() -> None:
-    """Else stochastic rounding would make models of different groups drift apart."""
+    """With different numbers, stochastic rounding would make the replicas differ."""
     from qfsdp.distributed.sharding import shard_rank
     from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.distributed.world import World
@@ -440,5 +444,5 @@ def test_compiled_on_two_ranks(
     cases = [case, case | {"activation": {"checkpointing": "full"}, "in_backward": False}]
     for results in run_ranks(2, train, cases):
         for found in results:
-            # Fused arithmetic is rounded otherwise; 1.2e-5 was seen on a weight.
+            # Fused arithmetic rounds differently; 1.2e-5 was seen on a weight.
             assert_same(found, references["untied"], "compiled", 3 * TOLERANCE)

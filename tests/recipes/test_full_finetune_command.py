@@ -1,4 +1,4 @@
-"""The recipe for weights themselves, as a command: what comes out, and runs that go on."""
+"""The full finetuning recipe: the files that it writes, resumed runs, and mistakes."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_recipe(folder: Path, runs: list[list[str]]) -> None:
-    """The recipe with each of the command lines, one after another; runs on every rank."""
+    """Runs the recipe with each command line in turn; runs on every rank."""
     recipe = load_recipe(RECIPE)
     for words in runs:
         cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
@@ -85,8 +85,10 @@ PRO_OVER_PACKED = [*WAYS["pro"], "save_dtype=fp32", "max_steps=3"]
 
 @pytest.fixture(scope="module")
 def runs(folder: Path) -> dict[str, tuple[Path, Path]]:
-    """On 1 and 2 ranks each way: a whole run, and one that goes on after step 4 of 6 of that. Also
-    what goes on on 1 rank where 2 stopped, and a run of a packed folder on 2."""
+    """Each way on 1 and 2 ranks: a whole run, and one resumed after step 4 of 6.
+
+    Also runs of 2 ranks resumed by 1, and a run of 2 ranks over a quantized folder.
+    """
     quantize(folder / "model", folder / "packed")
     lines: dict[int, list[list[str]]] = {1: [], 2: []}
     pairs = {}
@@ -141,8 +143,10 @@ def transformers_logits(folder: Path) -> Tensor:
 
 
 def test_the_model_that_comes_out(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
-    """The trained weights as the last checkpoint has them, the others as they were; transformers
-    computes with it what our decoder does with these."""
+    """Trained weights equal those of the last checkpoint, all others the base model's.
+
+    transformers computes the same logits from the folder as our decoder from these weights.
+    """
     from qfsdp.checkpoint.state import read_trained
     from qfsdp.modules.decoder_config import DecoderConfig
     from qfsdp.modules.transformer import Decoder
@@ -182,10 +186,12 @@ def quantize(model: Path, output: Path) -> Path:
 def test_packed_folders_before_and_after(
     folder: Path, runs: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:
-    """A packed folder is trained (its frozen layers stay packed, its trained ones are numbers),
-    comes out plain, and is packed once more: quantization after training."""
+    """A quantized folder is trained: its frozen layers stay quantized, its trained ones are plain.
+
+    The written model is plain, and can be quantized again.
+    """
     packed, run = folder / "packed", folder / "over_packed"
-    before, out = load_model(packed), run / "model"  # its lm_head is packed on the fly
+    before, out = load_model(packed), run / "model"  # quantizes lm_head while loading
     found = {name: local_part(param) for name, param in before.named_parameters()}
     changed = set()
     for name, tensor in saved(run).items():
@@ -202,7 +208,7 @@ def test_packed_folders_before_and_after(
     assert ModelWeights(tmp_path / "again").formats.keys() == ModelWeights(packed).formats.keys()
     error = (again - logits).norm() / logits.norm()
     assert 0 < error < 0.3, error
-    # What was NF4 already is rounded to itself: only trained layers take on an error.
+    # NF4 values are rounded to themselves: only trained layers get an error.
     assert error < (load_model(packed)(TOKENS) - transformers_logits(folder / "model")).norm() / (
         logits.norm()
     )

@@ -41,7 +41,7 @@ def adapter(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def prompts(tmp_path: Path) -> Path:
-    """Seven rows, texts and chats of various lengths."""
+    """Seven rows: texts and a chat, of various lengths."""
     rows: list[dict[str, Any]] = [{"id": n, "q": "Why? " * n} for n in (1, 9, 3, 5, 2, 7)]
     rows.append({"id": 0, "q": [{"role": "user", "content": "Zażółć?"}]})
     file = tmp_path / "prompts.jsonl"

@@ -1,4 +1,4 @@
-"""The recipe through `tune`, on the real model, and what it says when something is wrong."""
+"""The recipe through `tune`, on the real model, and its messages about mistakes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RECIPE = "recipes/qdora_distributed"
 def tune(
     *words: str, cwd: Path = ROOT, environment: dict[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """The command; with eager kernels, which give the same bits, if not told otherwise."""
+    """Runs the command, by default with eager kernels, which give the same bits."""
     environment = {"OMP_NUM_THREADS": "1", "QFSDP_EAGER_KERNELS": "1"} | (environment or {})
     return subprocess.run(
         [TUNE, *words],
@@ -81,7 +81,7 @@ def test_two_ranks_on_the_real_model(
     names |= {"memory/gradients_gib", "memory/optimizer_state_gib", "memory/peak_rank"}
     for line in lines:
         missing = names ^ (line.keys() - {"step"})
-        # How long logging took is told with the next step, what loading took with the first.
+        # A line has the logging time of the step before; the first has the peak of loading.
         of_first = {"seconds/logging", "memory/load_peak_gib"}
         assert missing == (of_first if line["step"] == 1 else set())
         assert 0.5 < line["slot_efficiency"] <= 1
@@ -115,8 +115,8 @@ def test_two_ranks_on_the_real_model(
 @pytest.mark.long
 @needs_compiler
 def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
-    """Switches of speed together, through the command; what they say and leave behind."""
-    # Even rows: torchao packs the state of a rank's rows only where 256 divides their numbers.
+    """Packed rows, compiled layers, 8-bit AdamW and the profiler in one run of the command."""
+    # torchao keeps 8-bit states only where 256 divides the numbers of a rank's rows.
     sizes = {"intermediate_size": 576}
     model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir, **sizes)
     words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=1"]
@@ -137,7 +137,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
 
 @pytest.mark.long
 def test_tune_cp_and_an_edited_recipe(smollm2_dir: Path, tmp_path: Path, train_file: Path) -> None:
-    """The copy runs, in its directory, and is the file that ran."""
+    """The edited copy runs from its directory, and the run keeps a copy of it."""
     model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir)
     assert tune("cp", RECIPE, "my_recipe.py", cwd=tmp_path).returncode == 0
     copy = tmp_path / "my_recipe.py"
@@ -168,8 +168,8 @@ def test_the_literal_command_without_the_weights(torchrun_flags: list[str]) -> N
     )
 
 
-def test_what_only_ranks_find_is_one_line_too(smollm2_dir: Path, tmp_path: Path) -> None:
-    """NaN is seen where weights are read: by ranks, after the preflight."""
+def test_mistakes_that_ranks_find_are_one_line_too(smollm2_dir: Path, tmp_path: Path) -> None:
+    """Ranks find NaN when they read weights, after the preflight."""
     model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir)
     tensors = load_file(model / "model.safetensors")
     tensors["model.layers.1.mlp.up_proj.weight"][400, 3] = float("nan")
@@ -177,7 +177,7 @@ def test_what_only_ranks_find_is_one_line_too(smollm2_dir: Path, tmp_path: Path)
     data = tmp_path / "rows.jsonl"
     data.write_text(json.dumps({"question": "2 + 3?", "answer": "5"}) + "\n")
     words = ["--config", "configs/smollm2_135m_qdora.yaml", f"output_dir={tmp_path}/run"]
-    # In fp32: some CPUs are told in a second line what bf16 costs on them.
+    # In fp32: with bf16 some CPUs print a second line.
     words += [f"model.path={model}", f"dataset.source={data}", "model.dtype=fp32"]
     done = tune("run", "--nproc_per_node", "2", RECIPE, *words)
     assert done.returncode == 2
@@ -192,7 +192,7 @@ def nothing_wrong(
     train_file: Path,
     tmp_path_factory: pytest.TempPathFactory,
 ) -> list[str]:
-    """A command line that passes every check; the preflight takes some seconds of them."""
+    """A command line that passes every check."""
     run = tmp_path_factory.mktemp("runs") / "run"
     argv = ["--config", str(ROOT / "configs/smollm2_135m_qdora.yaml"), f"output_dir={run}"]
     argv += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
@@ -232,7 +232,7 @@ def nothing_wrong(
         (["tokenizer._component_=qfsdp.data.hf_tokeniser"], "did you mean 'qfsdp.data.hf_tokeni"),
     ],
 )
-def test_mistakes_are_told_in_one_line_before_anything_loads(
+def test_mistakes_are_one_line_before_anything_loads(
     words: list[str], message: str, recipe: ModuleType, nothing_wrong: list[str]
 ) -> None:
     with pytest.raises(UserError) as error:
@@ -241,7 +241,7 @@ def test_mistakes_are_told_in_one_line_before_anything_loads(
     assert "\n" not in str(error.value)
 
 
-def test_an_output_directory_that_cannot_be_is_told_before_loading(
+def test_an_output_directory_that_cannot_be_written_fails_before_loading(
     recipe: ModuleType, smollm2_dir: Path, train_file: Path, tmp_path: Path
 ) -> None:
     (tmp_path / "file").touch()
@@ -253,7 +253,7 @@ def test_an_output_directory_that_cannot_be_is_told_before_loading(
 
 
 def test_a_recipe_stays_readable() -> None:
-    """What a user edits fits on a few screens, and every function of ours on one."""
+    """A recipe has at most 250 lines, a function at most 60."""
     for file in (ROOT / "recipes").glob("*.py"):
         assert len(file.read_text().splitlines()) <= 250, file
     for file in [*ROOT.glob("recipes/*.py"), *ROOT.glob("qfsdp/**/*.py")]:

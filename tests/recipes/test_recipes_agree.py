@@ -1,4 +1,4 @@
-"""What two training recipes both have is the same text, but for what is told apart here."""
+"""Functions of the same name are the same in both training recipes, except those listed here."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ DIFFERENT = {
 
 
 def functions(recipe: str) -> dict[str, str]:
-    """Name -> source of the functions of a recipe's file, without comments and layout."""
+    """Function name -> source, without comments and layout."""
     tree = ast.parse((ROOT / f"recipes/{recipe}.py").read_text())
     return {node.name: ast.unparse(node) for node in tree.body if isinstance(node, ast.FunctionDef)}
 

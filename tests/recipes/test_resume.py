@@ -1,7 +1,7 @@
-"""Runs that go on: the same bits as without the break, whatever broke them, or one line of why not.
+"""Resumed runs have the same bits as uninterrupted ones, or fail with one line.
 
-Most of it through the recipe's own functions or the command as typed, on the tiny model, with
-dropout, in the middle of the second epoch, whose last step is a short one.
+Runs use the recipe's own functions or the command as typed, on the tiny model with dropout. They
+break in the middle of the second epoch; the last step of an epoch is a short one.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run_recipe(folder: Path, runs: list[list[str]]) -> None:
-    """The recipe with each of the command lines, one after another; runs on every rank."""
+    """Runs the recipe with each command line in turn; runs on every rank."""
     recipe = load_recipe()
     for words in runs:
         config = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
@@ -81,7 +81,7 @@ def adapter_bytes(run: Path) -> bytes:
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
 def test_the_same_bits_as_without_the_break(folder: Path, ranks: int) -> None:
-    """LoRA and DoRA, with and without accumulation: after step 5 of 9, dropout and all."""
+    """LoRA and DoRA with dropout, with and without accumulation, after step 5 of 9."""
     runs, pairs = [], []
     for method in ("lora", "dora"):
         for split in ((12 // ranks, 1), (4 // ranks, 3)):
@@ -104,8 +104,8 @@ def test_the_same_bits_as_without_the_break(folder: Path, ranks: int) -> None:
 
 
 @pytest.mark.parametrize(("before", "after"), [(2, 3), pytest.param(4, 1, marks=pytest.mark.long)])
-def test_another_number_of_ranks_goes_on(folder: Path, before: int, after: int) -> None:
-    """The same global batches; without dropout, whose numbers are each rank's own."""
+def test_another_number_of_ranks_resumes(folder: Path, before: int, after: int) -> None:
+    """Global batches are the same. No dropout, because each rank draws its own."""
     whole, rest = folder / f"from_{before}", folder / f"to_{after}"
     words = ["adapter.dropout=0", f"batch_size={12 // before}", f"output_dir={whole}"]
     run_ranks(before, run_recipe, folder, [words])
@@ -120,7 +120,7 @@ def test_another_number_of_ranks_goes_on(folder: Path, before: int, after: int) 
 
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Path:
-    """A whole run by one process."""
+    """A complete run of one process."""
     run_ranks(1, run_recipe, folder, [[f"output_dir={folder}/finished"]])
     return folder / "finished"
 
@@ -150,7 +150,7 @@ def check(folder: Path, *words: str) -> None:
 def test_what_was_trained_may_not_change(
     folder: Path, finished: Path, words: list[str], message: str
 ) -> None:
-    """Told by the preflight, before anything is loaded, and with every difference."""
+    """The preflight lists every difference, before anything is loaded."""
     if not (folder / "other").exists():
         write_tiny_model(folder / "other", seed=1)
     words = [word.format(folder=folder) for word in words]
@@ -168,10 +168,10 @@ def test_what_was_trained_may_not_change(
         (["dataset.size=25"], "dataset (its length): was 26, is 25"),
     ],
 )
-def test_nor_may_the_samples_of_a_step(
+def test_the_samples_of_a_step_may_not_change(
     folder: Path, finished: Path, tmp_path: Path, words: list[str], message: str
 ) -> None:
-    """What is known only once the data is there, but before the weights are."""
+    """Checked after the data is read and before the weights are."""
     recipe, run = load_recipe(), tmp_path / "run"
     shutil.copytree(finished, run)
     argv = ["--config", f"{folder}/config.yaml", f"output_dir={run}", "resume=auto", *words]
@@ -184,7 +184,7 @@ def test_nor_may_the_samples_of_a_step(
 
 
 def test_the_rest_may_change(folder: Path, finished: Path, tmp_path: Path) -> None:
-    """Where things lie, how the work is split, how long the run is; a finished run goes on."""
+    """Paths, splits of a batch, strategy and length may change; a finished run can be extended."""
     shutil.copytree(folder / "model", tmp_path / "moved")
     words = [f"output_dir={tmp_path}/more", f"resume={finished}", f"model.path={tmp_path}/moved"]
     words += ["activation.checkpointing=full", "log_every_n_steps=2", "max_steps=11", "epochs=4"]
@@ -243,7 +243,7 @@ def rank_pids(agent: int) -> list[int]:
 
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> dict[int, float]:
-    """What two ranks get without a break."""
+    """Losses of two ranks without a break."""
     run_ranks(2, run_recipe, folder, [["batch_size=6", f"output_dir={folder}/reference"]])
     return losses(folder / "reference")
 
@@ -281,7 +281,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(
 
 
 def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float]) -> None:
-    """torchrun starts all ranks again, and they go on; the others do not hang in a collective."""
+    """torchrun starts all ranks again, and they resume; no rank hangs in a collective."""
     run = folder / "restarted"
     held = hold(run)
     words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1"]
@@ -394,7 +394,7 @@ def run_real(runs: list[list[str]]) -> None:
 
 @pytest.mark.slow
 def test_the_real_model(smollm2_dir: Path, train_file: Path, tmp_path: Path) -> None:
-    """The demonstration's config, stopped in the middle of the epoch."""
+    """The demonstration's config, resumed in the middle of an epoch."""
     whole, rest = tmp_path / "whole", tmp_path / "rest"
     words = ["max_steps=3", "lr_scheduler.num_warmup_steps=1", "adapter.dropout=0.1"]
     words += ["checkpoint.every_n_steps=1", "checkpoint.keep_last=9"]

@@ -1,6 +1,6 @@
-"""The same losses and adapters on 1, 2, 3, 4 ranks and for every split of the batch.
+"""Losses and adapters are the same on 1, 2, 3, 4 ranks and for every split of the batch.
 
-All of it through the recipe's own functions, in fp32, on a model with 577-row weights.
+Through the recipe's own functions, in fp32, on a model with 577-row weights.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 
 STEPS = 5
-# Absolute, on losses and on every number of every adapter, which move by about 5e-3 in all.
+# Absolute, for losses and for every number of every adapter; these change by about 5e-3 in all.
 TOLERANCE = 1e-5
 
 
@@ -65,7 +65,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             dataset=None,
             optimizer=None,
             quantization=QuantizationConfig(
-                case.get("format", "nf4"), case.get("packed", ["all-linear", "lm_head"])
+                case.get("format", "nf4"), case.get("quantized", ["all-linear", "lm_head"])
             ),
             adapter=AdapterConfig(
                 case["method"],
@@ -78,8 +78,8 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             compile=case.get("compile", False),
         )
         model = recipe.load_model(cfg, world)
-        # With eps 1e-8 a gradient that is nothing but rounding (1e-9) moves a number by up to lr
-        # in either direction: differences of 2e-5 at lr 2e-4 came from that alone.
+        # With eps 1e-8 a gradient that is only rounding (1e-9) changes a number by up to lr in
+        # either direction: differences of 2e-5 at lr 2e-4 came from that alone.
         trained = recipe.trainable_parameters(model)
         adamw = {"lr": 1e-3, "eps": 1e-6, "fused": True}
         optimizer = build_optimizer(Component("torch.optim.AdamW", adamw), trained)
@@ -108,7 +108,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 "losses": [h["loss"] for h in history],
                 "grad_norms": [h["grad_norm"] for h in history],
                 "adapters": adapters,
-                "packed_bytes": quantized_bytes(model),
+                "quantized_bytes": quantized_bytes(model),
                 "recompiled": graphs[-1] - graphs[1] + breaks,  # after the second step
             }
         )
@@ -151,7 +151,7 @@ def reference(model_dir: Path) -> dict[str, dict[str, Any]]:
 
 
 def test_training_does_something(reference: dict[str, dict[str, Any]]) -> None:
-    """Every B, zero at the start, has moved, and both methods start from the same model."""
+    """Every B, zero at the start, has changed, and both methods start from the same model."""
     for result in reference.values():
         moved = [v.abs().max() for name, v in result["adapters"].items() if "lora_B" in name]
         assert len(moved) == 15 and min(moved) > 50 * TOLERANCE
@@ -169,17 +169,17 @@ def test_same_for_every_world_size_wrap_and_split(
         for rank in range(size):
             what = f"{size} ranks, rank {rank}, {case}"
             assert_same(by_rank[rank][at], reference[case["method"]], what)
-    whole = reference["lora"]["packed_bytes"]
-    held = [result[0]["packed_bytes"] for result in by_rank]
-    print(f"packed bytes on {size} ranks: {held}, of {whole}")
+    whole = reference["lora"]["quantized_bytes"]
+    held = [result[0]["quantized_bytes"] for result in by_rank]
+    print(f"quantized bytes on {size} ranks: {held}, of {whole}")
     assert sum(held) == whole
-    # Uneven rows: the first ranks hold ceil(rows / size) of each weight, at most one row more.
+    # The first ranks hold ceil(rows / size) rows of each weight, at most one row more.
     assert max(held) <= whole / size + 15 * 400
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_micro_batch_splits(method: str, model_dir: Path) -> None:
-    """8x1, 4x2 and 1x8 on one rank, and the same 8 samples a step on two ranks."""
+    """8x1, 4x2 and 1x8 on one rank, and the same 8 samples per step on two ranks."""
     case = {"method": method, "wrap": "decoder_layer"}
     splits = {1: [(8, 1), (4, 2), (1, 8)], 2: [(4, 1), (2, 2), (1, 4)]}
     results = {
@@ -196,7 +196,7 @@ VARIANTS = [
     {"checkpointing": "full", "wrap": "linear"},
     {"sharding": {"strategy": "shard_grad_op"}},
     {"packs": True},
-    {"packed": "all-linear"},  # lm_head adapted, but in plain weights
+    {"quantized": "all-linear"},  # lm_head is adapted, with plain weights
     {"format": "none"},
     {"format": "nf4_fp32_absmax"},
     {"format": "hqq"},
@@ -237,9 +237,9 @@ LONG = ("tied", "biases")  # the third family is both
     "family", [pytest.param(f, marks=pytest.mark.long if f in LONG else ()) for f in FAMILIES]
 )
 def test_families_on_three_ranks(family: str, tmp_path: Path) -> None:
-    """Shared embeddings live in FSDP2's root unit, biases and q/k norms in the layers'."""
+    """Tied embeddings are in FSDP2's root unit, biases and q/k norms in the layers' units."""
     folder = write_tiny_model(tmp_path, **FAMILIES[family])
-    case = {"method": "dora", "wrap": "decoder_layer", "packed": "all-linear"}
+    case = {"method": "dora", "wrap": "decoder_layer", "quantized": "all-linear"}
     for adapted in ("all-linear", ["all-linear", "lm_head"]):
         case["adapted"] = adapted
         one = run_ranks(1, train, folder, [case | {"split": (12, 1)}])[0]
@@ -249,14 +249,14 @@ def test_families_on_three_ranks(family: str, tmp_path: Path) -> None:
 
 @pytest.mark.long
 def test_the_real_model_on_two_ranks(smollm2_dir: Path) -> None:
-    """Two updates of SmolLM2-135M: all 210 packed linears and the tied embeddings.
+    """Two updates of SmolLM2-135M: all 210 quantized linears and the tied embeddings.
 
-    Among 12 M numbers some gradients are rounding alone, which Adam blows up (5.8e-5 was seen),
-    so adapters are compared by norm: an update of the wrong sign would change A by 1e-2 of its
-    norm, and B by all of it.
+    Adapters are compared by norm: among 12 M numbers some gradients are only rounding, which Adam
+    amplifies (5.8e-5 was seen). An update of the wrong sign changes A by 1e-2 of its norm, and B
+    by all of it.
     """
     case = {"method": "dora", "wrap": "decoder_layer", "steps": 2}
-    case |= {"packed": "all-linear", "adapted": "all-linear"}
+    case |= {"quantized": "all-linear", "adapted": "all-linear"}
     one = run_ranks(1, train, smollm2_dir, [case | {"split": (12, 1)}])[0][0]
     two = run_ranks(2, train, smollm2_dir, [case | {"split": (3, 2)}])
     for rank in range(2):
@@ -265,7 +265,7 @@ def test_the_real_model_on_two_ranks(smollm2_dir: Path) -> None:
         for name, value in two[rank][0]["adapters"].items():
             whole = one["adapters"][name]
             assert (value - whole).norm() < 1e-3 * whole.norm(), name
-    assert sum(result[0]["packed_bytes"] for result in two) == one["packed_bytes"]
+    assert sum(result[0]["quantized_bytes"] for result in two) == one["quantized_bytes"]
 
 
 @pytest.mark.slow  # 90 s each; below is DoRA checkpointed, and in packs
@@ -279,7 +279,7 @@ def test_compiled_on_two_ranks(
     case = {"wrap": "decoder_layer", "split": (6, 1), "compile": True} | switches
     for rank, (result,) in enumerate(run_ranks(2, train, model_dir, [case])):
         assert_same(result, reference[switches["method"]], f"{case}, rank {rank}")
-        # Batches are of several lengths; builds are what the first of them needed.
+        # Batches have several lengths; only the first one compiles.
         assert result["recompiled"] == 0
 
 

@@ -1,4 +1,4 @@
-"""Every strategy, and the base elsewhere: the same losses and adapters as one plain process."""
+"""Every strategy and every offload gives the losses and adapters of one plain process."""
 
 from __future__ import annotations
 
@@ -44,8 +44,8 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def packed_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("packed") / "model"
+def quantized_dir(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("quantized") / "model"
     config = QuantizationConfig("nf4", ["all-linear", "lm_head"])
     quantize_folder(ModelWeights(model_dir), config, folder, cpu_world())
     return folder
@@ -67,7 +67,7 @@ SLOW = pytest.mark.slow
 RANKS = [
     (1, METHODS),
     pytest.param(2, METHODS, marks=SLOW),  # 15 s, and 3 and 4 ranks show more
-    (3, ["dora"]),  # it does all that LoRA does, and gathers A for its norms
+    (3, ["dora"]),  # does all that LoRA does, and gathers A for its norms
     pytest.param(3, ["lora"], marks=SLOW),
 ]
 
@@ -99,22 +99,22 @@ def test_an_offloaded_base_trains_the_same(
     size: int,
     methods: Sequence[str],
     model_dir: Path,
-    packed_dir: Path,
+    quantized_dir: Path,
     reference: dict[str, dict[str, Any]],
 ) -> None:
-    """To the last bit, and within 1e-5 of one plain process."""
+    """Equal to a resident base bit for bit, and to one plain process within 1e-5."""
     cases, resident = [], {}
     for method in methods:
         groups = [{"offload_base": "cpu", "strategy": "hybrid_full_shard", "replicate": size}]
         for sharding in [{}, *OFFLOADED, *groups]:
-            cases.append(case(method, size, **sharding) | {"folder": str(packed_dir)})
+            cases.append(case(method, size, **sharding) | {"folder": str(quantized_dir)})
     for rank, results in enumerate(run_ranks(size, train, model_dir, cases)):
         for given, result in zip(cases, results, strict=True):
             method = given["method"]
             assert_same(result, reference[method], f"rank {rank} of {size}: {given}")
             if not given["sharding"]:
                 resident[method] = result
-            if "replicate" not in given["sharding"]:  # which sums gradients in another order
+            if "replicate" not in given["sharding"]:  # replicas sum gradients in another order
                 assert result["losses"] == resident[method]["losses"]
 
 
@@ -124,7 +124,7 @@ def test_a_base_that_is_not_quantized_is_offloaded_too(
 ) -> None:
     for size in (1, 2):
         cases = [
-            case("dora", size, **sharding) | {"format": "none", "packed": ["all-linear"]}
+            case("dora", size, **sharding) | {"format": "none", "quantized": ["all-linear"]}
             for sharding in ({}, {"offload_base": where})
         ]
         for resident, offloaded in run_ranks(size, train, model_dir, cases):
@@ -169,7 +169,7 @@ def load_under(model_dir: Path, folder: Path, sharding: dict[str, Any]) -> dict[
 
 @pytest.fixture(scope="module")
 def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """Saved by two fully sharded ranks, and what it was."""
+    """A folder saved by two fully sharded ranks, and the saved values."""
     folder = tmp_path_factory.mktemp("plain")
     return folder, run_ranks(2, save_under, model_dir, folder, {})[0]
 
@@ -185,7 +185,7 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 def test_checkpoints_and_adapters_are_the_same_under_every_strategy(
     size: int, sharding: dict[str, Any], model_dir: Path, tmp_path: Path, plain: tuple[Path, Any]
 ) -> None:
-    """Saved under it and read by two fully sharded ranks, and the other way round."""
+    """Saves under a strategy, loads on two fully sharded ranks, and the other way round."""
     folder, expected = plain
     found = [run_ranks(size, save_under, model_dir, tmp_path, sharding)[0]]
     found += run_ranks(2, load_under, model_dir, tmp_path, {})
