@@ -122,7 +122,7 @@ def on_ranks(folder: Path, wrap: str) -> list[str]:
     return differ
 
 
-@pytest.mark.parametrize("wrap", ["decoder_layer", "linear"])
+@pytest.mark.parametrize("wrap", ["decoder_layer", pytest.param("linear", marks=pytest.mark.long)])
 def test_sharded_on_two_ranks(wrap: str, folder: Path) -> None:
     assert run_ranks(2, on_ranks, folder, wrap) == [[], []]
 
@@ -307,7 +307,7 @@ def test_every_n_layers_is_checked() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_compiled_layers(packed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """To the last bit again: hooks are around the compiled code, and change none of it."""
     torch._dynamo.reset()

@@ -232,8 +232,15 @@ def test_packed_loss_and_gradients_are_those_of_padded_rows(
 
 
 @needs_compiler
-@pytest.mark.parametrize("checkpointing", ["none", "full"])
-@pytest.mark.parametrize("name", ["llama", "mistral-window"])
+@pytest.mark.parametrize(
+    ("name", "checkpointing"),
+    [
+        pytest.param("llama", "none", marks=pytest.mark.long),
+        pytest.param("llama", "full", marks=pytest.mark.long),
+        pytest.param("mistral-window", "none", marks=pytest.mark.long),
+        ("mistral-window", "full"),
+    ],
+)
 def test_compiled_layers(name: str, checkpointing: Any, tmp_path: Path) -> None:
     model, compiled = tiny(tmp_path / "a", name), tiny(tmp_path / "b", name)
     compiled.set_activations(ActivationConfig(checkpointing))

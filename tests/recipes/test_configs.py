@@ -60,9 +60,7 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     argv += ["gradient_accumulation_steps=2", "lr_scheduler.num_warmup_steps=0"]
     argv += [f"output_dir={tmp_path}/run", f"model.path={model}", f"dataset.source={data}"]
     full = name == TRAINERS[1]
-    argv += (
-        ["optimizer.lr=1e-3"] if full else []
-    )  # the default changes too little
+    argv += ["optimizer.lr=1e-3"] if full else []  # the default changes too little
     cfg = load_config(recipe.Config, argv)
     recipe.check(cfg)
     recipe.main(cfg)

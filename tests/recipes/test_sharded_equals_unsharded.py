@@ -283,6 +283,7 @@ def test_compiled_on_two_ranks(
         assert result["recompiled"] == 0
 
 
+@pytest.mark.long
 @needs_compiler
 def test_packed_and_compiled_on_two_ranks(model_dir: Path) -> None:
     case = {"method": "dora", "wrap": "decoder_layer", "packs": True, "checkpointing": "full"}
