@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import signal
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,17 +20,15 @@ def tokenizer() -> Any:
 class Samples:
     """`size` random samples of 5 to 40 tokens, about half of them targets.
 
-    Args:
-        hold_file: for tests that interrupt a run; it holds the path of the run's metrics.jsonl.
-            While it exists, reading waits once this process has logged three steps, so that a run
-            takes three or four. A process that is asked to stop (SIGTERM, SIGINT) waits no longer.
+    For tests that interrupt a run, $TESTS_HOLD_FILE names a file with the path of the run's
+    metrics.jsonl. While it exists, reading waits once this process has logged three steps, so that
+    a run takes three or four. A process that is asked to stop (SIGTERM, SIGINT) waits no longer.
     """
 
-    def __init__(
-        self, tokenizer: Any, size: int = 26, seed: int = 0, hold_file: str | None = None
-    ) -> None:
+    def __init__(self, tokenizer: Any, size: int = 26, seed: int = 0) -> None:
         self.size, self.seed = size, seed
-        self._hold = None if hold_file is None else Path(hold_file)
+        file = os.environ.get("TESTS_HOLD_FILE")
+        self._hold = None if file is None else Path(file)
         self._logged = self._log_lines()
 
     def _log_lines(self) -> int:

@@ -212,8 +212,10 @@ def tune(folder: Path, *words: str, flags: str = "--nproc_per_node 2") -> list[s
     return [str(TUNE), "run", *flags.split(), RECIPE, *config]
 
 
-def start(command: list[str]) -> subprocess.Popen[str]:
+def start(command: list[str], held: Path | None = None) -> subprocess.Popen[str]:
     environment = os.environ | {"OMP_NUM_THREADS": "1", "QFSDP_EAGER_KERNELS": "1"}
+    if held is not None:
+        environment["TESTS_HOLD_FILE"] = str(held)
     pipe = subprocess.PIPE
     return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True)
 
@@ -261,8 +263,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     run = folder / "stopped"
     held = hold(run)
     words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=null"]
-    words.append(f"dataset.hold_file={held}")
-    process = start(tune(folder, *words))
+    process = start(tune(folder, *words), held)
     wait_for_step(run, 3, process)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=LIMIT_S)
@@ -285,8 +286,7 @@ def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float]) ->
     run = folder / "restarted"
     held = hold(run)
     words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1"]
-    words.append(f"dataset.hold_file={held}")
-    process = start(tune(folder, *words, flags="--nproc_per_node 2 --max-restarts 3"))
+    process = start(tune(folder, *words, flags="--nproc_per_node 2 --max-restarts 3"), held)
     wait_for_step(run, 3, process)
     first = rank_pids(process.pid)
     os.kill(first[1], signal.SIGKILL)
@@ -327,7 +327,7 @@ def kill_and_go_on(
         start_at, since, stale = newest_step(run), time.monotonic(), 0
         if table and table[-1][2] > start_at:
             stale = (run / "metrics.jsonl").stat().st_ino
-        process = start(command)
+        process = start(command, held)
         wait_for_step(run, start_at + chance.randint(1, steps), process, stale)
         time.sleep(chance.uniform(0, 0.2 * every))
         moment = time.monotonic() - since
@@ -362,7 +362,6 @@ def test_killed_at_random_moments(
     run = folder / "killed"
     held = hold(run)
     words = [f"output_dir={run}", "resume=auto", "checkpoint.every_n_steps=1"]
-    words.append(f"dataset.hold_file={held}")
     kill_and_go_on(tune(folder, *words), run, 2, 1, 2, tmp_path / "all.pt", held)
     assert losses(run) == reference
     assert adapter_bytes(run) == adapter_bytes(folder / "reference")
