@@ -47,7 +47,8 @@ from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
 from qfsdp.distributed.sharding import quantized_bytes, shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder

@@ -48,7 +48,7 @@ from qfsdp.cli.component import Component
 from qfsdp.cli.ranks import share_cores
 from qfsdp.cli.recipes import load_recipe
 from qfsdp.data import Batch
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import ActivationConfig, Decoder
 from tests.ranks import run_ranks

@@ -45,7 +45,8 @@ from qfsdp.cli.recipes import load_recipe
 from qfsdp.data.loader import Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, base_parameters, init_adapters
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import add_adapters, base_parameters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder

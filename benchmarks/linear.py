@@ -46,7 +46,8 @@ from benchmarks.timing import (
     tell,
     usual_dtype,
 )
-from qfsdp.modules.adapters import AdapterConfig, LowRankLinear, init_adapters
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import LowRankLinear, init_adapters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import nf4

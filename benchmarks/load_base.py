@@ -55,7 +55,8 @@ from qfsdp.checkpoint.weights.write import (
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, base_parameters
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import add_adapters, base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder

@@ -112,7 +112,7 @@ def work(
     """Loads the model, takes one step per message, and answers with seconds, loss and memory."""
     from qfsdp.data import Batch
     from qfsdp.distributed.strategy import ShardingConfig
-    from qfsdp.modules.adapters import AdapterConfig
+    from qfsdp.modules.adapter_config import AdapterConfig
     from qfsdp.training.throughput import StepClock
 
     recipe: Any = load_recipe(ROOT / "recipes/qdora_distributed.py")

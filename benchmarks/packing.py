@@ -39,7 +39,8 @@ from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.data import Batch, HFTokenizer, StepLoader, TokenizedDataset, collate, hf_tokenizer
 from qfsdp.data.conversations import instruct_dataset
 from qfsdp.data.packing import PackedDataset, best_fit
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import add_adapters, init_adapters
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears

@@ -27,7 +27,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory, private_bytes
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters, low_rank_linears
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import add_adapters, init_adapters, low_rank_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.targets import LINEAR_NAMES

@@ -39,7 +39,8 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, parameter_groups, refresh_dora_norms
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import add_adapters, parameter_groups, refresh_dora_norms
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears

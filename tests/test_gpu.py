@@ -18,7 +18,8 @@ from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.cli.component import Component
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import AdapterConfig, base_parameters, init_adapters, refresh_dora_norms
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import base_parameters, init_adapters, refresh_dora_norms
 from qfsdp.modules.loss import summed_cross_entropy
 from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.modules.transformer import Decoder

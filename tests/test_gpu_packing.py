@@ -15,7 +15,8 @@ from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.modules import document_attention
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
 from qfsdp.modules.document_attention import attend_documents
 from qfsdp.modules.transformer import Decoder
 from tests.models import build_meta_model

@@ -29,7 +29,8 @@ from torch import Tensor, nn
 
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import SCALED_INPUTS, AdapterConfig, adapted_linears, low_rank_linears
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import SCALED_INPUTS, adapted_linears, low_rank_linears
 from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 

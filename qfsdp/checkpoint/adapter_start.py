@@ -7,7 +7,8 @@ from torch import nn
 from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter
 from qfsdp.checkpoint.loftq import check_loftq, init_loftq
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.modules.adapters import AdapterConfig, init_adapters, refresh_dora_norms
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
 
 
 def check_start(config: AdapterConfig, model: nn.Module, weights: ModelWeights) -> None:

@@ -31,18 +31,17 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qfsdp.cli.errors import InvalidField
 from qfsdp.modules.adapted_linear import adapted_linear
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
-from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
+from qfsdp.modules.targets import replace_module, target_modules
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, whole_tensors
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
@@ -51,72 +50,7 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_wei
 # Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache; a GPU takes 128 MB,
 # as it would wait for the launches of smaller ones.
 NORM_CHUNK_WEIGHTS, NORM_CHUNK_ON_GPU = 1 << 22, 1 << 26
-
-
-IA3_TARGETS = ["k_proj", "v_proj", "down_proj"]
 SCALED_INPUTS = ("down_proj",)  # of IA3; PEFT's `feedforward_modules`
-
-
-@dataclass
-class AdapterConfig:
-    """Section `adapter`: what is trained.
-
-    Fields:
-        method: "dora", "lora", or "ia3", which has none of the fields from `rank` to `dropout`.
-        rank: inner dimension of the low-rank product.
-        alpha: the product is scaled by alpha / rank.
-        dropout: probability, on the input of the low-rank product.
-        targets: "all-linear" (every linear of every layer), or a list of names; `lm_head`
-            can be named too. null: what the method is for, "all-linear", but with ia3
-            [k_proj, v_proj, down_proj]. IA3 scales the inputs of down_proj, the outputs of others.
-        rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732): the
-            product keeps its size at large ranks.
-        init: "default": A random, B zero. "loftq": the product makes up for what packing the base
-            has lost, as far as its rank goes (qfsdp/modules/loftq.py).
-        lora_plus_ratio: the learning rate of B is so many times that of the rest, e.g. 16 (LoRA+,
-            https://arxiv.org/abs/2402.12354); null: it is the same.
-        start_from: a PEFT adapter folder whose tensors are the start; null: fresh adapters.
-    """
-
-    method: Literal["lora", "dora", "ia3"] = "dora"
-    rank: int = 16
-    alpha: float = 32.0
-    dropout: float = 0.0
-    targets: str | list[str] | None = None
-    rslora: bool = False
-    init: Literal["default", "loftq"] = "default"
-    lora_plus_ratio: float | None = None
-    start_from: str | None = None
-
-    @property
-    def scaling(self) -> float:
-        """What the low-rank product is multiplied by."""
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
-
-    @property
-    def linears(self) -> str | list[str]:
-        """`targets`, or what the method takes without them."""
-        usual = IA3_TARGETS if self.method == "ia3" else ALL_LINEAR
-        return usual if self.targets is None else self.targets
-
-    def check(self) -> None:
-        if self.rank < 1:
-            raise InvalidField("rank", self.rank, "an integer of at least 1")
-        if not self.alpha > 0:
-            raise InvalidField("alpha", self.alpha, "a number above 0")
-        if not 0.0 <= self.dropout < 1.0:
-            raise InvalidField("dropout", self.dropout, "a probability of at least 0, below 1")
-        ratio = self.lora_plus_ratio
-        if ratio is not None and not 0.0 < ratio < float("inf"):
-            raise InvalidField("lora_plus_ratio", ratio, "a number above 0, or null")
-        if self.init != "default" and self.start_from is not None:
-            raise InvalidField("init", self.init, "default, as start_from gives the start")
-        switches = {"dropout": 0.0, "rslora": False, "init": "default", "lora_plus_ratio": None}
-        for field, off in switches.items():
-            if self.method == "ia3" and (value := getattr(self, field)) != off:
-                words = str("null" if off is None else off).lower()
-                raise InvalidField(field, value, f"{words}, as method ia3 has no low-rank product")
-        check_targets("adapter.targets", self.linears)
 
 
 class AdaptedLinear(nn.Module):

@@ -21,7 +21,8 @@ from qfsdp.checkpoint.adapter_files import (
 )
 from qfsdp.checkpoint.adapter_start import start_adapters
 from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapters import AdapterConfig, refresh_dora_norms
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import refresh_dora_norms
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks

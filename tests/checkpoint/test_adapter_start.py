@@ -24,7 +24,7 @@ from qfsdp.checkpoint.adapter_files import (
     save_adapter,
 )
 from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft

@@ -19,7 +19,8 @@ from qfsdp.checkpoint.weights.read import INDEX, SINGLE, OpenFiles, StoredTensor
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.modules.adapters import AdapterConfig, base_parameters
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears

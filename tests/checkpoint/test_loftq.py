@@ -17,8 +17,8 @@ from qfsdp.checkpoint.loftq import best_product
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.cli.errors import UserError
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import (
-    AdapterConfig,
     LowRankLinear,
     init_adapters,
     low_rank_linears,

@@ -25,7 +25,7 @@ from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder

@@ -22,7 +22,7 @@ from qfsdp.checkpoint.adapter_files import adapter_export
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, find_checkpoint, published
 from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.training.metrics import RunLog
 from tests.models import adapted_model, build_meta_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks

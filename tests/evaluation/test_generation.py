@@ -23,7 +23,8 @@ from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, _draws, generate, sample_tokens
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens, stop_ids
-from qfsdp.modules.adapters import AdapterConfig, adapted_linears
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from tests.models import adapted_model, randomize_adapters

@@ -23,7 +23,7 @@ from qfsdp.memory import oom
 from qfsdp.memory.advice import TRANSIENT, less_device_memory, less_host_memory
 from qfsdp.memory.oom import Run, explain_out_of_memory, is_out_of_memory
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model
 from tests.tiny import write_tiny_model

@@ -18,7 +18,7 @@ from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.cli.errors import InvalidField
 from qfsdp.modules import activations
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 from tests.models import adapted_model, randomize_adapters

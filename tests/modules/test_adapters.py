@@ -17,9 +17,9 @@ from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.modules import adapters
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import (
     AdaptedLinear,
-    AdapterConfig,
     LowRankLinear,
     adapted_linears,
     init_adapters,

@@ -14,7 +14,7 @@ from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.modules import document_attention
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.attention import attend
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.document_attention import attend_documents

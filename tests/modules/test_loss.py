@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.modules import loss as loss_module
-from qfsdp.modules.adapters import AdapterConfig, LowRankLinear
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import LowRankLinear
 from qfsdp.modules.loss import head_loss, summed_cross_entropy
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import nf4

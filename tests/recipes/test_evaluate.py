@@ -13,7 +13,7 @@ import pytest
 from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model_with_tokenizer

@@ -15,7 +15,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.data import hf_tokenizer
 from qfsdp.evaluation.generation import generate
 from qfsdp.evaluation.inference_model import load_for_inference
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, needs_compiler, write_tiny_model_with_tokenizer

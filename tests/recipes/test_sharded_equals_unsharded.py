@@ -44,7 +44,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from qfsdp.distributed.sharding import quantized_bytes
     from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.distributed.world import init_world
-    from qfsdp.modules.adapters import AdapterConfig
+    from qfsdp.modules.adapter_config import AdapterConfig
     from qfsdp.modules.quantized_linear import QuantizationConfig
     from qfsdp.modules.transformer import ActivationConfig
     from qfsdp.tensor_subclasses.dtensor import whole_tensor

@@ -15,7 +15,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapters import AdapterConfig
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.tensor_subclasses import four_bit, hqq, hqq_solver
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_rows

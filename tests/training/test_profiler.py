@@ -17,7 +17,8 @@ from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.profiler import Profiler, ProfilerConfig

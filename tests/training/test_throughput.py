@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from qfsdp.data.loader import IGNORE_INDEX, collate
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapters import AdapterConfig, add_adapters, init_adapters
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
