@@ -1,4 +1,4 @@
-"""A parameter's rows on this rank, whether it is sharded (a DTensor) or not."""
+"""The rows of a parameter on this rank, and all of its rows, sharded (a DTensor) or not."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-# Its name from torch 2.13 on, which warns of the other.
+# torch 2.13 renamed the function and warns about the old name.
 _all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-GATHER_NUMBERS = 1 << 24  # of a group of matrices that is gathered at once: 64 MB in fp32
+GATHER_NUMBERS = 1 << 24  # size of a group of matrices gathered at once: 64 MB in fp32
 
 
 def local_part(param: Tensor) -> Tensor:
@@ -23,7 +23,7 @@ def local_part(param: Tensor) -> Tensor:
 
 
 def mesh_device(mesh: DeviceMesh) -> torch.device:
-    """Where this rank computes, and its collectives work."""
+    """The device on which this rank computes and runs collectives."""
     return (
         torch.device("cpu")
         if mesh.device_type == "cpu"
@@ -32,19 +32,19 @@ def mesh_device(mesh: DeviceMesh) -> torch.device:
 
 
 def on_mesh(param: Tensor) -> Tensor:
-    """`local_part` on the device where this rank computes; a copy where it is offloaded."""
+    """`local_part` on the device where this rank computes; a copy if it is offloaded."""
     local = local_part(param)
     return local.to(mesh_device(param.device_mesh)) if isinstance(param, DTensor) else local
 
 
 def shard_group(mesh: DeviceMesh) -> dist.ProcessGroup:
-    """The ranks that have the rows of a tensor among them: all, or those of this one's group
-    where several groups hold the same (a mesh of replicate x shard)."""
+    """The ranks that share the rows of a tensor: all of them, or this rank's group on a mesh of
+    replicate x shard, where each group holds all rows."""
     return mesh.get_group(mesh.ndim - 1)
 
 
 def whole_tensor(param: Tensor) -> Tensor:
-    """All of `param`, plain and without gradient; every rank that holds a part must call it."""
+    """All of `param` as a plain tensor without gradient. Collective: all its ranks must call it."""
     if not isinstance(param, DTensor):
         return param.detach()
     rows = sharded(on_mesh(param), param.device_mesh, param.placements, param.shape)
@@ -52,10 +52,10 @@ def whole_tensor(param: Tensor) -> Tensor:
 
 
 def whole_tensors(params: Sequence[Tensor]) -> Iterator[Tensor]:
-    """`whole_tensor` of many small matrices, in groups of one collective each.
+    """`whole_tensor` of many small matrices, with one collective for each group of them.
 
-    560 of a 70B model's adapters one by one cost 560 round trips; `GATHER_NUMBERS` bounds what a
-    group takes. All must be sharded by rows over the same mesh, or none.
+    The 560 adapters of a 70B model would take 560 round trips one by one. `GATHER_NUMBERS` bounds
+    the memory of a group. Either all are sharded by rows over the same mesh, or none is.
     """
     group: list[DTensor] = []
     for param in params:
@@ -71,7 +71,7 @@ def whole_tensors(params: Sequence[Tensor]) -> Iterator[Tensor]:
 
 
 def _gather(params: Sequence[DTensor]) -> Iterator[Tensor]:
-    """Every rank sends its rows of all of them, padded to those of the first rank."""
+    """Every rank sends its rows of all matrices, padded to the number of rows of the first rank."""
     mesh = params[0].device_mesh
     group = shard_group(mesh)
     rows = [-(-p.size(0) // group.size()) for p in params]
@@ -84,12 +84,12 @@ def _gather(params: Sequence[DTensor]) -> Iterator[Tensor]:
     _all_gather(everyone, mine, group)
     parts = everyone.view(group.size(), -1).split(sizes, dim=1)
     for part, param in zip(parts, params, strict=True):
-        # A view of equal shards is the matrix, padded at its end.
+        # Equal shards one after the other are the matrix with padding at its end.
         yield part.reshape(-1, param.size(1))[: param.size(0)]
 
 
 def local_rows(param: Tensor) -> slice:
-    """Which rows of the whole those are."""
+    """The rows of the whole tensor that this rank holds."""
     if not isinstance(param, DTensor):
         return slice(0, param.size(0))
     shape, offset = compute_local_shape_and_global_offset(
@@ -101,7 +101,7 @@ def local_rows(param: Tensor) -> slice:
 def sharded(
     local: Tensor, mesh: DeviceMesh, placements: Sequence[Placement], shape: Sequence[int]
 ) -> DTensor:
-    """The contiguous tensor of `shape` of which every rank has its `local` part."""
+    """The contiguous DTensor of `shape` made of the `local` part of every rank."""
     stride = tuple(prod(shape[dim + 1 :]) for dim in range(len(shape)))
     return DTensor.from_local(
         local, mesh, placements, run_check=False, shape=torch.Size(shape), stride=stride
@@ -109,14 +109,14 @@ def sharded(
 
 
 def gather_rows(param: Tensor, rows: Tensor) -> Tensor:
-    """All rows of a matrix of which every rank has those that it holds of `param`.
+    """All rows of a matrix that is sharded by rows as `param` is. Collective.
 
     Args:
-        param: says how rows are spread; its own values are not used.
+        param: only its sharding is used, not its values.
         rows: plain `[local rows of param, n]`, the same n and dtype on all ranks.
 
     Returns:
-        plain `[param.size(0), n]`, on every rank.
+        plain `[param.size(0), n]` on every rank.
     """
     if not isinstance(param, DTensor):
         return rows

@@ -1,4 +1,4 @@
-"""HQQ: half-quadratic quantization to 4 bits, as the `hqq` package 0.2.8 computes it.
+"""HQQ: half-quadratic quantization to 4 bits, equal to the `hqq` package 0.2.8.
 
 Badri and Shaji 2023, https://mobiusml.github.io/hqq_blog/. Affine, without calibration data:
 
@@ -7,12 +7,13 @@ Badri and Shaji 2023, https://mobiusml.github.io/hqq_blog/. Affine, without cali
 
     row of bytes:  [ cols/2 bytes of codes | cols/64 scales, fp16 | cols/64 zeros, fp16 ]
 
-That is 4.5 bits a weight, no extras. fp16 is what the package holds scales and zeros in by default,
-rounded after the codes are chosen; here their products are fp32 and rounded once.
+That is 4.5 bits a weight, without metadata. By default the package also holds scales and zeros in
+fp16, rounded after the codes are chosen. Weights are computed in fp32 here and rounded once.
 
-When the solver stops is decided over all rows of all ranks, so shards are rows of the whole, bit
-for bit. Where 64 does not divide `cols`, the last group of a row is shorter: it is solved as if it
-were filled up with its own weights, from its first on. (The package takes no such weights.)
+The solver stops by the error over all rows of all ranks, so shards equal the rows of the whole
+weight bit for bit. If 64 does not divide `cols`, the last group of a row is shorter: it is solved
+as if it were filled up with its own weights, beginning with the first. (The package refuses such
+weights.)
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
 
 class HQQTensor(QuantizedTensor):
-    """A weight in HQQ; see the module's docstring for the bytes of a row."""
+    """A weight in HQQ; the module's docstring describes the bytes of a row."""
 
     format = "hqq"
 
@@ -77,13 +78,13 @@ class HQQTensor(QuantizedTensor):
         gather = gather_rows or (lambda rows: rows)
 
         def mean_error(of_groups: Tensor) -> float:
-            # In fp64 and rounded: so no order of summation is left in it.
+            # In fp64 and rounded: the result does not depend on the order of summation.
             of_rows = gather(of_groups.view(rows, per_row).sum(1, keepdim=True))
             return float((of_rows.sum() / (of_rows.numel() * per_row * BLOCK)).float())
 
         inverse, zero = solve(groups, mean_error)
         held = torch.cat([t.half().view(rows, per_row) for t in (1 / inverse, zero)], dim=1)
-        # Looked for in all rows, so that every rank finds what is wrong and none waits for another.
+        # Checked over all rows: every rank raises, and none waits for another.
         if not (finite := gather(held.isfinite().all(1, keepdim=True).float())).all():
             row = int((finite == 0).flatten().nonzero()[0])
             raise ValueError(
@@ -108,7 +109,7 @@ def _groups_of_rows(weight: Tensor | Iterable[Tensor], rows: int, cols: int) -> 
     filled = cols // BLOCK * BLOCK + torch.arange(-cols % BLOCK) % (cols % BLOCK or 1)
     at, held = 0, torch.empty(0)
     for piece in (weight,) if isinstance(weight, Tensor) else weight:
-        if at == 0:  # a piece is overwritten by the next
+        if at == 0:  # copied, because the next piece overwrites this one
             held = piece.new_empty(rows, cols + filled.numel())
         some = held[at : at + piece.size(0)]
         some[:, :cols] = piece
@@ -125,7 +126,7 @@ def _groups_of_rows(weight: Tensor | Iterable[Tensor], rows: int, cols: int) -> 
 def _write_weights(
     codes: Tensor, scales: Tensor, zeros: Tensor, row_scale: Tensor | None, out: Tensor
 ) -> None:
-    """Into `out`, integers `[rows, cols/2]` that hold two weights each; see `dequantize_pairs`."""
+    """The kernel of `dequantize_rows`; `out` holds two weights in each integer (`write_pairs`)."""
     scale = scales.float()
     if row_scale is not None:
         scale = scale * row_scale.unsqueeze(1)

@@ -1,15 +1,15 @@
-"""The solver of HQQ: scale and zero of groups of 64 weights, as the `hqq` package 0.2.8 finds them.
+"""The solver of HQQ: scale and zero of groups of 64 weights, as in the `hqq` package 0.2.8.
 
     scale   a fifteenth of the group's range; 1 where that is below 1e-4, else at least 5e-5
     zero    -min / scale at first, then improved in up to 20 steps, which alternate between two
             parts of  min |e|_p + beta/2 |w - (code - zero) * scale - e|^2,  p = 0.7, beta = 10:
             e <- the error, shrunk towards 0;  zero <- mean(code - (w - e) / scale)
-    stop    when the mean error of the whole weight, |w - (code - zero) * scale|, gets no less
+    stop    when the mean error of the whole weight, |w - (code - zero) * scale|, does not decrease
 
-The published beta grows by kappa = 1.01 in every step; in the package's solver it stays, and so it
-does here. The package sums in fp32, in an order of its own: of SmolLM2's 1.7 M zeros (fp16) 100 are
-others there, and 76 of 106 M codes. Here no result depends on an order (`_sums`), so neither ranks
-nor compilers nor shapes can be told from it.
+The published beta grows by kappa = 1.01 in every step. In the package's solver it is constant, and
+here too. The package sums in fp32 in some order: 100 of SmolLM2's 1.7 M zeros (fp16) differ from
+ours, and 76 of 106 M codes. Our sums are the same in any order (`_sums`), so results do not depend
+on ranks, compilers or shapes.
 """
 
 from __future__ import annotations
@@ -27,8 +27,9 @@ from qfsdp.tensor_subclasses.kernels.compiled import ROUNDED_ALIKE, compiled
 
 LEVELS = 15  # the highest code
 P, BETA, STEPS = 0.7, 10.0, 20
-MIN_RANGE, MAX_INVERSE = 1e-4, 2e4  # smaller ranges get scale 1; of 1 / scale, for fp16
-NEVER_SHRUNK = 0.17  # errors below become 0, and `pow` takes 10 times as long as the rest of a step
+MIN_RANGE = 1e-4  # groups with a smaller range get scale 1
+MAX_INVERSE = 2e4  # of 1 / scale, so that fp16 holds the scale
+NEVER_SHRUNK = 0.17  # smaller errors become 0; `pow` takes 10 times as long as the rest of a step
 
 
 def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor, Tensor]:
@@ -36,8 +37,8 @@ def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor
 
     Args:
         groups: `[n, 64]`, floating point.
-        mean_error: of the whole weight, from the sums of absolute errors of these groups (fp64
-            `[n]`); asked in every step.
+        mean_error: sums of absolute errors of these groups (fp64 `[n]`) -> mean error of the whole
+            weight; called in every step.
 
     Returns:
         1 / scale and zero, fp32 `[n]`.
@@ -58,7 +59,7 @@ def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor
                 after += _shrunk(*given)
             zero[part] = after
         error = mean_error(errors)
-        if not error < best:  # nor where it is NaN
+        if not error < best:  # also true for NaN
             break
         best = error
     return inverse, zero
@@ -66,10 +67,10 @@ def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor
 
 @partial(compiled, options=ROUNDED_ALIKE)
 def _start(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every group 1 / scale, the first zero, and the mean of weight / scale (fp64)."""
+    """1 / scale, the first zero, and the mean of weight / scale (fp64) of every group."""
     low, high = groups.float().amin(1), groups.float().amax(1)
     span = high - low
-    # A number over a tensor would be a reciprocal, which GPUs' code does not round.
+    # `1 / span` would be a reciprocal, which code for GPUs does not round correctly.
     inverse = torch.where(span <= MIN_RANGE, 1.0, torch.ones_like(span) / span * LEVELS)
     inverse = inverse.clamp(max=MAX_INVERSE)
     zero = -low * inverse
@@ -80,8 +81,8 @@ def _start(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def _step(
     groups: Tensor, inverse: Tensor, zero: Tensor, mean: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of every group the next zero but for `_shrunk`, the sum of absolute errors before (both fp64)
-    and the largest of them."""
+    """The next zero of every group without the term `_shrunk`, the sum of absolute errors of the
+    current zero (both fp64), and the largest of these errors."""
     level = _levels(groups, inverse, zero)
     code = level.round().clamp(0, LEVELS)
     off = (code - level).abs()
@@ -91,7 +92,7 @@ def _step(
 
 @partial(compiled, options=ROUNDED_ALIKE)
 def _shrunk(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
-    """Of every group the mean of e / scale, fp64."""
+    """The mean of e / scale of every group, fp64."""
     level = _levels(groups, inverse, zero)
     off = level - level.round().clamp(0, LEVELS)
     size = off.abs() / inverse.unsqueeze(1)
@@ -100,15 +101,15 @@ def _shrunk(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
 
 
 def _levels(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
-    """What is rounded to codes, fp32 `[n, 64]`."""
+    """weight / scale + zero, which is rounded to codes; fp32 `[n, 64]`."""
     return groups.float() * inverse.unsqueeze(1) + zero.unsqueeze(1)
 
 
 def _sums(values: Tensor) -> Tensor:
-    """Row sums, fp64 `[n]`, of fp32 `[n, 64]`, none above 15 in size; the same in any order.
+    """Row sums, fp64 `[n]`, of fp32 `[n, 64]` with absolute values up to 15; equal in any order.
 
-    As two sums of whole numbers below 2^24, which fp32 holds exactly. (Sums in fp64 or int32 do
-    not vectorize: 0.2 instead of 1.2 G weights/s per core.)
+    Computed as two sums of integers below 2^24, which fp32 holds exactly. (Sums in fp64 or int32
+    do not vectorize: 0.2 instead of 1.2 G weights/s per core.)
     """
     scaled = values * 2.0**10
     high = scaled.round()
@@ -118,5 +119,5 @@ def _sums(values: Tensor) -> Tensor:
 
 @partial(compiled, options=ROUNDED_ALIKE)
 def codes_of(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
-    """uint8 `[n, 64]`."""
+    """The codes of all weights, uint8 `[n, 64]`."""
     return _levels(groups, inverse, zero).round().clamp(0, LEVELS).to(torch.uint8)

@@ -1,4 +1,4 @@
-"""Weights that are not quantized, as rows of bytes: so they are offloaded like those that are."""
+"""Weights that are not quantized, as rows of bytes: they can be offloaded like quantized ones."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
-_DTYPES = {dtype.itemsize: dtype for dtype in (torch.bfloat16, torch.float32)}
+_DTYPE_BY_SIZE = {dtype.itemsize: dtype for dtype in (torch.bfloat16, torch.float32)}
 
 
 class PlainRows(QuantizedTensor):
-    """A frozen bf16 or fp32 weight: a row of bytes is the row of numbers, `dtype` is stored."""
+    """A frozen bf16 or fp32 weight: a row of bytes is the row of weights as stored."""
 
     format = "plain"
 
@@ -33,8 +33,8 @@ class PlainRows(QuantizedTensor):
         dtype: torch.dtype,
         row_scale: Tensor | None = None,
     ) -> Tensor:
-        """The same memory, where neither `row_scale` nor another `dtype` asks for new numbers."""
-        weight = qdata.view(_DTYPES[qdata.size(1) // cols])
+        """A view of `qdata`; new memory for a `row_scale` or another `dtype`."""
+        weight = qdata.view(_DTYPE_BY_SIZE[qdata.size(1) // cols])
         if row_scale is not None:
             weight = weight * row_scale.unsqueeze(1)
         return weight.to(dtype)
@@ -45,7 +45,7 @@ class PlainRows(QuantizedTensor):
         name: str = "weight",
         gather_rows: GatherRows | None = None,
     ) -> None:
-        """Copies the rows; each rank for itself."""
+        """Copies the rows. Not a collective: `gather_rows` is not called."""
         rows, at = self.qdata.view(self.dtype), 0
         for piece in [weight] if isinstance(weight, Tensor) else weight:
             if not torch.isfinite(piece).all():

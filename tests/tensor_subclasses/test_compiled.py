@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qfsdp.tensor_subclasses.kernels import dispatch
 from qfsdp.tensor_subclasses.kernels.dispatch import Kernel
 from tests.tiny import needs_compiler
 
@@ -137,7 +138,7 @@ def test_threads_of_the_process_do_not_mix_their_calls() -> None:
 def test_kinds_beyond_a_number_go_dynamos_way(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     kernel = Counted(scaled)
-    monkeypatch.setattr(Kernel, "MOST_NOTES", 1)
+    monkeypatch.setattr(dispatch, "MAX_DIRECT_CALLS", 1)
     with torch.no_grad():
         check(kernel, (numbers(6, 8), None, 3), new=True)
         x = numbers(7, 8)

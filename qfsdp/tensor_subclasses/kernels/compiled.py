@@ -1,4 +1,4 @@
-"""`torch.compile` for the kernels of this package, on machines that may lack a compiler."""
+"""The decorator `compiled`: `torch.compile` for kernels, if the machine has a C++ compiler."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from qfsdp.cli.errors import UserError
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.dispatch import Kernel
 
-DYNAMIC_DEVICES = ("cpu",)  # where `static_on_gpus` does not hold
+DYNAMIC_DEVICES = ("cpu",)  # devices for which `static_on_gpus` changes nothing
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-SMALLEST_COMPILED = 1 << 14  # elements of the first tensor, if a kernel does not say otherwise
+SMALLEST_COMPILED = 1 << 14  # elements of the first tensor, unless a kernel sets `smallest`
 
-# For kernels over packed bytes, on GPUs. Inductor's own choice are tiles of blocks by bytes of a
-# block, with masks and with indices looked at in every lookup: 37 to 55 instructions a weight of
-# NF4 in its code for an H100, 14 with these options (torch 2.11).
+# For kernels over rows of bytes, on GPUs. By default inductor tiles them as blocks by bytes of a
+# block, with masks, and checks the index of every lookup: 37 to 55 instructions for a weight of NF4
+# in its code for an H100, 14 with these options (torch 2.11).
 FLAT_ON_GPUS: dict[str, Any] = {"triton.max_tiles": 1, "assert_indirect_indexing": False}
-# Products and divisions rounded on GPUs as on CPUs: no fused multiply-adds.
+# GPUs round products and divisions as CPUs do: no fused multiply-adds.
 ROUNDED_ALIKE: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
@@ -36,8 +36,8 @@ ROUNDED_ALIKE: dict[str, Any] = {
 
 @functools.cache
 def has_compiler() -> bool:
-    """Whether inductor can build code on this machine. It needs a C++ compiler, on GPUs too:
-    Triton builds its launcher with it."""
+    """Whether inductor can build code on this machine. It needs a C++ compiler on GPUs as well,
+    because Triton builds its launcher with it."""
     from torch._inductor.cpp_builder import get_cpp_compiler
     from torch._inductor.exc import InductorError, InvalidCxxCompiler
 
@@ -50,8 +50,8 @@ def has_compiler() -> bool:
 
 @functools.cache
 def can_compile() -> bool:
-    """Whether kernels are compiled: where there is a compiler, and `QFSDP_EAGER_KERNELS=1`
-    does not turn it off."""
+    """Whether kernels are compiled: the machine has a C++ compiler, and `QFSDP_EAGER_KERNELS=1` is
+    not set."""
     if os.environ.get("QFSDP_EAGER_KERNELS") == "1":
         return False
     if not has_compiler():
@@ -62,8 +62,11 @@ def can_compile() -> bool:
 
 
 def use_cache_dir(path: str | None, report: bool) -> None:
-    """Keeps compiled code in `path` (None: where PyTorch does, `TORCHINDUCTOR_CACHE_DIR` or a
-    folder of the user below /tmp); the next start takes it from there. `report` prints where.
+    """Sets the folder of compiled code, which the next start reuses.
+
+    Args:
+        path: None: PyTorch's default, `TORCHINDUCTOR_CACHE_DIR` or a folder of the user in /tmp.
+        report: print the folder.
 
     Raises:
         UserError: the folder cannot be made.
@@ -87,21 +90,23 @@ def compiled(
     smallest: int = SMALLEST_COMPILED,
     static_on_gpus: bool = False,
 ) -> Callable[P, R]:
-    """Decorates a pure function of plain tensors; it is compiled at its first call, with
-    `options` for inductor.
+    """Decorator of a pure function of plain tensors; it is compiled at its first call.
 
-    Shapes are dynamic: one build for each dtype then serves every weight of a model (a cold
-    build takes about 10 s on a CPU, and a Llama has 4 to 5 linear shapes). What would ask for
-    builds of its own runs uncompiled: tensors so small that a size may be 0 or 1, meta and
-    fake tensors, and calls inside another trace.
+    Shapes are dynamic, so one build per dtype serves every weight of a model: a cold build takes
+    about 10 s on a CPU, and a Llama has 4 to 5 linear shapes. Calls that would need another build
+    run uncompiled: tensors so small that a size may be 0 or 1, meta and fake tensors, and calls
+    inside another trace.
 
-    With `static_on_gpus`, accelerators get a build for every set of shapes: dividing indices by
-    sizes that are no constants is a good part of what a memory-bound kernel has time for.
+    Args:
+        options: of inductor.
+        smallest: elements of the first tensor from which calls are compiled.
+        static_on_gpus: on accelerators, build once for every set of shapes. A memory-bound kernel
+            spends a good part of its time on dividing indices by sizes that are not constants.
     """
 
     @functools.cache
     def build(shapes: tuple[Any, ...] | None) -> Kernel:
-        # Dynamo counts builds per code object, and gives up at the eighth: one for each shape.
+        # Dynamo counts builds per code object and gives up at the eighth: a copy for each shape.
         return Kernel(fn if shapes is None else _copy(fn), shapes is None, options)
 
     @functools.wraps(fn)
@@ -126,7 +131,7 @@ def compiled(
 
 
 def _copy(fn: Callable[P, R]) -> Callable[P, R]:
-    """The same function with a code object of its own."""
+    """The same function with another code object."""
     assert isinstance(fn, FunctionType)
     code = fn.__code__.replace(co_name=f"{fn.__name__}_static")
     return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)

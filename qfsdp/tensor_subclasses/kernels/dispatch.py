@@ -1,4 +1,4 @@
-"""TODO tensor_subclasses.kernels.dispatch."""
+"""`Kernel`: a compiled function whose repeated calls skip Dynamo and go to inductor's code."""
 
 from __future__ import annotations
 
@@ -10,73 +10,82 @@ from typing import Any, cast
 import torch
 from torch.fx.experimental import _config
 
+MAX_DIRECT_CALLS = 4096  # some 1 KB each; calls with more kinds of arguments go through Dynamo
+
 
 @dataclass
-class _Call:
-    """A call of inductor's code: with `inputs`, tensors and numbers, it gave `outputs`."""
+class _InductorCall:
+    """A call of inductor's code: from `inputs`, tensors and numbers, it computed `outputs`."""
 
     run: Callable[..., Sequence[Any]]
     inputs: Sequence[Any]
     outputs: Sequence[Any]
 
-    def direct(self, args: Sequence[Any], result: Any) -> Callable[..., Any] | None:
-        """If Dynamo made this call of a function of `args` with that `result`: the same, for other
-        tensors like those. None where it is not plain which tensor is which."""
-        places = [at for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
-        place_of = {id(args[at]): at for at in places}
-        index_of = {id(output): index for index, output in enumerate(self.outputs)}
+    def for_arguments(self, args: Sequence[Any], result: Any) -> Callable[..., Any] | None:
+        """The function that calls inductor's code directly, for other arguments of the same kind.
+
+        Args:
+            args: of the kernel's call that led to this call.
+            result: of that call.
+
+        Returns:
+            None if an input or output matches no argument.
+        """
+        tensor_at = [at for at, arg in enumerate(args) if isinstance(arg, torch.Tensor)]
+        argument_of = {id(args[at]): at for at in tensor_at}
+        output_of = {id(output): at for at, output in enumerate(self.outputs)}
         results = result if isinstance(result, tuple) else () if result is None else (result,)
-        known = all(isinstance(value, int) or id(value) in place_of for value in self.inputs)
-        if not known or len(place_of) < len(places) or not all(id(r) in index_of for r in results):
+        known = all(isinstance(value, int) or id(value) in argument_of for value in self.inputs)
+        distinct = len(argument_of) == len(tensor_at)
+        if not known or not distinct or not all(id(r) in output_of for r in results):
             return None
-        # Numbers stay: they are sizes, or arguments themselves.
-        sources = [(place_of.get(id(value)), value) for value in self.inputs]
-        sources = [(at, value if at is None else None) for at, value in sources]
-        picks = [index_of[id(one)] for one in results]
+        # Numbers are sizes or arguments; they are the same for all arguments of this kind.
+        inputs = [(argument_of.get(id(value)), value) for value in self.inputs]
+        inputs = [(at, value if at is None else None) for at, value in inputs]
+        outputs_at = [output_of[id(one)] for one in results]
         run, kind = self.run, type(result)
 
-        def again(args: Sequence[Any]) -> Any:
-            outputs = run(*[value if at is None else args[at] for at, value in sources])
+        def call(args: Sequence[Any]) -> Any:
+            outputs = run(*[value if at is None else args[at] for at, value in inputs])
             if kind is tuple:
-                return tuple(outputs[index] for index in picks)
-            return outputs[picks[0]] if picks else None
+                return tuple(outputs[at] for at in outputs_at)
+            return outputs[outputs_at[0]] if outputs_at else None
 
-        return again
+        return call
 
 
 class Kernel:
-    """`torch.compile(fn)`, of which a call like an earlier one goes straight to inductor's code.
+    """`torch.compile(fn)` that goes straight to inductor's code in repeated calls.
 
-    Dynamo takes 0.07 ms to find that code, as long as a core takes to dequantize 300,000 weights,
-    and a linear does so four to six times in a train step. Its choice depends on what `_facts`
-    tells of the arguments alone, as functions here are pure. So the first call with given facts
-    goes Dynamo's way, and notes what it led to.
+    Dynamo takes 0.07 ms to find that code. A core dequantizes 300,000 weights in this time, and a
+    linear calls kernels four to six times in a train step. As `fn` is pure, the code depends on the
+    arguments only by what `_kind` returns. So the first call with arguments of a kind goes through
+    Dynamo, and the next ones repeat the call of inductor's code that it led to.
     """
-
-    MOST_NOTES = 4096  # some 1 KB each; beyond that, calls of new shapes go Dynamo's way
 
     def __init__(self, fn: Callable[..., Any], dynamic: bool, options: dict[str, Any] | None):
         self._by_dynamo = torch.compile(fn, dynamic=dynamic, backend=self._build)
         self._options = options
-        self._notes: dict[Any, Callable[..., Any]] = {}
-        self._last = threading.local()  # `call`: what Dynamo has called in this thread
+        self._direct: dict[Any, Callable[..., Any]] = {}
+        self._last = threading.local()  # `call`: the last call that Dynamo made in this thread
 
     def __call__(self, *args: Any) -> Any:
-        # Inductor's code has the number of threads in it.
-        facts = (torch.get_num_threads(), *map(_facts, args))
-        if (direct := self._notes.get(facts)) is not None:
+        # Inductor writes the number of threads into its code.
+        kinds = (torch.get_num_threads(), *map(_kind, args))
+        if (direct := self._direct.get(kinds)) is not None:
             return direct(args)
         self._last.call = None
-        # Sizes that are equal in the first call are no rule: most models have a square weight, and
-        # each kernel was built for it and then again for the others, 4 s on a CPU.
+        # Equal sizes in the first call do not mean that they are always equal. Most models have a
+        # square weight; every kernel was compiled for it and then again for the others, 4 s on a
+        # CPU.
         with _config.patch(use_duck_shape=False):  # type: ignore[attr-defined]
             result = self._by_dynamo(*args)
-        call: _Call | None = self._last.call
+        call: _InductorCall | None = self._last.call
         self._last.call = None
-        if call is not None and len(self._notes) < self.MOST_NOTES:
-            direct = call.direct(args, result)
+        if call is not None and len(self._direct) < MAX_DIRECT_CALLS:
+            direct = call.for_arguments(args, result)
             if direct is not None:
-                self._notes[facts] = direct
+                self._direct[kinds] = direct
         return result
 
     def _build(self, graph: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., Any]:
@@ -85,16 +94,16 @@ class Kernel:
         built = compile_fx(graph, examples, config_patches=self._options)
         run = cast(Callable[..., Sequence[Any]], built)
 
-        def run_and_tell(*inputs: Any) -> Any:
+        def recorded(*inputs: Any) -> Any:
             outputs = run(*inputs)
-            self._last.call = _Call(run, inputs, outputs)
+            self._last.call = _InductorCall(run, inputs, outputs)
             return outputs
 
-        return run_and_tell
+        return recorded
 
 
-def _facts(arg: Any) -> Any:
-    """All of an argument that code may have been made for."""
+def _kind(arg: Any) -> Any:
+    """Everything about an argument that compiled code may depend on."""
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.device, arg.shape, arg.stride()
     return type(arg), arg

@@ -1,9 +1,9 @@
-"""Memory of the host as a store for what the accelerator does not hold, and the way there.
+"""Host memory for tensors that the accelerator does not hold, and copies to and from it.
 
-Pinned where there is an accelerator, so that copies run beside the computation. Where the CPU
-itself computes the same calls make ordinary memory and real copies, so everything that offloads can
-be tried without an accelerator. A dry run (`qfsdp.memory`), whose tensors all are fake ones of the
-CPU, learns from here which of them would lie in host memory and what would be moved.
+Host memory is pinned if there is an accelerator, so that copies run during the computation. If the
+CPU itself computes, the same calls allocate ordinary memory and copy, so offloading can be tried
+without an accelerator. All tensors of a dry run are fake CPU tensors: these functions tell it which
+of them are in host memory and what is copied (`dry_run`).
 """
 
 from __future__ import annotations
@@ -36,30 +36,32 @@ def moved(way: Way, size: int) -> None:
 
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """Unset host memory, pinned where there is an accelerator."""
+    """Uninitialized host memory, pinned if there is an accelerator."""
     pin = torch.accelerator.is_available()
     return in_host_memory(torch.empty(*shape, dtype=dtype, pin_memory=pin))
 
 
 def to_host(tensor: Tensor) -> Tensor:
-    """A copy in host memory, in the current stream and not waited for."""
+    """A copy in host memory, enqueued in the current stream."""
     held = host_empty(tensor.shape, tensor.dtype)
     moved("to_host", tensor.nbytes)
     return held.copy_(tensor, non_blocking=True)
 
 
 def to_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """A copy on `device`, in the current stream and not waited for."""
+    """A copy on `device`, enqueued in the current stream."""
     moved("to_device", tensor.nbytes)
     return tensor.to(device, non_blocking=True, copy=True)
 
 
 def return_freed_memory() -> None:
-    """Has the C library give large blocks back to the system as soon as they are freed.
+    """Makes glibc return large blocks to the system as soon as they are freed.
 
-    glibc by itself raises the size from which it does to that of the largest block freed so far,
-    up to 32 MB, and its heaps fragment: 1500 MB were resident of which 320 were used, on a CPU with
-    the base on disk. Fresh pages cost time, so this is for where memory is what counts.
+    By default glibc raises the size from which it does so to that of the largest block freed so
+    far, up to 32 MB, and its heap fragments. On a CPU with a quantized base of 1,395 MB on disk
+    (`benchmarks/tiers.py`), 2,750 MB were resident in a train step, and 471 with this setting. It
+    costs time, because pages are mapped again: 105 s of CPU time instead of 80 for three steps. So
+    it is for runs that offload the base.
     """
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
