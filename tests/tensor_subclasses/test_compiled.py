@@ -1,4 +1,4 @@
-"""Kernels that skip Dynamo give what Dynamo's way gives, and skip it only where they may."""
+"""Kernels skip Dynamo only for arguments of a known kind, and give the same results without it."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ def write(x: Tensor, y: Tensor, out: Tensor) -> None:
 
 
 class Counted(Kernel):
-    """Counts the calls that went Dynamo's way."""
+    """Counts the calls that go through Dynamo."""
 
     def __init__(self, fn: Callable[..., Any]) -> None:
         super().__init__(fn, True, None)
-        self.by_dynamo, way = 0, self._by_dynamo
+        self.by_dynamo, compiled = 0, self._by_dynamo
 
         def counted(*args: Any) -> Any:
             self.by_dynamo += 1
-            return way(*args)
+            return compiled(*args)
 
         self._by_dynamo = counted
 
@@ -45,7 +45,7 @@ def numbers(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def check(kernel: Counted, args: tuple[Any, ...], new: bool) -> None:
-    """Two calls with such arguments, of which the first is of a new kind or not."""
+    """Makes two calls with such arguments; `new`: the first one is of a new kind."""
     before = kernel.by_dynamo
     for _ in range(2):
         args = tuple(arg + 1 if isinstance(arg, Tensor) else arg for arg in args)
@@ -76,7 +76,7 @@ def test_the_second_call_of_a_kind_skips_dynamo() -> None:
         check(kernel, (numbers(6, 8), None, 3), new=False)
 
 
-def test_strides_are_a_kind() -> None:
+def test_other_strides_are_another_kind() -> None:
     torch._dynamo.reset()
     kernel = Counted(scaled)
     with torch.no_grad():
@@ -87,8 +87,8 @@ def test_strides_are_a_kind() -> None:
     assert kernel.by_dynamo == 3
 
 
-def test_threads_are_a_kind() -> None:
-    """Their number is in the code that inductor writes."""
+def test_another_number_of_threads_is_another_kind() -> None:
+    """Inductor writes the number of threads into its code."""
     torch._dynamo.reset()
     kernel, threads = Counted(scaled), torch.get_num_threads()
     try:
@@ -101,8 +101,8 @@ def test_threads_are_a_kind() -> None:
 
 
 def test_one_tensor_given_twice() -> None:
-    """Which of the two an input was cannot be told: such a call must not stand for others; others
-    may stand for it."""
+    """An input could be either argument, so such a call must not be repeated for other arguments.
+    A recorded call with different tensors may be repeated for it."""
     torch._dynamo.reset()
     kernel, x, y = Counted(write), numbers(4, 8), numbers(4, 8)
     with torch.no_grad():
@@ -110,10 +110,10 @@ def test_one_tensor_given_twice() -> None:
             out = torch.empty(4, 8)
             assert kernel(first, second, out) is None
             torch.testing.assert_close(out, first - 2 * second)
-    assert kernel.by_dynamo == 2  # the last two are like the second
+    assert kernel.by_dynamo == 2  # the last two repeat the second
 
 
-def test_threads_of_the_process_do_not_mix_their_calls() -> None:
+def test_calls_from_several_threads_do_not_mix() -> None:
     torch._dynamo.reset()
     kernel = Counted(scaled)
     wrong: list[int] = []
@@ -126,7 +126,7 @@ def test_threads_of_the_process_do_not_mix_their_calls() -> None:
                     wrong.append(width)
 
     with torch.no_grad():
-        kernel(numbers(5, 4), None, 1)  # built before threads need it
+        kernel(numbers(5, 4), None, 1)  # compiles before the threads start
     threads = [Thread(target=work, args=(width,)) for width in (3, 5, 7)]
     for thread in threads:
         thread.start()
@@ -135,7 +135,7 @@ def test_threads_of_the_process_do_not_mix_their_calls() -> None:
     assert not wrong
 
 
-def test_kinds_beyond_a_number_go_dynamos_way(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_kinds_beyond_the_maximum_go_through_dynamo(monkeypatch: pytest.MonkeyPatch) -> None:
     torch._dynamo.reset()
     kernel = Counted(scaled)
     monkeypatch.setattr(dispatch, "MAX_DIRECT_CALLS", 1)

@@ -1,4 +1,4 @@
-"""HQQ has the hqq package's numbers; and what the package has not: row shards and odd columns."""
+"""HQQ equals the hqq package; also row shards and odd columns, which the package does not have."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ def random_weight(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0
 
 
 def quantize(weight: Tensor, **options: Any) -> QuantizedTensor:
-    """In HQQ, on the same device."""
-    packed = HQQTensor.empty(*weight.shape, weight.dtype, weight.device)
-    packed.quantize_(weight, **options)
-    return packed
+    """`weight` in HQQ, on the same device."""
+    quantized = HQQTensor.empty(*weight.shape, weight.dtype, weight.device)
+    quantized.quantize_(weight, **options)
+    return quantized
 
 
 def package_with_fp16_scales(weight: Tensor) -> tuple[tuple[Tensor, ...], Tensor]:
-    """Codes, scales and zeros, rounded as the package holds them; and its weights from these."""
+    """Codes, scales and zeros of the package in its stored dtypes, and the weights it computes."""
     pytest.importorskip("hqq.core.quantize", reason="the oracle: pip install hqq")
     codes, scales, zeros = of_package(weight)
     held = (codes, scales.half(), zeros.half())
@@ -53,7 +53,7 @@ def package_with_fp16_scales(weight: Tensor) -> tuple[tuple[Tensor, ...], Tensor
 
 
 def differences(weight: Tensor) -> tuple[int, int, int, float]:
-    """Codes, scales and zeros that are not the package's, and the largest difference of weights."""
+    """Number of codes, scales and zeros that differ from the package; largest weight error."""
     ours = quantize(weight)
     theirs, values = package_with_fp16_scales(weight)
     counts = [int((a != b).sum()) for a, b in zip(parts(ours), theirs, strict=True)]
@@ -65,8 +65,8 @@ def differences(weight: Tensor) -> tuple[int, int, int, float]:
 
 @pytest.mark.usefixtures("eager")
 def test_numbers_are_those_of_the_package_on_a_real_model(smollm2_dir: Path) -> None:
-    """The linears of a layer, to the last bit but for what the package's fp32 sums leave: a few
-    zeros are the neighbouring fp16 number. (`benchmarks/hqq_parity.py` compares all 210.)"""
+    """The linears of one layer. Because the package sums in fp32, a few zeros differ by one fp16
+    step; everything else is equal. (`benchmarks/hqq_parity.py` compares all 210 linears.)"""
     source, totals = ModelWeights(smollm2_dir).files, torch.zeros(4)
     names = [n for n in source.tensors if "layers.10." in n and n.endswith("_proj.weight")]
     for name in names:
@@ -74,7 +74,7 @@ def test_numbers_are_those_of_the_package_on_a_real_model(smollm2_dir: Path) -> 
         (codes, scales, zeros), _ = package_with_fp16_scales(weight)
         ours = parts(quantize(weight))
         assert torch.equal(ours[1], scales), name
-        assert (ours[2] - zeros).abs().max() <= 1 / 32, name  # a code that differs moves its zero
+        assert (ours[2] - zeros).abs().max() <= 1 / 32, name  # another code changes the zero
         other = [(ours[0] != codes).sum(), (ours[2] != zeros).sum()]
         totals += torch.tensor([*other, codes.numel(), zeros.numel()])
     print(f"SmolLM2, layer 10: other codes and zeros {totals.tolist()}")
@@ -87,7 +87,7 @@ SHAPES = [(1, 64), (3, 64), (7, 128), (192, 576), (577, 576), (65, 4096)]
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_numbers_are_those_of_the_package(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_numbers_equal_those_of_the_package(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert differences(random_weight(*shape, dtype=dtype)) == (0, 0, 0, 0.0)
 
 
@@ -112,13 +112,13 @@ UNUSUAL = {
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", UNUSUAL)
-def test_unusual_numbers_are_those_of_the_package(name: str) -> None:
+def test_unusual_numbers_equal_those_of_the_package(name: str) -> None:
     assert differences(UNUSUAL[name]) == (0, 0, 0, 0.0)
 
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("cols", [1, 2, 63, 65, 130, 577])
-def test_odd_columns_are_those_of_the_packages_row_filled_up(cols: int) -> None:
+def test_odd_columns_equal_the_packages_for_the_filled_row(cols: int) -> None:
     weight = random_weight(33, cols)
     start = cols // BLOCK * BLOCK
     last = weight[:, start:]
@@ -135,7 +135,7 @@ def test_odd_columns_are_those_of_the_packages_row_filled_up(cols: int) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_error_is_less_than_without_the_solver(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights in bf16, of which 4.5 bits are left each."""
+    """bf16 weights, at 4.5 bits each."""
     weight = random_weight(512, 512, dtype=torch.bfloat16)
     solved = quantize(weight)
     assert 8 * solved.qdata.nbytes / weight.numel() == 4.5
@@ -158,7 +158,7 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
     values = compiled.dequantize(torch.bfloat16)
     scale = torch.rand(570) + 0.5
     scaled = HQQTensor.dequantize_rows(compiled.qdata[7:], [], 577, 7, torch.float32, scale)
-    for module in (four_bit, hqq, hqq_solver):  # of the plain functions
+    for module in (four_bit, hqq, hqq_solver):  # used uncompiled only
         monkeypatch.setattr(module, "KERNEL_CHUNK", 20 * 640)
     monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
     plain = quantize(weight)
@@ -181,8 +181,8 @@ def test_rows_can_be_scaled(cols: int) -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_pieces_are_the_whole() -> None:
-    """Pieces are views of memory that the next one overwrites."""
+def test_quantized_in_pieces_or_whole() -> None:
+    """A piece is a view of memory that the next piece overwrites."""
     weight, memory = random_weight(100, 130), torch.empty(40, 130)
 
     def pieces() -> Any:
@@ -211,7 +211,7 @@ def test_gradient_of_a_linear() -> None:
 
 
 @pytest.mark.usefixtures("eager")
-def test_every_gradient_is_that_of_the_model_multiplied_out(tmp_path: Path) -> None:
+def test_gradients_equal_those_of_the_model_with_plain_weights(tmp_path: Path) -> None:
     adapter = AdapterConfig("dora", rank=5, alpha=7.0, targets=HEAD_TOO)
     model = adapted_model(write_tiny_model(tmp_path), adapter, format="hqq")
     randomize_adapters(model)
@@ -227,7 +227,7 @@ def test_every_gradient_is_that_of_the_model_multiplied_out(tmp_path: Path) -> N
         assert (found[name].double() - grad).norm() < 1e-4 * grad.norm(), name
 
 
-# ---- what cannot be quantized ------------------------------------------------------------------
+# ---- weights that cannot be quantized ----------------------------------------------------------
 
 
 @pytest.mark.usefixtures("eager")
@@ -244,8 +244,8 @@ def test_weights_without_finite_scales_are_named(value: float) -> None:
 # ---- row shards --------------------------------------------------------------------------------
 
 
-def undecided() -> Tensor:
-    """Rows of which halves and thirds alone would stop after other steps than together."""
+def stops_depend_on_all_rows() -> Tensor:
+    """A weight whose halves and thirds alone stop the solver after other steps than the whole."""
     return random_weight(33, 130, seed=2)
 
 
@@ -258,38 +258,38 @@ def shard_of(weight: Tensor, **options: Any) -> tuple[slice, Tensor]:
     return rows, shard.qdata
 
 
-def trained(source: Path, packed: Path, offloads: tuple[str, ...]) -> list[dict[str, Any]]:
+def trained(source: Path, folder: Path, offloads: tuple[str, ...]) -> list[dict[str, Any]]:
     case = {"method": "dora", "wrap": "decoder_layer", "split": (6, 1), "steps": 3}
     case |= {"format": "hqq"}
-    cases = [case | {"folder": str(packed), "sharding": {"offload_base": o}} for o in offloads]
+    cases = [case | {"folder": str(folder), "sharding": {"offload_base": o}} for o in offloads]
     return train(source, [case, *cases])
 
 
-def on_ranks(source: Path, packed: Path) -> dict[str, Any]:
-    """What every rank finds."""
-    weight = undecided()
+def on_ranks(source: Path, folder: Path) -> dict[str, Any]:
+    """Results of one rank."""
+    weight = stops_depend_on_all_rows()
     rows, found = shard_of(weight)
     weight[30, 3] = float("nan")
     with pytest.raises(ValueError) as error:
         shard_of(weight, name="q_proj")
-    runs = trained(source, packed, ("cpu", "disk")) if cpu_world().size == 2 else []
+    runs = trained(source, folder, ("cpu", "disk")) if cpu_world().size == 2 else []
     model = loaded(source, format="hqq")
-    return {"rows": rows, "packed": found, "error": str(error.value), "model": model, "runs": runs}
+    return {"rows": rows, "qdata": found, "error": str(error.value), "model": model, "runs": runs}
 
 
 @pytest.mark.usefixtures("eager")
-def test_ranks_together_do_what_one_does(tmp_path: Path) -> None:
-    """Bytes of shards, the message for NaN on one rank; and training from wherever the base is."""
-    source, packed = write_tiny_model(tmp_path / "source", shards=3), tmp_path / "packed"
-    quantize_folder(ModelWeights(source), QuantizationConfig("hqq", HEAD_TOO), packed, cpu_world())
-    whole, model = quantize(undecided()).qdata, loaded(source, format="hqq")
-    stored = loaded(packed, format="hqq")
+def test_several_ranks_equal_one(tmp_path: Path) -> None:
+    """The bytes of shards, the error for NaN on one rank, and losses with the base offloaded."""
+    source, folder = write_tiny_model(tmp_path / "source", shards=3), tmp_path / "quantized"
+    quantize_folder(ModelWeights(source), QuantizationConfig("hqq", HEAD_TOO), folder, cpu_world())
+    whole, model = quantize(stops_depend_on_all_rows()).qdata, loaded(source, format="hqq")
+    stored = loaded(folder, format="hqq")
     assert all(torch.equal(stored[name][0], bytes_[0]) for name, bytes_ in model.items())
     for size in (2, 3):
-        alone = [quantize(rows).qdata for rows in undecided().split(-(-33 // size))]
-        assert not torch.equal(torch.cat(alone), whole), "when to stop must matter"
-        for found in run_ranks(size, on_ranks, source, packed):
-            assert torch.equal(found["packed"], whole[found["rows"]])
+        alone = [quantize(rows).qdata for rows in stops_depend_on_all_rows().split(-(-33 // size))]
+        assert not torch.equal(torch.cat(alone), whole), "the number of steps must differ"
+        for found in run_ranks(size, on_ranks, source, folder):
+            assert torch.equal(found["qdata"], whole[found["rows"]])
             assert found["error"].startswith("q_proj: row 30 holds NaN")
             for name, (bytes_, *_) in model.items():
                 assert torch.equal(found["model"][name][0], bytes_), name

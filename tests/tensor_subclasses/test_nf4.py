@@ -1,4 +1,4 @@
-"""NF4 has bitsandbytes' bits; and what bitsandbytes has not: row shards and odd columns."""
+"""NF4 equals bitsandbytes bit for bit; also row shards and odd columns, which it does not have."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def differing_bytes(a: Tensor, b: Tensor) -> int:
 
 
 def mismatches(weight: Tensor) -> dict[str, int]:
-    """Differing bytes between our NF4 of `weight` and bitsandbytes', part by part."""
+    """Number of bytes that differ between our NF4 of `weight` and bitsandbytes', by part."""
     ours = nf4.quantize(weight)
     theirs, state = bnb.quantize_4bit(
         weight, blocksize=BLOCK, compress_statistics=True, quant_type="nf4"
@@ -66,7 +66,7 @@ SHAPES = [
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_bits_are_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
+def test_bits_equal_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.dtype) -> None:
     assert mismatches(random_weight(*shape, dtype=dtype)) == EXACT
 
 
@@ -78,7 +78,7 @@ def with_zero_rows_and_blocks() -> Tensor:
 
 
 def on_the_edges_between_codes() -> Tensor:
-    """Every level, every midpoint of two levels and its two neighbours, scaled by row."""
+    """All levels, and all midpoints of two levels with both fp32 neighbours, scaled by row."""
     levels = torch.tensor(nf4.NF4_LEVELS)
     midpoints = (levels[1:] + levels[:-1]) / 2
     up, down = (torch.nextafter(midpoints, torch.tensor(end)) for end in (2.0, -2.0))
@@ -119,7 +119,7 @@ def test_bits_of_every_linear_of_a_real_model(smollm2_dir: Path) -> None:
     print(f"SmolLM2-135M: {len(names)} linears, {weights:,} weights, 0 mismatches")
 
 
-def test_levels_of_the_scales_are_those_of_bitsandbytes() -> None:
+def test_levels_of_the_scales_equal_those_of_bitsandbytes() -> None:
     assert torch.equal(torch.tensor(nf4.DYNAMIC_LEVELS), bnb.create_dynamic_map())
 
 
@@ -147,7 +147,7 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
         assert differing_bytes(compiled, plain) == 0
     whole = nf4.quantize(weight)
     scale = torch.rand(shape[0]) + 0.5
-    monkeypatch.setattr(four_bit, "KERNEL_CHUNK", 20 * shape[1])  # of the plain functions
+    monkeypatch.setattr(four_bit, "KERNEL_CHUNK", 20 * shape[1])  # used uncompiled only
     for offset, row_scale in ((0, None), (7, None), (7, scale[7:])):
         args = (whole.qdata[offset:], whole.metadata, shape[1], offset, dtype, row_scale)
         with monkeypatch.context() as plainly:
@@ -158,8 +158,8 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
 
 
 @needs_compiler
-def test_a_build_for_every_shape_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """More shapes than dynamo's limit of builds for one function; none falls back."""
+def test_one_build_per_shape_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More shapes than Dynamo's limit of builds for a function: none runs uncompiled."""
     monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.DYNAMIC_DEVICES", ())
     weights = [nf4.quantize(random_weight(rows, 576)) for rows in range(64, 74)]
     found = [weight.dequantize(torch.bfloat16) for weight in weights]
@@ -186,11 +186,9 @@ def test_rows_can_be_scaled(format: Any, cols: int) -> None:
     assert torch.equal(ones, weight.dequantize())
 
 
-def test_kernels_outlive_dynamos_limit_on_builds() -> None:
-    """Dtypes, odd columns, single rows, slices, grad mode: each may be a build of its own.
-
-    A process that meets more of them than dynamo's limit must go on, not raise.
-    """
+def test_kernels_work_beyond_dynamos_limit_of_builds() -> None:
+    """Dtypes, odd columns, single rows, slices and grad mode may each need another build. Beyond
+    Dynamo's limit a process must go on, not raise."""
     torch._dynamo.reset()
     with torch._dynamo.config.patch(recompile_limit=1):
         for dtype in DTYPES:
@@ -202,9 +200,9 @@ def test_kernels_outlive_dynamos_limit_on_builds() -> None:
 
 # ---- columns that 64 does not divide -----------------------------------------------------------
 
-# Half the widest gap between two levels; absmax is off by half the widest gap of the dynamic
-# levels (0.9 / 64), in units of the second-level scale. (bitsandbytes' table lookup and fp32
-# rounding add a little to the second.)
+# Half the widest gap between two levels. The error of absmax is half the widest gap of the dynamic
+# levels (0.9 / 64), in units of the second-level scale; bitsandbytes' table lookup and rounding to
+# fp32 add a little to it.
 CODE_ERROR = (1.0 - 0.6961928009986877) / 2
 ABSMAX_ERROR = 0.9 / 64 / 2 * 1.02
 
@@ -212,7 +210,7 @@ ABSMAX_ERROR = 0.9 / 64 / 2 * 1.02
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("cols", [1, 2, 63, 65, 127, 577])
-def test_odd_columns_are_those_of_the_zero_padded_row(cols: int, dtype: torch.dtype) -> None:
+def test_odd_columns_equal_those_of_the_zero_padded_row(cols: int, dtype: torch.dtype) -> None:
     weight = random_weight(33, cols, dtype=dtype)
     padded = nf4.quantize(F.pad(weight, (0, -cols % BLOCK)))
     odd = nf4.quantize(weight)
@@ -231,7 +229,7 @@ def test_odd_columns_are_those_of_the_zero_padded_row(cols: int, dtype: torch.dt
     assert (error <= bound.expand_as(blocks).flatten(1)[:, :cols]).all()
 
 
-# ---- what cannot be quantized ------------------------------------------------------------------
+# ---- weights that cannot be quantized ----------------------------------------------------------
 
 
 @pytest.mark.usefixtures("eager")
@@ -243,7 +241,7 @@ def test_non_finite_weights_are_named(value: float) -> None:
     message = r"^q_proj: row 5 holds NaN or infinity; it cannot be quantized$"
     with pytest.raises(ValueError, match=message):
         whole.quantize_(weight, "q_proj")
-    # On a shard as well, the row is one of the whole weight, and a shard without it tells too.
+    # A shard names the row of the whole weight; a shard without that row raises too.
     absmax = nf4.quantize_rows(weight)[1]
     for rows in (slice(4, 9), slice(0, 2)):
         with pytest.raises(ValueError, match=message):
@@ -252,7 +250,7 @@ def test_non_finite_weights_are_named(value: float) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_finite_weights_whose_mean_overflows_are_refused_too() -> None:
-    """The mean absmax of weights near the end of fp32 is infinite: all of it would be NaN."""
+    """The mean absmax of weights near the end of fp32 is infinite: all weights would be NaN."""
     with pytest.raises(ValueError, match="^weight: "):
         nf4.quantize(torch.full((64, 128), 3e38))
 
@@ -275,7 +273,7 @@ def test_row_shards_are_rows_of_the_whole(split: list[int], cols: int) -> None:
     start = 0
     for rows in split:
         part = slice(start, start + rows)
-        shard = target[part]  # a view: what it quantizes are rows of `target`
+        shard = target[part]  # a view: it writes into the rows of `target`
         assert shard.row_offset == start
         shard.quantize_(weight[part], gather_rows=lambda mine: absmax)
         assert torch.equal(shard.dequantize(), values[part])

@@ -1,4 +1,4 @@
-"""A packed weight does what FSDP2 and nn.Module ask of it, no more; its linear saves bytes only."""
+"""The operations of a quantized weight, and that its linear saves only its bytes for backward."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def weight() -> NF4Tensor:
 
 
 def same_weight(a: QuantizedTensor, b: QuantizedTensor) -> bool:
-    """The same rows of the same whole, byte for byte."""
+    """Whether both are the same rows of the same whole weight, byte for byte."""
     return (
         type(a) is type(b)
         and (a.shape, a.dtype, a.device) == (b.shape, b.dtype, b.device)
@@ -45,7 +45,7 @@ def same_weight(a: QuantizedTensor, b: QuantizedTensor) -> bool:
     )
 
 
-# ---- what is refused ---------------------------------------------------------------------------
+# ---- refused operations ------------------------------------------------------------------------
 
 REFUSED: dict[str, Callable[[NF4Tensor], Any]] = {
     "aten.add.Tensor": lambda w: w + 1,
@@ -77,7 +77,7 @@ def test_other_operations_are_refused_by_name(op: str, weight: NF4Tensor) -> Non
     assert "NF4Tensor" in str(refusal.value)
 
 
-def test_f_linear_is_refused_and_says_what_to_use(weight: NF4Tensor) -> None:
+def test_f_linear_is_refused_and_names_the_alternative(weight: NF4Tensor) -> None:
     with pytest.raises(NotImplementedError, match="or qfsdp's `linear` to multiply by it"):
         F.linear(torch.ones(2, COLS), weight)
 
@@ -89,7 +89,7 @@ def test_a_view_must_start_at_the_first_row_and_keep_the_strides(weight: NF4Tens
             weight.as_strided((ROWS, COLS), stride, offset)
 
 
-# ---- what nn.Module and users do ---------------------------------------------------------------
+# ---- nn.Module and users -----------------------------------------------------------------------
 
 
 def test_detach_shares_and_clone_copies(weight: NF4Tensor) -> None:
@@ -104,12 +104,12 @@ def test_detach_shares_and_clone_copies(weight: NF4Tensor) -> None:
     assert not clone.scales.eq(0).all()
 
 
-def test_to_moves_bytes_and_a_dtype_is_only_what_they_stand_for(weight: NF4Tensor) -> None:
+def test_to_moves_bytes_and_keeps_them_for_another_dtype(weight: NF4Tensor) -> None:
     for half in (weight.to(torch.bfloat16), weight.bfloat16(), weight.to(weight.bfloat16().dtype)):
         assert half.dtype == torch.bfloat16
         assert torch.equal(half.qdata, weight.qdata)
         assert torch.equal(half.dequantize(), weight.dequantize().bfloat16())
-        # No number was rounded: the way back is exact.
+        # No number was rounded, so the weight can be converted back exactly.
         assert torch.equal(half.float().dequantize(), weight.dequantize())
     meta = weight[5:].to("meta")
     assert (meta.device.type, meta.qdata.device.type, meta.scales.device.type) == ("meta",) * 3
@@ -119,7 +119,7 @@ def test_to_moves_bytes_and_a_dtype_is_only_what_they_stand_for(weight: NF4Tenso
 def test_on_the_meta_device(weight: NF4Tensor) -> None:
     meta = NF4Tensor.empty(ROWS, COLS, torch.bfloat16, "meta")
     assert (meta.qdata.shape, meta.qdata.dtype) == (weight.qdata.shape, torch.uint8)
-    assert [extra.shape for extra in meta.metadata] == [extra.shape for extra in weight.metadata]
+    assert [t.shape for t in meta.metadata] == [t.shape for t in weight.metadata]
     assert meta.dequantize().shape == (ROWS, COLS)
     assert meta.dequantize().dtype == torch.bfloat16
     real = torch.empty_like(meta[7:], device="cpu")
@@ -141,7 +141,7 @@ def test_slices_and_splits_know_their_rows(weight: NF4Tensor) -> None:
     assert part.qdata.data_ptr() == weight.qdata[100:].data_ptr(), "a slice must be a view"
 
 
-def test_copy_takes_the_same_rows_of_the_same_format_only(weight: NF4Tensor) -> None:
+def test_copy_accepts_only_the_same_rows_in_the_same_format(weight: NF4Tensor) -> None:
     target = torch.empty_like(weight)
     assert same_weight(target.copy_(weight), weight)
     assert target.qdata.data_ptr() != weight.qdata.data_ptr()
@@ -183,7 +183,7 @@ def test_copies_and_pickles(copied: Callable[[Tensor], QuantizedTensor], weight:
         assert isinstance(again, nn.Parameter) == isinstance(part, nn.Parameter)
 
 
-# ---- what FSDP2 does ---------------------------------------------------------------------------
+# ---- FSDP2 -------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("rows", [ROWS, 5, 1])
@@ -192,13 +192,13 @@ def test_shards_as_fsdp2_makes_and_gathers_them(ranks: int, rows: int, weight: N
     weight = nf4.quantize(weight[:rows].dequantize())
     per_rank = -(-rows // ranks)
     chunks: list[QuantizedTensor | None] = list(weight.chunk(ranks))
-    chunks += [None] * (ranks - len(chunks))  # 5 rows on 4 ranks: the last one has none
+    chunks += [None] * (ranks - len(chunks))  # 5 rows on 4 ranks: the last rank has none
     mesh = SimpleNamespace(size=lambda: ranks)
     gathered = []
     for chunk in chunks:
         shard: QuantizedTensor = weight if chunk is None else chunk
         held = 0 if chunk is None else len(chunk)
-        for _ in range(2):  # when it shards, and at the first forward on the local shard
+        for _ in range(2):  # in `fully_shard`, and at the first forward on the local shard
             padded = shard.new_zeros((per_rank, COLS))
             if held:
                 padded.narrow(0, 0, held).copy_(shard)
@@ -208,20 +208,20 @@ def test_shards_as_fsdp2_makes_and_gathers_them(ranks: int, rows: int, weight: N
         if chunk is not None:
             assert same_weight(shard, chunk)
             assert torch.equal(shard.dequantize(), chunk.dequantize())
-        (sent,), extras = shard.fsdp_pre_all_gather(mesh)
+        (sent,), metadata = shard.fsdp_pre_all_gather(mesh)
         assert (sent.shape, sent.dtype) == ((per_rank, weight.qdata.size(1)), torch.uint8)
         gathered.append(sent)
     output = (torch.cat(gathered),)
-    whole, freed = shard.fsdp_post_all_gather(output, extras, torch.float32)
+    whole, freed = shard.fsdp_post_all_gather(output, metadata, torch.float32)
     assert same_weight(whole, weight)
     assert freed == ()
     assert whole.qdata.data_ptr() == output[0].data_ptr(), "the weight must view the output"
-    assert shard.fsdp_post_all_gather(output, extras, torch.float32, out=whole) is None
+    assert shard.fsdp_post_all_gather(output, metadata, torch.float32, out=whole) is None
 
 
-def test_rows_settle_once(weight: NF4Tensor) -> None:
-    """Rows of `new_zeros` take the place of what is copied in, all slices from row 0 on with
-    them; from then on they are those rows."""
+def test_copy_sets_the_row_offset_once(weight: NF4Tensor) -> None:
+    """Rows of `new_zeros`, and their slices from row 0 on, get the row offset of the first copy.
+    After that they accept the same rows only."""
     padded = weight.new_zeros((10, COLS))
     alias = padded.narrow(0, 0, 8)
     alias.copy_(weight[300:308])
@@ -238,7 +238,7 @@ INPUT_SHAPES = [(7, COLS), (2, 5, COLS), (0, COLS)]
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
-def test_linear_is_that_of_the_dequantized_weight(
+def test_linear_equals_that_of_the_dequantized_weight(
     shape: tuple[int, ...],
     dtype: torch.dtype,
     with_bias: bool,
@@ -264,13 +264,13 @@ def test_linear_is_that_of_the_dequantized_weight(
 def test_linear_of_transposed_and_expanded_tensors(weight: NF4Tensor) -> None:
     x = torch.randn(COLS, 5, 2).permute(2, 1, 0).requires_grad_()
     y = linear(x, weight)
-    y.sum().backward()  # its gradient is one number, expanded
+    y.sum().backward()  # the gradient of y is one expanded number
     torch.testing.assert_close(y, x.detach().contiguous() @ weight.dequantize().T)
     torch.testing.assert_close(x.grad, weight.dequantize().sum(0).expand(2, 5, COLS))
 
 
-def test_linear_by_some_rows(weight: NF4Tensor) -> None:
-    """The scales of rows that do not start at row 0 are not the first ones."""
+def test_linear_with_some_of_the_rows(weight: NF4Tensor) -> None:
+    """Rows that do not start at row 0 need other scales than the first ones."""
     x = torch.randn(3, COLS, requires_grad=True)
     rows = slice(300, 500)
     y = linear(x, weight[rows])
@@ -281,7 +281,7 @@ def test_linear_by_some_rows(weight: NF4Tensor) -> None:
 
 
 class RecordedOps(TorchDispatchMode):
-    """Remembers every call of one of this package's custom ops."""
+    """Records every call of a custom op of qfsdp."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -295,7 +295,7 @@ class RecordedOps(TorchDispatchMode):
 
 @pytest.mark.parametrize("shape", INPUT_SHAPES[:2], ids=str)
 def test_custom_ops_keep_their_contract(shape: tuple[int, ...], weight: NF4Tensor) -> None:
-    """Schema, fake kernel and dynamic shapes, for the calls of `linear`."""
+    """Schema, fake kernel and dynamic shapes, with the arguments of `linear`."""
     x = torch.randn(shape, requires_grad=True)
     with RecordedOps() as record:
         linear(x, weight).sum().backward()
@@ -309,18 +309,18 @@ def test_custom_ops_keep_their_contract(shape: tuple[int, ...], weight: NF4Tenso
 
 
 def test_a_second_derivative_is_refused(weight: NF4Tensor) -> None:
-    """The ops of backward have no gradient: it would silently be none."""
+    """The ops of backward have no gradient: without an error it would silently be missing."""
     x = torch.randn(3, COLS, requires_grad=True)
     (grad,) = torch.autograd.grad(linear(x, weight).square().sum(), x, create_graph=True)
     with pytest.raises(RuntimeError, match="once_differentiable"):
         grad.sum().backward()
 
 
-# ---- what autograd keeps -----------------------------------------------------------------------
+# ---- tensors that autograd keeps ---------------------------------------------------------------
 
 
 def saved_bytes(run: Callable[[], Tensor]) -> int:
-    """Bytes of the distinct storages that autograd saves in `run`."""
+    """Bytes of all storages that autograd saves in `run`."""
     storages: dict[int, int] = {}
 
     def pack(saved: Tensor) -> Tensor:
@@ -335,13 +335,13 @@ def saved_bytes(run: Callable[[], Tensor]) -> int:
     return sum(storages.values())
 
 
-def packed_storage(weight: QuantizedTensor) -> int:
-    return weight.qdata.nbytes + sum(extra.nbytes for extra in weight.metadata)
+def quantized_bytes(weight: QuantizedTensor) -> int:
+    return weight.qdata.nbytes + sum(t.nbytes for t in weight.metadata)
 
 
 @pytest.fixture(params=["eager", pytest.param("compiled", marks=needs_compiler)])
 def prepare(request: pytest.FixtureRequest) -> Callable[[nn.Module], Callable[..., Tensor]]:
-    """Makes a module ready to be counted, as it is or under torch.compile."""
+    """Returns a module ready to be counted, eager or compiled."""
     if request.param == "eager":
         return lambda module: module
     torch._dynamo.reset()
@@ -354,24 +354,24 @@ def prepare(request: pytest.FixtureRequest) -> Callable[[nn.Module], Callable[..
     return build
 
 
-def test_a_packed_linear_saves_packed_bytes_only(
+def test_a_quantized_linear_saves_only_the_quantized_bytes(
     prepare: Callable[[nn.Module], Callable[..., Tensor]], weight: NF4Tensor
 ) -> None:
     call = prepare(QuantizedLinear(weight, torch.zeros(ROWS)))
     x = torch.randn(2, 50, COLS, requires_grad=True)
     saved = saved_bytes(lambda: call(x))
     print(f"saved {saved:,} bytes; input {x.nbytes:,}, weight in fp32 {weight.numel() * 4:,}")
-    assert saved == packed_storage(weight)
+    assert saved == quantized_bytes(weight)
 
 
 def test_a_plain_linear_saves_the_whole_weight(weight: NF4Tensor) -> None:
-    """The count above can fail: dequantizing outside the op costs four bytes a weight."""
+    """The test above can fail: dequantizing outside the op costs four bytes a weight."""
     x = torch.randn(2, 50, COLS, requires_grad=True)
     assert saved_bytes(lambda: F.linear(x, weight.dequantize())) == ROWS * COLS * 4
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_an_adapted_linear_saves_packed_bytes_and_activations(
+def test_an_adapted_linear_saves_quantized_bytes_and_activations(
     method: str, prepare: Callable[[nn.Module], Callable[..., Tensor]], weight: NF4Tensor
 ) -> None:
     rank = 4
@@ -386,9 +386,9 @@ def test_an_adapted_linear_saves_packed_bytes_and_activations(
     tokens, fp32 = 100, 4
     inputs_of_a_and_b = tokens * (COLS + rank) * fp32
     factors = rank * (COLS + ROWS) * fp32
-    # DoRA: the product that the ratio of magnitude and norm multiplies, and those two.
+    # DoRA: the product before scaling, the magnitudes and the norms.
     dora = (tokens * ROWS + 2 * ROWS) * fp32 if method == "dora" else 0
-    expected = packed_storage(weight) + inputs_of_a_and_b + factors + dora
-    print(f"{method}: saved {saved:,} bytes, of which packed {packed_storage(weight):,}")
-    assert expected <= saved <= expected + ROWS * fp32  # the ratio may be kept as well
-    assert saved < expected + ROWS * COLS, "not even one byte per weight more"
+    expected = quantized_bytes(weight) + inputs_of_a_and_b + factors + dora
+    print(f"{method}: saved {saved:,} bytes, quantized weight {quantized_bytes(weight):,}")
+    assert expected <= saved <= expected + ROWS * fp32  # the ratio of both may be kept as well
+    assert saved < expected + ROWS * COLS, "more than one byte per weight"
