@@ -120,9 +120,7 @@ class NF4Tensor(QuantizedTensor):
         check_finite(whole, name)
         absmax_codes, scales, offset = quantize_absmax(whole)
         if not torch.isfinite(offset):
-            raise ValueError(
-                f"{name}: its mean absmax overflows fp32; it cannot be quantized"
-            )
+            raise ValueError(f"{name}: its mean absmax overflows fp32; it cannot be quantized")
         mine = slice(self.row_offset, self.row_offset + absmax.size(0))
         self.qdata[:, -absmax.size(1) :] = absmax_codes[mine]
         self.scales.copy_(scales)
