@@ -126,9 +126,10 @@ def test_qfsdp_run_from_an_empty_directory(python: Path, tmp_path: Path) -> None
 def test_mistakes_are_reported_once(python: Path, tmp_path: Path) -> None:
     none = qfsdp(python, tmp_path, "run", "nope.py", *STEP)
     assert (none.status, none.err) == (2, NO_RECIPE.format("nope.py", "qfsdp") + "\n")
-    typo = qfsdp(python, tmp_path, "run", *FLAGS, "recipes/stand_in", *STEP, "fale=x")
+    flags = ["--nproc_per_node", "2"]
+    typo = qfsdp(python, tmp_path, "run", *flags, "recipes/stand_in", *STEP, "fale=x")
     assert (typo.status, typo.errors) == (2, ["error: unknown key 'fale'; did you mean 'fail'?"])
-    odd = qfsdp(python, tmp_path, "run", *FLAGS, "recipes/stand_in", *STEP, "fail=user")
+    odd = qfsdp(python, tmp_path, "run", *flags, "recipes/stand_in", *STEP, "fail=user")
     assert (odd.status, odd.errors) == (2, ["error: the data is odd"]), odd.err
     assert "Traceback" not in typo.err + odd.err
 
