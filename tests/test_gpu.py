@@ -1,5 +1,7 @@
-"""What only an accelerator can show. `make test-gpu`; needs torch, safetensors and pytest alone,
-and compares with bitsandbytes where it is installed."""
+"""Tests that need an accelerator (`make test-gpu`).
+
+They need torch, safetensors and pytest, and compare with bitsandbytes where it is installed.
+"""
 
 from __future__ import annotations
 
@@ -53,14 +55,14 @@ def test_dequantize_has_the_bits_of_the_cpu(shape: tuple[int, int], format: str)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
-def test_hqq_is_that_of_the_cpu(shape: tuple[int, int]) -> None:
-    """But for codes between two, where fused multiply-adds round once: a neighbouring code."""
+def test_hqq_equals_that_of_the_cpu(shape: tuple[int, int]) -> None:
+    """Except values between two codes: fused multiply-adds round once, to the other code."""
     weight = random_weight(*shape)
     found = []
     for device in (torch.device("cpu"), GPU):
-        packed = FORMATS["hqq"].empty(*shape, torch.bfloat16, device)
-        packed.quantize_(weight.to(device))
-        found.append(packed.qdata.cpu())
+        quantized = FORMATS["hqq"].empty(*shape, torch.bfloat16, device)
+        quantized.quantize_(weight.to(device))
+        found.append(quantized.qdata.cpu())
     assert (found[0] != found[1]).float().mean() < 1e-4
 
 
@@ -119,13 +121,13 @@ def losses(model: Decoder, tokens: Tensor, steps: int) -> list[float]:
 @pytest.mark.parametrize("layout", ["plain", "qfsdp", "bnb"])
 @pytest.mark.parametrize("storage", ["cuda", "cpu"])
 def test_loading(layout: Any, storage: str, tmp_path: Path) -> None:
-    """From any layout onto the device, or through it into host memory: the same bytes."""
+    """Every layout gives the same bytes, on the device and, through it, in host memory."""
     folder = write_tiny_model(tmp_path / "source", intermediate_size=576)
     world, config = World(GPU), QuantizationConfig("nf4", ["all-linear", "lm_head"])
     if layout != "plain":
-        quantize_folder(ModelWeights(folder), config, tmp_path / "packed", world, layout)
+        quantize_folder(ModelWeights(folder), config, tmp_path / "quantized", world, layout)
     source = load_file(folder / "model.safetensors")
-    folder = folder if layout == "plain" else tmp_path / "packed"
+    folder = folder if layout == "plain" else tmp_path / "quantized"
     model = build_meta_model(folder)
     sharding = ShardingConfig(cpu_offload=storage == "cpu")
     load_base(model, ModelWeights(folder), GPU, sharding)
@@ -135,7 +137,7 @@ def test_loading(layout: Any, storage: str, tmp_path: Path) -> None:
             assert torch.equal(param.cpu(), source[name]), name
             continue
         expected = nf4.quantize(source[name].to(GPU))
-        assert torch.equal(param.data.packed.cpu(), expected.qdata.cpu()), name
+        assert torch.equal(param.data.qdata.cpu(), expected.qdata.cpu()), name
         for mine, theirs in zip(param.data.metadata, expected.metadata, strict=True):
             assert torch.equal(mine.cpu(), theirs.cpu()), name
 
@@ -143,8 +145,11 @@ def test_loading(layout: Any, storage: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("compile", [False, True])
 def test_training_equals_the_cpu(method: str, compile: bool, tmp_path: Path) -> None:
-    """Eight fp32 updates of a tiny model. Its second-level codes may differ between devices
-    (one absmax in 700, as with bitsandbytes), hence 1e-3."""
+    """Eight fp32 updates of a tiny model.
+
+    The bound is 1e-3, because second-level codes may differ between devices: one absmax in 700,
+    as with bitsandbytes.
+    """
     folder = write_tiny_model(tmp_path / "model")
     tokens = torch.randint(0, 577, (2, 48), generator=torch.Generator().manual_seed(0))
     on_gpu = load(folder, GPU, method)
@@ -157,8 +162,11 @@ def test_training_equals_the_cpu(method: str, compile: bool, tmp_path: Path) -> 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])
 def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
-    """In host memory, on disk, and with everything offloaded: the losses of a resident base, and
-    less memory. One process, so the copies ahead are `DeviceAhead`'s."""
+    """An offloaded base gives the losses of a resident one and takes less memory.
+
+    It lies in host memory, on disk, or is offloaded with all else. With one process `DeviceAhead`
+    copies ahead.
+    """
     from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.distributed.sharding import shard_model
     from qfsdp.distributed.world import init_world
@@ -167,7 +175,7 @@ def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
     source = write_tiny_model(
         tmp_path / "source", hidden_size=1024, intermediate_size=4096, num_hidden_layers=12
     )
-    folder = tmp_path / "packed"
+    folder = tmp_path / "quantized"
     config = QuantizationConfig("nf4", ["all-linear", "lm_head"])
     quantize_folder(ModelWeights(source), config, folder, World(GPU))
     tokens = torch.randint(0, 577, (2, 64), generator=torch.Generator().manual_seed(0)).to(GPU)
@@ -207,7 +215,7 @@ def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_path: Path) -> None:
-    """Peak bytes of the dry run against those of the allocator; the bound is the CPU's."""
+    """Compares peak bytes of the dry run with the allocator's, within the bound of the CPU."""
     from qfsdp.data.loader import Batch
     from qfsdp.memory.estimate import estimate
     from qfsdp.modules.activations import ActivationConfig
@@ -231,8 +239,8 @@ def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_
         max_seq_len=256,
     )
     expected = estimate(recipe.build_model, recipe.train_step, cfg, world_size=1)
-    gc.collect()  # other tests' models
-    torch._C._cuda_clearCublasWorkspaces()  # which the estimate counts
+    gc.collect()  # frees models of other tests
+    torch._C._cuda_clearCublasWorkspaces()  # the estimate counts them
     before = torch.cuda.memory_allocated()
     world = World(GPU)
     model = recipe.load_model(cfg, world)

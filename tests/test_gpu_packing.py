@@ -31,7 +31,7 @@ SEQ, ENDS = 512, [0, 1, 300, 300, 512, 900, 1024, 1536, 1536, 1536]  # three row
 
 
 def heads(dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[Tensor]:
-    """q, k, v and a gradient of the result."""
+    """Random q, k, v and a gradient of the result."""
     generator = torch.Generator(GPU).manual_seed(0)
     return [
         torch.randn(3, n, SEQ, head_dim, generator=generator, device=GPU).to(dtype)
@@ -40,7 +40,7 @@ def heads(dtype: torch.dtype, kv_heads: int, head_dim: int) -> list[Tensor]:
 
 
 def document_by_document(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """In plain fp32 products, with autograd."""
+    """The same in plain fp32 products, with autograd."""
     groups = q.shape[1] // k.shape[1]
     q, k, v = (t.transpose(1, 2).flatten(0, 1).transpose(0, 1) for t in (q, k, v))
     k, v = (t.repeat_interleave(groups, dim=0) for t in (k, v))
@@ -77,7 +77,7 @@ def check(dtype: torch.dtype, kv_heads: int, head_dim: int, window: int | None) 
 
 @pytest.fixture
 def full_fp32() -> None:
-    """TF32 has 10 bits; the default, but an environment may have turned it on."""
+    """Turns TF32 off, which has 10 bits; an environment may have turned it on."""
     torch.set_float32_matmul_precision("highest")
 
 
@@ -94,7 +94,7 @@ def test_equals_one_document_at_a_time(
 @pytest.mark.usefixtures("full_fp32")
 @pytest.mark.parametrize("window", [None, 64])
 def test_without_shared_heads(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As with torch 2.11, whose `varlen_attn` has no `enable_gqa`."""
+    """torch 2.11's `varlen_attn` has no `enable_gqa`."""
     monkeypatch.setattr(document_attention, "_varlen_shares_heads", lambda: False)
     check(torch.bfloat16, 2, 64, window)
 
@@ -102,7 +102,7 @@ def test_without_shared_heads(window: int | None, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.usefixtures("full_fp32")
 @pytest.mark.parametrize("window", [None, 64])
 def test_without_varlen(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on GPUs that are older than FlashAttention's kernel."""
+    """GPUs older than FlashAttention's kernel need this."""
     monkeypatch.setattr(document_attention, "_has_varlen", lambda head_dim: False)
     check(torch.bfloat16, 2, 64, window)
 

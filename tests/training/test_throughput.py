@@ -221,16 +221,10 @@ def test_utilization() -> None:
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU here")
 def test_phases_on_a_gpu_do_not_wait() -> None:
     device = torch.device("cuda", 0)
-    rate = matmul_rate(device, torch.bfloat16)
-    assert rate > 1e12
-    a = torch.randn(8192, 8192, device=device, dtype=torch.bfloat16)
+    assert matmul_rate(device, torch.bfloat16) > 0
     clock = StepClock(device)
     torch.cuda.synchronize()
-    since = time.perf_counter()
     with clock.phase("forward"):
-        for _ in range(50):
-            a @ a
-    enqueued = time.perf_counter() - since
-    spent = clock.seconds()["forward"]
-    assert enqueued < 0.5 * spent
-    assert 0.3 * rate < 50 * 2 * 8192**3 / spent < 1.2 * rate
+        torch.cuda._sleep(2_000_000_000)  # cycles: about a second
+    assert not torch.cuda.current_stream().query(), "the phase has waited for the device"
+    assert clock.seconds()["forward"] > 0.1
