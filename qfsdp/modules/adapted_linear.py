@@ -2,8 +2,8 @@
 
     y = ratio * (W x + scaling * B A x)          ratio[i] per output row; all ones without DoRA
 
-`ratio` multiplies rows of W and B, so it goes into the dequantize kernel and into B: DoRA then
-costs no pass over activations in forward. Its gradient needs no other product, y is linear in it:
+The dequantize kernel and B take `ratio` in, as it multiplies rows of W and B. So DoRA needs no pass
+over activations in forward. y is linear in ratio, so the gradient of ratio needs no product:
 
     d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
 
@@ -67,11 +67,11 @@ def _adapted_linear_backward(
     row_offset: int,
     wants_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, dropped, a and b; empty where there is none to be had."""
+    """Gradients of x, dropped, a and b; empty tensors for those that do not exist."""
     dtype, g = grad.dtype, grad.flatten(0, -2)
     grad_z = g @ _scaled(b, ratio, scaling, dtype)
     grad_b = _scaled((g.t() @ z).float(), ratio, scaling, torch.float32)
-    # Outputs of a custom op may not share memory, not even none of it.
+    # Two empty tensors: outputs of a custom op must be different tensors.
     grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
     if wants_x:
         w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
@@ -108,7 +108,7 @@ def _(grad: Tensor, x: Tensor, dropped: Any, weight: Any, metadata: Any, *rest: 
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """y, with gradients for x, dropped, a and b; for ratio see `_RatioGradient`."""
+    """y, with gradients for x, dropped, a and b. `_RatioGradient` adds that for ratio."""
 
     @staticmethod
     def forward(
@@ -141,7 +141,7 @@ class _AdaptedLinear(torch.autograd.Function):
 
 
 class _RatioGradient(torch.autograd.Function):
-    """y unchanged, and a gradient for the ratio that is in it."""
+    """y unchanged, with a gradient for the ratio that y contains."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, ratio: Tensor) -> Tensor:
@@ -151,13 +151,13 @@ class _RatioGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         y, ratio = ctx.saved_tensors
-        # In a compiled layer part of the passes over y and its gradient that are made anyway.
+        # Plain in a compiled layer: fused there into passes over y and its gradient.
         dots = _column_dots if torch.compiler.is_compiling() else _compiled_column_dots
         return grad, dots(grad.flatten(0, -2), y.flatten(0, -2)) / ratio
 
 
 def _column_dots(g: Tensor, y: Tensor) -> Tensor:
-    """`[tokens, n]` twice -> fp32 `[n]`, the inner product of each pair of columns."""
+    """The inner products of columns: `[tokens, n]` twice -> fp32 `[n]`."""
     return (g.float() * y.float()).sum(0)
 
 
@@ -177,7 +177,7 @@ def adapted_linear(
 
     Args:
         x: `[..., in]`, bf16 or fp32.
-        weight: `[out, in]`, frozen, packed or plain of x's dtype.
+        weight: `[out, in]`, frozen, quantized or plain of x's dtype.
         a, b: fp32 `[rank, in]` and `[out, rank]`.
         ratio: fp32 `[out]`, DoRA's magnitude / norm; None: ones.
         dropped: `[..., in]`, x after dropout; None: x itself.

@@ -1,4 +1,4 @@
-"""The config section `adapter`."""
+"""The config section `adapter`: LoRA, DoRA or IA3, where and how large."""
 
 from __future__ import annotations
 
@@ -16,20 +16,20 @@ class AdapterConfig:
     """Section `adapter`: what is trained.
 
     Fields:
-        method: "dora", "lora", or "ia3", which has none of the fields from `rank` to `dropout`.
+        method: "dora", "lora" or "ia3". IA3 does not use the fields `rank`, `alpha` and `dropout`.
         rank: inner dimension of the low-rank product.
         alpha: the product is scaled by alpha / rank.
         dropout: probability, on the input of the low-rank product.
-        targets: "all-linear" (every linear of every layer), or a list of names; `lm_head`
-            can be named too. null: what the method is for, "all-linear", but with ia3
-            [k_proj, v_proj, down_proj]. IA3 scales the inputs of down_proj, the outputs of others.
+        targets: "all-linear" (every linear of every layer), or a list of names, which may contain
+            `lm_head`. null: "all-linear", or [k_proj, v_proj, down_proj] with ia3. IA3 scales the
+            inputs of down_proj and the outputs of the others.
         rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732): the
             product keeps its size at large ranks.
-        init: "default": A random, B zero. "loftq": the product makes up for what packing the base
-            has lost, as far as its rank goes (qfsdp/modules/loftq.py).
-        lora_plus_ratio: the learning rate of B is so many times that of the rest, e.g. 16 (LoRA+,
-            https://arxiv.org/abs/2402.12354); null: it is the same.
-        start_from: a PEFT adapter folder whose tensors are the start; null: fresh adapters.
+        init: "default": A random, B zero. "loftq": the product approximates the error of
+            quantizing the base (qfsdp/checkpoint/loftq.py).
+        lora_plus_ratio: learning rate of B as a multiple of the learning rate of the rest, e.g. 16
+            (LoRA+, https://arxiv.org/abs/2402.12354); null: the same learning rate.
+        start_from: a PEFT adapter folder to start from; null: fresh adapters.
     """
 
     method: Literal["lora", "dora", "ia3"] = "dora"
@@ -44,12 +44,12 @@ class AdapterConfig:
 
     @property
     def scaling(self) -> float:
-        """What the low-rank product is multiplied by."""
+        """The factor of the low-rank product."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
     @property
     def linears(self) -> str | list[str]:
-        """`targets`, or what the method takes without them."""
+        """`targets`, or the method's default."""
         usual = IA3_TARGETS if self.method == "ia3" else ALL_LINEAR
         return usual if self.targets is None else self.targets
 

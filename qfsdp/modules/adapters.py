@@ -10,21 +10,20 @@ trained length per row, `magnitude`:
     y = magnitude / norm * (W x + (alpha / rank) * B A x)
     norm[i] = || row i of (W + (alpha / rank) * B A) ||
 
-The paper (section 4.3) treats `norm` as a constant in backward. It then depends on W, A and
-B only, which change once per optimizer step; so it is computed once per optimizer step, by
-`refresh_dora_norms`, and not in every forward, micro-batch and recomputation. It needs the
-rows of W and B that a rank holds anyway, and all of A; the result is a frozen parameter,
-sharded and gathered with the layer's others. At the start magnitude equals norm, so the
-adapted model is the base model.
+The paper (section 4.3) treats `norm` as a constant in backward. So it depends on W, A and B
+only, which change once per optimizer step. `refresh_dora_norms` computes it then, and not in
+every forward, micro-batch and recomputation. A rank needs all of A for it, and the rows of W and
+B that it holds. The result is a frozen parameter, sharded and gathered with the others of its
+layer. At the start magnitude equals norm: the adapted model is the base model.
 
 IA3 (https://arxiv.org/abs/2205.05638) has no product, but factors l, ones at the start:
 
     y = l * (W x + bias)           of the outputs: keys and values
     y = W (l * x) + bias           of the inputs: the feed-forward's last linear
 
-Adapters are fp32 and are cast to the activations' dtype where they multiply them. The ratio
-magnitude / norm is applied in fp32 and the product rounded once: rounded to bf16 first, any
-change of a magnitude below 0.4 % would have no effect.
+Adapters are fp32. They are cast to the activations' dtype to multiply them. The ratio
+magnitude / norm multiplies weights in fp32, before they are rounded: rounded to bf16 itself, it
+would hide changes of a magnitude below 0.4 %.
 """
 
 from __future__ import annotations
@@ -47,17 +46,17 @@ from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
 
-# Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache; a GPU takes 128 MB,
-# as it would wait for the launches of smaller ones.
+# Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache. On a GPU 128 MB:
+# with smaller pieces it would wait for kernel launches.
 NORM_CHUNK_WEIGHTS, NORM_CHUNK_ON_GPU = 1 << 22, 1 << 26
-SCALED_INPUTS = ("down_proj",)  # of IA3; PEFT's `feedforward_modules`
+SCALED_INPUTS = ("down_proj",)  # linears whose inputs IA3 scales; PEFT's `feedforward_modules`
 
 
 class AdaptedLinear(nn.Module):
-    """A frozen linear, packed or plain, with an adapter, which subclasses add.
+    """A frozen linear with an adapter, which subclasses add.
 
     Fields:
-        weight: `[out, in]`, frozen, packed or plain.
+        weight: `[out, in]`, frozen, quantized or plain.
         bias: `[out]` or None, frozen.
     """
 
@@ -67,18 +66,18 @@ class AdaptedLinear(nn.Module):
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
 
     def _fp32(self, *shape: int) -> nn.Parameter:
-        """Unset, where the weight is."""
+        """An unset fp32 parameter on the weight's device."""
         return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=self.weight.device))
 
 
 class LowRankLinear(AdaptedLinear):
-    """With a LoRA or DoRA adapter.
+    """A linear with a LoRA or DoRA adapter.
 
     Fields:
         lora_A: fp32 `[rank, in]`; lora_B: fp32 `[out, rank]`.
-        magnitude: fp32 `[out]`, DoRA's trained row length, or None.
-        weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A, or None.
-        base_squares: fp32, the squared norms of this rank's rows of W, once they were needed.
+        magnitude: fp32 `[out]`, DoRA's trained row length; None with LoRA.
+        weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A; None with LoRA.
+        base_squares: fp32, the squared norms of this rank's rows of W; None until they are needed.
     """
 
     def __init__(self, base: nn.Linear | QuantizedLinear, config: AdapterConfig) -> None:
@@ -103,10 +102,10 @@ class LowRankLinear(AdaptedLinear):
 
 
 class ScaledLinear(AdaptedLinear):
-    """With an IA3 adapter.
+    """A linear with an IA3 adapter.
 
     Fields:
-        ia3_l: fp32, factors of the outputs, `[out, 1]`, or of the inputs, `[1, in]`: PEFT's shapes.
+        ia3_l: fp32 factors of the outputs, `[out, 1]`, or of the inputs, `[1, in]` (PEFT's shapes).
     """
 
     def __init__(self, base: nn.Linear | QuantizedLinear, scales_input: bool) -> None:
@@ -123,7 +122,7 @@ class ScaledLinear(AdaptedLinear):
 
 
 def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
-    """Freezes `model` and puts an `AdaptedLinear` in place of every targeted linear.
+    """Freezes `model` and replaces every targeted linear by an `AdaptedLinear`.
 
     The new parameters are unset: call `init_adapters` once the base weights are loaded.
     """
@@ -146,15 +145,15 @@ def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
 
 
 def low_rank_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
-    """(name, module) of those with LoRA or DoRA, in model order."""
+    """(name, module) of every linear with LoRA or DoRA, in model order."""
     for name, module in adapted_linears(model):
         if isinstance(module, LowRankLinear):
             yield name, module
 
 
 def parameter_groups(model: nn.Module, config: AdapterConfig) -> list[Any]:
-    """The trained parameters as `build_optimizer` takes them, in model order; with LoRA+ in two
-    groups, of which the second has every B."""
+    """The trained parameters in model order, as `build_optimizer` takes them. LoRA+ makes two
+    groups; the second has every B."""
     trained = [param for param in model.parameters() if param.requires_grad]
     if config.lora_plus_ratio is None:
         return trained
@@ -166,17 +165,17 @@ def parameter_groups(model: nn.Module, config: AdapterConfig) -> list[Any]:
 
 
 def seeded(seed: int, name: str) -> torch.Generator:
-    """Random numbers for the module `name`, the same on any rank and in any order of modules."""
+    """A generator for the module `name`, the same on any rank and in any order of modules."""
     digest = hashlib.sha256(f"{seed}/{name}".encode()).digest()
     return torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
 
 
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int) -> None:
-    """Sets every adapter to its start: A uniform within 1 / sqrt(in) (what LoRA's authors
-    and PEFT use), B zero, magnitudes the row norms of the loaded base, the factors of IA3 one.
+    """Sets every adapter to its start: A uniform within 1 / sqrt(in) (as LoRA's authors and PEFT),
+    B zero, magnitudes the row norms of the loaded base, the factors of IA3 one.
 
-    A's numbers depend on `seed` and the module's name alone, not on ranks or order.
+    A depends on `seed` and the module's name only, not on ranks or order.
     """
     for name, module in adapted_linears(model):
         if isinstance(module, ScaledLinear):
@@ -191,8 +190,8 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module) -> None:
-    """Sets DoRA's magnitudes to the row norms of W + scaling * B A, as A and B are now: then they
-    change nothing. Every rank must call it."""
+    """Sets DoRA's magnitudes to the row norms of W + scaling * B A, with the current A and B: the
+    magnitudes then change nothing. Every rank must call it."""
     refresh_dora_norms(model)
     for _, module in low_rank_linears(model):
         if module.magnitude is not None and module.weight_norm is not None:
@@ -203,7 +202,7 @@ def start_magnitudes(model: nn.Module) -> None:
 def refresh_dora_norms(model: nn.Module) -> None:
     """Recomputes `weight_norm` of every DoRA linear; call it after each optimizer step.
 
-    On a sharded model each rank does its own rows; every rank must call it (A is gathered).
+    Each rank computes its own rows. Every rank must call it, as A is gathered.
     """
     modules = [module for _, module in low_rank_linears(model) if module.weight_norm is not None]
     for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
@@ -217,8 +216,8 @@ def refresh_dora_norms(model: nn.Module) -> None:
 
 
 def held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
-    """On `device`, the rows of a frozen weight that this rank holds of `like`: not all that it
-    has, where the base is whole on every rank and the adapters are spread."""
+    """The rows of a frozen weight that match this rank's rows of `like`, on `device`. Fewer than
+    the rank holds if the base is replicated and the adapters are sharded."""
     if not isinstance(weight, DTensor):
         whole = weight.detach()
         return whole[local_rows(like)] if isinstance(like, DTensor) else whole
@@ -229,8 +228,7 @@ def held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
 
 
 def row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """A frozen weight in pieces, as the plain rows that forward multiplies by; each piece is
-    overwritten by the next."""
+    """Yields a frozen weight in pieces, as the plain rows that forward multiplies by."""
     chunk = NORM_CHUNK_WEIGHTS if on_cpu(weight) else NORM_CHUNK_ON_GPU
     step = max(1, chunk // weight.size(1))
     for start in range(0, weight.size(0), step):
@@ -263,13 +261,14 @@ def _adapted_norms(
 
 @compiled
 def _norms(mixed: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
-    """Of rows w with squared norms `base_squares`, given w A^T, without B A (b is scaled):
+    """Row norms, without the product B A. `mixed` is w A^T of rows w, `base_squares` their squared
+    norms; b is scaled.
 
     |w + b A|^2 = |w|^2 + (2 w A^T + b A A^T) . b
     """
     gram = a.float() @ a.t().float()
     squares = base_squares + ((2 * mixed.float() + b @ gram) * b).sum(1)
-    # A row of zeros (an unused vocabulary entry): magnitude and norm are alike, their ratio 1.
+    # In a row of zeros (an unused vocabulary entry) magnitude and norm are equal: their ratio is 1.
     return squares.clamp(min=0.0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
 
 

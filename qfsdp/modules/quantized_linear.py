@@ -1,4 +1,4 @@
-"""Frozen linears with packed weights, and how a decoder gets them."""
+"""Linears with quantized frozen weights, and the config section `quantization`."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor, f
 
 @dataclass
 class QuantizationConfig:
-    """Section `quantization`: which weights of the frozen base are packed, and how.
+    """Section `quantization`: which weights of the frozen base are quantized, and how.
 
     Fields:
-        format: "nf4" (4.127 bits a weight), "nf4_fp32_absmax" (without double quantization, 4.5
-            bits), "hqq" (affine, 4.5 bits), or "none". Weights that the model folder has packed
-            already stay as they are.
-        targets: "all-linear" (every linear of every layer), or a list of names; `lm_head`
-            can be named too: `[all-linear, lm_head]`.
+        format: "nf4" (4.127 bits per weight), "nf4_fp32_absmax" (without double quantization, 4.5
+            bits), "hqq" (affine, 4.5 bits), or "none". Weights that are stored quantized in the
+            model folder stay as they are.
+        targets: "all-linear" (every linear of every layer), or a list of names. A list may also
+            name `lm_head`: `[all-linear, lm_head]`.
     """
 
     format: Literal["nf4", "nf4_fp32_absmax", "hqq", "none"] = "nf4"
@@ -38,7 +38,7 @@ class QuantizationConfig:
 
 
 class QuantizedLinear(nn.Module):
-    """`y = x @ W.T + bias` with a frozen W, packed or plain.
+    """`y = x @ W.T + bias` with a frozen W, quantized or plain.
 
     Fields:
         weight: `[out_features, in_features]`, no gradient.
@@ -62,25 +62,25 @@ def quantize_linears(
 ) -> None:
     """Replaces the targeted `nn.Linear`s of `model` by `QuantizedLinear`s with unset bytes.
 
-    For a model on the meta device (or one whose weights are loaded afterwards): nothing is
-    quantized here, the loader writes the bytes.
+    Quantizes nothing itself: the loader writes the bytes. So `model` may be on the meta device.
 
     Args:
-        stored: weight name -> format, of weights that are stored packed. They are packed in
-            that format, targeted or not.
-        plain: names of linears that stay as they are, targeted or stored packed: they are trained.
+        stored: weight name -> format, of weights that are stored quantized. They keep their
+            format, targeted or not.
+        plain: names of linears that are trained. They stay plain, even if targeted or stored
+            quantized.
 
     Raises:
-        UserError: `lm_head` is a target, but its weight is the token embedding; or stored
-            weights are packed in a format of another kind than `config.format`.
+        UserError: `lm_head` is a target, but its weight is the token embedding; or weights are
+            stored in a format of another kind than `config.format`.
     """
     stored = {n: f for n, f in (stored or {}).items() if n.removesuffix(".weight") not in plain}
     for name, quantized_as in stored.items():
         if quantized_as.partition("_")[0] != config.format.partition("_")[0]:
             kind = quantized_as.partition("_")[0]
             raise UserError(
-                f"quantization.format: {config.format!r}, but the model folder holds {name!r} "
-                f"packed as {quantized_as}; set quantization.format={kind}"
+                f"quantization.format: {config.format!r}, but {name!r} in the model folder is "
+                f"stored as {quantized_as}; expected {kind}"
             )
     targeted = [] if config.format == "none" else _targeted(model, config)
     formats: dict[str, str] = {name: config.format for name in targeted}
@@ -94,13 +94,13 @@ def quantize_linears(
 
 
 def _targeted(model: nn.Module, config: QuantizationConfig) -> Iterator[str]:
-    """Names of the linears that the config means."""
+    """Names of the linears that `config.targets` selects."""
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in target_modules(model, config.targets, nn.Linear):
         if id(module.weight) in embeddings:
             raise UserError(
                 f"quantization.targets: {name!r} is tied to the token embeddings in this model "
-                "and cannot be packed; leave it out"
+                "and cannot be quantized; expected targets without it"
             )
         yield name
 
@@ -137,7 +137,7 @@ def _(grad: Tensor, qdata: Tensor, metadata: Any, format: str, cols: int, *_: An
 
 
 class _QuantizedProduct(torch.autograd.Function):
-    """`x @ weight.T` of a packed weight, given as its parts."""
+    """`x @ weight.T` of a quantized weight, given as its parts."""
 
     @staticmethod
     def forward(
