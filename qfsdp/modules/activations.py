@@ -1,15 +1,15 @@
-"""What autograd keeps of decoder layers until backward: everything, some of it, or elsewhere.
+"""Checkpointing and offloading of the activations that autograd keeps for backward.
 
-Two measures that can be combined. Checkpointing keeps less and computes the rest again: "full"
-keeps the input of a layer, "selective" also what products and attention gave, so that only norms,
-rotations and silu are computed again. Offloading keeps things in host memory: what one layer keeps
-leaves while the next one computes, and comes back while the next one computes gradients:
+Both can be combined. Checkpointing keeps less and computes the rest again: "full" keeps the input
+of a layer; "selective" also keeps the results of products and attention, and computes only norms,
+rotations and silu again. Offloading keeps tensors in host memory. The tensors of one layer leave
+the device while the next layer computes, and come back while the next layer computes gradients:
 
     computation   forward 0 | forward 1 | forward 2 | ... | backward 2 | backward 1 | backward 0
     copies                  | 0 to host | 1 to host | ... | 1 back     | 0 back     |
 
-All that is kept goes through `torch.autograd.graph.saved_tensors_hooks`, what "selective" keeps
-included, so either measure works on what the other leaves.
+All kept tensors go through `torch.autograd.graph.saved_tensors_hooks`, also those of "selective".
+So offloading applies to what checkpointing keeps.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ from qfsdp.tensor_subclasses.kernels.host_memory import moved, to_host
 Checkpointing = Literal["none", "full", "selective"]
 Block = Callable[..., Tensor]
 
-SMALLEST_OFFLOADED = 1 << 20  # bytes; smaller ones are not worth a copy of their own
+SMALLEST_OFFLOADED = 1 << 20  # bytes; smaller tensors are not worth a copy
 
 
 @dataclass
 class ActivationConfig:
-    """Section `activation`: what is kept of the forward pass for the backward pass.
+    """Section `activation`: what the forward pass keeps for the backward pass.
 
     Fields:
-        checkpointing: "none" (keep everything), "full" (the input of a layer; the rest is computed
-            again, for about a third more time), or "selective" (also products and attention;
-            what is computed again is cheap). With `compile`, "selective" is "none": the compiler
-            computes as much again by itself.
+        checkpointing: "none" (keep everything), "full" (keep the input of a layer; computing the
+            rest again takes about a third more time), or "selective" (also keep products and
+            attention; the rest is cheap to compute again). With `compile`, "selective" is "none":
+            the compiler computes as much again by itself.
         every_n_layers: checkpoint every n-th layer only.
-        offload: what is kept lies in host memory until backward needs it.
+        offload: keep tensors in host memory until backward needs them.
     """
 
     checkpointing: Checkpointing = "none"
@@ -59,7 +59,7 @@ class ActivationConfig:
 
 
 def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
-    """`block(*args)`, of which autograd keeps what `mode` says."""
+    """`block(*args)`, checkpointed as `mode` says."""
     if mode == "none":
         return block(*args)
     if mode == "full":
@@ -72,19 +72,19 @@ def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
 
 # ---- selective checkpointing -----------------------------------------------------------------
 # PyTorch has modes for this (`create_selective_checkpoint_contexts`). They keep results where no
-# hook sees them, so nothing could be offloaded, and raise when something runs in backward only, as
-# FSDP2 does where linears are units. Results of products need no key but their order.
+# hook sees them, so nothing could be offloaded. And they raise for operations that run in backward
+# only, as FSDP2's do if linears are units. Here results are told apart by their order alone.
 
 
 def _is_expensive(op: torch._ops.OpOverload) -> bool:
-    """Products and attention: our own custom_op operations, and PyTorch's."""
-    own = op.namespace in ("qfsdp", "torch_attn")  # the second has the variable-length kernel
+    """Products and attention: qfsdp's custom ops, and PyTorch's."""
+    own = op.namespace in ("qfsdp", "torch_attn")  # torch_attn has the variable-length kernel
     name = op.name()
     return own or name.startswith(("aten::mm", "aten::addmm", "aten::_scaled_dot_product"))
 
 
 class _Keep(TorchDispatchMode):
-    """Collects the results of expensive operations, as they come."""
+    """Collects the results of expensive operations, in order."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -99,7 +99,7 @@ class _Keep(TorchDispatchMode):
 
 
 class _Reuse(TorchDispatchMode):
-    """Gives them out again, in order, instead of running the operations."""
+    """Returns these results, in order, instead of running the operations."""
 
     results: Callable[[], list[Any]]
 
@@ -114,7 +114,7 @@ class _Reuse(TorchDispatchMode):
 
 
 class _Hold(torch.autograd.Function):
-    """A node that keeps tensors, and that backward never reaches."""
+    """A graph node that keeps tensors. Backward never reaches it."""
 
     @staticmethod
     def forward(ctx: Any, anchor: Tensor, *tensors: Tensor) -> Tensor:
@@ -127,12 +127,12 @@ class _Hold(torch.autograd.Function):
 
 
 def _held_by_autograd(results: list[Any]) -> Callable[[], list[Any]]:
-    """Lets autograd keep the tensors in `results`, so that hooks see them; the function that is
-    returned gives `results` back."""
+    """Lets autograd keep the tensors in `results`, so that hooks see them. Returns a function that
+    gives `results` back."""
     leaves, structure = tree_flatten(results)
     tensors = [leaf for leaf in leaves if isinstance(leaf, Tensor)]
     others = [None if isinstance(leaf, Tensor) else (leaf,) for leaf in leaves]
-    # Up to torch 2.11 a node lives as long as its output, whoever else knows it.
+    # `again` refers to the output: up to torch 2.11 the node is freed with it.
     output: Any = _Hold.apply(torch.empty(0, requires_grad=True), *tensors)
     del results, leaves, tensors
 
@@ -151,8 +151,8 @@ class _Kept:
     """A storage that autograd keeps.
 
     Fields:
-        memory: all of it, 1-D; of the device or, if it is `away`, of the host.
-        layer: whose it is.
+        memory: the whole storage, 1-D, on the device or, if `away`, in host memory.
+        layer: the layer that it belongs to.
     """
 
     __slots__ = ("__weakref__", "away", "layer", "memory")
@@ -162,12 +162,12 @@ class _Kept:
 
 
 class _Layer:
-    """What is kept of one pass through one layer. Only autograd holds on to it: memory is free as
-    soon as an operation has used it in backward."""
+    """The storages kept for one pass through one layer. Only autograd owns them: their memory is
+    free as soon as an operation in backward has used it."""
 
     def __init__(self, before: _Layer | None) -> None:
         self.before = None if before is None else weakref.ref(before)
-        self.ready = False  # backward has come here, and everything is on the device
+        self.ready = False  # backward has reached the layer, and everything is on the device
         self._kept: list[weakref.ref[_Kept]] = []
 
     def keep(self, memory: Tensor) -> _Kept:
@@ -181,20 +181,20 @@ class _Layer:
 
 
 class Offload:
-    """Keeps what autograd keeps of decoder layers in host memory; one serves all layers.
+    """Moves activations that autograd keeps to host memory; one instance serves all layers.
 
         with offload.layer(staying):
             y = block(x)
 
-    Storages are copied whole, and once, however many operations keep views of them. A layer's
-    leave the device when the next layer begins, so the last layer's, which backward needs at once,
-    never do. On an accelerator copies have a stream of their own. The computation waits for those
-    of a layer when the second one after it begins: what is kept of two layers is on the device at
-    most, and no memory is used again before its copy is through. In backward one layer is fetched
-    ahead. Copies of bytes change no bit of any gradient.
+    Each storage is copied whole and once, even if several operations keep views of it. The storages
+    of a layer leave the device when the next layer begins. Those of the last layer stay, as
+    backward needs them at once. On an accelerator a separate stream copies. The computation waits
+    for a layer's copies when the second layer after it begins: the device holds storages of at most
+    two layers, and no memory is reused before its copy is done. Backward fetches one layer ahead.
+    Copying bytes changes no bit of any gradient.
 
-    Stays where it is: parameters and views of them, as FSDP2 frees and refills their memory (a
-    packed weight is bytes of it); what is not floating point; what is smaller than
+    Not moved: parameters and views of them, as FSDP2 frees and refills their memory (a quantized
+    weight is bytes of it); tensors that are not floating point; tensors smaller than
     `SMALLEST_OFFLOADED`.
     """
 
@@ -206,10 +206,11 @@ class Offload:
 
     @contextmanager
     def layer(self, staying: Iterable[Tensor]) -> Iterator[None]:
-        """To be entered around the computation of a layer.
+        """A context for the computation of one layer.
 
         Args:
-            staying: tensors whose storages are left alone: parameters, and what all layers share.
+            staying: tensors whose storages are not moved: parameters, and tensors that all layers
+                share.
         """
         if self._newest is not None:
             self._send(self._newest)
@@ -231,14 +232,14 @@ class Offload:
             with saved_tensors_hooks(pack, self._unpack):
                 yield
         finally:
-            seen.clear()  # autograd alone decides how long something is kept
+            seen.clear()  # autograd alone decides how long a storage lives
 
     def _unpack(self, packed: Any) -> Tensor:
         if isinstance(packed, Tensor):
             return packed
         kept, *view = packed
         if not kept.layer.ready:
-            self._fetch(kept.layer)  # unless it is on its way already, or was never sent
+            self._fetch(kept.layer)  # does nothing if it was fetched ahead or never sent
             self._wait()
             kept.layer.ready = True
             before = kept.layer.before
@@ -257,7 +258,7 @@ class Offload:
 
     def _fetch(self, layer: _Layer) -> None:
         if coming := layer.still_kept(away=True):
-            # Memory of the computation's stream, as it is the computation that frees it.
+            # Allocated on the computation's stream, which frees it.
             places = [torch.empty_like(kept.memory, device=self._device) for kept in coming]
             self._in_flight += places
             with self._beside_the_computation(self._device):
@@ -267,7 +268,7 @@ class Offload:
 
     @contextmanager
     def _beside_the_computation(self, device: torch.device) -> Iterator[None]:
-        """For copies that begin when what is computed so far is through, and are not waited for."""
+        """A context for copies that begin after the computation so far; nobody waits for them."""
         self._device = device
         if device.type == "cpu":
             yield
@@ -280,7 +281,7 @@ class Offload:
         self._event = self._stream.record_event()
 
     def _wait(self) -> None:
-        """What is computed from here on finds all copies done."""
+        """Makes the computation wait until all copies are done."""
         if self._event is not None:
             torch.accelerator.current_stream(self._device).wait_event(self._event)
             self._event = None

@@ -7,13 +7,9 @@ over activations in forward. y is linear in ratio, so the gradient of ratio need
 
     d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
 
-Most consumers of y keep it for backward anyway.
-
-The product with W is added to the product with B in place, and so are their gradients for x: the
-sum is rounded once and needs no pass of its own over the output (235 MB for 8,192 tokens of an 8B
-model's feed-forward).
-
-Forward and backward are custom ops, for the reason given in `quantized_linear`.
+Most consumers of y keep it anyway. The products with W and B are added in place, and so are their
+gradients for x: the sum is rounded once and needs no separate pass over the output (235 MB for
+8,192 tokens of an 8B model's feed-forward). Custom ops: see `quantized_linear` for the reason.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""TODO modules.decoder_config."""
+"""The shape of a decoder, read from a Hugging Face `config.json`."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from torch import Tensor
 
 from qfsdp.cli.errors import UserError
 
-# Per architecture: what Hugging Face assumes for a key that config.json leaves out, and what its
-# model code fixes, whatever config.json says.
+EXPANDED = "expanded_layers"  # key of config.json: indices of layers that block expansion added
+
+# Per architecture: Hugging Face's defaults for keys that config.json leaves out, and values that
+# its model code fixes, whatever config.json says.
 _ARCHITECTURES: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "LlamaForCausalLM": (
         {"max_position_embeddings": 2048},
@@ -71,10 +73,10 @@ _ROPE_KEYS: dict[str, tuple[str, ...]] = {
 
 @dataclass(frozen=True)
 class RopeConfig:
-    """Rotary position embedding: its base and how it is stretched for long contexts.
+    """Rotary position embedding (arXiv:2104.09864): its base, and its stretching for long contexts.
 
-    `rope_type` is "default", "linear" (every frequency divided by `factor`) or "llama3" (only the
-    low frequencies are, with a ramp between; the last three fields are used by it alone).
+    `rope_type` is "default", "linear" (all frequencies divided by `factor`) or "llama3" (low
+    frequencies divided, high ones kept, a ramp between). Only "llama3" uses the last three fields.
     """
 
     theta: float = 10000.0
@@ -86,19 +88,21 @@ class RopeConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], source: str) -> RopeConfig:
-        """Read the new spelling (`rope_parameters`) or the old (`rope_theta`, `rope_scaling`).
+        """Reads the new keys (`rope_parameters`) or the old ones (`rope_theta`, `rope_scaling`).
 
-        Raises `UserError` naming `source` for an unknown rope type or a missing number.
+        Raises `UserError`, which names `source`, for an unknown rope type or a missing number.
         """
         rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
         rope_type = rope.get("rope_type", rope.get("type", "default"))
         if rope_type not in _ROPE_KEYS:
             known = ", ".join(_ROPE_KEYS)
-            raise UserError(f"{source}: rope type {rope_type!r} is unknown; known: {known}")
+            raise UserError(
+                f"{source}: rope type {rope_type!r} is unknown; expected one of {known}"
+            )
         rotated = rope.get("partial_rotary_factor", config.get("partial_rotary_factor", 1.0))
         if rotated != 1.0:
-            raise UserError(f"{source}: partial_rotary_factor is {rotated!r}; only 1.0 is known")
-        # Hugging Face lets the context length stand in for a missing original length.
+            raise UserError(f"{source}: partial_rotary_factor is {rotated!r}; expected 1.0")
+        # As in Hugging Face, the context length replaces a missing original length.
         rope = {"original_max_position_embeddings": config["max_position_embeddings"], **rope}
         missing = [key for key in _ROPE_KEYS[rope_type] if key not in rope]
         if missing:
@@ -113,8 +117,8 @@ class RopeConfig:
         if self.rope_type == "linear":
             return inverse / self.factor
         if self.rope_type == "llama3":
-            # The turns a pair makes within the original context decide: few (a low frequency) ->
-            # stretched, many -> kept, between the two limits -> a linear ramp.
+            # By a pair's turns within the original context: few (a low frequency) -> stretched,
+            # many -> kept, between the two limits -> a linear ramp.
             turns = self.original_max_position_embeddings * inverse / (2 * math.pi)
             keep = (turns - self.low_freq_factor) / (self.high_freq_factor - self.low_freq_factor)
             return torch.lerp(inverse / self.factor, inverse, keep.clamp(0, 1))
@@ -125,8 +129,8 @@ class RopeConfig:
 class DecoderConfig:
     """Shape of a dense decoder; fields are named as in `config.json` where it has them.
 
-    `sliding_window` is how many positions a token sees, itself included (None: all before it);
-    the first `max_window_layers` layers ignore it (Qwen's key; 0 for Mistral).
+    `sliding_window` is the number of positions that a token sees, itself included (None: all before
+    it). The first `max_window_layers` layers ignore it (Qwen's key; 0 for Mistral).
     """
 
     vocab_size: int
@@ -149,7 +153,7 @@ class DecoderConfig:
 
     @classmethod
     def from_dir(cls, path: str | Path) -> DecoderConfig:
-        """Read `<path>/config.json`; a `UserError` names the file and what is wrong with it."""
+        """Reads `<path>/config.json`. Raises `UserError`, which names the file and the mistake."""
         file = Path(path) / "config.json"
         try:
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -164,20 +168,22 @@ class DecoderConfig:
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], source: str = "config.json") -> DecoderConfig:
-        """Read a parsed Hugging Face `config.json`; `source` names it in errors.
+        """Reads a parsed Hugging Face `config.json`; `source` names it in errors.
 
         Raises `UserError` for an architecture, activation or rope type that `Decoder` does not
-        have, and for sizes that are missing, not positive integers, or do not divide.
+        support, and for sizes that are missing, not positive integers, or do not divide.
         """
         architecture = (config.get("architectures") or [None])[0]
         if architecture not in _ARCHITECTURES:
             known = ", ".join(_ARCHITECTURES)
-            raise UserError(f"{source}: architecture {architecture!r} is unknown; known: {known}")
+            raise UserError(
+                f"{source}: architecture {architecture!r} is unknown; expected one of {known}"
+            )
         defaults, fixed = _ARCHITECTURES[architecture]
         bias = config.get("attention_bias", False)
         config = {"qkv_bias": bias, "o_bias": bias, **defaults, **config, **fixed}
         if config.get("hidden_act", "silu") != "silu":
-            raise UserError(f"{source}: hidden_act is {config['hidden_act']!r}; only silu is known")
+            raise UserError(f"{source}: hidden_act is {config['hidden_act']!r}; expected 'silu'")
         if not config["use_sliding_window"]:
             config["sliding_window"] = None
         elif config["max_window_layers"] and config.get("layer_types"):
@@ -199,7 +205,7 @@ class DecoderConfig:
 
 
 def _leading_full_attention(layer_types: list[str], source: str) -> int:
-    """How many of the first layers attend without the window; the others must all have it."""
+    """Number of the first layers, which attend without the window; all later ones must have it."""
     full = layer_types.count("full_attention")
     if "sliding_attention" in layer_types[:full]:
         raise UserError(f"{source}: layer_types mixes kinds; expected full_attention layers first")
@@ -211,6 +217,3 @@ def _check_sizes(config: dict[str, Any], names: tuple[str, ...], source: str) ->
         value = config.get(name)
         if type(value) is not int or value < 1:
             raise UserError(f"{source}: {name} is {value!r}; expected a positive integer")
-
-
-EXPANDED = "expanded_layers"  # key of config.json: which blocks are new

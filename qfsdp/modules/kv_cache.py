@@ -1,9 +1,8 @@
 """Keys and values of the tokens that a decoder has seen, for generation.
 
-Rows of a batch have prompts of different lengths. Prompts are padded on the right, and token `i` of
-a row is in slot `i` of the cache, so a slot is a position: causal attention hides the padding of a
-prompt by itself, the row's own tokens overwrite it one by one, and what is left of it lies beyond
-the last slot that the row's mask allows.
+Rows of a batch have prompts of different lengths, padded on the right. Token `i` of a row is in
+slot `i` of the cache, so a slot is a position. Causal attention hides the padding of a prompt. New
+tokens of the row overwrite it one by one, and the row's mask hides the rest.
 
     prompt a   a0 a1 a2 --        then   a0 a1 a2 a3        then   a0 a1 a2 a3 a4
     prompt b   b0 b1 b2 b3               b0 b1 b2 b3 b4            b0 b1 b2 b3 b4 b5
@@ -22,12 +21,12 @@ if TYPE_CHECKING:
 
 
 class LayerCache(NamedTuple):
-    """What one layer is given of the cache.
+    """The cache of one layer.
 
     Fields:
-        keys, values: `[batch, kv_heads, max_len, head_dim]`, rotated; the layer writes to them.
-        slots: int64 `[batch]`, where the one new token of each row goes; None for prompts, which
-            fill the cache from its start.
+        keys, values: `[batch, kv_heads, max_len, head_dim]`, keys rotated; the layer fills them.
+        slots: int64 `[batch]`, the slot of each row's new token; None for prompts, which fill the
+            cache from its start.
     """
 
     keys: Tensor
@@ -46,21 +45,20 @@ class LayerCache(NamedTuple):
 
 
 class KVCache:
-    """Cached keys and values of every layer, and how far each row of the batch has come.
+    """Cached keys and values of every layer, and the number of cached tokens of every row.
 
-    Allocated once, for prompts and all that may follow, in the dtype that the decoder computes in.
-    A decoder that is called with it runs the prompts first and then, call after call, one new token
-    of every row.
+    Allocated once, for prompts and new tokens, in the decoder's compute dtype. A decoder called
+    with it runs the prompts in the first call, and one new token of every row in each later call.
 
     Args:
         config: of the decoder.
-        lengths: tokens of each row's prompt, at least 1.
-        max_new_tokens: how many tokens may follow a prompt.
-        device: of the decoder's computation.
+        lengths: number of tokens of each row's prompt, at least 1.
+        max_new_tokens: maximum number of tokens after a prompt.
+        device: on which the decoder computes.
 
     Attributes:
-        lengths: int64 `[batch]`, tokens of each row that are in the cache.
-        filled: whether the prompts have been run.
+        lengths: int64 `[batch]`, number of each row's tokens in the cache.
+        filled: whether the prompts are in the cache.
     """
 
     def __init__(
@@ -78,18 +76,18 @@ class KVCache:
         self.filled = False
 
     def layers(self, dtype: torch.dtype) -> Iterator[LayerCache]:
-        """What each layer is given in this call, in which the decoder computes in `dtype`."""
+        """The cache of each layer, for one call of a decoder that computes in `dtype`."""
         slots = self.lengths if self.filled else None
         for index in range(self._count):
             if not self.filled:
-                # Zeros: what lies in a slot that a mask hides is multiplied by 0, which keeps NaN.
+                # Zeros: attention multiplies hidden slots by 0, which would keep a NaN.
                 keys = torch.zeros(self._shape, dtype=dtype, device=self.lengths.device)
                 self._layers.append((keys, torch.zeros_like(keys)))
             yield LayerCache(*self._layers[index], slots)
 
     def mask(self, window: int | None = None) -> Tensor:
-        """Bool `[batch, 1, 1, seen]`: the slots that the new token of each row attends to, its own
-        included; `seen` ends at the longest row's. `window`: how many of them at most."""
+        """Bool `[batch, 1, 1, seen]`: the slots that each row's new token attends to, its own slot
+        included. `seen` ends with the longest row. `window`: maximum number of these slots."""
         slots = torch.arange(self._longest + 1, device=self.lengths.device)
         at = self.lengths.unsqueeze(1)
         seen = slots <= at
@@ -98,14 +96,14 @@ class KVCache:
         return seen[:, None, None]
 
     def advance(self) -> None:
-        """The tokens of this call are in the cache."""
+        """Counts the tokens of this call as cached."""
         if self.filled:
             self.lengths = self.lengths + 1
             self._longest += 1
         self.filled = True
 
     def keep(self, rows: Sequence[int]) -> None:
-        """Only these rows of the batch go on."""
+        """Keeps only these rows of the batch."""
         chosen = torch.tensor(rows, device=self.lengths.device)
         self.lengths = self.lengths[chosen]
         for index, (keys, values) in enumerate(self._layers):  # one copy at a time

@@ -1,11 +1,10 @@
 """The training loss, without the logits of a whole micro-batch.
 
-A vocabulary of 128k makes the logits the largest tensor of a step: 8,192 tokens are 4.2 GB in
-fp32, and cross entropy keeps them and their gradient. Here the output layer and the loss are
-computed for some hundred tokens at a time, together with the gradient of the hidden state, which
-is all that backward needs when the output layer is frozen. Where its weight is trained, what the
-chunks contribute to its gradient is added up in fp32. Positions without a target (prompts, padding)
-never reach the output layer.
+A vocabulary of 128k makes the logits the largest tensor of a step: 8,192 tokens take 4.2 GB in
+fp32, and cross entropy keeps them and their gradient. Here the output layer and the loss run on
+some hundred tokens at a time. The same pass computes the gradient of the hidden state: backward
+needs nothing else if the output layer is frozen. If its weight is trained, the gradients of the
+chunks are added up in fp32. Positions without a target (prompts, padding) are left out.
 """
 
 from __future__ import annotations
@@ -23,19 +22,20 @@ from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 # Logits of a chunk: 128 MB in bf16, 512 tokens of a vocabulary of 128,256.
 CHUNK_LOGITS = 1 << 26
-# Tokens of a chunk are a multiple: GPUs multiply in tiles of 128. The 523 tokens that would fit are
-# five rows of tiles; of 128 x 128, the gradient of the hidden state has 160 then, two rounds on the
-# 132 processors of an H200, and 128 for 512 tokens, one.
+# The tokens of a chunk are a multiple of a GPU's tile. 523 tokens would fit above. They make five
+# rows of tiles, so the gradient of the hidden state has 160 tiles of 128 x 128: two rounds on the
+# 132 processors of an H200. 512 tokens make 128 tiles, one round.
 TILE = 128
-CHUNK_WEIGHTS = 1 << 24  # of the output layer, whose gradient is added at a time: 32 MB in bf16
+# Weights of the output layer whose gradient is added at a time: 32 MB in bf16.
+GRADIENT_CHUNK_WEIGHTS = 1 << 24
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     """Cross entropy in fp32, summed over the target tokens.
 
-    A sum, because the mean is over the target tokens of the *global* step, which no single
-    micro-batch knows: divide by that count once, and the update no longer depends on how
-    samples are split over ranks and micro-batches.
+    A sum, because the mean is over the target tokens of the *global* step. No single micro-batch
+    knows their number. Divided by it once, the update does not depend on how samples are split
+    over ranks and micro-batches.
 
     Args:
         logits: `[..., vocab]`, floating point.
@@ -53,9 +53,8 @@ def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
     """`summed_cross_entropy(head(hidden), labels)`, in chunks of `CHUNK_LOGITS` logits.
 
     Args:
-        head: the output layer, of any kind: plain (frozen or trained), packed, adapted. Its
-            `forward` is called without hooks: a sharded one must have been gathered
-            (`FSDPModule.unshard`).
+        head: any output layer: plain (frozen or trained), quantized or adapted. Its `forward` is
+            called without hooks: gather a sharded one first (`FSDPModule.unshard`).
         hidden: `[batch, seq, hidden]`.
         labels: int64 `[batch, seq]`.
 
@@ -67,14 +66,14 @@ def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Computes gradients in forward, while a chunk's logits are there; backward scales them."""
+    """Computes gradients in forward, while a chunk's logits exist; backward scales them."""
 
     @staticmethod
     def forward(
         ctx: Any, hidden: Tensor, labels: Tensor, head: nn.Module, *given: Tensor
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3:])
-        # The only wait for a GPU within a micro-batch: how many there are.
+        # `nonzero` waits for the GPU to know the number of targets, once per micro-batch.
         chosen, ctx.tokens = (labels != IGNORE_INDEX).nonzero().squeeze(1), len(labels)
         hidden, labels = hidden[chosen], labels[chosen]
         trained = given if wanted else ()
@@ -106,7 +105,7 @@ class _HeadLoss(torch.autograd.Function):
             torch.mul(of_param, grad, out=torch.empty_like(of_param, dtype=dtype))
             for of_param, dtype in zip(grads, ctx.dtypes, strict=True)
         )
-        # Autograd's own way would look for the chosen tokens again, and sort them.
+        # Autograd's gradient of `hidden[chosen]` would find the chosen tokens again and sort them.
         spread = grad_hidden.new_zeros(ctx.tokens, grad_hidden.size(1))
         return spread.index_copy_(0, chosen, grad_hidden * grad), None, None, *scaled
 
@@ -114,12 +113,11 @@ class _HeadLoss(torch.autograd.Function):
 def _of_any(
     head: nn.Module, trained: Sequence[Tensor], hidden: Tensor, labels: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk and the gradient of its hidden state; adds those of `trained` to
-    `grads`."""
+    """The loss of a chunk and its hidden state's gradient; adds those of `trained` to `grads`."""
     chunk = hidden.detach().requires_grad_()
     with torch.enable_grad():
         logits = head.forward(chunk)
-    # DoRA keeps its output for backward; nothing else does, so it may be overwritten.
+    # DoRA keeps its output for backward. No other output layer does: it may be overwritten.
     numbers = logits.detach().clone() if trained else logits.detach()
     loss, grad_logits = _loss_and_gradient_(numbers, labels)
     of_chunk, *of_params = torch.autograd.grad(logits, [chunk, *trained], grad_logits)
@@ -131,9 +129,8 @@ def _of_any(
 def _of_plain(
     weight: Tensor, hidden: Tensor, labels: Tensor, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
-    """The same for a plain weight, without a second tensor of its size; `grads` holds its gradient,
-    or nothing where it is frozen."""
-    rows = max(1, CHUNK_WEIGHTS // hidden.size(1))
+    """`_of_any` for a plain weight, without another tensor of its size; `grads`: [] if frozen."""
+    rows = max(1, GRADIENT_CHUNK_WEIGHTS // hidden.size(1))
     loss, grad_logits = _loss_and_gradient_(F.linear(hidden, weight), labels)
     for grad in grads:
         for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
@@ -142,12 +139,12 @@ def _of_plain(
 
 
 def _loss_and_gradient_(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of `[n, vocab]`, and its gradient in the memory of the logits."""
+    """Summed cross entropy of `[n, vocab]`, and its gradient, which overwrites the logits."""
     labels = labels.unsqueeze(1)
     targets = logits.gather(1, labels).float()
     total = _softmax_(logits)
     rows = torch.arange(len(logits), device=logits.device).unsqueeze(1)
-    # `scatter_` copied all logits: 59 ms a chunk, a quarter of the loss.
+    # `scatter_` copied all logits: 59 ms per chunk, a quarter of the loss.
     logits.index_put_((rows, labels), torch.expm1(targets - total).to(logits.dtype))
     return (total - targets).sum(), logits
 
@@ -155,7 +152,7 @@ def _loss_and_gradient_(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]
 @compiled
 def _softmax_(logits: Tensor) -> Tensor:
     """Softmax over each row of `[n, vocab]`, in place and in fp32; returns the logsumexp, fp32
-    `[n, 1]`. Three passes over a row in the cache: 1.6 G logits/s per core (AVX-512)."""
+    `[n, 1]`. Makes three passes over a row in cache: 1.6 G logits/s per core (AVX-512)."""
     numbers = logits.float()
     largest = numbers.amax(1, keepdim=True)
     total = (numbers - largest).exp().sum(1, keepdim=True).log() + largest

@@ -1,4 +1,4 @@
-"""Which linears of a decoder a config means by `targets`."""
+"""The linears of a decoder that a config selects by `targets`."""
 
 from __future__ import annotations
 
@@ -40,9 +40,9 @@ def check_targets(key: str, targets: str | list[str]) -> None:
 def target_modules(
     model: nn.Module, targets: str | list[str], kind: type[nn.Module] | tuple[type[nn.Module], ...]
 ) -> list[tuple[str, nn.Module]]:
-    """(name, module) of every module of type `kind` that `targets` means, in model order.
+    """(name, module) of every module of type `kind` that `targets` selects, in model order.
 
-    "all-linear" means every linear of every decoder layer; `lm_head` only where it is named.
+    "all-linear" selects every linear of every decoder layer, but not `lm_head`.
     """
     names = {targets} if isinstance(targets, str) else set(targets)
     if ALL_LINEAR in names:
@@ -55,6 +55,6 @@ def target_modules(
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Puts `module` in the place that the dotted `name` has in `model`."""
+    """Replaces the module with the dotted `name` in `model` by `module`."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)

@@ -1,7 +1,7 @@
-"""Which weights of a decoder are trained themselves, and what they are held in.
+"""The config section `trainable`: which weights of a decoder are trained, and in which dtype.
 
-All of them is full finetuning. Some layers, over a frozen and packed rest, is what Llama-Pro
-(https://arxiv.org/abs/2401.02415) does with the blocks that it adds to a model.
+Full finetuning trains all of them. Llama-Pro (https://arxiv.org/abs/2401.02415) trains the blocks
+that it adds to a model; the rest is frozen, and may be quantized.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ class TrainableConfig:
     """Section `trainable`: which weights are trained.
 
     Fields:
-        layers: "all" decoder layers; "expanded": those that recipes/block_expansion added, as
-            `config.json` names them; or a list of indices, the first being 0.
+        layers: "all" decoder layers; "expanded": the layers that recipes/block_expansion added
+            (`config.json` names them); or a list of indices from 0.
         embeddings: whether token embeddings, last norm and output layer are trained too; null:
-            where all layers are.
-        dtype: what trained parameters, and so their gradients and the state of optimizers, are
-            held in. "fp32" with `model.dtype: bf16` computes in bf16 (every rank casts its rows
-            before they are gathered); "bf16" goes with optimizers that round stochastically or
-            keep state in 8 bits (torchao.optim).
+            only if all layers are.
+        dtype: of trained parameters, and so of their gradients and the optimizer's state. "fp32"
+            with `model.dtype: bf16` computes in bf16 (every rank casts its rows before they are
+            gathered). Use "bf16" with optimizers that round stochastically or keep state in 8
+            bits (torchao.optim).
     """
 
     layers: Literal["all", "expanded"] | list[int] = "all"
@@ -43,7 +43,7 @@ class TrainableConfig:
         return self.layers == "all" if self.embeddings is None else self.embeddings
 
     def casts(self, model_dtype: str) -> bool:
-        """Whether trained weights are held in another dtype than `model.dtype` computes in."""
+        """Whether trained weights are held in another dtype than the model computes in."""
         return COMPUTE_DTYPES[self.dtype] != compute_dtype(model_dtype)
 
     def check(self) -> None:
@@ -54,8 +54,8 @@ class TrainableConfig:
 
 
 def check_trainable(cfg: Any) -> None:
-    """Raises UserError or InvalidField where sections of a recipe's config do not go together with
-    what it trains."""
+    """Raises UserError or InvalidField if other sections of a recipe's config contradict
+    `trainable`."""
     trainable: TrainableConfig = cfg.trainable
     model, quantization = cfg.model, cfg.quantization
     for name, only in (("gradient_accumulation_steps", 1), ("clip_grad_norm", None)):
@@ -63,43 +63,47 @@ def check_trainable(cfg: Any) -> None:
             expected = f"{only or 'null'}, as optimizer_in_backward keeps no gradients"
             raise InvalidField(name, value, expected)
     if trainable.dtype == "bf16" and model.dtype == "fp32":
-        raise UserError("trainable.dtype: 'bf16' is coarser than model.dtype, fp32; set it to fp32")
+        raise UserError("trainable.dtype: 'bf16' is coarser than model.dtype, fp32; expected fp32")
     whole = trainable.layers == "all"
     if whole and cfg.sharding.offload_base != "none":
         raise UserError(
             f"sharding.offload_base: {cfg.sharding.offload_base!r}, but trainable.layers is all: "
-            "there is no frozen layer to offload; set none, or sharding.cpu_offload=true"
+            "no layer is frozen; expected none, or set sharding.cpu_offload=true"
         )
     if quantization.format == "none":
         return
     if whole:
         raise UserError(
-            f"quantization.format: {quantization.format!r}, but trainable.layers is all, and what "
-            "is trained is not packed; set quantization.format=none, or trainable.layers to some"
+            f"quantization.format: {quantization.format!r}, but trainable.layers is all, and "
+            "trained weights cannot be quantized; expected none, or set trainable.layers to some"
         )
     if model.quantize_cache is not None:
         raise UserError(
-            f"model.quantize_cache: '{model.quantize_cache}' would hold all layers packed, also "
-            "those that are trained; set it to null"
+            f"model.quantize_cache: '{model.quantize_cache}' would hold all layers quantized, also "
+            "the trained ones; expected null"
         )
     if trainable.trains_embeddings and "lm_head" in quantization.targets:
         raise UserError(
-            f"quantization.targets: {quantization.targets} has lm_head, which is trained; leave it "
-            "out, or set trainable.embeddings=false"
+            f"quantization.targets: {quantization.targets} has lm_head, which is trained; expected "
+            "targets without it, or set trainable.embeddings=false"
         )
 
 
 def set_trainable(model: Decoder, config: TrainableConfig, folder: Path) -> set[str]:
-    """Freezes `model`, on the meta device and not packed yet, but for what `config` means.
+    """Freezes all of `model` but the weights that `config` selects.
 
-    What is trained is held in `config.dtype` from here on, and `model.compute_dtype` is what the
-    model had until now. Returns the names of the linears that are trained, and so not packed.
+    Sets `model.compute_dtype` to the model's dtype, and casts the trained weights to
+    `config.dtype`.
 
     Args:
-        folder: of the model, for its `config.json`.
+        model: on the meta device, not quantized yet.
+        folder: the model folder, for its `config.json`.
+
+    Returns:
+        The names of the trained linears, which must stay plain.
 
     Raises:
-        UserError: there are no such layers.
+        UserError: the model has no such layers.
     """
     body, held = model.model, COMPUTE_DTYPES[config.dtype]
     model.compute_dtype = body.norm.weight.dtype
@@ -116,14 +120,14 @@ def set_trainable(model: Decoder, config: TrainableConfig, folder: Path) -> set[
 
 
 def trained_layers(config: TrainableConfig, folder: Path, depth: int) -> list[int]:
-    """Indices of the decoder layers that are trained, of `depth`. Raises as `set_trainable`."""
+    """Indices of the trained layers of a model with `depth` layers. Raises as `set_trainable`."""
     if config.layers == "all":
         return list(range(depth))
     if isinstance(config.layers, list):
         if max(config.layers) >= depth:
             raise UserError(
-                f"trainable.layers: {max(config.layers)} is not among this model's layers, which "
-                f"are 0 to {depth - 1}"
+                f"trainable.layers: {max(config.layers)} is not a layer of this model; expected "
+                f"0 to {depth - 1}"
             )
         return sorted(config.layers)
     file = folder / "config.json"

@@ -1,4 +1,4 @@
-"""What is kept for backward, and where, changes no bit of any gradient."""
+"""Checkpointing and offloading of activations change no bit of any gradient."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def batch(seq: int = 40, packed: bool = False, vocab: int = 577) -> Batch:
 
 
 def gradients(model: Decoder, config: ActivationConfig, given: Batch) -> dict[str, Tensor]:
-    """Of two micro-batches, the second one of another length."""
+    """Gradients of two micro-batches; the second has another length."""
     model.set_activations(config)
     model.zero_grad()
     torch.manual_seed(5)  # dropout
@@ -110,7 +110,7 @@ def test_other_bases_and_bf16(format: str, folder: Path) -> None:
 
 
 def on_ranks(folder: Path, wrap: str) -> list[str]:
-    """Modes whose gradients differ; runs on every rank."""
+    """Names of the modes whose gradients differ; runs on every rank."""
     activations.SMALLEST_OFFLOADED = 1
     model = tiny(folder, dropout=0.2, wrap=wrap)
     expected = gradients(model, ActivationConfig(), batch())
@@ -132,8 +132,8 @@ def test_sharded_on_two_ranks(wrap: str, folder: Path) -> None:
 
 @contextmanager
 def counting(model: nn.Module) -> Iterator[dict[int, int]]:
-    """Bytes of every storage that autograd keeps, but those of parameters; of tensors that hooks
-    of ours keep in their place, where they do."""
+    """Bytes of all storages that autograd keeps, without parameters. If hooks replace tensors, the
+    tensors that the hooks keep are counted."""
     weights = {p.untyped_storage()._cdata for p in model.parameters()}
     weights |= {p.qdata.untyped_storage()._cdata for p in model.parameters() if is_packed(p)}
     kept: dict[int, int] = {}
@@ -184,7 +184,7 @@ def test_selective_keeps_less_than_everything_and_more_than_inputs(folder: Path)
 
 
 class Ledger:
-    """What a model's offloading has in host memory, and what it copies."""
+    """Records which tensors offloading has in host memory, and which it copies."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.to_host: list[tuple[torch.Size, torch.dtype]] = []
@@ -244,7 +244,7 @@ def test_parameters_and_small_tensors_stay(folder: Path, monkeypatch: pytest.Mon
 
 
 def test_memory_leaves_with_the_graph(folder: Path) -> None:
-    """Nothing but autograd holds on to what is kept: not after backward, nor without one."""
+    """Only autograd owns kept tensors: none is left after backward, or if there is no backward."""
     model = tiny(folder)
     for config in MODES.values():
         model.set_activations(config)
@@ -276,7 +276,7 @@ def test_backward_twice(folder: Path) -> None:
 
 
 def test_two_passes_before_backward(folder: Path) -> None:
-    """As where a loss compares two batches."""
+    """As for a loss that compares two batches."""
     model = tiny(folder)
     results = []
     for config in (ActivationConfig(), *MODES.values()):
@@ -309,7 +309,7 @@ def test_every_n_layers_is_checked() -> None:
 @needs_compiler
 @pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
 def test_compiled_layers(packed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To the last bit again: hooks are around the compiled code, and change none of it."""
+    """Bit for bit too: hooks are around the compiled code and do not change it."""
     torch._dynamo.reset()
     model, given = tiny(folder), batch(packed=packed)
     model.compile_layers()
@@ -373,7 +373,7 @@ def test_the_real_model(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_gradients_and_peak_on_an_accelerator(
     compiled: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Long rows of a small model, so that activations are what fills the memory."""
+    """Long rows of a small model: activations take most of the memory."""
     device = torch.accelerator.current_accelerator()
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
     sizes |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 4096}

@@ -70,13 +70,13 @@ def adapter(method: str, targets: Any = EVERYWHERE, dropout: float = 0.0) -> Ada
 
 
 def plain_weight(weight: Tensor) -> Tensor:
-    """A frozen weight in fp64, dequantized where it is packed."""
+    """A frozen weight in fp64, dequantized if it is quantized."""
     plain = weight.dequantize() if isinstance(weight, QuantizedTensor) else weight
     return plain.detach().double()
 
 
 def multiplied_out(module: AdaptedLinear) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """The adapted weight and bias in fp64, and the leaves that they are made of."""
+    """The adapted weight and bias in fp64, and the leaves of their graph."""
     leaves = {
         field: param.detach().double().requires_grad_()
         for field in ("lora_A", "lora_B", "magnitude", "ia3_l")
@@ -98,7 +98,7 @@ def multiplied_out(module: AdaptedLinear) -> tuple[dict[str, Tensor], dict[str, 
 
 
 def loss_and_gradients(model: Decoder, tokens: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """The reference: no adapter, no packed weight, only a plain decoder in fp64."""
+    """The reference: a plain decoder in fp64, without adapters or quantized weights."""
     weights: dict[str, Tensor] = {}
     leaves: dict[str, Tensor] = {}
     for name, param in model.named_parameters():
@@ -150,7 +150,7 @@ def test_every_gradient_is_that_of_the_model_multiplied_out(
 @pytest.mark.parametrize("method", METHODS)
 @pytest.mark.parametrize("bias", [False, True])
 def test_finite_differences(method: str, bias: bool) -> None:
-    """In fp64, for the input and every trained tensor, the norm of DoRA held constant."""
+    """In fp64, for the input and every trained tensor; DoRA's norm is held constant."""
     torch.manual_seed(0)
     module = LowRankLinear(nn.Linear(6, 5, bias=bias), AdapterConfig(method, 2, 3.0)).double()
     fields = [name for name, param in module.named_parameters() if param.requires_grad]
@@ -182,7 +182,7 @@ def test_finite_differences(method: str, bias: bool) -> None:
 def test_the_adapted_model_starts_as_the_base_model(
     method: str, format: str, dtype: str, architecture: str, folders: dict[str, Path]
 ) -> None:
-    """To the last bit."""
+    """Bit for bit."""
     folder = folders[architecture]
     base = load_model(folder, format=format, dtype=dtype)
     adapted = adapted_model(folder, adapter(method), format=format, dtype=dtype)
@@ -193,7 +193,7 @@ def test_the_adapted_model_starts_as_the_base_model(
 
 @pytest.mark.parametrize("format", FORMATS)
 def test_rows_of_zeros_start_and_train_as_numbers(format: str) -> None:
-    """As of vocabulary entries that were never used: their norm is 0, and 0 / 0 is not."""
+    """Unused vocabulary entries have such rows: their norm is 0, and 0 / 0 is NaN."""
     weight = torch.randn(9, 64, generator=torch.Generator().manual_seed(0))
     weight[3] = 0
     base = nn.Linear(64, 9, bias=False)
@@ -248,8 +248,8 @@ def test_refreshed_norms_are_those_of_the_adapted_rows(
 def test_norms_do_not_depend_on_chunks_and_ranks(
     folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """7 rows of the widest weight at a time; on three ranks, all A gathered at once, and on two,
-    a few at a time."""
+    """7 rows of the widest weight at a time. On three ranks all A are gathered at once, on two a
+    few at a time."""
     at_once = refreshed_norms(folders["llama"])
     monkeypatch.setattr(adapters, "NORM_CHUNK_WEIGHTS", 7 * 577)
     in_chunks = refreshed_norms(folders["llama"])
@@ -267,7 +267,7 @@ def test_norms_do_not_depend_on_chunks_and_ranks(
 
 @pytest.mark.parametrize("method", EVERY_METHOD)
 def test_a_decoder_layer_compiles_as_one_graph(method: str, folders: dict[str, Path]) -> None:
-    """Recipes compile `layer.block`; a packed weight must not break its graph."""
+    """Recipes compile `layer.block`; a quantized weight must not break its graph."""
     model = adapted_model(folders["llama"], adapter(method))
     randomize_adapters(model)
     layer = model.model.layers[0]
@@ -292,7 +292,7 @@ def test_a_decoder_layer_compiles_as_one_graph(method: str, folders: dict[str, P
 
 
 def test_dropout_scales_what_it_keeps_and_rests_in_eval() -> None:
-    """With A and B the identity and no base, the output shows what became of every input."""
+    """With identities as A and B and no base, the output shows the dropped inputs."""
     base = nn.Linear(8, 8, bias=False)
     base.weight.data.zero_()
     module = LowRankLinear(base, AdapterConfig("lora", rank=8, alpha=8.0, dropout=0.25))

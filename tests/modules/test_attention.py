@@ -54,7 +54,7 @@ def cu_seqlens(device: str = "cpu") -> Tensor:
 
 
 def masked(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
-    """The same by a mask over whole rows."""
+    """The expected result, by a mask over whole rows."""
     document = torch.searchsorted(cu_seqlens(), torch.arange(3 * SEQ), right=True).view(3, SEQ)
     mask = (document[:, :, None] == document[:, None]).tril()
     return attend(q, k, v, (mask if window is None else mask.triu(1 - window)).unsqueeze(1))
@@ -102,7 +102,7 @@ def test_keeps_only_its_inputs() -> None:
 
 
 def test_a_long_row_of_short_documents() -> None:
-    """Its scores would be 2^34 numbers, those of its documents are 2^22."""
+    """The whole row has 2^34 scores, its documents have 2^22."""
     q = torch.randn(1, 1, 1 << 17, 8, requires_grad=True)
     ends = torch.arange(0, (1 << 17) + 1, 32, dtype=torch.int32)
     out = attend_documents(q, q, q, ends, 1 << 17)
@@ -142,7 +142,7 @@ def stand_in(
 
 
 def stand_in_2_11(q: Tensor, k: Tensor, v: Tensor, *given: Any, window_size: Any) -> Tensor:
-    """... and as torch 2.11 has it."""
+    """`varlen_attn` as torch 2.11 has it."""
     return stand_in(q, k, v, *given, window_size=window_size)
 
 
@@ -176,7 +176,7 @@ def samples(vocabulary: int, count: int = 9) -> list[dict[str, Tensor]]:
 
 
 def padded_and_packed(vocabulary: int) -> tuple[Batch, Batch]:
-    """The same samples one per row, and several per row with a row of padding after them."""
+    """The same samples, one per row, and several per row with a row of padding at the end."""
     rows = samples(vocabulary)
     packed = PackedDataset(rows, MAX_SEQ_LEN, seed=0)
     packs = [packed[n] for n in range(len(packed))]
@@ -192,7 +192,7 @@ def loss_of(model: Decoder, batch: Batch) -> Tensor:
 
 
 def check_equal(model: Decoder, packing_model: Decoder | None = None) -> None:
-    """The summed loss and the gradient of every adapter parameter, padded and packed."""
+    """Compares the summed loss and all adapter gradients of padded and of packed rows."""
     padded, packed = padded_and_packed(model.config.vocab_size)
     assert padded.num_targets == packed.num_targets
     trained = {name: param for name, param in model.named_parameters() if param.requires_grad}

@@ -1,4 +1,4 @@
-"""The decoder with a cache of keys and values: as without one, and as `transformers`."""
+"""The decoder with a cache of keys and values, against itself without one and `transformers`."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ FIRST, NEW = max(LENGTHS), 14
 
 
 def step_by_step(decoder: Decoder, tokens: Tensor, drop_at: int = NEW) -> Tensor:
-    """Logits `[4, NEW, vocab]` after the first `LENGTHS` tokens of each row and after each of the
-    next ones; from step `drop_at` on without row 1, which keeps zeros."""
+    """Logits `[4, NEW, vocab]` after the first `LENGTHS` tokens of each row and after each later
+    token. Row 1 is dropped at step `drop_at`; its logits are zeros from there on."""
     cache = KVCache(decoder.config, LENGTHS, NEW, CPU)
     prompts = torch.randint_like(tokens[:, :FIRST], decoder.config.vocab_size)  # also as padding
     for row, length in enumerate(LENGTHS):
@@ -42,7 +42,7 @@ def step_by_step(decoder: Decoder, tokens: Tensor, drop_at: int = NEW) -> Tensor
 
 
 def expected_logits(decoder: Decoder, tokens: Tensor) -> Tensor:
-    """The same from one pass over whole rows."""
+    """The same logits from one pass over whole rows."""
     whole = decoder(tokens).float()
     return torch.stack([whole[row, n - 1 : n - 1 + NEW] for row, n in enumerate(LENGTHS)])
 
@@ -71,7 +71,7 @@ def test_bf16_is_as_near_to_fp32_as_without_a_cache(name: str) -> None:
 
 @torch.no_grad()
 def test_the_window_is_looked_at() -> None:
-    """Far tokens change nothing with a window of 7, and everything without it."""
+    """Far tokens matter without a window, and do not with a window of 7."""
     tokens = random_tokens(4)
     changed = tokens.clone()
     changed[1, 0] = (changed[1, 0] + 1) % 101

@@ -1,4 +1,4 @@
-"""The loss in chunks is the loss of whole logits, and so are all of its gradients."""
+"""The loss in chunks has the value and the gradients of the loss of whole logits."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HEADS = ["plain", "plain lora", "plain dora", "packed", "packed lora", "packed d
 
 
 def head_of(name: str) -> nn.Module:
-    """One of `HEADS`, each with numbers of its own, the same in every call."""
+    """One of `HEADS`. Each has other weights, the same in every call."""
     torch.manual_seed(HEADS.index(name))
     linear = nn.Linear(HIDDEN, VOCABULARY, bias=False)
     if name == "trained":
@@ -57,7 +57,7 @@ def test_loss_and_gradients_in_chunks(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk * VOCABULARY)
-    monkeypatch.setattr(loss_module, "CHUNK_WEIGHTS", 100 * HIDDEN)
+    monkeypatch.setattr(loss_module, "GRADIENT_CHUNK_WEIGHTS", 100 * HIDDEN)
     head, generator = head_of(name), torch.Generator().manual_seed(1)
     hidden = torch.randn(3, 20, HIDDEN, generator=generator).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (3, 20), generator=generator)
@@ -104,8 +104,8 @@ def test_a_trained_head_is_left_alone_where_nothing_is_recorded(
 
 
 def test_a_trained_heads_gradient_is_added_up_in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In bf16, in 150 chunks of the tokens: nearly as exact as PyTorch's of all of them at once
-    (1.2 times its error; added up in bf16 5.3 times)."""
+    """In bf16, in 150 chunks of the tokens: nearly as exact as PyTorch's loss of all tokens at once
+    (1.2 times its error; 5.3 times if chunks were added up in bf16)."""
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 2 * VOCABULARY)
     torch.manual_seed(0)
     exact = nn.Linear(HIDDEN, VOCABULARY, bias=False).double()

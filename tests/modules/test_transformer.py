@@ -74,7 +74,7 @@ ARCHITECTURE = {
 
 
 def config_dict(config: PreTrainedConfig) -> dict[str, Any]:
-    """What `save_pretrained` would put into config.json, with every default written out."""
+    """The config.json that `save_pretrained` writes, with every default."""
     return {**config.to_dict(), "architectures": [ARCHITECTURE[type(config)]]}
 
 
@@ -152,7 +152,7 @@ def test_gradients_match_transformers(name: str) -> None:
 
 
 def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """By the formula: each pair of numbers turned by its angle."""
+    """Against the formula: each pair of numbers is turned by its angle."""
     first, second = x.chunk(2, dim=-1)
     (c, _), (_, s) = cos.chunk(2, dim=-1), sin.chunk(2, dim=-1)
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
@@ -177,7 +177,7 @@ def test_rotation_and_its_gradient_are_autograds(dtype: torch.dtype, compiled: b
 
 
 def test_no_gradient_of_a_compiled_layer_is_added_up_one_by_one() -> None:
-    """Autograd's of an index is: compiled for GPUs, `index_put` are atomics or a sort."""
+    """Autograd's gradient of an index is an `index_put`: on GPUs atomics or a sort."""
     decoder = ours(reference("llama3.1"))
     graphs: list[torch.fx.GraphModule] = []
 

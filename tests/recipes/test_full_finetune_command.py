@@ -217,13 +217,19 @@ def test_packed_folders_before_and_after(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["trainable.layers=[3]"], "trainable.layers: 3 is not among this model's layers, which a"),
+        (
+            ["trainable.layers=[3]"],
+            "trainable.layers: 3 is not a layer of this model; expected 0 to ",
+        ),
         (["trainable.layers=[1,1]"], "trainable.layers: [1, 1] is not valid; expected all, expand"),
         (["trainable.layers=[]"], "trainable.layers: [] is not valid; expected all, expanded, or"),
         (["trainable.layers=al"], "trainable.layers: 'al' is not valid"),
         (["trainable.dtype=bf16"], "trainable.dtype: 'bf16' is coarser than model.dtype, fp32"),
-        (["quantization.format=nf4"], "set quantization.format=none, or trainable.layers to some"),
-        (["sharding.offload_base=cpu"], "there is no frozen layer to offload; set none, or shardi"),
+        (
+            ["quantization.format=nf4"],
+            "weights cannot be quantized; expected none, or set trainable.",
+        ),
+        (["sharding.offload_base=cpu"], "no layer is frozen; expected none, or set sharding.cpu_o"),
         (["optimizer_in_backward=true"], "clip_grad_norm: 1.0 is not valid; expected null, as opt"),
         (
             ["optimizer_in_backward=true", "gradient_accumulation_steps=2"],
@@ -231,7 +237,7 @@ def test_packed_folders_before_and_after(
         ),
         (
             ["trainable.layers=[1]", "quantization.format=nf4", "model.quantize_cache=x"],
-            "model.quantize_cache: 'x' would hold all layers packed, also those that are trained",
+            "model.quantize_cache: 'x' would hold all layers quantized, also the trained ones",
         ),
         (
             [
