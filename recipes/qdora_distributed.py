@@ -143,7 +143,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
 
 
 def build_loader(cfg: Config, world: World) -> StepLoader:
-    """Yields this rank's share of every global step."""
+    """Builds the loader of this rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
     dataset = cfg.dataset.build(tokenizer=tokenizer)
     if cfg.packed:
