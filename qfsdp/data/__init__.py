@@ -1,7 +1,9 @@
-"""From a file of prompts and answers to this rank's batches.
+"""Tokenizers, datasets and batches.
 
-Importing this package needs torch alone: `tokenizers`, `jinja2`, `datasets` and torchtune are
-imported by the functions that use them.
+Reads rows from files or the Hugging Face hub, turns them into tokens and labels, packs samples and
+hands each rank its batches. The builders exported here are the names that configs use, such as
+`_component_: qfsdp.data.instruct_dataset`. Importing the package needs torch only: `tokenizers`,
+`jinja2`, `datasets` and torchtune are imported inside the functions that use them.
 """
 
 from __future__ import annotations

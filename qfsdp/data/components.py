@@ -1,4 +1,4 @@
-"""Tokenizer and datasets as a config names them: checked before anything is read, then built."""
+"""Checks and builds the tokenizer and the datasets that a config names."""
 
 from __future__ import annotations
 
@@ -16,29 +16,32 @@ if TYPE_CHECKING:
 def check_data(
     tokenizer: Component, dataset: Component, validation_sets: Mapping[str, Component]
 ) -> None:
-    """Finds what is wrong with what a run reads its samples with, without reading any.
+    """Checks the tokenizer and all datasets of a config without reading any row.
+
+    Args:
+        validation_sets: name -> dataset, from the config's `validation.sets`.
 
     Raises:
-        UserError: see `Component.check` and `check_source`; or the tokenizer's `path` does not
-            exist.
+        UserError: `Component.check` or `check_source` finds a mistake, or the tokenizer's `path`
+            does not exist.
     """
     tokenizer.check("tokenizer")
     path = tokenizer.kwargs.get("path")
     if path and not Path(path).expanduser().exists():
-        raise UserError(f"tokenizer.path: '{path}' does not exist")
+        raise UserError(f"tokenizer.path: '{path}' does not exist; expected a folder or a file")
     check_dataset("dataset", dataset)
     for name, held_out in validation_sets.items():
         check_dataset(f"validation.sets.{name}", held_out)
 
 
 def check_dataset(key: str, dataset: Component) -> None:
-    """Finds what is wrong with a dataset, and with those that it is mixed of, without reading any.
+    """Checks a dataset and, if it is a mixture, its parts, without reading any row.
 
     Args:
-        key: its place in the config, for the messages.
+        key: the dataset's place in the config, for the messages.
 
     Raises:
-        UserError: see `Component.check` and `check_source`.
+        UserError: `Component.check` or `check_source` finds a mistake.
     """
     dataset.check(key, provided=["tokenizer"])
     if "source" in dataset.kwargs:
@@ -48,12 +51,16 @@ def check_dataset(key: str, dataset: Component) -> None:
 
 
 def parts_of(key: str, sets: Any) -> dict[str, Component]:
-    """Name -> dataset of those that dataset `key` is mixed of, given its argument `sets`.
+    """The parts of a mixture, by name.
+
+    Args:
+        key: the mixture's place in the config, for the messages.
+        sets: its argument `sets`. Anything but a mapping has no parts.
 
     Raises:
-        UserError: one of them is no component.
+        UserError: a part is not a component.
     """
-    from qfsdp.cli.convert import as_component  # not above: it needs more packages than data does
+    from qfsdp.cli.convert import as_component  # needs OmegaConf; this package needs torch only
 
     if not isinstance(sets, Mapping):
         return {}
@@ -63,8 +70,12 @@ def parts_of(key: str, sets: Any) -> dict[str, Component]:
 def build_dataset(key: str, dataset: Component, tokenizer: Any) -> Any:
     """Builds a dataset.
 
+    Args:
+        key: the dataset's place in the config. Builders write messages that begin with
+            `dataset.`; that prefix is replaced by `key`.
+
     Raises:
-        UserError: as the builder does, which says `dataset` for what is `key` in the config.
+        UserError: the builder does.
     """
     try:
         return dataset.build(tokenizer=tokenizer)

@@ -1,11 +1,11 @@
-"""Instruction and chat datasets: rows of a file or of the hub, as tokens and labels.
+"""Instruction and chat datasets: each row is a conversation.
 
-Items are `{"tokens": list[int], "labels": list[int]}` of equal length, labels -100 where not
-trained and *not* shifted: the items of torchtune 0.6.1's own builders, so that
-`torchtune.datasets.alpaca_dataset` and the like work with `qfsdp.data.StepLoader` too.
+Items are `{"tokens": list[int], "labels": list[int]}` of equal length. Labels are -100 where a
+token is not trained, and they are *not* shifted. The builders of torchtune 0.6.1 give the same
+items, so `torchtune.datasets.alpaca_dataset` and others work with `qfsdp.data.StepLoader` too.
 
-Rows are tokenized when the dataset is built. Only then is it known which rows can be used at
-all, hence the number of samples and of steps per epoch, and it is the same on every rank.
+Rows are tokenized when the dataset is built, because some rows turn out to be unusable. The number
+of samples and of steps per epoch is then known, and is the same on every rank.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ ROLES = {
     "tool": "ipython",
     "ipython": "ipython",
 }
-"""Roles in OpenAI's and ShareGPT's words -> torchtune's."""
+"""Role in OpenAI's or ShareGPT's format -> role in torchtune."""
 
 Tokenizer = Callable[[dict[str, Any]], Mapping[str, Any]]
-"""`{"messages": list[Message]}` -> `{"tokens": ..., "mask": ...}`: torchtune's or `HFTokenizer`."""
+"""A torchtune tokenizer or `HFTokenizer`: `{"messages": list[Message]}` -> `{"tokens", "mask"}`."""
 
 
 def instruct_dataset(
@@ -53,22 +53,22 @@ def instruct_dataset(
     train_on_input: bool = False,
     max_rows: int | None = None,
 ) -> TokenizedDataset:
-    """Pairs of prompt and answer, each as a chat of one user and one assistant message.
+    """Prompts with answers: each row is a chat of one user message and one assistant message.
 
-    Rows with an empty answer, or without a trained token within the tokenizer's `max_seq_len`,
-    are left out and counted in one log line.
+    Skips rows with an empty answer and rows without a trained token within the tokenizer's
+    `max_seq_len`. One log line counts them.
 
     Args:
         tokenizer: `hf_tokenizer(...)` or one of torchtune's.
         source: a .jsonl, .json, .parquet or .csv file, a folder of them, or a hub name.
         split, subset, data_files: as in `load_rows`.
-        prompt_column: column with the prompt; not read if `prompt_template` is given.
+        prompt_column: column with the prompt. Ignored if `prompt_template` is given.
         answer_column: column with the answer.
         system_prompt: a system message for every row.
-        prompt_template: the prompt as a format string over columns, such as
-            "{instruction}\\n{input}"; space around the result is removed.
-        train_on_input: train on the prompt as well (never on `system_prompt`).
-        max_rows: use the first so many rows only.
+        prompt_template: format string that makes the prompt from columns, such as
+            "{instruction}\\n{input}". White space around the result is removed.
+        train_on_input: train on the prompt as well, but never on `system_prompt`.
+        max_rows: use only the first `max_rows` rows.
 
     Raises:
         UserError: the source, a column or the template is wrong, or no row can be used.
@@ -112,19 +112,19 @@ def chat_dataset(
     train_on_last_turn_only: bool = False,
     max_rows: int | None = None,
 ) -> TokenizedDataset:
-    """Conversations, one list of messages per row.
+    """Conversations: each row has a list of messages.
 
-    Messages are OpenAI's `{"role", "content"}` (a `weight` of 0 leaves a message untrained) or
-    ShareGPT's `{"from", "value"}`. Rows with an empty answer, with tool calls, without an answer
-    or without a trained token within the tokenizer's `max_seq_len` are left out and counted in
-    one log line.
+    Messages have OpenAI's format `{"role", "content"}` or ShareGPT's format `{"from", "value"}`.
+    A message with `weight` 0 is not trained. Skips rows with tool calls, without an answer, with
+    an empty answer, or without a trained token within the tokenizer's `max_seq_len`. One log line
+    counts them.
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
         messages_column: column with the messages.
-        train_on_input: train on every message, not only on the assistant's.
-        train_on_last_turn_only: train on the last answer only; for chat templates that rewrite
-            earlier turns, such as those that remove earlier reasoning.
+        train_on_input: train on all messages instead of the assistant's only.
+        train_on_last_turn_only: train only on the last answer. Needed for chat templates that
+            rewrite earlier turns, for example to remove earlier reasoning.
 
     Raises:
         UserError: the source, the column or a role is wrong, or no row can be used.
@@ -145,11 +145,15 @@ def tokenize_conversations(
     train_on_input: bool,
     train_on_last_turn_only: bool,
 ) -> TokenizedDataset:
-    """`chat_dataset` of rows whose messages, in one of its two forms, are `turns_of(row)`."""
+    """Tokenizes rows that `turns_of` turns into lists of messages; see `chat_dataset`.
+
+    Args:
+        turns_of: returns the messages of a row in one of the two formats of `chat_dataset`.
+    """
     if train_on_input and train_on_last_turn_only:
         raise UserError(
             "dataset.train_on_last_turn_only: true together with train_on_input; "
-            "at most one is right"
+            "expected at most one of them"
         )
 
     def to_messages(row: Row) -> list[Message]:
@@ -173,18 +177,18 @@ def _template_columns(template: str) -> list[str]:
     if not columns:
         raise UserError(
             f"dataset.prompt_template: {template!r} names no column; "
-            "a column's name in braces, such as {question}, is right"
+            "expected column names in braces, such as {question}"
         )
     return columns
 
 
 def _text(value: Any) -> str:
-    """A cell as text; null is empty, a number is written out."""
+    """A table cell as text. Null becomes "" and a number its digits."""
     if value is None:
         return ""
     if isinstance(value, str | int | float):
         return str(value)
-    raise UserError(f"a {type(value).__name__} where text is right: {str(value)[:60]!r}")
+    raise UserError(f"a {type(value).__name__}: {str(value)[:60]!r}; expected text")
 
 
 def _answer(value: Any) -> str:
@@ -195,20 +199,20 @@ def _answer(value: Any) -> str:
 
 
 def _to_message(message: Row, train_on_input: bool) -> Message:
-    """A torchtune message of an OpenAI or ShareGPT one."""
+    """A message in OpenAI's or ShareGPT's format as a torchtune message."""
     from torchtune.data import Message
 
     if message.get("tool_calls"):
         raise Unusable("tool calls")
-    theirs = message.get("role") or message.get("from")
-    role: Any = ROLES.get(str(theirs))
+    given = message.get("role") or message.get("from")
+    role: Any = ROLES.get(str(given))
     if role is None:
         raise UserError(
-            f"a message with role {theirs!r}; keys role and content or from and value, "
-            f"with a role of {', '.join(ROLES)}, are right"
+            f"a message with role {given!r}; expected the keys role and content, or from and "
+            f"value, with one of the roles {', '.join(ROLES)}"
         )
     content = message.get("content") if message.get("role") else message.get("value")
-    if isinstance(content, list):  # OpenAI's parts
+    if isinstance(content, list):  # OpenAI's list of parts
         if any(part.get("type") != "text" for part in content):
             raise Unusable("content that is not text")
         content = "".join(part["text"] for part in content)
@@ -223,14 +227,14 @@ def _tokenize(
     to_messages: Callable[[Row], list[Message]],
     source: str,
 ) -> TokenizedDataset:
-    """One sample for every row, which is a conversation."""
+    """Turns every row into one sample."""
     max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
 
     def samples_of(row: Row) -> Iterator[Sample]:
         sample = tokenizer({"messages": to_messages(row)})
         tokens, mask = sample["tokens"], sample["mask"]
         labels = [IGNORE_INDEX if m else t for t, m in zip(tokens, mask, strict=True)]
-        # The first label is nobody's target.
+        # The first label is not a target: no token comes before it.
         if all(label == IGNORE_INDEX for label in islice(labels, 1, None)):
             raise Unusable(f"no trained token (max_seq_len {max_seq_len})")
         yield tokens, labels

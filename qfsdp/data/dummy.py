@@ -1,4 +1,4 @@
-"""Random samples, for benchmarks: no file, and the same work in every step."""
+"""Random samples of one length for benchmarks. Needs no file."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from qfsdp.data.shuffling import keyed_generator
 
 
 class DummyDataset:
-    """`samples` samples of `length` random tokens each, all of them trained.
+    """`samples` samples of `length` random tokens each. All tokens are trained.
 
-    Items are `{"tokens", "labels"}`, int64 `[length]`, a function of `seed` and the index.
+    Items are `{"tokens", "labels"}`, each int64 `[length]`. They depend on `seed` and the index.
     """
 
     def __init__(self, samples: int, length: int, vocab_size: int, seed: int) -> None:
@@ -46,14 +46,14 @@ def dummy_dataset(
     """Samples of one length with random tokens.
 
     Args:
-        tokenizer: whose `vocab_size` and `max_seq_len` are the defaults.
-        length: tokens of a sample; by default the tokenizer's `max_seq_len`.
-        samples: how many.
-        vocab_size: ids are below it.
-        seed: of the ids.
+        tokenizer: gives the defaults of `vocab_size` and `length`.
+        length: tokens per sample. Default: the tokenizer's `max_seq_len`.
+        samples: number of samples.
+        vocab_size: token ids are drawn from 0 to `vocab_size - 1`.
+        seed: seed of the token ids.
 
     Raises:
-        UserError: a number is too small, or is given neither here nor by the tokenizer.
+        UserError: a number is too small, or neither the config nor the tokenizer gives it.
     """
     numbers = {
         "length": getattr(tokenizer, "max_seq_len", None) or 0 if length is None else length,
@@ -63,5 +63,5 @@ def dummy_dataset(
     for name, number in numbers.items():
         least = 2 if name == "length" else 1
         if number < least:
-            raise UserError(f"dataset.{name}: {number}; an integer of at least {least} is right")
+            raise UserError(f"dataset.{name}: {number}; expected an integer of at least {least}")
     return DummyDataset(**numbers, seed=seed)

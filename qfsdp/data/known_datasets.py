@@ -1,10 +1,10 @@
-"""Well-known datasets and formats: builders that know their columns.
+"""Builders for well-known datasets, with the right columns as defaults.
 
-Most are another builder with other defaults, which a config may change like any argument:
+Most are `instruct_dataset` or `chat_dataset` with other defaults. A config can change each of them:
 
     dataset: {_component_: qfsdp.data.alpaca_dataset, source: my.jsonl}
 
-Where a default `source` is a hub name, none need be given.
+Where the default `source` is a hub name, the config need not give one.
 """
 
 from __future__ import annotations
@@ -28,29 +28,29 @@ alpaca_dataset = partial(
     prompt_template="{instruction}\n\n{input}",
     answer_column="output",
 )
-"""Columns `instruction`, `input` (may be empty) and `output`, as of Stanford's Alpaca."""
+"""Stanford's Alpaca: columns `instruction`, `input` (may be empty) and `output`."""
 
 gsm8k_dataset = partial(
     instruct_dataset, source="openai/gsm8k", subset="main", prompt_column="question"
 )
-"""Worked grade-school maths, answers ending in `#### N` (arXiv:2110.14168)."""
+"""Grade-school maths problems. Answers end in `#### N` (arXiv:2110.14168)."""
 
 orca_math_dataset = partial(
     instruct_dataset,
     source="microsoft/orca-math-word-problems-200k",
     prompt_column="question",
 )
-"""Maths word problems, columns `question` and `answer` (arXiv:2402.14830)."""
+"""Maths word problems: columns `question` and `answer` (arXiv:2402.14830)."""
 
 sql_create_context_dataset = partial(
     instruct_dataset,
     source="b-mc2/sql-create-context",
     prompt_template="{context}\n\n{question}",
 )
-"""A question in English about tables (`context`: their CREATE statements), answered in SQL."""
+"""Questions about tables, answered in SQL. `context` has the CREATE statements."""
 
 sharegpt_dataset = partial(chat_dataset, messages_column="conversations")
-"""Conversations of `{"from", "value"}`."""
+"""Conversations in ShareGPT's format: messages are `{"from", "value"}`."""
 
 
 def guanaco_dataset(
@@ -65,18 +65,18 @@ def guanaco_dataset(
     train_on_last_turn_only: bool = False,
     max_rows: int | None = None,
 ) -> TokenizedDataset:
-    """Conversations that are written out as text, which becomes messages again, so that they get
-    the chat template of the model that is trained.
+    """Conversations stored as text with the marks of another chat template.
 
-    Two forms are known, and may be mixed. Those of Llama 2 and of Guanaco (arXiv:2305.14314):
+    The text is split into messages, so the chat template of the trained model is used. It may have
+    the form of Llama 2 or of Guanaco (arXiv:2305.14314), also within one dataset:
 
         <s>[INST] <<SYS>>\\nsystem\\n<</SYS>>\\n\\nuser [/INST] answer </s><s>[INST] ...
         ### Human: user### Assistant: answer### Human: ...
 
-    To train on the text as it is, use `text_dataset`.
+    Use `text_dataset` to train on the text as it is.
 
     Args:
-        text_column: column with the text; others as in `chat_dataset`.
+        text_column: column with the text. Other arguments are those of `chat_dataset`.
 
     Raises:
         UserError: the source or the column is wrong, or no row can be used.
@@ -90,14 +90,14 @@ def guanaco_dataset(
 
 
 openassistant_dataset = partial(guanaco_dataset, source="timdettmers/openassistant-guanaco")
-"""The best-ranked conversations of OpenAssistant (arXiv:2304.07327), as Guanaco was trained on."""
+"""The best conversations of OpenAssistant (arXiv:2304.07327), the training data of Guanaco."""
 
 
 def turns_of_text(text: str) -> list[Row]:
-    """`{"role", "content"}` of each message; see `guanaco_dataset`.
+    """The messages `{"role", "content"}` of a conversation stored as text.
 
     Raises:
-        Unusable: the text has neither form.
+        Unusable: the text has neither form of `guanaco_dataset`.
     """
     if "[INST]" in text:
         return list(_inst_turns(text))

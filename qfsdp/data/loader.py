@@ -1,8 +1,8 @@
-"""Batches of a global step, the same samples however many ranks there are.
+"""Batches of each global step, with the same samples for any number of ranks.
 
-`StepLoader` has no state: the samples of step N are a function of the seed, N and the global
-batch size. Resuming is asking for step N, and a run resumed on other hardware (fewer ranks,
-larger micro-batches) sees the same samples in the same steps.
+`StepLoader` has no state. The samples of step N depend on the seed, on N and on the global batch
+size. A resumed run asks for step N. It sees the same samples in the same steps, even with fewer
+ranks or larger micro-batches.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from qfsdp.cli.errors import UserError
 from qfsdp.data.shuffling import shuffled_indices
 
 IGNORE_INDEX = -100
-"""Label of a position that is not trained on; `F.cross_entropy`'s default."""
+"""Label of a position that is not trained. Also the default of `F.cross_entropy`."""
 
 
 class MapDataset(Protocol):
-    """What the loader needs of a dataset: a length, and items as `collate` takes them."""
+    """A dataset that the loader can read: it has a length and items for `collate`."""
 
     def __len__(self) -> int: ...
 
@@ -36,12 +36,14 @@ class Batch:
     Fields:
         tokens: int64 `[batch, seq]`, padded on the right with the pad id.
         labels: int64 `[batch, seq]`, already shifted: `labels[b, t]` is the target of
-            `tokens[b, t]`, that is token t + 1 or -100 (not trained, padding, last position).
-        num_tokens: tokens without the padding.
-        positions: int64 `[batch, seq]`, from 0 on in each sample; None if a row is one sample.
-        cu_seqlens: int32 `[documents + 1]`, where each starts and ends among the `batch * seq`
-            tokens: a sample, or the padding of a row. The last end is repeated until the length
-            is a multiple of 64, so that compiled code sees few lengths. None as above.
+            `tokens[b, t]`. It is token t + 1, or -100 (not trained, padding, last position).
+        num_tokens: number of tokens without padding.
+        positions: int64 `[batch, seq]`, counted from 0 in each sample of a pack. None if no row is
+            a pack.
+        cu_seqlens: int32 `[documents + 1]`, the borders of the documents among the `batch * seq`
+            tokens. A document is a sample, or the padding of a row. The last border is repeated
+            until the length is a multiple of 64, so compiled code sees few lengths. None if no row
+            is a pack.
     """
 
     tokens: torch.Tensor
@@ -52,12 +54,12 @@ class Batch:
 
     @property
     def num_slots(self) -> int:
-        """Number of tokens with the padding."""
+        """Number of tokens including padding."""
         return self.tokens.numel()
 
     @property
     def num_targets(self) -> int:
-        """Number of positions that are trained on."""
+        """Number of positions that are trained."""
         return int((self.labels != IGNORE_INDEX).sum())
 
     def to(self, device: torch.device | str) -> Batch:
@@ -78,25 +80,25 @@ def collate(
     pad_to_multiple_of: int = 8,
     min_rows: int = 1,
 ) -> Batch:
-    """Shift, cut and pad samples or packs of samples into a batch, one per row.
+    """Shifts, cuts and pads samples or packs into a batch, one per row.
 
     Args:
-        samples: each with `tokens` and either `labels` (unshifted, -100 where not trained) or
-            `mask` (True where not trained), lists or arrays of one length. With `lengths`, a list
-            of int, it is a pack: several samples one after the other. Labels are shifted within
-            each, so that the last token of one has no target in the next.
+        samples: each has `tokens` and either `labels` (not shifted, -100 where not trained) or
+            `mask` (True where not trained), lists or arrays of equal length. An item with
+            `lengths`, a list of int, is a pack: several samples one after the other. Labels are
+            shifted within each sample, so the last token of a sample has no target.
         pad_id: token id of the padding.
-        max_seq_len: samples longer than this lose their end; packs must not be, and are padded to
-            it exactly.
-        pad_to_multiple_of: pad samples to a multiple of this, but never beyond `max_seq_len`.
-        min_rows: fewer rows than this are filled up with rows of padding without targets.
+        max_seq_len: samples longer than this lose their end. Packs are padded to exactly this
+            length and must not be longer.
+        pad_to_multiple_of: samples are padded to a multiple of this, but not beyond `max_seq_len`.
+        min_rows: rows of padding without targets are added up to this number.
 
     Returns:
-        a batch with at least one row; `positions` and `cu_seqlens` are those of packs.
+        A batch with at least one row. `positions` and `cu_seqlens` are set for packs only.
 
     Raises:
-        ValueError: tokens and labels of a sample differ in length, some items are packs and others
-            are not, or a pack does not fit into `max_seq_len` or its lengths.
+        ValueError: tokens and labels of a sample differ in length, only some of the items are
+            packs, or a pack is longer than `max_seq_len` or than its lengths say.
     """
     packs = _pack_lengths(samples, max_seq_len)
     rows = [tokens_and_labels(sample, max_seq_len) for sample in samples]
@@ -117,7 +119,10 @@ def collate(
 def tokens_and_labels(
     sample: Mapping[str, Any], max_seq_len: int | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Both int64 `[seq]`, cut to `max_seq_len` and not shifted; see `collate`."""
+    """Tokens and labels of an item of `collate`, each int64 `[seq]`.
+
+    Cut to `max_seq_len`. Labels are not shifted.
+    """
     tokens = torch.as_tensor(sample["tokens"], dtype=torch.int64)
     if "labels" in sample:
         labels = torch.as_tensor(sample["labels"], dtype=torch.int64)
@@ -130,7 +135,7 @@ def tokens_and_labels(
 
 
 def _pack_lengths(samples: Sequence[Mapping[str, Any]], max_seq_len: int | None) -> list[list[int]]:
-    """Lengths of the samples in each pack; none if the items are no packs."""
+    """Lengths of the samples in each pack. Empty if the items are not packs."""
     packs = [list(sample["lengths"]) for sample in samples if "lengths" in sample]
     if packs and len(packs) < len(samples):
         raise ValueError(f"{len(packs)} of {len(samples)} items are packs; expected all or none")
@@ -144,7 +149,7 @@ def _pack_lengths(samples: Sequence[Mapping[str, Any]], max_seq_len: int | None)
 
 
 def _mark_documents(batch: Batch, packs: list[list[int]]) -> Batch:
-    """The batch with its positions and `cu_seqlens`; no target crosses a border any more."""
+    """Sets `positions` and `cu_seqlens`, and removes targets that lie in the next document."""
     rows, seq = batch.tokens.shape
     packs = packs + [[]] * (rows - len(packs))
     lengths = torch.tensor([n for pack in packs for n in (*pack, seq - sum(pack))])
@@ -159,20 +164,19 @@ def _mark_documents(batch: Batch, packs: list[list[int]]) -> Batch:
 class StepLoader:
     """This rank's micro-batches of any global step.
 
-    A global step takes the next `batch_size * gradient_accumulation_steps * world_size` samples
-    of the epoch's order, which depends on `seed` and the epoch only. So which samples a step
-    sees depends on that product but not on its factors. Every sample comes once per epoch; the
-    last step of an epoch takes what is left. All ranks get the same number of micro-batches,
-    because each forward and backward pass contains collectives: where a short last step leaves a
-    rank without samples for a micro-batch, it gets one row of padding without targets.
+    A global step takes the next `batch_size * gradient_accumulation_steps * world_size` samples of
+    the epoch's order, which depends on `seed` and the epoch only. The samples of a step depend on
+    that product but not on its factors. Every sample comes once per epoch. The last step of an
+    epoch may be short. All ranks get the same number of micro-batches, because forward and backward
+    passes contain collectives. A rank without samples gets one row of padding without targets.
 
-    A `PackedDataset` is a dataset like any other, its samples being packs. Its batches all have
-    the same shape, `[batch_size, max_seq_len]`, filled up with rows of padding.
+    The samples of a `PackedDataset` are packs. Its batches all have the shape
+    `[batch_size, max_seq_len]`; rows of padding are added where packs are missing.
 
     Attributes:
-        dataset: what it was given.
-        global_batch_size: samples of a global step, over all ranks and micro-batches.
-        steps_per_epoch: global steps per pass over the dataset, the short one included.
+        dataset: the dataset that it reads.
+        global_batch_size: samples per global step, over all ranks and micro-batches.
+        steps_per_epoch: global steps per pass over the dataset, including the short one.
     """
 
     def __init__(
@@ -190,34 +194,39 @@ class StepLoader:
         pad_to_multiple_of: int = 8,
         fill_rows: bool = False,
     ) -> None:
-        """`batch_size` counts samples per rank and micro-batch; see `collate` for the padding.
-        With `fill_rows`, a short batch is filled up to `batch_size` with rows of padding.
+        """
+        Args:
+            batch_size: samples per rank and micro-batch.
+            pad_id, max_seq_len, pad_to_multiple_of: as in `collate`.
+            fill_rows: add rows of padding to short batches, up to `batch_size`.
 
         Raises:
-            UserError: the dataset's items are packed already.
+            UserError: the items are torchtune's packs.
             ValueError: the dataset is empty, a count is below 1 or `rank` is out of range.
         """
         if min(batch_size, gradient_accumulation_steps, world_size, len(dataset)) < 1:
             raise ValueError(
                 f"batch_size {batch_size}, gradient_accumulation_steps "
                 f"{gradient_accumulation_steps}, world_size {world_size} and the dataset's "
-                f"length {len(dataset)} must be at least 1"
+                f"length {len(dataset)}; expected at least 1"
             )
-        if "seq_lens" in dataset[0]:  # torchtune's packs, whose borders are kept otherwise
-            raise UserError("dataset.packed: true; leave it out, and set packed=true instead")
+        if "seq_lens" in dataset[0]:  # torchtune's packs mark the borders in another way
+            raise UserError(
+                "dataset.packed: true; expected packed=true at the top of the config instead"
+            )
         if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank} is not in 0..{world_size - 1}")
+            raise ValueError(f"rank {rank}; expected 0 to {world_size - 1}")
         self.dataset = dataset
         self._rank, self._world_size = rank, world_size
         self._seed, self._shuffle = seed, shuffle
         empty_pack: Mapping[str, Any] | None = getattr(dataset, "empty_pack", None)
-        self._nothing = [] if empty_pack is None else [empty_pack]
+        self._no_samples = [] if empty_pack is None else [empty_pack]
         self._collate = partial(
             collate,
             pad_id=pad_id,
             max_seq_len=max_seq_len,
             pad_to_multiple_of=pad_to_multiple_of,
-            min_rows=batch_size if fill_rows or self._nothing else 1,
+            min_rows=batch_size if fill_rows or self._no_samples else 1,
         )
         self._micro_batch = batch_size * world_size
         self.global_batch_size = self._micro_batch * gradient_accumulation_steps
@@ -231,13 +240,13 @@ class StepLoader:
         chosen = self._epoch_order(epoch)[start : start + self.global_batch_size]
         batches = []
         for begin in range(0, len(chosen), self._micro_batch):
-            # Every world_size-th sample, so that a short micro-batch is spread over the ranks.
+            # Every world_size-th sample: a short micro-batch is spread over the ranks.
             mine = chosen[begin : begin + self._micro_batch][self._rank :: self._world_size]
-            batches.append(self._collate([self.dataset[i] for i in mine] or self._nothing))
+            batches.append(self._collate([self.dataset[i] for i in mine] or self._no_samples))
         return batches
 
     def _epoch_order(self, epoch: int) -> list[int]:
-        """Sample indices of an epoch; the last one asked for is kept."""
+        """Sample indices of an epoch, in its order. Keeps the last epoch's."""
         if self._order is None or self._order[0] != epoch:
             size = len(self.dataset)
             order = list(range(size))

@@ -1,4 +1,4 @@
-"""Several datasets as one, in given proportions."""
+"""A mixture of several datasets in given proportions."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ log = logging.getLogger("qfsdp")
 
 
 class MixtureDataset:
-    """Chosen samples of several datasets, as items of theirs.
+    """Chosen samples of several datasets in random order.
 
-    Which samples, and in which order, is a function of the datasets' lengths, `counts` and `seed`,
-    so it is the same on every rank. A dataset's samples come equally often, give or take one.
+    The choice and the order depend on the sizes of the datasets, on `counts` and on `seed`, so
+    they are the same on every rank. How often two samples of a dataset are chosen differs by at
+    most one.
 
     Args:
-        parts: datasets by name.
-        counts: how many samples of each; more than it has repeats them.
-        seed: of what is chosen, and of the order.
+        parts: name -> dataset.
+        counts: name -> number of samples to choose. Samples repeat if the dataset has fewer.
+        seed: seed of the choice and of the order.
     """
 
     def __init__(
@@ -35,25 +36,26 @@ class MixtureDataset:
         self._parts = list(parts.values())
         chosen: list[tuple[int, int]] = []
         for at, (name, part) in enumerate(parts.items()):
-            rounds, rest = divmod(counts[name], len(part))
-            indices = [*range(len(part))] * rounds + _shuffled(len(part), f"{seed} {name}")[:rest]
+            repeats, rest = divmod(counts[name], len(part))
+            indices = [*range(len(part))] * repeats + _shuffled(len(part), f"{seed} {name}")[:rest]
             chosen += [(at, index) for index in indices]
-        # So that the first so many are a mixture, too, where nobody shuffles.
+        # The first samples are a mixture too, even if the loader does not shuffle.
         order = _shuffled(len(chosen), f"{seed}")
-        self._which = array("i", [chosen[i][0] for i in order])
-        self._index = array("q", [chosen[i][1] for i in order])
+        self._part_numbers = array("i", [chosen[i][0] for i in order])
+        self._indices = array("q", [chosen[i][1] for i in order])
 
     def __len__(self) -> int:
-        return len(self._which)
+        return len(self._part_numbers)
 
     @property
     def lengths(self) -> list[int]:
         """Tokens of every sample."""
-        of_parts = [sample_lengths(part) for part in self._parts]
-        return [of_parts[at][index] for at, index in zip(self._which, self._index, strict=True)]
+        part_lengths = [sample_lengths(part) for part in self._parts]
+        chosen = zip(self._part_numbers, self._indices, strict=True)
+        return [part_lengths[at][index] for at, index in chosen]
 
     def __getitem__(self, index: int) -> Mapping[str, Any]:
-        return self._parts[self._which[index]][self._index[index]]
+        return self._parts[self._part_numbers[index]][self._indices[index]]
 
 
 def mixed_dataset(
@@ -64,7 +66,7 @@ def mixed_dataset(
     samples: int | None = None,
     seed: int = 0,
 ) -> MixtureDataset:
-    """Several datasets as one:
+    """Mixes several datasets:
 
         dataset:
           _component_: qfsdp.data.mixed_dataset
@@ -73,19 +75,19 @@ def mixed_dataset(
             chat: {_component_: qfsdp.data.guanaco_dataset, source: chat.jsonl}
           weights: {maths: 1, chat: 3}
 
-    The choice of samples is made once, and every epoch has the same: to see more of a large set,
-    make `samples` larger instead of `epochs`.
+    Samples are chosen once, and every epoch has the same ones. To see more of a large set, raise
+    `samples` instead of `epochs`.
 
     Args:
-        tokenizer: for all of them.
-        sets: name -> dataset, as a config names one.
-        weights: name -> share of the samples, any positive numbers; null: every set once.
-        samples: of all sets together, which is an epoch. By default as many as there are before a
-            set would repeat samples.
-        seed: of what is chosen of a set that is not used whole.
+        tokenizer: the tokenizer of all sets.
+        sets: name -> dataset component.
+        weights: name -> share of the samples, any positive numbers. Null takes each set once.
+        samples: number of samples of all sets together, which is one epoch. Default: the largest
+            number that repeats no sample.
+        seed: seed of the choice and of the order.
 
     Raises:
-        UserError: a set or weight is wrong, or a set cannot be built; the message has its name.
+        UserError: a set or a weight is wrong, or a set cannot be built. The message names the set.
     """
     _check_weights(sets, weights, samples)
     parts = {
@@ -98,15 +100,15 @@ def mixed_dataset(
         fewest = min(sizes[name] / share for name, share in shares.items())
         samples = max(1, math.floor(fewest * sum(shares.values()) + 1e-6))
     counts = apportion({name: shares[name] for name in parts}, samples)
-    told = (f"{name} {count} of {sizes[name]}" for name, count in counts.items())
-    unlike = any(counts[name] != size for name, size in sizes.items())
-    level = logging.WARNING if unlike else logging.INFO
-    log.log(level, "mixed: %d samples: %s", samples, ", ".join(told))
+    shown = (f"{name} {count} of {sizes[name]}" for name, count in counts.items())
+    differs = any(counts[name] != size for name, size in sizes.items())
+    level = logging.WARNING if differs else logging.INFO
+    log.log(level, "mixture: %d samples: %s", samples, ", ".join(shown))
     return MixtureDataset(parts, counts, seed)
 
 
 def apportion(shares: Mapping[str, float], total: int) -> dict[str, int]:
-    """`total` in whole numbers, in proportion to `shares`; the largest remainders round up."""
+    """Splits `total` into whole numbers in proportion to `shares` (largest remainder method)."""
     exact = {name: total * share / sum(shares.values()) for name, share in shares.items()}
     counts = {name: math.floor(number + 1e-6) for name, number in exact.items()}
     by_remainder = sorted(exact, key=lambda name: counts[name] - exact[name])
@@ -119,17 +121,17 @@ def _check_weights(
     sets: Mapping[str, Any], weights: Mapping[str, float] | None, samples: int | None
 ) -> None:
     if not isinstance(sets, Mapping) or not sets:
-        raise UserError(f"dataset.sets: {sets!r}; a mapping of names to datasets is right")
+        raise UserError(f"dataset.sets: {sets!r}; expected a mapping of names to datasets")
     if samples is not None and samples < 1:
-        raise UserError(f"dataset.samples: {samples}; at least 1, or null, is right")
+        raise UserError(f"dataset.samples: {samples}; expected an integer of at least 1, or null")
     if weights is None:
         return
     if not isinstance(weights, Mapping) or weights.keys() != sets.keys():
-        right = f"one for each of {', '.join(sets)} is right"
-        raise UserError(f"dataset.weights: {weights}; {right}")
+        expected = f"expected one for each of {', '.join(sets)}"
+        raise UserError(f"dataset.weights: {weights}; {expected}")
     for name, weight in weights.items():
         if not isinstance(weight, int | float) or not weight > 0:
-            raise UserError(f"dataset.weights.{name}: {weight!r}; a number above 0 is right")
+            raise UserError(f"dataset.weights.{name}: {weight!r}; expected a number above 0")
 
 
 def _shuffled(size: int, key: str) -> list[int]:

@@ -1,10 +1,10 @@
-"""Several samples in one row: less padding, and batches of one shape.
+"""Packing: several samples in one row, for less padding and batches of one shape.
 
-Best-fit decreasing: the longest sample first, each into the pack with the least space that still
-holds it. Only lengths matter, and they are small integers, so the packs with a certain space are
-a stack and the spaces that exist are bits of one integer: the best fit is its lowest bit from the
-sample's length on (arXiv:2107.02027; best-fit decreasing for language models: arXiv:2404.10830).
-That samples of a pack do not see each other is up to `collate` and `attend_documents`.
+Best-fit decreasing: the samples, longest first, each go into the pack with the least free space
+that still holds them (arXiv:2107.02027; for language models: arXiv:2404.10830). Lengths are small
+integers. So a stack holds the packs with a given free space, and the bits of one integer say which
+free spaces exist. The best fit is the lowest set bit at or above the sample's length.
+`collate` and `attend_documents` keep the samples of a pack from attending to each other.
 """
 
 from __future__ import annotations
@@ -20,25 +20,26 @@ from qfsdp.data.shuffling import shuffled_indices
 
 
 class PackedDataset:
-    """A dataset of packs: samples of another dataset, one after the other.
+    """A dataset of packs. A pack is several samples of another dataset, one after the other.
 
-    Items are `{"tokens", "labels", "lengths"}`: int64 `[total]` twice, labels not shifted, and the
-    samples' lengths. They are fetched from the dataset when the pack is asked for; only which
-    samples a pack holds is kept. That depends on the lengths, `max_seq_len` and `seed` alone, so
-    it is the same on every rank; which of the samples of one length goes where is random.
+    Items are `{"tokens", "labels", "lengths"}`: two int64 tensors `[total]`, labels not shifted,
+    and the lengths of the samples. Only the indices of each pack's samples are kept; the samples
+    are read when the pack is. The packs depend on the lengths, `max_seq_len` and `seed`, so they
+    are the same on every rank. Samples of equal length are in random order.
 
     Attributes:
-        dataset: what it was given.
-        max_seq_len: slots of a pack.
-        efficiency: tokens over slots, over all packs.
+        dataset: the dataset that is packed.
+        max_seq_len: slots per pack.
+        efficiency: share of all slots that hold a token.
     """
 
     empty_pack: Mapping[str, Any] = {"tokens": [], "labels": [], "lengths": []}
-    """For `StepLoader`: what a rank gets where no pack is left."""
+    """`StepLoader` gives it to ranks for which no pack is left."""
 
     def __init__(self, dataset: MapDataset, max_seq_len: int, seed: int) -> None:
-        """Samples longer than `max_seq_len` lose their end. Where the dataset has no `lengths`
-        (tokens of every sample), every item is asked for once.
+        """Samples longer than `max_seq_len` lose their end.
+
+        Reads every item once if the dataset has no `lengths` (tokens of every sample).
 
         Raises:
             ValueError: `max_seq_len` is below 1.
@@ -58,7 +59,7 @@ class PackedDataset:
         return len(self._ends)
 
     def samples(self, index: int) -> list[int]:
-        """Which samples a pack holds, by their index."""
+        """Indices of the samples in pack `index`."""
         index = range(len(self))[index]  # negative indices, and IndexError
         return self._samples[self._ends[index - 1] if index else 0 : self._ends[index]].tolist()
 
@@ -70,7 +71,7 @@ class PackedDataset:
 
 
 def sample_lengths(dataset: MapDataset) -> Sequence[int]:
-    """Tokens of every sample; asks for every item of a dataset that has no `lengths`."""
+    """Tokens of every sample. Reads every item if the dataset has no `lengths`."""
     given: Sequence[int] | None = getattr(dataset, "lengths", None)
     if given is None:
         given = [len(dataset[i]["tokens"]) for i in range(len(dataset))]
@@ -83,16 +84,16 @@ def best_fit(lengths: torch.Tensor, space: int, seed: int) -> list[list[int]]:
     Args:
         lengths: int64 `[samples]`, each at most `space`.
         space: slots of a pack.
-        seed: of the random order among samples of one length.
+        seed: seed of the order among samples of equal length.
 
     Returns:
-        packs of sample indices, every sample in one of them.
+        The sample indices of each pack. Every sample is in exactly one pack.
     """
     shuffled = shuffled_indices(len(lengths), f"packing {seed}")
     descending = lengths[shuffled].sort(descending=True, stable=True)
     packs: list[list[int]] = []
     with_space: list[list[list[int]]] = [[] for _ in range(space + 1)]
-    spaces = 0  # bit s: there is a pack with s free slots
+    spaces = 0  # bit s is set if a pack has s free slots
     order = shuffled[descending.indices].tolist()
     for sample, length in zip(order, descending.values.tolist(), strict=True):
         fitting = spaces >> length

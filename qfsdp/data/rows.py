@@ -1,4 +1,4 @@
-"""Where rows come from: a file, a folder of files, or a dataset of the Hugging Face hub."""
+"""Loads the rows of a dataset from a file, a folder of files or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -15,35 +15,41 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-"""Suffix -> who reads it in `datasets`. A .txt file is one row, with the one column "text"."""
+"""File suffix -> name of its reader in the `datasets` library.
+
+A .txt file is one row with one column, "text".
+"""
 
 Row = Mapping[str, Any]
 
 
 def check_source(key: str, source: Any) -> None:
-    """Find what is wrong with a dataset's source without loading it or using the network.
+    """Checks the source of a dataset without loading it and without using the network.
 
-    What has a known suffix, starts with `/`, `.` or `~`, or has more than one `/` is taken for a
-    local path; the rest, where no such file exists, for a hub name.
+    A source is a local path if it exists, has a known suffix, starts with `/`, `.` or `~`, or has
+    more than one `/`. Any other source is a hub name.
+
+    Args:
+        key: the source's place in the config. Messages begin with it.
 
     Raises:
-        UserError: in one line that starts with `key`: `source` is no text, or a local path does
-            not exist, is empty, or is not of a known kind.
+        UserError: `source` is not text, or is a local path that does not exist, is empty or has an
+            unknown suffix.
     """
-    right = f"a {', '.join(SUFFIXES)} file, a folder of them or a hub name is right"
+    expected = f"expected a {', '.join(SUFFIXES)} file, a folder of them or a hub name"
     if not isinstance(source, str):
-        raise UserError(f"{key}: {source!r} is not text; {right}")
+        raise UserError(f"{key}: {source!r} is not text; {expected}")
     path = Path(source).expanduser()
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise UserError(f"{key}: {source} has the unknown suffix {path.suffix!r}; {right}")
+            raise UserError(f"{key}: {source} has the unknown suffix {path.suffix!r}; {expected}")
         if path.stat().st_size == 0:
-            raise UserError(f"{key}: {source} is empty; {right}")
+            raise UserError(f"{key}: {source} is empty; {expected}")
     elif path.is_dir() and source:
         if not any(_data_files(path)):
-            raise UserError(f"{key}: {source} holds no data file; {right}")
+            raise UserError(f"{key}: {source} holds no data file; {expected}")
     elif path.suffix in SUFFIXES or source[:1] in "/.~" or source.count("/") > 1:
-        raise UserError(f"{key}: {source or 'an empty name'} does not exist; {right}")
+        raise UserError(f"{key}: {source or 'an empty name'} does not exist; {expected}")
 
 
 def load_rows(
@@ -53,35 +59,35 @@ def load_rows(
     data_files: str | None = None,
     max_rows: int | None = None,
 ) -> Dataset:
-    """The rows of `source`.
+    """Loads the rows of `source`.
 
     Args:
         source: a file, a folder or a hub name; see `check_source`.
-        split: as in `datasets.load_dataset`; a file has only "train" and slices of it.
-        subset: the configuration of a hub dataset that has several; files have none.
-        data_files: which files of a folder or hub dataset.
-        max_rows: the first so many only.
+        split: as in `datasets.load_dataset`. A file has only "train" and slices of it.
+        subset: the configuration of a hub dataset that has several. Files have none.
+        data_files: which files of a folder or a hub dataset to read.
+        max_rows: keep only the first `max_rows` rows; None keeps all.
 
     Raises:
-        UserError: whatever a user can get wrong with these.
+        UserError: an argument is wrong or the source cannot be read.
     """
     from datasets import disable_progress_bars, load_dataset
     from datasets.exceptions import DatasetsError
 
     if max_rows is not None and max_rows < 1:
-        raise UserError(f"dataset.max_rows: {max_rows}; at least 1, or null for all, is right")
-    if source in SUFFIXES.values() and data_files:  # torchtune's way to name a local file
+        raise UserError(f"dataset.max_rows: {max_rows}; expected an integer of at least 1, or null")
+    if source in SUFFIXES.values() and data_files:  # torchtune names files so
         source, data_files = data_files, None
     check_source("dataset.source", source)
     if not sys.stderr.isatty():
-        disable_progress_bars()  # in a log file every update of a bar is a line
+        disable_progress_bars()  # every update of a bar is a line in a log file
     path = Path(source).expanduser()
     if path.is_file() and data_files is not None:
         raise UserError(
-            f"dataset.data_files: {data_files} beside the single file {source}; "
-            "only a folder or a hub dataset has data files to choose from"
+            f"dataset.data_files: {data_files} together with the single file {source}; "
+            "expected a folder or a hub dataset as the source"
         )
-    documents = {"sample_by": "document"} if _is_text(path) else {}  # and not a row per line
+    documents = {"sample_by": "document"} if _is_text(path) else {}  # default: a row per line
     try:
         if path.is_file():
             kind = SUFFIXES[path.suffix]
@@ -100,8 +106,13 @@ def load_rows(
 
 
 def require_column(key: str, column: str, rows: Dataset, source: str) -> None:
-    """Raises a UserError that names the columns that are there, the nearest first, if `column`,
-    the value of the builder's argument `key`, is none of them."""
+    """Raises UserError unless the rows have the column `column`.
+
+    Args:
+        key: the builder's argument that names the column.
+        source: of the rows, for the message. The message lists the columns, the most similar
+            first.
+    """
     if column in rows.column_names:
         return
     nearest = sorted(
@@ -110,24 +121,24 @@ def require_column(key: str, column: str, rows: Dataset, source: str) -> None:
         reverse=True,
     )
     raise UserError(
-        f"dataset.{key}: no column {column!r} in {source}; its columns are {', '.join(nearest)}"
+        f"dataset.{key}: no column {column!r} in {source}; expected one of {', '.join(nearest)}"
     )
 
 
 def _data_files(path: Path) -> Iterator[Path]:
-    """The data files of a folder, or `path` itself if it is one."""
+    """The data files of a folder, or `path` itself if it is a data file."""
     files = [path] if path.is_file() else sorted(path.rglob("*"))
     return (file for file in files if file.suffix in SUFFIXES)
 
 
 def _is_text(path: Path) -> bool:
-    """Whether a path has plain text and nothing else."""
+    """Whether all data files of a path are .txt files."""
     suffixes = {file.suffix for file in _data_files(path)} if path.exists() else set()
     return suffixes == {".txt"}
 
 
 def _check_json(file: Path) -> None:
-    """Raise a UserError that names the first line that is not JSON, if there is one."""
+    """Raises UserError with the first line of a .json or .jsonl file that is not JSON."""
     text = file.read_text(encoding="utf-8-sig")
     whole = text.lstrip().startswith("[")
     for number, document in [(1, text)] if whole else enumerate(text.split("\n"), start=1):

@@ -1,4 +1,4 @@
-"""Plain text: documents cut into windows, every token of them trained."""
+"""Plain-text datasets: documents cut into windows, with every token trained."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ def text_dataset(
     window: int | None = None,
     max_rows: int | None = None,
 ) -> TokenizedDataset:
-    """Documents, one per row or .txt file, for continued pretraining and for perplexities.
+    """Documents, one per row or per .txt file, for continued pretraining or perplexity.
 
-    A document is tokenized whole, between the tokenizer's bos and eos, and cut into windows; each
-    is a sample. A window begins with the token that the one before ended with, so that every token
-    of a document but its first is a target, and of one window only. The last window of a document
-    is as long as what is left: set `packed: true` where documents are short.
+    Each document is tokenized as a whole, with bos and eos, and cut into windows. Each window is a
+    sample. A window begins with the last token of the window before it, so every token of a
+    document except the first is a target exactly once. The last window of a document may be short:
+    set `packed: true` if documents are short.
 
     Args:
-        tokenizer: with an `encode` as of `hf_tokenizer(...)` or torchtune's.
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
         source: a .txt, .jsonl, .json, .parquet or .csv file, a folder of them, or a hub name.
         split, subset, data_files, max_rows: as in `load_rows`.
-        text_column: column with the text; of .txt files it is "text".
-        window: tokens of a window; by default the tokenizer's `max_seq_len`.
+        text_column: column with the text. For .txt files it is "text".
+        window: tokens per window. Default: the tokenizer's `max_seq_len`.
 
     Raises:
         UserError: the source, the column or the window is wrong, or no row can be used.
@@ -41,17 +41,19 @@ def text_dataset(
     limit = getattr(tokenizer, "max_seq_len", None)
     size = limit if window is None else window
     if size is None:
-        raise UserError("dataset.window: null, and the tokenizer has no max_seq_len; give one")
+        raise UserError(
+            "dataset.window: null without tokenizer.max_seq_len; expected one of them to be set"
+        )
     if size < 2 or size > (limit or size):
         most = f" and at most tokenizer.max_seq_len ({limit})" if limit else ""
-        raise UserError(f"dataset.window: {size}; at least 2{most} is right")
+        raise UserError(f"dataset.window: {size}; expected an integer of at least 2{most}")
     rows = load_rows(source, split, subset, data_files, max_rows)
     require_column("text_column", text_column, rows, source)
 
     def samples_of(row: Row) -> Iterator[Sample]:
         text = row[text_column]
         if not isinstance(text, str | None):
-            raise UserError(f"a {type(text).__name__} where text is right: {str(text)[:60]!r}")
+            raise UserError(f"a {type(text).__name__}: {str(text)[:60]!r}; expected text")
         if not (text or "").strip():
             raise Unusable("no text")
         tokens = tokenizer.encode(text, add_bos=True, add_eos=True)

@@ -1,4 +1,4 @@
-"""Samples as tokens and labels, and how rows become them."""
+"""Turns rows into a dataset of tokens and labels."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ if TYPE_CHECKING:
     from datasets import Dataset
 
 Sample = tuple[list[int], list[int]]
-"""Tokens and labels of equal length; labels are -100 where not trained, and *not* shifted."""
+"""Tokens and labels of equal length. Labels are -100 where not trained, and *not* shifted."""
 
 log = logging.getLogger("qfsdp")
 
 
 class TokenizedDataset:
-    """Samples in flat arrays: 8 bytes per token, where lists of Python ints take over 60.
+    """Samples in flat arrays: 8 bytes per token. Lists of Python ints take over 60.
 
     Fields:
         tokens: int32 `[total]`, all samples one after the other.
         labels: int32 `[total]`, the token or -100.
-        ends: int64 `[samples]`, where each sample ends.
+        ends: int64 `[samples]`, the end of each sample in `tokens`.
     """
 
     def __init__(self) -> None:
@@ -55,7 +55,7 @@ class TokenizedDataset:
 
 
 class Unusable(Exception):
-    """A row that cannot be trained on; the message says what is wrong with it."""
+    """A row that cannot be trained on. The message says why."""
 
 
 def tokenize_rows(
@@ -64,15 +64,16 @@ def tokenize_rows(
     samples_of: Callable[[Row], Iterable[Sample]],
     max_seq_len: int | None = None,
 ) -> TokenizedDataset:
-    """Tokenize all rows and log, once, what was left out or may be cut.
+    """Tokenizes all rows. One log line counts the skipped rows and those that may be cut.
 
     Args:
         source: of the rows, for messages.
-        samples_of: the samples of a row; raises `Unusable` or, to end it all, UserError.
-        max_seq_len: samples of this length may have lost their end.
+        samples_of: returns the samples of a row. Raises `Unusable` to skip the row.
+        max_seq_len: samples of this length are counted as possibly cut.
 
     Raises:
-        UserError: no row can be used, or `samples_of` does; it names the row.
+        UserError: no row can be used, or `samples_of` raises UserError or ValueError. The message
+            names the row.
     """
     dataset = TokenizedDataset()
     left_out: Counter[str] = Counter()
@@ -88,7 +89,7 @@ def tokenize_rows(
     if not len(dataset):
         raise UserError(
             f"dataset.source: {source}: none of {len(rows)} rows can be used: "
-            f"{reasons or 'there are none'}"
+            f"{reasons or 'no row'}; expected at least one usable row"
         )
     full = sum(length == max_seq_len for length in dataset.lengths)
     log.log(

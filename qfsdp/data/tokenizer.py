@@ -1,13 +1,13 @@
-"""Tokenizer of a Hugging Face model folder: `tokenizer.json` plus the model's chat template.
+"""The tokenizer of a Hugging Face model folder: `tokenizer.json` and the chat template.
 
 `HFTokenizer` has the interface of torchtune's model tokenizers (`tokenize_messages` and a call
 on a sample), so it works with torchtune's dataset builders and with `qfsdp.data.conversations`.
-Sentencepiece and tiktoken models are left to torchtune's own tokenizers.
+For sentencepiece and tiktoken models use torchtune's own tokenizers.
 
-Which tokens are trained. A chat template is a program, so nothing can be said about its output
-but this: if rendering the first k messages gives the beginning of the whole text, message k ends
-where that beginning ends. The whole conversation is therefore rendered once and tokenized once,
-which gives the very ids that inference sees, and message boundaries are looked up by character:
+How it finds the trained tokens: a chat template is a program and can write anything. But if the
+rendered first k messages are the beginning of the whole text, message k ends where they end. So the
+whole conversation is rendered once and tokenized once, which gives the ids that inference sees.
+The borders of messages are then looked up by character:
 
     <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
     |--- messages[:1] rendered with the generation prompt -|-- trained -|
@@ -32,13 +32,13 @@ class HFTokenizer:
     """A `tokenizers.Tokenizer` with its special tokens and chat template.
 
     Attributes:
-        bos_id: id of the beginning-of-sequence token; None for models without one (Qwen).
+        bos_id: id of the beginning-of-sequence token. None for models without one (Qwen).
         eos_id: id of the end-of-sequence token.
-        pad_id: id of the padding token; `eos_id` where the model names none.
-        stop_tokens: `[eos_id]`, as torchtune's generation reads it.
+        pad_id: id of the padding token. `eos_id` if the model names none.
+        stop_tokens: `[eos_id]`, the form that torchtune's generation expects.
         special_tokens: text -> id of every special token.
-        vocab_size: number of ids, added tokens included.
-        max_seq_len: longest result of `tokenize_messages`, None for no limit.
+        vocab_size: number of ids, including added tokens.
+        max_seq_len: longest result of `tokenize_messages`. None means no limit.
     """
 
     def __init__(
@@ -49,8 +49,12 @@ class HFTokenizer:
         max_seq_len: int | None,
         source: Path,
     ) -> None:
-        """`token_names` maps `bos_token`, `eos_token`, ... to text; `source` is for errors."""
-        # Some model folders carry the truncation or padding of whoever saved them.
+        """
+        Args:
+            token_names: `bos_token`, `eos_token`, ... -> text of the token.
+            source: the model folder, for messages.
+        """
+        # Some tokenizer.json files contain truncation or padding settings.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -66,7 +70,7 @@ class HFTokenizer:
         }
         eos_id = self._token_id("eos_token")
         if eos_id is None:
-            raise UserError(f"{source}: tokenizer_config.json names no eos_token; add it there")
+            raise UserError(f"{source}: tokenizer_config.json names no eos_token; expected one")
         self.eos_id: int = eos_id
         self.bos_id: int | None = self._token_id("bos_token")
         pad_id = self._token_id("pad_token")
@@ -79,18 +83,22 @@ class HFTokenizer:
             return None
         index: int | None = self._backend.token_to_id(text)
         if index is None:
-            raise UserError(f"{self._source}: {name} {text!r} is not a token of tokenizer.json")
+            raise UserError(
+                f"{self._source}: {name} {text!r} is not a token; expected one of tokenizer.json"
+            )
         return index
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Ids of plain text, with bos (where the model has one) and eos unless told otherwise."""
+        """Ids of plain text, with bos (if the model has one) and eos."""
         ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
         bos = [self.bos_id] if add_bos and self.bos_id is not None else []
         return bos + ids + ([self.eos_id] if add_eos else [])
 
     def encode_as_stored(self, text: str) -> list[int]:
-        """Ids of plain text with the special tokens that `tokenizer.json` itself puts around it,
-        as transformers encodes."""
+        """Ids of plain text with the special tokens that `tokenizer.json` adds.
+
+        transformers encodes text this way.
+        """
         ids: list[int] = self._backend.encode(text).ids
         return ids
 
@@ -102,21 +110,21 @@ class HFTokenizer:
         return text
 
     def render(self, messages: Sequence[Any], add_generation_prompt: bool = False) -> str:
-        """The conversation as text, by the chat template, special tokens spelled out.
+        """The conversation as text by the chat template, with special tokens as text.
 
         Args:
             messages: torchtune `Message` objects or `{"role": ..., "content": ...}` dicts.
-            add_generation_prompt: append what the template writes before an answer.
+            add_generation_prompt: append the header that the template writes before an answer.
 
         Raises:
-            UserError: there is no chat template, or it refuses this conversation.
+            UserError: there is no chat template, or the template rejects the conversation.
         """
         from jinja2 import TemplateError
 
         if self._template is None:
             raise UserError(
                 f"{self._source}: no chat template in tokenizer_config.json or "
-                "chat_template.jinja; give one as tokenizer.chat_template"
+                "chat_template.jinja; expected one there or as tokenizer.chat_template"
             )
         try:
             return self._template.render(
@@ -127,21 +135,23 @@ class HFTokenizer:
                 **self._token_names,
             )
         except TemplateError as error:
-            raise UserError(f"{self._source}: the chat template refuses: {error}") from error
+            raise UserError(
+                f"{self._source}: the chat template rejects the conversation: {error}"
+            ) from error
 
     def encode_chat(self, messages: Sequence[Any]) -> list[int]:
-        """Ids of a conversation that is to be answered, with the header of the answer at its end.
+        """Ids of a conversation that the model is to answer. They end with the answer's header.
 
-        Messages, and what is raised, are as in `render`.
+        Arguments and errors are those of `render`.
         """
         text = self.render(messages, add_generation_prompt=True)
         return self.encode(text, add_bos=False, add_eos=False)
 
     @property
     def end_of_turn_id(self) -> int | None:
-        """The special token that the chat template writes after an answer, if it writes one.
+        """The special token that the chat template writes after an answer, or None.
 
-        Not `eos_id` in every model: Llama-3's is of the whole text, and a turn ends in <|eot_id|>.
+        It may differ from `eos_id`: Llama 3 ends a turn with <|eot_id|> and a text with its eos.
         """
         if self._template is None:
             return None
@@ -154,43 +164,42 @@ class HFTokenizer:
     def tokenize_messages(
         self, messages: Sequence[Any], *, add_generation_prompt: bool = False
     ) -> tuple[list[int], list[bool]]:
-        """Tokenize a conversation and say which tokens are *not* trained on.
+        """Tokenizes a conversation and marks the tokens that are *not* trained.
 
-        Messages are as in `render`; those with `masked` false are trained. A dict without
-        `masked` is trained if its role is assistant. Of an assistant message the trained tokens
-        are its text and the end-of-turn token, not the header before it, nor the whitespace that
-        a template writes after an end-of-turn token. A token that crosses a boundary belongs to
-        the message of its last character. An assistant message at the very start of a
-        conversation trains its header too.
+        Messages with `masked` false are trained. A dict without `masked` is trained if its role is
+        assistant. The trained tokens of an assistant message are its text and the end-of-turn
+        token. Its header and white space after the end-of-turn token are not trained. A token that
+        crosses a border belongs to the message of its last character. An assistant message at the
+        start of a conversation trains its header too.
 
         Args:
-            messages: the conversation.
-            add_generation_prompt: for inference: end with the header of the answer to come.
+            messages: the conversation; see `render`.
+            add_generation_prompt: end with the header of the answer to come, for inference.
 
         Returns:
-            `(tokens, mask)` of equal length; `mask[i]` is True where token i is not trained
-            (torchtune's convention). Beyond `max_seq_len` the end is cut.
+            `(tokens, mask)` of equal length, cut to `max_seq_len`. `mask[i]` is True where token i
+            is not trained (torchtune's convention).
 
         Raises:
-            UserError: as `render`; or the template rewrites earlier turns, so that a trained
-                message cannot be located.
+            UserError: `render` raises it, or the template rewrites earlier turns, so a trained
+                message cannot be found in the text.
         """
         text = self.render(messages, add_generation_prompt)
         encoding = self._backend.encode(text, add_special_tokens=False)
-        # One spare slot, never trained: an empty token at offset 0 looks at index -1.
+        # One extra slot, never trained: an empty token at offset 0 reads index -1.
         trained = bytearray(len(text) + 1)
         for start, stop in self._trained_spans(messages, text):
             trained[start:stop] = b"\1" * (stop - start)
-        # The last character, not the first: byte-level tokenizers may leave the leading space
-        # out of a token's offsets.
+        # The last character decides: byte-level tokenizers may leave the leading space out of a
+        # token's offsets.
         mask = [not trained[stop - 1] for _, stop in encoding.offsets]
         return encoding.ids[: self.max_seq_len], mask[: self.max_seq_len]
 
     def _trained_spans(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:
-        """Character ranges of `text`, the rendered conversation, that are trained."""
+        """The trained character ranges of `text`, the rendered conversation."""
 
         def end_of(index: int) -> int:
-            """Where message `index` ends, with the header of an answer that follows it."""
+            """Where message `index` ends, including the header of an answer that follows."""
             if index == len(messages) - 1:
                 return len(text)
             answer_follows = _plain_message(messages[index + 1])["role"] == "assistant"
@@ -198,8 +207,8 @@ class HFTokenizer:
             if not text.startswith(part):
                 raise UserError(
                     f"{self._source}: the chat template rewrites earlier turns, so message "
-                    f"{index + 1} of {len(messages)} cannot be located; train on the last turn "
-                    "only or give another tokenizer.chat_template"
+                    f"{index + 1} of {len(messages)} cannot be found; expected training on the "
+                    "last turn only, or another tokenizer.chat_template"
                 )
             return len(part)
 
@@ -216,9 +225,9 @@ class HFTokenizer:
         return spans
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
-        """torchtune's transform: `sample` with "messages" replaced by "tokens" and "mask".
+        """torchtune's transform: replaces "messages" of `sample` by "tokens" and "mask".
 
-        At inference an empty assistant message at the end, torchtune's way to ask for an answer,
+        At inference, torchtune asks for an answer with an empty assistant message at the end. It
         becomes the generation prompt.
         """
         result = dict(sample)
@@ -236,16 +245,17 @@ class HFTokenizer:
 def hf_tokenizer(
     path: str, chat_template: str | None = None, max_seq_len: int | None = None
 ) -> HFTokenizer:
-    """Read the tokenizer of a Hugging Face model folder.
+    """Reads the tokenizer of a Hugging Face model folder.
 
-    Reads `tokenizer.json`, the special tokens of `tokenizer_config.json` and the chat template,
-    which is the first of: `chat_template`, `chat_template.jinja`, `chat_template.json`, the one
-    in `tokenizer_config.json`. A folder without any serves plain text.
+    Reads `tokenizer.json`, the special tokens of `tokenizer_config.json` and the chat template.
+    The chat template is the first of: the argument `chat_template`, the files
+    `chat_template.jinja` and `chat_template.json`, the one in `tokenizer_config.json`. A tokenizer
+    without a chat template can encode plain text only.
 
     Args:
         path: the model folder.
-        chat_template: a Jinja template, or the path of a file ending in `.jinja`.
-        max_seq_len: cut conversations to so many tokens.
+        chat_template: a Jinja template, or the path of a file that ends in `.jinja`.
+        max_seq_len: cut conversations to this many tokens.
 
     Raises:
         UserError: a file is missing or unreadable, or names a token that does not exist.
@@ -256,15 +266,17 @@ def hf_tokenizer(
     for name in ("tokenizer.json", "tokenizer_config.json"):
         if not (folder / name).is_file():
             raise UserError(
-                f"tokenizer.path: {path} has no {name}; give a Hugging Face model folder, or use "
-                "torchtune.models.llama2.llama2_tokenizer (sentencepiece) or "
-                "torchtune.models.llama3.llama3_tokenizer (tiktoken) for a tokenizer.model"
+                f"tokenizer.path: {path} has no {name}; expected a Hugging Face model folder (for "
+                "a tokenizer.model use torchtune.models.llama2.llama2_tokenizer (sentencepiece) "
+                "or torchtune.models.llama3.llama3_tokenizer (tiktoken))"
             )
     config = _read_json(folder / "tokenizer_config.json")
     try:
         backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library raises nothing narrower
-        raise UserError(f"{folder / 'tokenizer.json'}: not readable: {error}") from error
+    except Exception as error:  # the library raises plain Exception
+        raise UserError(
+            f"{folder / 'tokenizer.json'}: not readable: {error}; expected tokenizers JSON"
+        ) from error
     token_names = {}
     for name, value in config.items():
         text = value.get("content") if isinstance(value, dict) else value
@@ -284,7 +296,7 @@ def _find_template(folder: Path, config: dict[str, Any], given: str | None) -> s
         if not given.endswith(".jinja"):
             return given
         if not Path(given).expanduser().is_file():
-            raise UserError(f"tokenizer.chat_template: {given} does not exist")
+            raise UserError(f"tokenizer.chat_template: {given} does not exist; expected a file")
         return Path(given).expanduser().read_text(encoding="utf-8")
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text(encoding="utf-8")
@@ -296,11 +308,11 @@ def _find_template(folder: Path, config: dict[str, Any], given: str | None) -> s
         if "default" not in named:
             raise UserError(
                 f"{folder}: chat templates {sorted(named)} but no 'default'; "
-                "give one as tokenizer.chat_template"
+                "expected a default or tokenizer.chat_template"
             )
         template = named["default"]
     if template is not None and not isinstance(template, str):
-        raise UserError(f"{folder}: chat_template is a {type(template).__name__}; text is right")
+        raise UserError(f"{folder}: chat_template is a {type(template).__name__}; expected text")
     return template
 
 
@@ -310,20 +322,20 @@ def _read_json(path: Path) -> dict[str, Any]:
     except ValueError as error:
         raise UserError(f"{path}: not valid JSON: {error}") from error
     if not isinstance(content, dict):
-        raise UserError(f"{path}: a {type(content).__name__}; a JSON object is right")
+        raise UserError(f"{path}: a {type(content).__name__}; expected a JSON object")
     return content
 
 
 def _plain_message(message: Any) -> dict[str, str]:
-    """`{"role", "content"}` of a torchtune `Message` or a dict; content is text."""
+    """A torchtune `Message` or a dict as `{"role", "content"}` with text content."""
     if isinstance(message, Mapping):
         role, content = message.get("role"), message.get("content")
     else:
         role = message.role
         content = None if message.contains_media else message.text_content
     if not isinstance(role, str) or not isinstance(content, str):
-        raise UserError(f"message {message!r}: a role and text content are right")
-    # torchtune's name for the result of a tool call; chat templates say "tool".
+        raise UserError(f"message {message!r}; expected a role and text content")
+    # torchtune calls the result of a tool call "ipython", chat templates call it "tool".
     return {"role": "tool" if role == "ipython" else role, "content": content}
 
 
@@ -334,13 +346,13 @@ def _is_masked(message: Any) -> bool:
 
 
 def _compile_template(source_text: str, source: Path) -> Template:
-    """Compile a chat template in the environment that Hugging Face templates are written for."""
+    """Compiles a chat template with the functions that Hugging Face templates may call."""
     from jinja2 import TemplateError, TemplateSyntaxError
     from jinja2.ext import Extension, loopcontrols
     from jinja2.sandbox import ImmutableSandboxedEnvironment
 
     class Generation(Extension):
-        """`{% generation %}` marks answers for other trainers; here it is its body."""
+        """`{% generation %}` marks answers for other trainers. Here only its body counts."""
 
         tags = {"generation"}
 
@@ -355,7 +367,7 @@ def _compile_template(source_text: str, source: Path) -> Template:
         return datetime.now().strftime(pattern)
 
     def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own filter escapes for HTML.
+        # Jinja's own filter escapes HTML.
         return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
     environment = ImmutableSandboxedEnvironment(

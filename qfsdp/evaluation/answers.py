@@ -1,24 +1,27 @@
-"""The number that a worked answer ends in, as GSM8K and Orca-Math compare answers.
+r"""Finds the number that a worked answer ends in, for datasets such as GSM8K and Orca-Math.
 
-Exact: numbers are `Fraction`s, so 0.1 is one tenth, and 3.33 is not 10/3. What is ambiguous is
-decided so:
+Numbers are exact `Fraction`s: 0.1 is one tenth, and 3.33 is not 10/3. The rules:
 
-* 1,000 and 1,000,000.5 and 12,34,567 have thousands separators; 1,5 and 1,00 a decimal comma (one
-  comma, one or two digits); 1,2,3 and 1,2345 are several numbers.
-* 1.000 is one; 1.000.000 a million (two points cannot be decimal), and 1.000,50 a thousand and a
-  half. A plain space groups nothing: "5 100 dollar bills".
-* A unit, a currency and a percent sign are left out: 25% is 25, as GSM8K's answers mean it.
-* "million" and the like multiply; "k", "dozen" and numbers spelled out mean nothing.
-* 10-5 ends in 5 and " -5" is negative: a sign touches its number and nothing before it.
+* Separators: 1,000 and 1,000,000.5 and 12,34,567 have thousands separators. 1,5 and 1,00 have a
+  decimal comma (one comma before one or two digits). 1,2,3 and 1,2345 are several numbers. 1.000 is
+  one, 1.000.000 is a million, 1.000,50 is 1000.5. A space does not group digits.
+* Units, currencies and percent signs are ignored: 25% is 25, as in GSM8K's answers.
+* "thousand" to "trillion" multiply. "k", "dozen" and spelled-out numbers are ignored.
+* A minus sign directly before a number counts unless a digit, letter or bracket precedes it: 10-5
+  ends in 5.
+
+math-verify and lm-eval's GSM8K filters read other numbers from many of the texts in
+`tests/evaluation/test_answers.py`, so neither of them replaces this module.
 """
 
 from __future__ import annotations
 
 import re
+import unicodedata
 from fractions import Fraction
 
 _INTEGER = r"\d{1,3}(?:,\d{3})+(?!,?\d)|\d{1,2}(?:,\d{2})+,\d{3}(?!,?\d)"
-_PLAIN = rf"(?:{_INTEGER}|\d+)(?:\.\d+)?|\.\d+"
+_DECIMAL = rf"(?:{_INTEGER}|\d+)(?:\.\d+)?|\.\d+"
 _NUMBER = re.compile(
     rf"""
     (?P<sign> (?<![\w)\]}}%.]) [-+] )?
@@ -31,12 +34,12 @@ _NUMBER = re.compile(
         \s* \{{ \s* (?P<latex_bottom> [\d.,]+ ) \s* \}}
     |
         (?: (?P<whole> \d+ ) \s+ )?
-        (?P<top> {_PLAIN} ) \s* / \s* (?P<bottom> {_PLAIN} ) (?! \s* [/\d] )
+        (?P<top> {_DECIMAL} ) \s* / \s* (?P<bottom> {_DECIMAL} ) (?! \s* [/\d] )
     |
         (?: (?P<points> \d{{1,3}} (?: \.\d{{3}} ){{2,}} (?: ,\d{{1,2}} )? (?! [.,]?\d )
             | \d{{1,3}} (?: \.\d{{3}} )+ ,\d{{1,2}} (?! [.,]?\d ) )
           | (?P<comma> (?<! \d, ) \d+ ,\d{{1,2}} (?! [.,]?\d ) )
-          | (?P<plain> {_PLAIN} )
+          | (?P<decimal> {_DECIMAL} )
         )
         (?: [eE] (?P<e> [-+]?\d{{1,3}} ) (?! \d )
           | \s* (?: [x*×] | \\times | \\cdot ) \s* 10 \s* (?: \^ | \*\* )
@@ -48,61 +51,59 @@ _NUMBER = re.compile(
     re.VERBOSE | re.IGNORECASE,
 )
 _WORDS = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
-_VULGAR = {"½": "1/2", "⅓": "1/3", "⅔": "2/3", "¼": "1/4", "¾": "3/4", "⅕": "1/5", "⅛": "1/8"}
-_MINUS = str.maketrans({"−": "-", "–": "-", "‒": "-", "⁄": "/"})
+_SIGNS = str.maketrans({"−": "-", "–": "-", "‒": "-", "⁄": "/"})
 _GROUPING = re.compile(r"(?<=\d)(?:\{,\}|\\[,;! ]|[\u00a0\u2009\u202f])(?=\d{3}(?!\d))")
 _FINAL = re.compile(r"####(?!#)[^\S\n]*(.*)")
-_LISTED = re.compile(r"\W*\d+[.)]\s+\S")  # "#### 1. Add them up" is a heading
+_LIST_ITEM = re.compile(r"\W*\d+[.)]\s+\S")  # "#### 1. Add them up" is a heading
 _STATED = re.compile(
     r"\banswer[\s*_]*(?P<verb>is|was|equals|(?:would|should|will|must) be|[:=])", re.IGNORECASE
 )
 
 
 def parse_answer(text: str) -> Fraction | None:
-    """The number that `text` gives as its answer; None where there is none.
+    r"""The number that `text` gives as its answer, or None.
 
-    Looked for in this order: after the first `####`, in the last `\\boxed{}`, after the last "the
-    answer is" or "answer:", in the last bold that is a number and nothing else; then the last
-    number of all. Of an equation the number behind the last `=` counts. A box without a number is
-    an answer that is none.
+    Takes the first that exists of: the number after the first `####`, in the last `\boxed{}`, after
+    the last "the answer is" or "answer:", in the last bold text that is only a number, the last
+    number of the text. In an equation, the number after the last `=` counts. A box without a number
+    gives None.
     """
-    text = _plain(text)
+    text = _normalize(text)
     for match in _FINAL.finditer(text):
-        if _starts_with_number(match[1]) and not _LISTED.match(match[1]):
-            return _stated(match[1])
+        if _starts_with_number(match[1]) and not _LIST_ITEM.match(match[1]):
+            return _stated_number(match[1])
     box = text.rfind("\\boxed")
     if box >= 0:
-        return _stated(_braced(text[box + len("\\boxed") :]))
+        return _stated_number(_in_braces(text[box + len("\\boxed") :]))
     for match in reversed(list(_STATED.finditer(text))):
         sentence = re.split(r"\.(?:\s|$)|\n", text[match.end() :].lstrip(" \n:*_"))[0]
-        direct = _starts_with_number(sentence)
-        # "Answer:" alone may stand above the whole calculation.
-        if match["verb"] in ":=" and (not direct or "=" in sentence):
+        # "Answer:" may also stand above a calculation.
+        heading = not _starts_with_number(sentence) or "=" in sentence
+        if match["verb"] in ":=" and heading:
             continue
-        found = _stated(sentence)
-        if found is not None:
-            return found
-    bold = [found for found in re.findall(r"\*\*([^*\n]+)\*\*", text) if _is_number(found)]
+        number = _stated_number(sentence)
+        if number is not None:
+            return number
+    bold = [part for part in re.findall(r"\*\*([^*\n]+)\*\*", text) if _is_number(part)]
     numbers = _numbers(bold[-1] if bold else text)
     return numbers[-1] if numbers else None
 
 
 def same_answer(a: Fraction | None, b: Fraction | None) -> bool:
-    """Whether both are the same number; no answer is never right, not even twice."""
+    """Whether both are the same number. None never equals anything."""
     return a is not None and a == b
 
 
-def _plain(text: str) -> str:
-    """One minus sign, no thousands separators but commas and points, fractions written out."""
-    text = _GROUPING.sub("", text.translate(_MINUS))
-    for sign, written in _VULGAR.items():
-        text = text.replace(sign, f" {written}")
+def _normalize(text: str) -> str:
+    """Writes minus signs as "-", fractions as a/b, and digits without spaces between them."""
+    text = re.sub("[¼-¾⅐-⅞]", lambda sign: f" {unicodedata.normalize('NFKC', sign[0])}", text)
+    text = _GROUPING.sub("", text.translate(_SIGNS))
     text = re.sub(r"(\\[dt]?frac)\s*(\d)\s*(\d)", r"\1{\2}{\3}", text)  # \frac34
     return re.sub(r"=\s*-\s+(?=[\d$.])", "= -", text)
 
 
-def _braced(text: str) -> str:
-    """What stands in the braces that `text` begins with; all of it where they are not closed."""
+def _in_braces(text: str) -> str:
+    """The content of the braces that `text` begins with. All of `text` if they are not closed."""
     depth = 0
     for at, character in enumerate(text):
         depth += {"{": 1, "}": -1}.get(character, 0)
@@ -111,9 +112,8 @@ def _braced(text: str) -> str:
     return text[1:]
 
 
-def _stated(sentence: str) -> Fraction | None:
-    """The number that a sentence states: behind the last `=`, else the one that it begins with,
-    else the last one."""
+def _stated_number(sentence: str) -> Fraction | None:
+    """The number after the last `=`; else the number that begins the sentence; else the last."""
     for part in (sentence.rpartition("=")[2], sentence):
         if numbers := _numbers(part):
             return numbers[0 if _starts_with_number(part) else -1]
@@ -121,15 +121,13 @@ def _stated(sentence: str) -> Fraction | None:
 
 
 def _starts_with_number(text: str) -> bool:
-    """Whether nothing but marks comes before the first number: brackets, bold, a currency."""
+    """Whether only marks, such as brackets or a currency, come before the first number."""
     match = _NUMBER.search(text)
     return match is not None and not re.search(r"[^\W_]", text[: match.start()])
 
 
 def _is_number(text: str) -> bool:
-    text = text.strip(" .%")
-    match = _NUMBER.match(text)
-    return match is not None and match.end() == len(text)
+    return _NUMBER.fullmatch(text.strip(" .%")) is not None
 
 
 def _numbers(text: str) -> list[Fraction]:
@@ -137,23 +135,22 @@ def _numbers(text: str) -> list[Fraction]:
 
 
 def _values(match: re.Match[str]) -> list[Fraction]:
-    """The numbers of one match: none if it divides by zero, two of "10 20/5"."""
+    """The numbers of one match: one, none after a division by zero, two for "10 20/5"."""
     if (top := match["top"] or match["latex_top"]) is not None:
         whole = match["whole"] or match["latex_whole"]
-        bottom = _read(match["bottom"] or match["latex_bottom"])
+        bottom = _to_fraction(match["bottom"] or match["latex_bottom"])
         if not bottom:
             return []
-        part = _read(top) / bottom
-        mixed = whole is not None and 0 <= part < 1
-        values = [_read(whole) + part] if mixed else [part]
-        if whole is not None and not mixed:
-            values.insert(0, _read(whole))
+        values = [_to_fraction(top) / bottom]
+        if whole is not None:
+            mixed = 0 <= values[0] < 1  # 1 1/2 is one number
+            values = [_to_fraction(whole) + values[0]] if mixed else [_to_fraction(whole), *values]
     elif match["points"]:
-        values = [_read(match["points"].replace(".", "").replace(",", "."))]
+        values = [_to_fraction(match["points"].replace(".", "").replace(",", "."))]
     elif match["comma"]:
-        values = [_read(match["comma"].replace(",", "."))]
+        values = [_to_fraction(match["comma"].replace(",", "."))]
     else:
-        values = [_read(match["plain"])]
+        values = [_to_fraction(match["decimal"])]
     values[-1] *= Fraction(10) ** int(match["e"] or match["power"] or 0)
     values[-1] *= _WORDS.get((match["word"] or "").lower(), 1)
     if match["sign"] == "-" or match["inner_sign"]:
@@ -161,8 +158,8 @@ def _values(match: re.Match[str]) -> list[Fraction]:
     return values
 
 
-def _read(digits: str) -> Fraction:
-    """A number of digits, one point and separating commas; 0 where it is none ("." or "1.2.3")."""
+def _to_fraction(digits: str) -> Fraction:
+    """Digits with separating commas and one point as a number. 0 for others, such as "1.2.3"."""
     try:
         return Fraction(digits.replace(",", "").rstrip("."))
     except ValueError:

@@ -1,4 +1,4 @@
-"""Exact match: how often a model's answer to a question is the right one, by k-shot prompts."""
+"""Exact match: the share of questions that a model answers correctly, with k-shot prompts."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from qfsdp.modules.transformer import Decoder
 
 @dataclass
 class ExactMatchConfig:
-    """One entry of section `exact_match`: questions, and how they are asked.
+    """One entry of section `exact_match`: questions and how to ask them.
 
     Fields:
-        source: a .jsonl file of questions with their answers.
-        question_column, answer_column: its columns; an answer may be worked out, as in GSM8K.
-        compare: "number": the numbers that both answers end in are equal; "text": the answers are,
-            but for space around them and upper and lower case.
-        shots: how many solved examples stand before each question, as earlier turns of the chat.
-        examples: a .jsonl file with the same columns that they are drawn from, at random, the same
-            ones for every question. A row whose question is asked is never drawn.
-        seed: of that draw.
-        system_prompt: a system message; null: none.
-        max_rows: ask the first so many only; null: all.
-        max_new_tokens: of an answer.
+        source: a .jsonl file of questions with answers.
+        question_column, answer_column: its columns. Answers may show the calculation, as GSM8K's.
+        compare: "number" compares the numbers that both answers end in; "text" compares the
+            answers, ignoring case and white space around them.
+        shots: number of solved examples before each question, as earlier turns of the chat.
+        examples: a .jsonl file with the same columns. The examples are drawn from it at random and
+            are the same for every question. Rows with an asked question are never drawn.
+        seed: seed of that draw.
+        system_prompt: a system message, or null.
+        max_rows: ask only the first `max_rows` questions; null asks all.
+        max_new_tokens: longest answer in tokens.
     """
 
     source: str
@@ -61,7 +61,7 @@ class ExactMatchConfig:
 
 @dataclass(frozen=True)
 class Question:
-    """A question with its right answer, and the tokens that ask it, examples before it."""
+    """A question, its correct answer, and the prompt's tokens including the examples."""
 
     text: str
     answer: str
@@ -70,50 +70,50 @@ class Question:
 
 @dataclass(frozen=True)
 class ExactMatch:
-    """The share of right answers, with its confidence interval."""
+    """The share of correct answers and its confidence interval."""
 
     accuracy: float
     interval: Interval
     right: int
     rows: int
     unanswered: int
-    """Answers without a number, where numbers are compared."""
+    """Number of answers without a number, if numbers are compared."""
 
 
 def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Question]:
-    """The questions of a file, as prompts by the chat template.
+    """Reads questions and makes prompts with the chat template.
 
     Args:
-        key: the section's place in the config, for messages.
-        tokenizer: of the model, ours or torchtune's.
+        key: the entry's place in the config, for messages.
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
 
     Raises:
         UserError: a file or column is wrong, an answer has no number, there are too few examples,
-            or the chat template refuses.
+            or the chat template rejects the conversation.
     """
     rows = _read(f"{key}.source", config.source, config)[: config.max_rows]
     for number, row in enumerate(rows, start=1):
         if config.compare == "number" and parse_answer(row[config.answer_column]) is None:
             raise UserError(
                 f"{key}.source: {config.source}, row {number}: no number in the answer "
-                f"{row[config.answer_column][:60]!r}; compare=text compares words"
+                f"{row[config.answer_column][:60]!r}; expected a number, or compare=text"
             )
-    turns = [] if config.system_prompt is None else [_turn("system", config.system_prompt)]
+    turns = [] if config.system_prompt is None else [_message("system", config.system_prompt)]
     for example in _draw_examples(key, config, {row[config.question_column] for row in rows}):
-        turns.append(_turn("user", example[config.question_column]))
-        turns.append(_turn("assistant", example[config.answer_column]))
+        turns.append(_message("user", example[config.question_column]))
+        turns.append(_message("assistant", example[config.answer_column]))
     return [
         Question(
             row[config.question_column],
             row[config.answer_column],
-            chat_tokens(tokenizer, [*turns, _turn("user", row[config.question_column])]),
+            chat_tokens(tokenizer, [*turns, _message("user", row[config.question_column])]),
         )
         for row in rows
     ]
 
 
 def _read(key: str, source: str, config: ExactMatchConfig) -> list[dict[str, str]]:
-    """Rows with both columns as text; numbers are written out."""
+    """The rows' two columns as text. Numbers become their digits."""
     check_source(key, source)
     columns = (config.question_column, config.answer_column)
     rows = read_rows(key, source, *columns)
@@ -127,13 +127,13 @@ def _draw_examples(key: str, config: ExactMatchConfig, asked: set[str]) -> list[
     pool = [row for row in pool if row[config.question_column] not in asked]
     if len(pool) < config.shots:
         raise UserError(
-            f"{key}.shots: {config.shots}; {config.examples} has {len(pool)} rows that are not "
-            "asked themselves"
+            f"{key}.shots: {config.shots}; expected at most {len(pool)}, the rows of "
+            f"{config.examples} that are not among the questions"
         )
     return random.Random(config.seed).sample(pool, config.shots)
 
 
-def _turn(role: str, content: str) -> dict[str, str]:
+def _message(role: str, content: str) -> dict[str, str]:
     return {"role": role, "content": content}
 
 
@@ -148,16 +148,16 @@ def exact_match(
     file: Path | None = None,
     title: str = "exact match",
 ) -> ExactMatch:
-    """Asks all questions, greedily; the same result on every rank.
+    """Answers all questions greedily. The result is the same on every rank.
 
     Args:
-        questions: of `read_questions`, the same on every rank. Batches of prompts of like length
-            are shared out.
+        questions: from `read_questions`, the same on every rank. Batches of prompts of similar
+            length are split over the ranks.
         stops: tokens that end an answer.
         batch_size: questions that a rank answers at a time.
-        file: a .jsonl file that rank 0 writes a line into for every question, as they are
-            answered: its row, the question, both answers, and whether it is right.
-        title: of the progress bar.
+        file: a .jsonl file. Rank 0 writes one line per answered question: its row, the question,
+            both answers, and whether they agree.
+        title: title of the progress bar.
     """
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     batches = batches_by_length([len(question.prompt) for question in questions], batch_size)
@@ -168,7 +168,7 @@ def exact_match(
         prompts = [questions[index].prompt for index in chosen]
         answers = generate(model, prompts, sampling, stops, world)
         mine = [
-            _judge(index, questions[index], tokenizer.decode(answer), config.compare)
+            _compare(index, questions[index], tokenizer.decode(answer), config.compare)
             for index, answer in zip(chosen, answers, strict=True)
         ]
         new = [result for of_rank in world.gather(mine) for result in of_rank]
@@ -182,7 +182,7 @@ def exact_match(
     return ExactMatch(right / len(results), interval, right, len(results), unanswered)
 
 
-def _judge(index: int, question: Question, answer: str, compare: str) -> dict[str, Any]:
+def _compare(index: int, question: Question, answer: str, compare: str) -> dict[str, Any]:
     result: dict[str, Any] = {"row": index, "question": question.text, "gold": question.answer}
     result["answer"] = answer
     if compare == "text":

@@ -1,7 +1,7 @@
-"""From prompts to answers: greedy, or sampled by temperature and nucleus (arXiv:1904.09751).
+"""Generates answers to prompts: greedy, or with temperature and nucleus sampling.
 
-What is sampled for a prompt depends on the seed and the prompt's tokens only: neither on the batch
-nor on the rank that it is in.
+Nucleus sampling is top-p (arXiv:1904.09751). The random numbers of a prompt depend only on the seed
+and the prompt's tokens, not on its batch or rank.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from qfsdp.modules.transformer import Decoder
 
 @dataclass
 class SamplingConfig:
-    """Section `sampling`: how answers are made.
+    """Section `sampling`: how to generate answers.
 
     Fields:
-        max_new_tokens: an answer ends after so many, if it has not before.
-        temperature: logits are divided by it; 0: the likeliest token always (greedy).
-        top_p: tokens are drawn from the likeliest ones that have this probability together
-            (the nucleus); 1: from all.
-        seed: of what is drawn. The same prompt gets the same answer for the same seed.
+        max_new_tokens: longest answer in tokens.
+        temperature: divides the logits. 0 always takes the most likely token (greedy).
+        top_p: draws from the most likely tokens that together have this probability (the nucleus).
+            1 draws from all tokens.
+        seed: seed of the random numbers. The same prompt and seed give the same answer.
     """
 
     max_new_tokens: int = 256
@@ -58,26 +58,26 @@ def generate(
 ) -> list[list[int]]:
     """Answers a batch of prompts.
 
-    Every rank must call it, each with its own prompts, or with none: a sharded model gathers its
-    layers on all ranks together, so it is run until the last rank has its answers. The model's
-    mode (`train`, `eval`) is left as it was.
+    Every rank must call it, each with its own prompts or with none. A sharded model gathers its
+    layers on all ranks together, so all ranks run it until the last one has its answers. The
+    model's mode (`train` or `eval`) stays as it was.
 
     Args:
-        prompts: tokens of each, at least one; lengths may differ.
+        prompts: tokens of each prompt, at least one. Lengths may differ.
         stop_ids: tokens that end an answer.
-        on_tokens: called with the new token of each prompt, None where there is none, once per
-            step, as they come.
+        on_tokens: called after each step with the new token of each prompt, or None for a prompt
+            whose answer has ended.
 
     Returns:
-        The new tokens of each prompt, without the one that ended it.
+        The new tokens of each prompt, without the token that ended it.
 
     Raises:
-        UserError: a prompt is empty, or the model has fewer positions than a prompt and its answer
-            may take.
+        UserError: a prompt is empty, or a prompt and its answer may need more positions than the
+            model has.
     """
     check_lengths(prompts, sampling, model)
     together = any(isinstance(module, FSDPModule) for module in model.modules())
-    with evaluating(model):  # a model in training would drop out
+    with evaluating(model):  # dropout must be off
         return _generate(model, prompts, sampling, stop_ids, world, together, on_tokens)
 
 
@@ -90,12 +90,15 @@ def generate_all(
     batch_size: int,
     title: str = "answers",
 ) -> list[list[int]]:
-    """`generate` for any number of prompts, the same on every rank, which share them out in batches
-    of like lengths, under a progress bar. Every rank gets all answers, in the order of the prompts.
+    """Answers any number of prompts, with a progress bar.
+
+    Batches of prompts of similar length are split over the ranks. Every rank gets all answers, in
+    the order of the prompts.
 
     Args:
+        prompts: the same on every rank.
         batch_size: prompts that a rank answers at a time.
-        title: of the bar.
+        title: title of the progress bar.
     """
     found: dict[int, list[int]] = {}
     batches = batches_by_length([len(prompt) for prompt in prompts], batch_size)
@@ -109,15 +112,15 @@ def generate_all(
 
 
 def check_lengths(prompts: list[list[int]], sampling: SamplingConfig, model: Decoder) -> None:
-    """Raises UserError where `generate` would."""
+    """Raises the UserErrors of `generate` without generating."""
     positions = model.config.max_position_embeddings
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
-            raise UserError(f"prompt {number} of {len(prompts)} has no tokens")
+            raise UserError(f"prompt {number} of {len(prompts)}: no tokens; expected at least one")
         if len(prompt) + sampling.max_new_tokens > positions:
             raise UserError(
                 f"sampling.max_new_tokens: {sampling.max_new_tokens} after {len(prompt)} tokens "
-                f"of prompt {number}; the model has {positions} positions"
+                f"of prompt {number}; expected at most the model's {positions} positions together"
             )
 
 
@@ -133,12 +136,12 @@ def _generate(
     answers: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # the prompt of each row of the batch
     draws = _draws(prompts, sampling).to(world.device)
-    cache, tokens = _begin(model, prompts, sampling, world)
+    cache, tokens = _start(model, prompts, sampling, world)
     for step in range(sampling.max_new_tokens):
         if not (world.max(len(rows)) if together else rows):
             break
         if not rows:
-            cache, tokens = _begin(model, [], sampling, world)  # in step with the other ranks
+            cache, tokens = _start(model, [], sampling, world)  # runs along with the other ranks
         logits = model(tokens, cache=cache)
         if not rows:
             continue
@@ -158,10 +161,10 @@ def _generate(
     return answers
 
 
-def _begin(
+def _start(
     model: Decoder, prompts: list[list[int]], sampling: SamplingConfig, world: World
 ) -> tuple[KVCache, Tensor]:
-    """An empty cache and the prompts, padded on the right; of none, a single token."""
+    """An empty cache and the prompts, padded on the right. Without prompts, a single token."""
     prompts = prompts or [[0]]
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
@@ -172,7 +175,7 @@ def _begin(
 
 
 def _draws(prompts: list[list[int]], sampling: SamplingConfig) -> Tensor:
-    """fp32 `[prompts, max_new_tokens]` in [0, 1): what decides each token of each answer."""
+    """A random number in [0, 1) for each token of each answer: fp32 `[prompts, max_new_tokens]`."""
     draws = torch.empty(len(prompts), sampling.max_new_tokens)
     for row, prompt in zip(draws, prompts, strict=True):
         digest = hashlib.sha256(f"{sampling.seed}/{prompt}".encode()).digest()
@@ -186,18 +189,19 @@ def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Te
 
     Args:
         logits: `[batch, vocab]`, floating point.
-        draws: fp32 `[batch]` in [0, 1). A row's token is where the running sum of its
-            probabilities passes its draw.
+        draws: fp32 `[batch]` in [0, 1). A row's token is the first whose cumulative probability
+            exceeds its draw.
     """
     if sampling.temperature == 0:
         return logits.argmax(-1)
-    numbers = (logits.float() / sampling.temperature).softmax(-1)
+    probabilities = (logits.float() / sampling.temperature).softmax(-1)
     order = None
     if sampling.top_p < 1:
-        numbers, order = numbers.sort(-1, descending=True)
-        before = numbers.cumsum(-1) - numbers
-        numbers = numbers.masked_fill(before >= sampling.top_p, 0)
-    sums = numbers.double().cumsum(-1)
-    # fp32 below 1 times fp64: below the whole sum, so the token found has a probability.
+        probabilities, order = probabilities.sort(-1, descending=True)
+        before = probabilities.cumsum(-1) - probabilities
+        probabilities = probabilities.masked_fill(before >= sampling.top_p, 0)
+    sums = probabilities.double().cumsum(-1)
+    # A draw is below 1 in fp32, so in fp64 it is below the total, and the token found has a
+    # probability above 0.
     at = torch.searchsorted(sums, draws.double().unsqueeze(1) * sums[:, -1:], right=True)
     return (at if order is None else order.gather(1, at)).squeeze(1)

@@ -1,4 +1,4 @@
-"""Loss over samples that are not trained on: the mean over their target tokens, over all ranks."""
+"""Loss on held-out samples: the mean over the target tokens of all ranks."""
 
 from __future__ import annotations
 
@@ -21,12 +21,11 @@ def held_out_batches(
     max_seq_len: int | None,
     fill_rows: bool = False,
 ) -> Iterator[Batch]:
-    """This rank's batches of one pass over `dataset`, in its order; as many on every rank.
+    """This rank's batches of one pass over `dataset`, in order. Every rank gets the same number.
 
     Args:
-        dataset: of samples or packs, as the training loader takes them.
-        batch_size: samples per rank and batch. A rank that has none left gets a row without
-            targets.
+        dataset: a dataset of samples or packs for `StepLoader`.
+        batch_size: samples per rank and batch. A rank without samples gets a row without targets.
         pad_id, max_seq_len: as in `collate`.
         fill_rows: as in `StepLoader`.
     """
@@ -49,9 +48,9 @@ def held_out_batches(
 def batch_losses(
     model: nn.Module, batches: Iterable[Batch], world: World
 ) -> list[tuple[float, int]]:
-    """Summed loss and number of targets of each of this rank's batches.
+    """Summed loss (nats) and number of targets of each of this rank's batches.
 
-    All ranks call it with the same number of batches: every forward pass has collectives.
+    All ranks must call it with the same number of batches: forward passes have collectives.
     """
     losses: list[torch.Tensor] = []
     targets: list[int] = []
@@ -60,20 +59,20 @@ def batch_losses(
             b = batch.to(world.device)
             losses.append(model(b.tokens, b.positions, labels=b.labels, cu_seqlens=b.cu_seqlens))
             targets.append(batch.num_targets)
-    # Read at the end, so that an accelerator is never waited for between batches.
+    # Reading the losses waits for the accelerator, so it happens once, at the end.
     sums = torch.stack(losses).tolist() if losses else []
     return list(zip(sums, targets, strict=True))
 
 
 def held_out_loss(model: nn.Module, batches: Iterable[Batch], world: World) -> tuple[float, int]:
-    """Cross entropy summed over the targets of all ranks' batches (nats), and their number.
+    """The cross entropy summed over all ranks' targets (nats), and the number of targets.
 
-    Divide for the mean loss; `math.exp` of that is the perplexity. The model may be in the middle
-    of training: it comes back in the mode, and sharded as, it was.
+    Their ratio is the mean loss, and `math.exp` of that is the perplexity. The model may be in the
+    middle of training: its mode and its sharding stay as they were.
 
     Args:
         model: a `Decoder`, sharded or not.
-        batches: this rank's, as many as every other rank's (`held_out_batches`).
+        batches: this rank's batches from `held_out_batches`; every rank must have the same number.
     """
     parts = batch_losses(model, batches, world)
     loss = world.sum(math.fsum(loss for loss, _ in parts))

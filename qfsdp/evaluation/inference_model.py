@@ -1,4 +1,4 @@
-"""A model to generate or score with: a base, an adapter or none, sharded, without gradients."""
+"""Builds and loads a model for generation or evaluation: a base with or without an adapter."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ def check_for_inference(
     adapter: str | None,
     sharding: ShardingConfig,
 ) -> Decoder:
-    """The preflight of `load_for_inference`: reads configs and headers, no tensor.
+    """Checks the arguments of `load_for_inference`. Reads configs and headers but no tensors.
 
-    Returns the decoder on the meta device, for what a recipe has to check about it.
+    Returns:
+        The decoder on the meta device, for further checks by a recipe.
 
     Raises:
-        UserError: the model folder or the adapter is not what it should be, or they are not of one
-            model.
+        UserError: the model folder or the adapter is faulty, or the adapter is for another model.
     """
     weights = ModelWeights(model.path)
     decoder = _build(model, quantization, adapter, weights)
@@ -54,18 +54,18 @@ def load_for_inference(
     sharding: ShardingConfig,
     world: World,
 ) -> Decoder:
-    """The model in eval mode, without gradients; every rank must call it.
+    """Loads the model in eval mode, without gradients. Every rank must call it.
 
-    With strategy "ddp" every rank has all of it, adapters too, and ranks compute independently.
-    Other strategies gather a layer for every token of a batch: take them where one rank cannot
-    hold the packed base.
+    With strategy "ddp" every rank holds the whole model and computes on its own. Other strategies
+    gather every layer once per generated token. Use them if one rank cannot hold the quantized
+    base.
 
     Args:
-        model, quantization: the base: plain, packed as it is loaded, or stored packed.
+        model, quantization: the base: plain, quantized while it is loaded, or stored quantized.
         adapter: a folder in PEFT's format, or None.
 
     Raises:
-        UserError: as `check_for_inference`, or a weight holds NaN or infinity.
+        UserError: `check_for_inference` raises it, or a weight holds NaN or infinity.
     """
     weights = open_weights(model, quantization, world)
     decoder = _build(model, quantization, adapter, weights)
@@ -80,11 +80,11 @@ def load_for_inference(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Within it the model is in eval mode and records no gradients; afterwards as it was before.
+    """Context with the model in eval mode and without gradients. Restores its mode at the end.
 
-    Sharded units are freed at the end: without a backward pass FSDP2 keeps the root (and with
-    strategy "shard_grad_op" every unit) gathered, and a parameter that is gathered is no DTensor,
-    which whoever reads parameters next (optimizer, checkpoint) expects it to be.
+    It also reshards the model at the end. Without a backward pass FSDP2 keeps the root gathered
+    (with strategy "shard_grad_op" every unit). A gathered parameter is not a DTensor, but the
+    optimizer and checkpoints expect one.
     """
     trained = model.training
     model.eval()
@@ -104,7 +104,7 @@ def _build(
     adapter: str | None,
     weights: ModelWeights,
 ) -> Decoder:
-    """On the meta device: linears packed, adapters in place, nothing trained."""
+    """The decoder on the meta device, with quantized linears and adapters, without gradients."""
     with torch.device("meta"):
         decoder = Decoder(DecoderConfig.from_dir(model.folder)).to(compute_dtype(model.dtype))
     quantize_linears(decoder, quantization, weights.formats)

@@ -1,4 +1,4 @@
-"""Confidence intervals: what a score might have been on other rows of the same kind."""
+"""Confidence intervals of scores: the range to expect on other rows of the same kind."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ Interval = tuple[float, float]
 def wilson(hits: int, total: int, level: float = CONFIDENCE_LEVEL) -> Interval:
     """The Wilson score interval of a proportion (J. Am. Stat. Assoc. 22, 209, 1927).
 
-    Unlike the normal one it stays within 0 and 1, and says something at 0 and at all hits. Without
-    any row it is (0, 1).
+    Unlike the normal interval it stays within 0 and 1 and has a width at 0 % and 100 % hits. For
+    `total` 0 it is (0, 1).
     """
     if total == 0:
         return 0.0, 1.0
@@ -27,7 +27,7 @@ def wilson(hits: int, total: int, level: float = CONFIDENCE_LEVEL) -> Interval:
 
 
 def mean_interval(values: Sequence[float], level: float = CONFIDENCE_LEVEL) -> Interval:
-    """The normal interval of a mean; Wilson's where all values are 0 or 1. NaN for one value."""
+    """The normal interval of a mean. Wilson's if all values are 0 or 1. NaN for one value."""
     if all(value in (0, 1) for value in values):
         return wilson(round(sum(values)), len(values), level)
     if len(values) < 2:
@@ -37,14 +37,14 @@ def mean_interval(values: Sequence[float], level: float = CONFIDENCE_LEVEL) -> I
 
 
 def loss_interval(parts: Sequence[tuple[float, int]], level: float = CONFIDENCE_LEVEL) -> Interval:
-    """The normal interval of a mean loss per token, by what differs between parts of the data.
+    """The normal interval of a mean loss per token, from the spread between parts of the data.
 
-    Tokens of one text are not independent, so parts (batches, windows) are what is drawn: the
-    variance is that of a ratio of two sums (W. G. Cochran, Sampling Techniques, section 6.3). NaN
-    for fewer than two parts with targets.
+    Tokens of one text are not independent, so the parts (batches, windows) are the sampled units.
+    The variance is that of a ratio of two sums (W. G. Cochran, Sampling Techniques, section 6.3).
+    NaN for fewer than two parts with targets.
 
     Args:
-        parts: summed loss and number of targets of each.
+        parts: summed loss and number of targets of each part.
     """
     parts = [part for part in parts if part[1]]
     if len(parts) < 2:

@@ -1,7 +1,7 @@
-"""Tasks of lm-eval (the LM evaluation harness of EleutherAI), on our decoder.
+"""Runs tasks of lm-eval (EleutherAI's LM evaluation harness) on our decoder.
 
-Prompts, metrics and tokens are lm-eval's own. With `local_data` only the rows come from elsewhere:
-from files of a folder, which must have the columns of the data set on the hub.
+Prompts, metrics and tokens are lm-eval's. With `local_data` the rows come from files in a folder.
+These need the columns of the dataset on the hub.
 """
 
 from __future__ import annotations
@@ -28,20 +28,21 @@ from qfsdp.modules.transformer import Decoder
 
 SPLITS = ("train", "validation", "test")
 TRUTHFULQA = "TruthfulQA.csv"
-FEWSHOT_SEED = 1234  # lm-eval's default, and that of what a task draws with numpy
+FEWSHOT_SEED = 1234  # lm-eval's default, also for its draws with numpy
 
 
 @dataclass
 class LMEvalConfig:
-    """Section `lm_eval`: tasks of lm-eval.
+    """Section `lm_eval`: the tasks of lm-eval to run.
 
     Fields:
-        tasks: their names, such as arc_easy, arc_challenge, hellaswag, truthfulqa_mc1.
-        limit: rows of each task, the first ones; null: all.
-        num_fewshot: solved examples before each question; null: as many as the task says. A task
-            that fixes none keeps to that.
-        local_data: a folder to take rows from instead of the hub: TASK.SPLIT.jsonl (or
-            TASK.SPLIT.ANYTHING.jsonl), SPLIT being train, validation or test, and TruthfulQA.csv.
+        tasks: task names, such as arc_easy, arc_challenge, hellaswag, truthfulqa_mc1.
+        limit: use only the first `limit` rows of each task; null uses all.
+        num_fewshot: solved examples before each question; null uses the task's number. A task that
+            sets 0 keeps 0.
+        local_data: a folder to read rows from instead of the hub. Its files are TASK.SPLIT.jsonl
+            or TASK.SPLIT.ANYTHING.jsonl, where SPLIT is train, validation or test, and
+            TruthfulQA.csv.
         chat_template: ask each question as a turn of a chat.
     """
 
@@ -60,7 +61,7 @@ class LMEvalConfig:
 
 @dataclass(frozen=True)
 class TaskMetric:
-    """One metric of one task; the interval is None where it is no mean over rows."""
+    """One metric of one task. The interval is None if the metric is not a mean over rows."""
 
     task: str
     metric: str
@@ -70,13 +71,18 @@ class TaskMetric:
 
 
 def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
-    """lm-eval's task objects by name, with their rows; before anything else is loaded.
+    """Loads lm-eval's task objects with their rows, by name.
+
+    Recipes call it before they load the model.
 
     Raises:
-        UserError: the package is missing, a task does not exist, or its rows cannot be had.
+        UserError: the package lm-eval is missing, a task does not exist, or its rows cannot be
+            loaded.
     """
     if importlib.util.find_spec("lm_eval") is None:
-        raise UserError("lm_eval.tasks: needs the package lm-eval; pip install qfsdp[eval]")
+        raise UserError(
+            "lm_eval.tasks: the package lm-eval is missing; expected pip install qfsdp[eval]"
+        )
     with _quiet(sys.stderr.isatty()):
         manager = _task_manager(tuple(config.tasks) if config.local_data else ())
         if not set(config.tasks) <= set(manager.all_tasks):
@@ -85,20 +91,20 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
             if name not in manager.all_tasks:
                 near = get_close_matches(name, manager.all_tasks, n=1)
                 hint = f"; did you mean '{near[0]}'?" if near else ""
-                raise UserError(f"lm_eval.tasks: lm-eval has no task '{name}'{hint}")
+                raise UserError(f"lm_eval.tasks: '{name}' is not a task of lm-eval{hint}")
         specs: list[Any] = list(config.tasks)
         if config.local_data is not None:
             folder = Path(config.local_data).expanduser()
             members = [_with_local_rows(name, folder) for name in config.tasks]
-            # A group of ours is lm-eval's way to load a task with some of its keys replaced.
+            # lm-eval replaces keys of a task only if the task is in a group.
             specs = [{"group": "local", "task": members}]
         try:
             tasks: dict[str, Any] = manager.load(specs)["tasks"]
         except (OSError, ValueError, KeyError) as error:
             reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(
-                f"lm_eval.tasks: {', '.join(config.tasks)}: {reason[0]}; without the hub's data "
-                "sets, lm_eval.local_data is right"
+                f"lm_eval.tasks: {', '.join(config.tasks)}: {reason[0]}; expected access to the "
+                "hub, or lm_eval.local_data"
             ) from error
     for task in tasks.values():
         if config.num_fewshot is not None and task.get_config("num_fewshot") != 0:
@@ -111,8 +117,10 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
 
 @cache
 def _task_manager(names: tuple[str, ...] = ()) -> Any:
-    """lm-eval's index of its tasks; or, as that is 14,000 files and 5 s, of the folders in which
-    there are tasks of these names."""
+    """lm-eval's index of tasks: of all, or only of the folders that have tasks of these names.
+
+    The whole index reads 14,000 files and takes 5 s.
+    """
     from lm_eval import tasks
 
     if not names:
@@ -124,7 +132,7 @@ def _task_manager(names: tuple[str, ...] = ()) -> Any:
 
 
 def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
-    """What replaces a task's own source of rows; its splits are those that there are files for."""
+    """The keys that make a task read its rows from `folder`. Splits without a file are absent."""
     files = {
         split: sorted(
             [*folder.glob(f"{name}.{split}.jsonl"), *folder.glob(f"{name}.{split}.*.jsonl")]
@@ -136,7 +144,7 @@ def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
         of_split.setdefault("validation", folder / TRUTHFULQA)
     if not of_split.keys() & {"validation", "test"}:
         raise UserError(
-            f"lm_eval.local_data: {folder} has no rows of {name}; {name}.validation.jsonl is right"
+            f"lm_eval.local_data: {folder} has no rows of {name}; expected {name}.validation.jsonl"
         )
 
     def rows(**_: Any) -> dict[str, Any]:
@@ -150,7 +158,7 @@ def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
         "training_split": "train" if "train" in of_split else None,
         "validation_split": "validation" if "validation" in of_split else None,
         "test_split": "test" if "test" in of_split else None,
-        "fewshot_split": None,  # of train, else of the rows themselves without the one asked
+        "fewshot_split": None,  # from train, else from the other rows
     }
 
 
@@ -161,12 +169,13 @@ def _read(file: Path) -> list[dict[str, Any]]:
 
 
 def truthfulqa_rows(file: Path) -> list[dict[str, Any]]:
-    """Multiple-choice targets from the CSV of the TruthfulQA repository, as its own evaluation
-    makes them (arXiv:2109.07958): MC1 is the best answer against all incorrect ones, MC2 all
-    correct ones against all incorrect ones, each ended by a period.
+    """Multiple-choice questions from the CSV file of the TruthfulQA repository.
 
-    The hub's `multiple_choice` rows are another version: their choices were picked by hand, and
-    cannot be had from this file; scores on the two differ.
+    Follows the repository's own evaluation (arXiv:2109.07958). MC1 has the best answer and all
+    incorrect ones, MC2 all correct and all incorrect ones. Each ends with a period.
+
+    Scores differ from those on the hub's `multiple_choice` rows, whose choices were picked by
+    hand. This file does not contain them.
 
     Raises:
         UserError: the file lacks one of the four columns.
@@ -177,7 +186,7 @@ def truthfulqa_rows(file: Path) -> list[dict[str, Any]]:
         reader = csv.DictReader(lines)
         missing = [name for name in needed if name not in (reader.fieldnames or ())]
         if missing:
-            raise UserError(f"{file}: no column {missing[0]!r}; needed are {', '.join(needed)}")
+            raise UserError(f"{file}: no column {missing[0]!r}; expected {', '.join(needed)}")
         for row in reader:
             best, right, wrong = (_answers(row[name]) for name in needed[1:])
             best = best[:1]
@@ -194,7 +203,7 @@ def truthfulqa_rows(file: Path) -> list[dict[str, Any]]:
 
 
 def _answers(cell: str) -> list[str]:
-    """The answers of a cell, separated by semicolons, each ended by a period, none twice."""
+    """The answers of a cell, separated by semicolons. Adds final periods, removes duplicates."""
     found = [answer.strip() for answer in cell.split(";")]
     ended = [answer if answer.endswith(".") else f"{answer}." for answer in found if answer]
     return list(dict.fromkeys(ended))
@@ -213,13 +222,15 @@ def run_tasks(
     world: World,
     batch_size: int,
 ) -> tuple[list[TaskMetric], dict[str, list[dict[str, Any]]]]:
-    """Scores of all metrics of all tasks, and lm-eval's record of every row by task; the same on
-    every rank.
+    """Runs the tasks. The results are the same on every rank.
 
     Args:
-        tasks: of `load_tasks`.
+        tasks: from `load_tasks`.
         stops: tokens that end an answer.
-        batch_size: contexts (with all of their choices) or prompts of a forward pass.
+        batch_size: contexts (with all their choices) or prompts per forward pass.
+
+    Returns:
+        All metrics of all tasks, and lm-eval's record of each row by task.
     """
     from qfsdp.evaluation.lm_harness_model import HarnessModel
 
@@ -231,7 +242,7 @@ def run_tasks(
 def evaluate(
     config: LMEvalConfig, tasks: dict[str, Any], lm: Any, rank: int = 0
 ) -> tuple[list[TaskMetric], dict[str, list[dict[str, Any]]]]:
-    """`run_tasks` for any model that lm-eval knows."""
+    """`run_tasks` for any of lm-eval's models."""
     import numpy
     from lm_eval import evaluator
 
@@ -242,7 +253,7 @@ def evaluate(
             lm=lm,
             task_dict={"tasks": tasks, "groups": {}},
             limit=config.limit,
-            bootstrap_iters=0,  # intervals are ours
+            bootstrap_iters=0,  # we compute the intervals
             log_samples=True,
             apply_chat_template=config.chat_template,
             fewshot_as_multiturn=config.chat_template,
@@ -264,7 +275,7 @@ def evaluate(
 
 @contextmanager
 def _quiet(bars: bool = True) -> Iterator[None]:
-    """Without lm-eval's information and warnings, and, unless `bars`, its progress bars."""
+    """Context that hides lm-eval's messages below errors, and its progress bars unless `bars`."""
     logger = logging.getLogger("lm_eval")
     level = logger.level
     logger.setLevel(logging.ERROR)

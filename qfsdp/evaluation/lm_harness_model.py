@@ -1,4 +1,4 @@
-"""A decoder as lm-eval sees a model. Imports lm-eval; `lm_harness.py` is what recipes import."""
+"""Our decoder as a model of lm-eval. Imports lm-eval; recipes import `lm_harness` instead."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ from qfsdp.evaluation.generation import SamplingConfig, generate_all
 from qfsdp.evaluation.log_likelihood import log_likelihoods
 from qfsdp.modules.transformer import Decoder
 
-DEFAULT_NEW_TOKENS = 256  # lm-eval's, where a task says nothing
+DEFAULT_NEW_TOKENS = 256  # lm-eval's default
 
 
 class HarnessModel(TemplateLM):
-    """Answers lm-eval's three kinds of requests, with the tokens that its `hf` model would take.
+    """Answers lm-eval's three kinds of requests, with the tokens that its `hf` model would use.
 
-    To lm-eval every rank is alone and has all requests; the work is shared out below that, so
-    every rank gets all answers, and all run the same number of forward passes.
+    lm-eval runs on every rank with all requests. The functions that it calls here split the work
+    over the ranks, so every rank runs the same number of forward passes and gets all answers.
 
     Args:
-        tokenizer: `hf_tokenizer(...)`, or one of torchtune's.
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
         stops: tokens that end an answer.
-        batch_size: contexts, or prompts, of a forward pass.
+        batch_size: contexts or prompts per forward pass.
     """
 
     def __init__(
@@ -51,7 +51,7 @@ class HarnessModel(TemplateLM):
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text without a context."""
+        """The token before a text without a context."""
         bos_id = self.tokenizer.bos_id
         return self.eot_token_id if bos_id is None else int(bos_id)
 
@@ -62,8 +62,11 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: Any
     ) -> list[int]:
-        """Tokens of a text; by default with the special tokens that the tokenizer puts around it,
-        if the text does not begin with one itself."""
+        """Tokens of a text.
+
+        By default with the special tokens that the tokenizer adds, unless the text begins with the
+        prefix token.
+        """
         if add_special_tokens is None:
             add_special_tokens = not string.startswith(self._prefix_text)
         if add_special_tokens and isinstance(self.tokenizer, HFTokenizer):
@@ -74,7 +77,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[tuple[float, bool]]:
-        return super().loglikelihood(requests, disable_tqdm=True)  # a bar on every rank
+        return super().loglikelihood(requests, disable_tqdm=True)  # avoids a bar per rank
 
     def _loglikelihood_tokens(
         self, requests: list[tuple[Any, list[int], list[int]]], **_: Any
@@ -85,7 +88,7 @@ class HarnessModel(TemplateLM):
     def loglikelihood_rolling(
         self, requests: list[Instance], disable_tqdm: bool = True
     ) -> list[float]:
-        """Every token of a text is predicted once, in windows of all of the model's positions."""
+        """Summed log-probability of each text, in windows of all of the model's positions."""
         pairs, owners = [], []
         for number, request in enumerate(requests):
             windows = get_rolling_token_windows(
@@ -104,8 +107,10 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: list[Instance], disable_tqdm: bool = True) -> list[str]:
-        """Prompts lose their beginning where they leave no room for the answer. An answer is cut at
-        its first stop string after it has been made, up to the most tokens that it may have."""
+        """Answers to prompts. A prompt loses its beginning if it leaves no room for the answer.
+
+        Stop strings do not end generation early: the answer is cut at the first one afterwards.
+        """
         kinds: dict[str, list[int]] = {}
         for number, request in enumerate(requests):
             kinds.setdefault(json.dumps(request.args[1], sort_keys=True), []).append(number)
@@ -117,7 +122,7 @@ class HarnessModel(TemplateLM):
         return answers
 
     def _answers(self, contexts: list[str], options: dict[str, Any]) -> list[str]:
-        """Answers to contexts of one kind; `options` are a task's `generation_kwargs`."""
+        """Answers to contexts with the same options, a task's `generation_kwargs`."""
         given = normalize_gen_kwargs(options, DEFAULT_NEW_TOKENS)
         end = self.tokenizer.decode([self.eot_token_id], skip_special_tokens=False)
         until = handle_stop_sequences(given.get("until"), eos=end)
@@ -129,8 +134,8 @@ class HarnessModel(TemplateLM):
         room = self.max_length - sampling.max_new_tokens
         if room < 1:
             raise UserError(
-                f"lm_eval.tasks: one asks for {sampling.max_new_tokens} new tokens; "
-                f"the model has {self.max_length} positions"
+                f"lm_eval.tasks: a task asks for {sampling.max_new_tokens} new tokens; expected "
+                f"fewer than the model's {self.max_length} positions"
             )
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
         answers = generate_all(
@@ -146,8 +151,11 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """A conversation as text. Without the header of an answer it ends with its last message,
-        to be continued."""
+        """A conversation as text.
+
+        Without the generation prompt it ends with the text of the last message, for the model to
+        continue.
+        """
         text: str = self.tokenizer.render(chat_history, add_generation_prompt)
         if add_generation_prompt:
             return text

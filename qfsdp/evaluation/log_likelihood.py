@@ -1,9 +1,9 @@
 """Log-likelihoods of continuations of a context, such as the choices of a question.
 
-All continuations of one context share a row: the context once, then one continuation after the
-other, each seeing the context and itself, at the positions where it would stand alone. So a
-question of 200 tokens with eight choices costs one pass over it instead of eight. The output layer
-sees the scored positions only.
+All continuations of a context share a row: the context once, then one continuation after the other.
+Each continuation attends to the context and to itself, at the positions that it would have alone.
+So a question of 200 tokens with eight choices costs one pass over it instead of eight. The output
+layer runs on the scored positions only.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from qfsdp.modules.loss import CHUNK_LOGITS
 from qfsdp.modules.transformer import Decoder
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
-"""Tokens of a context, at least one, and of its continuation."""
+"""The tokens of a context (at least one) and of its continuation."""
 Likelihood = tuple[float, bool]
-"""Summed log-probability of a continuation (nats); whether greedy decoding gives it."""
+"""The summed log-probability of a continuation (nats), and whether greedy decoding gives it."""
 
 
 @dataclass(frozen=True)
 class _Row:
-    """A context and some of its continuations; `inputs` is the number of tokens that go in."""
+    """A context and some of its continuations. `inputs` is the number of input tokens."""
 
     context: tuple[int, ...]
     continuations: list[tuple[int, ...]]
@@ -45,16 +45,16 @@ def log_likelihoods(
     batch_size: int,
     title: str = "scoring",
 ) -> list[Likelihood]:
-    """Scores of continuations, each after its context; the same on every rank.
+    """The log-likelihood of each continuation after its context. The same on every rank.
 
-    A pair that is longer than the model's positions loses the beginning of its context. Equal
-    pairs are computed once.
+    All ranks must call it with the same pairs. A pair that is longer than the model's positions
+    loses the beginning of its context. Equal pairs are computed once.
 
     Args:
-        model: sharded or not; all ranks call this with the same pairs.
-        pairs: context (at least one token) and continuation. Of an empty one the score is 0.
-        batch_size: contexts in a forward pass.
-        title: of the progress bar.
+        model: sharded or not.
+        pairs: contexts (at least one token) and continuations. An empty continuation gets 0.
+        batch_size: contexts per forward pass.
+        title: title of the progress bar.
     """
     wanted = [_shorten(*pair, model.config.max_position_embeddings) for pair in pairs]
     rows = _rows(wanted, _longest_row(model))
@@ -62,7 +62,7 @@ def log_likelihoods(
     found: dict[Pair, Likelihood] = {}
     with evaluating(model):
         for chosen in batches_of_rank(batches, world, title):
-            # A rank without a batch runs one token, in step with the others.
+            # A rank without a batch runs one token, because the others have collectives.
             mine = [rows[index] for index in chosen] or [_Row((0,), [(0,)], 1)]
             scores = _score(model, mine, world.device)
             if chosen:
@@ -73,20 +73,26 @@ def log_likelihoods(
 
 
 def _shorten(context: Sequence[int], continuation: Sequence[int], positions: int) -> Pair:
-    """A pair whose tokens, but for the last, are at most `positions`."""
+    """Cuts the beginning of a pair so that all its tokens except the last fit into `positions`."""
     whole = (*context, *continuation)[-(positions + 1) :]
     kept = min(len(continuation), len(whole) - 1)
     return whole[: len(whole) - kept], whole[len(whole) - kept :]
 
 
 def _longest_row(model: Decoder) -> int:
-    """Above this a row holds one continuation: the sliding window counts places in the row."""
+    """Longest row with several continuations.
+
+    The sliding window is measured in the row, where other continuations lie in between.
+    """
     return model.config.sliding_window or 1 << 30
 
 
 def _rows(pairs: list[Pair], longest: int) -> list[_Row]:
-    """Every pair once. Rows that several share hold at most 512 tokens, or twice their context, and
-    `longest`: what attention takes grows with the square."""
+    """Groups the pairs by context into rows, each pair once.
+
+    A row with several continuations has at most max(512, twice its context) and at most `longest`
+    tokens, because the cost of attention grows with the square of the row's length.
+    """
     by_context: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
     for context, continuation in pairs:
         if continuation:
@@ -116,10 +122,10 @@ def _score(model: Decoder, rows: list[_Row], device: torch.device) -> dict[Pair,
     likelihoods, greedy = [], []
     step = max(1, CHUNK_LOGITS // logits.shape[-1])
     for start in range(0, len(targets), step):
-        numbers, chosen = logits[start : start + step].float(), targets[start : start + step]
-        total = numbers.logsumexp(-1)
-        likelihoods.append(numbers.gather(1, chosen.unsqueeze(1)).squeeze(1) - total)
-        greedy.append(numbers.argmax(-1) == chosen)
+        chunk, chosen = logits[start : start + step].float(), targets[start : start + step]
+        total = chunk.logsumexp(-1)
+        likelihoods.append(chunk.gather(1, chosen.unsqueeze(1)).squeeze(1) - total)
+        greedy.append(chunk.argmax(-1) == chosen)
     values = iter(torch.cat(likelihoods).double().tolist())
     hits = iter(torch.cat(greedy).tolist())
     return {
@@ -133,12 +139,17 @@ def _score(model: Decoder, rows: list[_Row], device: torch.device) -> dict[Pair,
 
 
 def _inputs(rows: list[_Row]) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Tensor]:
-    """`tokens`, `positions` int64 `[rows, longest]`; `mask` bool `[rows, 1, longest, longest]`,
-    None where no row has two continuations; `scored` int64 `[targets, 2]`, row and place whose
-    logits are of the `targets`, int64 `[targets]`."""
+    """Tokens, positions, mask, scored positions and targets of one forward pass.
+
+    Returns:
+        tokens, positions: int64 `[rows, longest]`.
+        mask: bool `[rows, 1, longest, longest]`; None if no row has two continuations.
+        scored: int64 `[targets, 2]`, the row and the place in it that predict each target.
+        targets: int64 `[targets]`.
+    """
     shape = (len(rows), max(row.inputs for row in rows))
     tokens, positions = torch.zeros(shape, dtype=torch.int64), torch.zeros(shape, dtype=torch.int64)
-    branch = torch.full(shape, -1)  # 0: context, then the number of the continuation
+    branch = torch.full(shape, -1)  # 0: context; n: n-th continuation
     scored: list[tuple[int, int]] = []
     targets: list[int] = []
     for at, row in enumerate(rows):
@@ -164,7 +175,7 @@ def _inputs(rows: list[_Row]) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Te
 
 @contextmanager
 def _output_at(model: Decoder, places: Tensor) -> Iterator[None]:
-    """Within it the model's logits are those of `places` alone: `[targets, vocab]`."""
+    """Context in which the model returns logits of `places` only: `[targets, vocab]`."""
 
     def select(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         return (args[0][places[:, 0], places[:, 1]],)

@@ -1,4 +1,4 @@
-"""Loss and perplexity of a held-out dataset, or of plain text in windows."""
+"""Loss and perplexity of a held-out dataset or of plain text in windows."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ class TextConfig:
 
     Fields:
         file: plain text, UTF-8.
-        window: tokens that the model sees at a time. The first token of a window has no
-            prediction.
-        stride: how far the next window is; null: `window`. Less, and a token has at least
-            `window - stride` tokens before it, but each is run `window / stride` times.
-        max_tokens: use the first so many tokens only; null: all.
+        window: tokens per window. The first token of a window is not predicted.
+        stride: distance between windows; null uses `window`. With a smaller stride each predicted
+            token has at least `window - stride` tokens before it, but each token is computed
+            `window / stride` times.
+        max_tokens: use only the first `max_tokens` tokens; null uses all.
         add_bos: begin the text with the beginning-of-sequence token.
     """
 
@@ -48,10 +48,12 @@ class TextConfig:
 
 
 class TextWindows:
-    """A dataset of windows over one long text. Every token but the first of the text is a target
-    once, except that without overlap (`stride == window`) the first of each window is none.
+    """A dataset of windows over one long text.
 
-    Items are `{"tokens", "labels"}`, int64 `[window]` or, the last, shorter.
+    Every token except the first of the text is a target once. Without overlap
+    (`stride == window`) the first token of each window is not a target.
+
+    Items are `{"tokens", "labels"}`, each int64 `[window]`. The last may be shorter.
     """
 
     def __init__(self, tokens: list[int], window: int, stride: int) -> None:
@@ -66,15 +68,16 @@ class TextWindows:
         tokens = self._tokens[start : start + self._window].long()
         labels = tokens.clone()
         if start:
-            labels[: self._window - self._stride] = IGNORE_INDEX  # the window before had them
+            labels[: self._window - self._stride] = IGNORE_INDEX  # targets of the window before
         return {"tokens": tokens, "labels": labels}
 
 
 def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
-    """The windows of a file, by a tokenizer of ours or torchtune's.
+    """Reads a text file and cuts it into windows.
 
     Args:
         key: the entry's place in the config, for messages.
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
 
     Raises:
         UserError: the file cannot be read, or has fewer than two tokens.
@@ -94,7 +97,7 @@ def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A mean over target tokens, in nats, with its confidence interval, and their number."""
+    """The mean loss over target tokens (nats), its confidence interval and their number."""
 
     loss: float
     interval: Interval
@@ -114,13 +117,13 @@ def dataset_loss(
     max_seq_len: int | None,
     title: str = "loss",
 ) -> MeanLoss:
-    """The mean loss over all target tokens of a dataset, the same on every rank.
+    """The mean loss over all target tokens of a dataset. The same on every rank.
 
     Args:
-        dataset: samples or packs as for training (items of `StepLoader`), or `TextWindows`.
-        batch_size: samples per rank and forward pass. The parts that the interval is made of.
+        dataset: a dataset for `StepLoader`, of samples or packs, or `TextWindows`.
+        batch_size: samples per rank and forward pass. Each batch is a part for `loss_interval`.
         pad_id, max_seq_len: as in `collate`.
-        title: of the progress bar.
+        title: title of the progress bar.
 
     Raises:
         UserError: no sample has a target.
@@ -131,5 +134,7 @@ def dataset_loss(
     parts = [part for of_rank in world.gather(mine) for part in of_rank]
     tokens = sum(count for _, count in parts)
     if not tokens:
-        raise UserError(f"{title}: no token to predict in {len(dataset)} samples")
+        raise UserError(
+            f"{title}: no target token in {len(dataset)} samples; expected at least one"
+        )
     return MeanLoss(math.fsum(loss for loss, _ in parts) / tokens, loss_interval(parts), tokens)

@@ -1,4 +1,4 @@
-"""What goes into a model and comes out, as text: prompts to tokens, tokens to whole characters."""
+"""Turns prompts into tokens, and finds the tokens that end an answer."""
 
 from __future__ import annotations
 
@@ -14,42 +14,41 @@ Messages = list[dict[str, str]]
 
 
 def chat_tokens(tokenizer: Any, messages: Messages) -> list[int]:
-    """A conversation that is to be answered, as tokens: by the model's chat template, with the
-    header of the answer at its end.
+    """The tokens of a conversation by the chat template, ending with the answer's header.
 
     Args:
-        tokenizer: `hf_tokenizer(...)`, or one of torchtune's.
+        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
 
     Raises:
-        UserError: there is no chat template, or it refuses this conversation.
+        UserError: there is no chat template, or it rejects the conversation.
     """
     if isinstance(tokenizer, HFTokenizer):
         return tokenizer.encode_chat(messages)
     from torchtune.data import Message
 
-    told: list[Any] = [Message(m["role"], m["content"]) for m in messages]  # type: ignore[arg-type]
-    told.append(Message("assistant", ""))  # torchtune's way to ask for an answer
-    return list(tokenizer({"messages": told}, inference=True)["tokens"])
+    turns: list[Any] = [Message(m["role"], m["content"]) for m in messages]  # type: ignore[arg-type]
+    turns.append(Message("assistant", ""))  # asks torchtune for the header of an answer
+    return list(tokenizer({"messages": turns}, inference=True)["tokens"])
 
 
 def prompt_tokens(
     tokenizer: Any, prompt: str | Messages, chat_template: bool, system_prompt: str | None
 ) -> list[int]:
-    """A prompt as tokens.
+    """The tokens of a prompt.
 
     Args:
-        prompt: what a user says, or a whole conversation.
-        chat_template: whether the prompt is a turn of a chat; else it is text to be continued, with
-            the model's beginning-of-text token before it.
-        system_prompt: a message at the start of the chat, or None.
+        prompt: the text of a user's message, or a whole conversation.
+        chat_template: use the chat template. If false, the prompt is text for the model to
+            continue, after its beginning-of-text token.
+        system_prompt: a system message for the start of the chat, or None.
 
     Raises:
-        UserError: as `chat_tokens`; or the prompt is not one, ends with an answer, or has a system
-            message beside `system_prompt`.
+        UserError: `chat_tokens` raises it, the prompt has the wrong type, ends with an answer, or
+            has a system message although `system_prompt` is given.
     """
     if not chat_template:
         if not isinstance(prompt, str):
-            raise UserError("a list of messages needs the chat template; set chat_template=true")
+            raise UserError("a list of messages; expected text, or chat_template=true")
         return list(tokenizer.encode(prompt, add_bos=True, add_eos=False))
     messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
     roles = []
@@ -58,17 +57,20 @@ def prompt_tokens(
     if not roles or not all(isinstance(role, str) for role in roles):
         raise UserError('expected a text, or a list of {"role": ..., "content": ...}')
     if roles[-1] == "assistant":
-        raise UserError("the last message is the assistant's; expected one to be answered")
+        raise UserError("the last message is the assistant's; expected a message to answer")
     if system_prompt is not None:
         if "system" in roles:
-            raise UserError("a system message of its own beside system_prompt; give one of them")
+            raise UserError("a system message and system_prompt; expected only one of them")
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return chat_tokens(tokenizer, messages)
 
 
 def stop_ids(tokenizer: Any, folder: str | Path) -> set[int]:
-    """The tokens that end an answer: the tokenizer's own, those of `config.json` and
-    `generation_config.json` in the model's folder, and the one that ends a turn of the chat."""
+    """The tokens that end an answer.
+
+    These are the tokenizer's stop tokens, the `eos_token_id` of `config.json` and
+    `generation_config.json` in the model's folder, and the chat template's end-of-turn token.
+    """
     found: set[int | None] = set(tokenizer.stop_tokens)
     for name in ("config.json", "generation_config.json"):
         file = Path(folder).expanduser() / name
@@ -76,7 +78,7 @@ def stop_ids(tokenizer: Any, folder: str | Path) -> set[int]:
             try:
                 ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
             except (ValueError, AttributeError):
-                raise UserError(f"{file}: not a JSON object") from None
+                raise UserError(f"{file}: not readable; expected a JSON object") from None
             found |= set(ids) if isinstance(ids, list) else {ids}
     if isinstance(tokenizer, HFTokenizer):
         found.add(tokenizer.end_of_turn_id)

@@ -1,4 +1,4 @@
-"""The figures of an evaluation: a table for people, JSON for programs."""
+"""Results of an evaluation as a table and as JSON."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from qfsdp.evaluation.perplexity import MeanLoss
 
 @dataclass(frozen=True)
 class Result:
-    """One figure.
+    """The value of one metric.
 
     Fields:
-        section, name: the place in the config of what was evaluated; a task of lm-eval is a name.
-        metric: what the value is.
-        interval: its confidence interval; None where there is none.
-        count, unit: over how many "tokens" or "rows".
+        section, name: place in the config of the evaluated dataset; for lm-eval `name` is the task.
+        metric: name of the metric.
+        interval: confidence interval of the value, or None.
+        count, unit: number of "tokens" or "rows" that the value was measured on.
     """
 
     section: str
@@ -36,7 +36,7 @@ class Result:
 
 
 def loss_results(section: str, name: str, found: MeanLoss) -> list[Result]:
-    """The mean loss (nats per token) and the perplexity."""
+    """The mean loss (nats per token) and the perplexity, as two results."""
     low, high = found.interval
     rest = (found.tokens, "tokens")
     perplexities = (math.exp(low), math.exp(high))
@@ -47,19 +47,19 @@ def loss_results(section: str, name: str, found: MeanLoss) -> list[Result]:
 
 
 def exact_match_results(name: str, found: ExactMatch) -> list[Result]:
-    """The share of right answers."""
+    """The share of correct answers, as one result."""
     score = (found.accuracy, found.interval, found.rows, "rows")
     return [Result("exact_match", name, "exact_match", *score)]
 
 
 def format_table(results: Sequence[Result]) -> str:
-    """One line per figure, in columns."""
+    """A table with one line per result."""
     rows = [("", "metric", "value", f"{CONFIDENCE_LEVEL:.0%} interval", "over")]
     for result in results:
         low, high = result.interval or (math.nan, math.nan)
-        told = "" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
-        what = f"{result.section}.{result.name}"
-        rows.append((what, result.metric, f"{result.value:.4f}", told, _count(result)))
+        interval = "" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
+        name = f"{result.section}.{result.name}"
+        rows.append((name, result.metric, f"{result.value:.4f}", interval, _count(result)))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -72,8 +72,10 @@ def _count(result: Result) -> str:
 
 
 def write_results(path: Path, results: Sequence[Result], about: dict[str, Any]) -> None:
-    """A JSON object: `about` and, under "results", a list of the figures. An interval that is not
-    known is null."""
+    """Writes a JSON object: the keys of `about`, "level" and "results", a list of the results.
+
+    An unknown interval is null.
+    """
     found = [asdict(result) for result in results]
     for entry in found:
         if entry["interval"] is not None and any(map(math.isnan, entry["interval"])):

@@ -6,31 +6,31 @@ from typing import Any
 
 
 class TextStream:
-    """Text of tokens as they come, in whole characters.
+    """Turns tokens into text as they arrive, in whole characters.
 
-    A character may be several tokens long, and how a token is written may depend on the one before
-    it, so every piece is the difference of two texts that begin with the piece before.
+    A character may take several tokens, and the text of a token may depend on the token before it.
+    So each new piece is decoded together with the previous piece, whose text is then removed.
     """
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
         self._ids: list[int] = []
-        self._start = 0  # of the piece before
-        self._told = 0  # tokens whose text has been given out
+        self._start = 0  # start of the previous piece
+        self._done = 0  # number of tokens whose text has been returned
 
     def push(self, token: int) -> str:
-        """The text that is complete with this token."""
+        """The text that this token completes. May be empty."""
         self._ids.append(token)
         text = self._rest()
-        if text.endswith("\ufffd"):  # a part of a character
+        if text.endswith("\ufffd"):  # part of a character
             return ""
-        self._start, self._told = self._told, len(self._ids)
+        self._start, self._done = self._done, len(self._ids)
         return text
 
     def end(self) -> str:
-        """What is left: a character that was never completed."""
+        """The remaining text: an incomplete character."""
         return self._rest()
 
     def _rest(self) -> str:
-        before = self._tokenizer.decode(self._ids[self._start : self._told])
+        before = self._tokenizer.decode(self._ids[self._start : self._done])
         return self._tokenizer.decode(self._ids[self._start :])[len(before) :]

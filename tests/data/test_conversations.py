@@ -1,4 +1,4 @@
-"""Datasets from files: what is trained, what is left out, and what a user is told."""
+"""Instruction and chat datasets: trained tokens, skipped rows and error messages."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def write(file: Path, rows: list[Any]) -> str:
 
 
 def texts(tokenizer: Any, dataset: TokenizedDataset, index: int = 0) -> tuple[str, str]:
-    """All of a sample, and what is trained of it."""
+    """Text of a sample, and text of its trained tokens."""
     sample = dataset[index]
     assert len(sample["tokens"]) == len(sample["labels"])
     trained = [label for label in sample["labels"] if label != -100]
@@ -86,7 +86,7 @@ def test_instruct_options(tokenizer: HFTokenizer, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["json", "csv", "parquet", "folder", "data_files", "builder"])
-def test_kinds_of_source(tokenizer: HFTokenizer, tmp_path: Path, kind: str) -> None:
+def test_source_types(tokenizer: HFTokenizer, tmp_path: Path, kind: str) -> None:
     import pyarrow as pa
     from pyarrow import parquet
 
@@ -112,7 +112,7 @@ def test_kinds_of_source(tokenizer: HFTokenizer, tmp_path: Path, kind: str) -> N
     assert len(dataset) == (4 if kind == "builder" else 6)
     assert "It is 0.<|im_end|>" in {texts(tokenizer, dataset, i)[1] for i in range(len(dataset))}
     assert len(instruct_dataset(tokenizer, **options, max_rows=2)) == 2
-    if kind == "json":  # a part of the training set as a validation set
+    if kind == "json":  # splits part of the training set off
         for split, size in (("train[:67%]", 4), ("train[67%:]", 2)):
             assert len(instruct_dataset(tokenizer, **options, split=split)) == size
 
@@ -153,7 +153,7 @@ def test_chat(tokenizer: HFTokenizer, tmp_path: Path, form: str) -> None:
     assert texts(tokenizer, last) == (whole, "Yes.<|im_end|>")
     everything = chat_dataset(tokenizer, **options, train_on_input=True)
     assert texts(tokenizer, everything)[1].replace("\n", "") == whole.replace("\n", "")
-    with pytest.raises(UserError, match="at most one is right"):
+    with pytest.raises(UserError, match="expected at most one of them"):
         chat_dataset(tokenizer, **options, train_on_input=True, train_on_last_turn_only=True)
 
 
@@ -174,14 +174,20 @@ def test_chat_rows(tokenizer: HFTokenizer, tmp_path: Path, caplog: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"answer_column": "anser"}, "answer_column: no column 'anser' .* are answer, prompt"),
-        ({"prompt_column": "Promt"}, "prompt_column: no column 'Promt' .* are prompt, answer"),
+        (
+            {"answer_column": "anser"},
+            "no column 'anser' .* expected one of answer, prompt$",
+        ),
+        (
+            {"prompt_column": "Promt"},
+            "no column 'Promt' .* expected one of prompt, answer$",
+        ),
         ({"prompt_template": "{q}"}, "prompt_template: no column 'q'"),
         ({"prompt_template": "{prompt"}, "prompt_template: '{prompt': expected '}'"),
         ({"prompt_template": "prompt"}, "names no column"),
-        ({"max_rows": 0}, "max_rows: 0; at least 1"),
+        ({"max_rows": 0}, "max_rows: 0; expected an integer of at least 1"),
         ({"split": "test"}, "split test: Unknown split"),
-        ({"data_files": "x.jsonl"}, "data_files: x.jsonl beside the single file"),
+        ({"data_files": "x.jsonl"}, "data_files: x.jsonl together with the single file"),
     ],
 )
 def test_faulty_options(
@@ -204,7 +210,7 @@ def test_faulty_files(tokenizer: HFTokenizer, tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"bad\.json, line 4: not valid JSON"):
         instruct_dataset(tokenizer, source=str(whole))
     nested = write(tmp_path / "nested.jsonl", [{"prompt": {"a": 1}, "answer": "x"}])
-    with pytest.raises(UserError, match="row 1: a dict where text is right"):
+    with pytest.raises(UserError, match="row 1: a dict: .*; expected text"):
         instruct_dataset(tokenizer, source=nested)
 
 
@@ -270,7 +276,7 @@ def test_torchtune_tokenizers(tmp_path: Path, build: Any) -> None:
     assert sum(batch.num_targets for batch in loader.step(0)) > 0
 
 
-def test_torchtunes_templates_refuse_politely(tmp_path: Path) -> None:
+def test_errors_of_torchtunes_templates(tmp_path: Path) -> None:
     from torchtune.models.mistral import MistralChatTemplate
 
     tokenizer = sentencepiece_tokenizer(tmp_path)
@@ -289,7 +295,7 @@ def test_gsm8k(tokenizer: HFTokenizer, caplog: Any) -> None:
     assert "7473 of 7473 rows used" in caplog.text and "left out" not in caplog.text
 
 
-def test_importing_needs_torch_alone() -> None:
+def test_importing_needs_torch_only() -> None:
     heavy = "{'torchtune', 'torchao', 'datasets', 'jinja2', 'tokenizers', 'transformers'}"
     code = f"import torch, sys; before = set(sys.modules); import qfsdp.data; \
         print(sorted({heavy} & (set(sys.modules) - before)))"

@@ -1,4 +1,4 @@
-"""Builders that know their columns, on rows as those datasets have them."""
+"""Builders for well-known datasets, plain text and random samples."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def test_prompt_and_answer(
 
 
 def test_conversations(tokenizer: HFTokenizer, tmp_path: Path) -> None:
-    """The same one in three forms."""
+    """The same conversation in three forms."""
     names = {"user": "human", "assistant": "gpt"}
     turns = [{"from": names[m["role"]], "value": m["content"]} for m in CHAT]
     inst = "<s>[INST] 2 + 2? [/INST] 4. </s><s>[INST] Sure? [/INST] Yes. </s>"
@@ -86,7 +86,7 @@ def test_conversations(tokenizer: HFTokenizer, tmp_path: Path) -> None:
         assert texts(tokenizer, dataset)[1] == "4.<|im_end|>Yes.<|im_end|>"
 
 
-def test_text_that_becomes_messages() -> None:
+def test_text_is_split_into_messages() -> None:
     system = "<s>[INST] <<SYS>>\nBe short.\n<</SYS>>\n\nHi [/INST] Yo </s>"
     assert turns_of_text(system) == [
         {"role": "system", "content": "Be short."},
@@ -98,8 +98,8 @@ def test_text_that_becomes_messages() -> None:
             turns_of_text(text)
 
 
-def test_guanaco_as_it_is(smollm2_dir: Path, caplog: Any) -> None:
-    """All real rows: as messages, whose answers are the text between the marks, and as text."""
+def test_guanaco(smollm2_dir: Path, caplog: Any) -> None:
+    """Real rows as messages (the answers are the text between the marks) and as plain text."""
     source = shared("guanaco/guanaco-llama2-1k.jsonl")
     rows = [json.loads(line)["text"] for line in Path(source).read_text("utf-8").splitlines()]
     tokenizer = hf_tokenizer(str(smollm2_dir), max_seq_len=100_000)
@@ -114,9 +114,7 @@ def test_guanaco_as_it_is(smollm2_dir: Path, caplog: Any) -> None:
     assert texts(tokenizer, plain, 7) == (f"<|im_start|>{rows[7]}<|im_end|>",) * 2
 
 
-def test_rows_that_cannot_be_used_are_counted(
-    tokenizer: HFTokenizer, tmp_path: Path, caplog: Any
-) -> None:
+def test_unusable_rows_are_counted(tokenizer: HFTokenizer, tmp_path: Path, caplog: Any) -> None:
     good = "[INST] a [/INST] b"
     rows = [{"text": text} for text in (good, "once", None, "[INST] a [/INST] ", "[INST] a")]
     source = write(tmp_path / "rows.jsonl", rows)
@@ -127,9 +125,9 @@ def test_rows_that_cannot_be_used_are_counted(
     caplog.clear()
     assert len(text_dataset(tokenizer, source=source, window=64)) == 4
     assert "4 of 5 rows used, 4 samples" in caplog.text and "1 with no text" in caplog.text
-    with pytest.raises(UserError, match="text_column: no column 'texts' .* its columns are text"):
+    with pytest.raises(UserError, match="text_column: no column 'texts' .* expected one of text"):
         guanaco_dataset(tokenizer, source=source, text_column="texts")
-    with pytest.raises(UserError, match="no column 'question' .* its columns are text"):
+    with pytest.raises(UserError, match="no column 'question' .* expected one of text"):
         gsm8k_dataset(tokenizer, source=source)
 
 
@@ -137,7 +135,7 @@ def test_rows_that_cannot_be_used_are_counted(
 def test_a_hub_name_is_the_default(
     tokenizer: HFTokenizer, tmp_path: Path, monkeypatch: Any, hub: str
 ) -> None:
-    """What the hub is asked for; the rows are ours."""
+    """Checks the request to the hub, which is replaced by our own rows."""
     import datasets
 
     row = {"question": "q", "answer": "a", "instruction": "i", "input": "", "output": "o"}
@@ -147,9 +145,6 @@ def test_a_hub_name_is_the_default(
     {"gsm8k": gsm8k_dataset, "alpaca": alpaca_dataset}[hub](tokenizer, split="test")
     name = {"gsm8k": ("openai/gsm8k", "main"), "alpaca": ("tatsu-lab/alpaca", None)}[hub]
     assert asked == [(name, {"data_files": None, "split": "test"})]
-
-
-# ---- text ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("form", ["txt", "folder", "jsonl"])
@@ -178,7 +173,7 @@ def test_every_token_of_a_document_is_a_target_once(
     assert sum(batch.num_targets for batch in batches) == len(targets)
 
 
-def test_windows(smollm2_dir: Path, tmp_path: Path) -> None:
+def test_window_sizes(smollm2_dir: Path, tmp_path: Path) -> None:
     limited = hf_tokenizer(str(smollm2_dir), max_seq_len=32)
     source = write(tmp_path / "rows.jsonl", [{"text": "word " * 100}])
     assert max(text_dataset(limited, source=source).lengths) == 32
@@ -197,9 +192,6 @@ def test_text_with_a_sentencepiece_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.decode(sample["tokens"]) == "It is 6. Sure? Yes."
 
 
-# ---- dummy -----------------------------------------------------------------------------------
-
-
 def test_dummy(smollm2_dir: Path) -> None:
     tokenizer = hf_tokenizer(str(smollm2_dir), max_seq_len=48)
     dataset = dummy_dataset(tokenizer, samples=20)
@@ -212,17 +204,14 @@ def test_dummy(smollm2_dir: Path) -> None:
     with pytest.raises(IndexError):
         dataset[20]
     for options, message in (
-        ({"samples": 0}, "dataset.samples: 0; an integer of at least 1"),
-        ({"length": 1}, "dataset.length: 1; an integer of at least 2"),
+        ({"samples": 0}, "dataset.samples: 0; expected an integer of at least 1"),
+        ({"length": 1}, "dataset.length: 1; expected an integer of at least 2"),
     ):
         with pytest.raises(UserError, match=message):
             dummy_dataset(tokenizer, **options)
     tokenizer.max_seq_len = None
-    with pytest.raises(UserError, match="dataset.length: 0; an integer of at least 2"):
+    with pytest.raises(UserError, match="dataset.length: 0; expected an integer of at least 2"):
         dummy_dataset(tokenizer)
-
-
-# ---- in a config -----------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
@@ -234,14 +223,14 @@ def test_dummy(smollm2_dir: Path) -> None:
         ({"max_rows": "many"}, "dataset.max_rows: 'many' is not valid"),
     ],
 )
-def test_a_presets_mistakes_are_found_unread(dataset: dict[str, Any], message: str) -> None:
+def test_faulty_options_are_found_before_reading(dataset: dict[str, Any], message: str) -> None:
     tokenizer = Component("qfsdp.data.hf_tokenizer", {"path": "."})
     with pytest.raises(UserError) as error:
         check_data(tokenizer, Component("qfsdp.data.alpaca_dataset", dataset), {})
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_one_line_of_a_config(tokenizer: HFTokenizer, tmp_path: Path) -> None:
+def test_a_dataset_in_one_line_of_a_config(tokenizer: HFTokenizer, tmp_path: Path) -> None:
     from tests.tiny import ROOT, load_recipe
 
     rows = [{"instruction": "Add.", "input": "2 2", "output": "4"}]

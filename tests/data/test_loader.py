@@ -1,4 +1,4 @@
-"""`StepLoader`: the same samples in every step, however they are split; `collate`: the shift."""
+"""`StepLoader`: a step's samples for any split over ranks. `collate`: shifting and padding."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PAD = 0
 
 
 def numbered(size: int) -> list[dict[str, list[int]]]:
-    """Samples that are told apart by their first token; sample i has i % 5 + 1 targets."""
+    """Samples identified by their first token. Sample i has i % 5 + 1 targets."""
     return [
         {"tokens": [i + 1, *[7] * (i % 5 + 2)], "labels": [IGNORE_INDEX] * 2 + [7] * (i % 5 + 1)}
         for i in range(size)
@@ -38,13 +38,13 @@ def loader(dataset: Any, rank: int = 0, **changes: Any) -> StepLoader:
 
 
 def samples_of(batches: list[Batch]) -> list[int]:
-    """Indices of the samples in these batches; rows of padding have none."""
+    """Indices of the samples in these batches. Rows of padding are skipped."""
     firsts = [int(row[0]) for batch in batches for row in batch.tokens]
     return [first - 1 for first in firsts if first != PAD]
 
 
 def splits(product: int) -> list[dict[str, int]]:
-    """All ways to make a global batch."""
+    """All ways to split a global batch."""
     return [
         {"world_size": w, "batch_size": b, "gradient_accumulation_steps": product // w // b}
         for w in range(1, product + 1)
@@ -90,7 +90,7 @@ def test_short_last_step_gives_every_rank_a_batch() -> None:
     assert bool((empty.tokens == PAD).all()) and bool((empty.labels == IGNORE_INDEX).all())
 
 
-def test_any_step_without_the_ones_before() -> None:
+def test_a_step_does_not_need_the_steps_before_it() -> None:
     dataset = numbered(29)
     running = loader(dataset)
     sequence = [running.step(step) for step in range(9)]
@@ -115,11 +115,11 @@ def test_seeds_and_shuffle() -> None:
 
 def test_faulty_counts() -> None:
     for changes in ({"world_size": 0}, {"batch_size": 0}, {"gradient_accumulation_steps": 0}):
-        with pytest.raises(ValueError, match="must be at least 1"):
+        with pytest.raises(ValueError, match="expected at least 1"):
             loader(numbered(3), **changes)
-    with pytest.raises(ValueError, match="must be at least 1"):
+    with pytest.raises(ValueError, match="expected at least 1"):
         loader([])
-    with pytest.raises(ValueError, match=r"rank 2 is not in 0\.\.1"):
+    with pytest.raises(ValueError, match="rank 2; expected 0 to 1"):
         loader(numbered(3), rank=2)
 
 
@@ -188,7 +188,7 @@ def test_faulty_packs() -> None:
             collate(items, pad_id=PAD, max_seq_len=max_seq_len)
 
 
-def test_rows_are_filled_and_rounded_where_that_is_wanted() -> None:
+def test_fill_rows_and_pad_to_multiple_of() -> None:
     dataset, options = numbered(13), {"world_size": 1, "batch_size": 5, "fill_rows": True}
     batches = loader(dataset, pad_to_multiple_of=16, **options).step(0)
     assert [batch.tokens.shape for batch in batches] == [(5, 16)] * 3

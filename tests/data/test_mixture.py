@@ -1,4 +1,4 @@
-"""Several datasets as one: proportions, order, and what a user is told."""
+"""Mixtures of datasets: proportions, order and error messages."""
 
 from __future__ import annotations
 
@@ -25,28 +25,28 @@ def samples(size: int, seed: int) -> dict[str, Any]:
     return {"_component_": "tests.toy_data.Samples", "size": size, "seed": seed}
 
 
-def mixed(**options: Any) -> Any:
+def mixture(**options: Any) -> Any:
     options = {"sets": {"a": samples(10, 1), "b": samples(50, 2)}} | options
     return mixed_dataset(TOKENIZER, **options)
 
 
 def counts(dataset: Any) -> list[Counter[int]]:
-    """Per set, how often each sample comes."""
+    """How often each sample occurs, per set."""
     found = [Counter[int](), Counter[int]()]
-    for at, index in zip(dataset._which, dataset._index, strict=True):
+    for at, index in zip(dataset._part_numbers, dataset._indices, strict=True):
         found[at][index] += 1
     return found
 
 
 def test_every_set_once_without_weights() -> None:
-    a, b = counts(mixed())
+    a, b = counts(mixture())
     assert a == Counter(range(10)) and b == Counter(range(50))
 
 
 @pytest.mark.parametrize(
     ("weights", "total", "expected"),
     [
-        ({"a": 1, "b": 1}, None, (10, 10)),  # until a set would repeat samples
+        ({"a": 1, "b": 1}, None, (10, 10)),  # the most without repeating a sample
         ({"a": 0.1, "b": 0.9}, None, (6, 49)),
         ({"a": 3, "b": 1}, 40, (30, 10)),
         ({"b": 2, "a": 1}, 100, (33, 67)),
@@ -56,41 +56,41 @@ def test_every_set_once_without_weights() -> None:
 def test_weights_are_shares_of_the_samples(
     weights: Any, total: int | None, expected: tuple[int, int], caplog: Any
 ) -> None:
-    dataset = mixed(weights=weights, samples=total)
+    dataset = mixture(weights=weights, samples=total)
     found = counts(dataset)
     assert tuple(c.total() for c in found) == expected
     assert len(dataset) == sum(expected)
-    for count in found:  # as often as any other, give or take one
-        often = set(count.values())
-        assert max(often) - min(often) <= 1
+    for count in found:  # counts of samples differ by at most one
+        repeats = set(count.values())
+        assert max(repeats) - min(repeats) <= 1
     a, b = expected
-    assert f"mixed: {a + b} samples: a {a} of 10, b {b} of 50" in caplog.text
+    assert f"mixture: {a + b} samples: a {a} of 10, b {b} of 50" in caplog.text
 
 
-def test_items_are_those_of_the_sets_and_of_no_rank() -> None:
-    dataset, again, other = (mixed(weights={"a": 1, "b": 1}, seed=seed) for seed in (0, 0, 1))
-    parts = [Component(s.pop("_component_"), s).build(TOKENIZER) for s in mixed_sets()]
-    for i, (at, index) in enumerate(zip(dataset._which, dataset._index, strict=True)):
+def test_items_depend_on_the_sets_and_the_seed_only() -> None:
+    dataset, again, other = (mixture(weights={"a": 1, "b": 1}, seed=seed) for seed in (0, 0, 1))
+    parts = [
+        Component(s.pop("_component_"), s).build(TOKENIZER)
+        for s in (samples(10, 1), samples(50, 2))
+    ]
+    chosen = zip(dataset._part_numbers, dataset._indices, strict=True)
+    for i, (at, index) in enumerate(chosen):
         assert dataset[i]["tokens"].tolist() == parts[at][index]["tokens"].tolist()
         assert dataset.lengths[i] == len(dataset[i]["tokens"])
-    assert (dataset._which, dataset._index) == (again._which, again._index)
-    assert (dataset._which, dataset._index) != (other._which, other._index)
-    assert set(dataset._which[:8]) == {0, 1}, "the first so many are a mixture, too"
+    first, second, third = ((d._part_numbers, d._indices) for d in (dataset, again, other))
+    assert first == second != third
+    assert set(dataset._part_numbers[:8]) == {0, 1}, "the first samples are a mixture too"
     packs = PackedDataset(dataset, 64, seed=0)
     assert sum(len(packs[i]["lengths"]) for i in range(len(packs))) == len(dataset)
 
 
-def mixed_sets() -> list[dict[str, Any]]:
-    return [samples(10, 1), samples(50, 2)]
-
-
 def test_a_resumed_run_must_mix_the_same() -> None:
-    """The facts that checkpoints keep, whatever the weights were called."""
+    """Compares what checkpoints store about the data."""
 
     def facts(**options: Any) -> dict[str, Any]:
         options = {"weights": {"a": 1, "b": 1}} | options
         split = {"batch_size": 2, "gradient_accumulation_steps": 1, "rank": 0, "world_size": 1}
-        loader = StepLoader(mixed(**options), **split, seed=0, pad_id=0, max_seq_len=64)
+        loader = StepLoader(mixture(**options), **split, seed=0, pad_id=0, max_seq_len=64)
         return data_settings(loader)
 
     assert facts() == facts()
@@ -106,9 +106,7 @@ def test_apportion() -> None:
     assert apportion({"a": 1e-9, "b": 1}, 3) == {"a": 0, "b": 3}
 
 
-def test_real_rows_each_set_telling_of_its_own(
-    smollm2_dir: Path, tmp_path: Path, caplog: Any
-) -> None:
+def test_each_set_reports_its_own_rows(smollm2_dir: Path, tmp_path: Path, caplog: Any) -> None:
     tokenizer = hf_tokenizer(str(smollm2_dir))
     bad = {"question": "q", "answer": ""}
     maths = write(tmp_path / "maths.jsonl", [{"question": "2+2?", "answer": "4"}] * 3 + [bad])
@@ -131,21 +129,21 @@ def test_real_rows_each_set_telling_of_its_own(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"weights": {"a": 1}}, "dataset.weights: {'a': 1}; one for each of a, b is right"),
-        ({"weights": {"a": 1, "b": 0}}, "dataset.weights.b: 0; a number above 0 is right"),
-        ({"weights": {"a": 1, "b": "x"}}, "dataset.weights.b: 'x'; a number above 0"),
-        ({"samples": 0}, "dataset.samples: 0; at least 1"),
-        ({"sets": {}}, "dataset.sets: {}; a mapping of names to datasets is right"),
+        ({"weights": {"a": 1}}, "dataset.weights: {'a': 1}; expected one for each of a, b"),
+        ({"weights": {"a": 1, "b": 0}}, "dataset.weights.b: 0; expected a number above 0"),
+        ({"weights": {"a": 1, "b": "x"}}, "dataset.weights.b: 'x'; expected a number above 0"),
+        ({"samples": 0}, "dataset.samples: 0; expected an integer of at least 1"),
+        ({"sets": {}}, "dataset.sets: {}; expected a mapping of names to datasets"),
         ({"sets": {"a": {"size": 3}}}, "dataset.sets.a._component_ is required"),
     ],
 )
-def test_mistakes(options: dict[str, Any], message: str) -> None:
+def test_faulty_options(options: dict[str, Any], message: str) -> None:
     with pytest.raises(UserError) as error:
-        mixed(**options)
+        mixture(**options)
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_nested_sets_mistakes_are_found_unread(tmp_path: Path) -> None:
+def test_faulty_nested_sets_are_found_before_reading(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", PAIRS)
     tokenizer = Component("qfsdp.data.hf_tokenizer", {"path": "."})
 

@@ -1,4 +1,4 @@
-"""Best-fit packing: every sample once, little padding, the same on every rank; streamed packs."""
+"""Best-fit packing: every sample once, little padding, the same packs on every rank."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ PAD = 0
 
 
 def random_lengths(count: int, longest: int, seed: int = 0) -> torch.Tensor:
-    """Log-normal, with the median and spread of GSM8K in SmolLM2's tokens."""
+    """Log-normal lengths, with the median and spread of GSM8K in tokens of SmolLM2."""
     generator = torch.Generator().manual_seed(seed)
     return (204 * (0.3 * torch.randn(count, generator=generator)).exp()).long().clamp(2, longest)
 
 
 class Counted:
-    """Sample i is `lengths[i]` times the token i + 1; notes which are asked for."""
+    """Sample i is `lengths[i]` copies of the token i + 1. Records which samples are read."""
 
     def __init__(self, lengths: torch.Tensor) -> None:
         self.sizes: list[int] = lengths.tolist()
@@ -44,7 +44,7 @@ class WithLengths(Counted):
 
 
 def quadratic_best_fit(lengths: list[int], space: int) -> list[int]:
-    """Free spaces after best-fit decreasing, as the textbook has it."""
+    """Free spaces after best-fit decreasing, by the textbook algorithm."""
     free: list[int] = []
     for length in sorted(lengths, reverse=True):
         fitting = [at for at, left in enumerate(free) if left >= length]
@@ -74,7 +74,7 @@ def test_ties_depend_on_the_seed_alone() -> None:
     assert best_fit(lengths, 512, seed=1) == first
     other = best_fit(lengths, 512, seed=2)
     assert other != first
-    # The same packs as far as lengths go.
+    # The packs hold the same lengths.
     assert [lengths[pack].tolist() for pack in other] == [lengths[pack].tolist() for pack in first]
 
 
@@ -86,7 +86,7 @@ def test_little_padding(max_seq_len: int) -> None:
     assert packed.efficiency == pytest.approx(sum(sizes) / len(sizes) / max_seq_len)
 
 
-def test_packs_are_fetched_when_they_are_asked_for() -> None:
+def test_samples_are_read_when_their_pack_is() -> None:
     dataset = WithLengths(random_lengths(60, 1024))
     packed = PackedDataset(dataset, 1024, seed=0)
     assert dataset.asked == []
@@ -101,7 +101,7 @@ def test_packs_are_fetched_when_they_are_asked_for() -> None:
         packed[len(packed)]
 
 
-def test_without_lengths_every_item_is_asked_for_once() -> None:
+def test_without_lengths_every_item_is_read_once() -> None:
     dataset = Counted(random_lengths(60, 1024))
     packed = PackedDataset(dataset, 1024, seed=0)
     assert dataset.asked == list(range(60))
@@ -157,7 +157,7 @@ def test_a_step_of_packs_does_not_depend_on_the_split() -> None:
         assert steps == reference
 
 
-def test_a_resumed_run_knows_its_packs() -> None:
+def test_a_resumed_run_needs_the_same_packs() -> None:
     split = {"world_size": 1, "batch_size": 2, "gradient_accumulation_steps": 1}
     facts = [
         data_settings(

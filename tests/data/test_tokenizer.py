@@ -1,4 +1,4 @@
-"""`HFTokenizer`: ids as transformers gives them, and masks that train answers and nothing else."""
+"""`HFTokenizer`: the ids of transformers, and masks that train only answers."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ CORPUS = [message["content"] for message in CHAT] * 3 + ["system user assistant 
 
 
 def byte_level() -> Tokenizer:
-    """GPT-2's and Llama-3's kind; leaves leading spaces out of the offsets."""
+    """As GPT-2 and Llama 3 have it. Leaves leading spaces out of the offsets."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -85,7 +85,7 @@ def byte_level() -> Tokenizer:
 
 
 def llama2_like() -> Tokenizer:
-    """Sentencepiece in `tokenizer.json`: spaces become a visible character, one is prepended."""
+    """Sentencepiece in `tokenizer.json`: writes spaces as "▁" and puts one at the start."""
     pieces = ["<unk>", *[f"<0x{byte:02X}>" for byte in range(256)]]
     pieces += ["▁", *sorted(set("".join(CORPUS)) - {" ", "\n"}), "▁s", "▁i", "IN", "Y", "▁Y"]
     vocab = {piece: index for index, piece in enumerate(dict.fromkeys(pieces))}
@@ -104,7 +104,7 @@ def llama2_like() -> Tokenizer:
 
 
 def write_folder(folder: Path, backend: Tokenizer, **config: Any) -> Path:
-    """A model folder whose tokenizer.json also truncates and pads, as some saved ones do."""
+    """A model folder whose tokenizer.json has truncation and padding, as some models do."""
     backend.enable_truncation(4)
     backend.enable_padding()
     backend.save(str(folder / "tokenizer.json"))
@@ -149,7 +149,7 @@ def test_templates(tmp_path: Path, template: str, backend: Any, answer: str) -> 
     assert tokens == oracle_ids(folder, CHAT)
     expected = [answer.format(CHAT[2]["content"]), answer.format(CHAT[4]["content"])]
     assert trained_texts(tokenizer, tokens, mask) == expected
-    # What is trained continues exactly what inference starts from.
+    # The prompt at inference is exactly the text before the trained tokens.
     sample = tokenizer({"messages": CHAT[:4]}, inference=True)
     prompt = sample["tokens"]
     assert "messages" not in sample
@@ -169,7 +169,7 @@ def test_smollm2_like_transformers(smollm2_dir: Path) -> None:
     assert tokenizer.vocab_size == 49152
 
 
-def test_template_environment_is_that_of_transformers(tmp_path: Path) -> None:
+def test_template_environment_matches_transformers(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers")
     folder = write_folder(tmp_path, byte_level(), chat_template=EVERYTHING)
     messages = [{"role": "user", "content": "<b> & 'é'"}] * 4
@@ -209,7 +209,7 @@ def test_system_prompt_folded_into_the_user_turn(tmp_path: Path) -> None:
     tokenizer = hf_tokenizer(str(folder))
     messages = [{**m, "masked": m["role"] == "system"} for m in CHAT[:3]]
     tokens, mask = tokenizer.tokenize_messages(messages)
-    assert not any(mask)  # the two cannot be told apart in the text
+    assert not any(mask)  # the text does not show where the system prompt ends
     assert tokens == oracle_ids(folder, CHAT[:3])
 
 
@@ -221,7 +221,7 @@ def test_truncation_keeps_the_beginning(tmp_path: Path) -> None:
         assert cut == (tokens[:limit], mask[:limit])
 
 
-def test_rewriting_template(tmp_path: Path) -> None:
+def test_a_template_that_rewrites_earlier_turns(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level(), chat_template=NO_EARLIER_THOUGHTS)
     tokenizer = hf_tokenizer(str(folder))
     thought = {"role": "assistant", "content": "<think>hm</think>It is 42."}
@@ -254,7 +254,7 @@ def test_encode_and_decode(tmp_path: Path) -> None:
         tokenizer.tokenize_messages(CHAT)
 
 
-def test_where_the_template_comes_from(tmp_path: Path) -> None:
+def test_which_chat_template_is_used(tmp_path: Path) -> None:
     named = [{"name": "default", "template": "config"}, {"name": "rag", "template": "rag"}]
     folder = write_folder(tmp_path, byte_level(), chat_template=named)
     assert hf_tokenizer(str(folder)).render(CHAT) == "config"
@@ -285,11 +285,11 @@ def test_missing_and_broken_files(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"no tokenizer\.json"):
         hf_tokenizer(str(tmp_path))
     write_folder(tmp_path, byte_level(), chat_template=LLAMA2)
-    with pytest.raises(UserError, match=r"missing\.jinja does not exist"):
+    with pytest.raises(UserError, match=r"missing\.jinja does not exist; expected a file"):
         hf_tokenizer(str(tmp_path), chat_template="missing.jinja")
-    with pytest.raises(UserError, match="refuses: roles must alternate"):
+    with pytest.raises(UserError, match="rejects the conversation: roles must alternate"):
         hf_tokenizer(str(tmp_path)).render(CHAT[2:])
-    with pytest.raises(UserError, match="a role and text content are right"):
+    with pytest.raises(UserError, match="expected a role and text content"):
         hf_tokenizer(str(tmp_path)).render([{"role": "user", "content": None}])
     (tmp_path / "tokenizer_config.json").write_text("{", encoding="utf-8")
     with pytest.raises(UserError, match=r"tokenizer_config\.json: not valid JSON"):

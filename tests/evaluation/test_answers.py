@@ -1,4 +1,4 @@
-"""Numbers in answers: a table checked by hand, and every gold answer of GSM8K's test set."""
+"""Numbers in answers: a table checked by hand, and all gold answers of GSM8K's test set."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ TABLE: list[tuple[str, str | None]] = [
     ("3 x 10^5", "300000"),
     ("3.2 \\times 10^{-2}", "0.032"),
     ("6 × 10^8 m", "600000000"),
-    # where the answer is said to be
+    # marks of the final answer
     ("2 + 3 = 5\n#### 5", "5"),
     ("#### 1,450,000", "1450000"),
     ("#### -10", "-10"),
@@ -135,6 +135,6 @@ def test_every_gold_answer_of_gsm8k() -> None:
     for gold in golds:
         stated = int(gold.rpartition("####")[2].replace(",", ""))
         assert parse_answer(gold) == stated
-        # As a model might say it.
+        # Forms that a model may write.
         assert parse_answer(f"so **{stated:,}.00** in 3 days") == stated
         assert parse_answer(f"The answer is ${stated} for 2 people.") == stated

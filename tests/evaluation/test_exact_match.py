@@ -1,4 +1,4 @@
-"""Exact match: how questions are asked, judged, shared out and recorded."""
+"""Exact match: prompts, comparison of answers, split over ranks, and the written rows."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ def write(path: Path, rows: list[dict[str, Any]]) -> str:
 
 
 class Words:
-    """A tokenizer of whole answers."""
+    """A tokenizer whose tokens are whole answers."""
 
     def decode(self, tokens: list[int]) -> str:
         return ["It is 5 of 7. #### 5.0", "**1000** apples", "I do not know"][tokens[0]]
 
 
-def test_answers_are_judged_by_their_numbers(
+def test_answers_are_compared_by_their_numbers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.setattr(module, "chat_tokens", lambda tokenizer, turns: [0] * len(str(turns)))
@@ -70,7 +70,7 @@ def test_answers_are_judged_by_their_numbers(
     assert exact_match(model, questions, config, Words(), {2}, cpu_world(), 2).right == 1
 
 
-def test_examples_are_earlier_turns_and_never_asked(tmp_path: Path, smollm2_dir: Path) -> None:
+def test_examples_are_earlier_turns_and_not_questions(tmp_path: Path, smollm2_dir: Path) -> None:
     more = [{"question": f"What is {n} + 1?", "answer": f"#### {n + 1}"} for n in range(5)]
     config = ExactMatchConfig(
         write(tmp_path / "rows.jsonl", ROWS),
@@ -82,7 +82,7 @@ def test_examples_are_earlier_turns_and_never_asked(tmp_path: Path, smollm2_dir:
     questions = read_questions("exact_match.x", config, tokenizer)
     texts = [tokenizer.decode(q.prompt, skip_special_tokens=False) for q in questions]
     heads = {text.partition(q.text)[0] for text, q in zip(texts, questions, strict=True)}
-    assert len(heads) == 1  # the same examples for all
+    assert len(heads) == 1  # all questions have the same examples
     head = heads.pop()
     assert head.startswith("<|im_start|>system\nBe brief.<|im_end|>")
     assert head.count("<|im_start|>assistant") == 3 and head.count("####") == 3
@@ -93,25 +93,25 @@ def test_examples_are_earlier_turns_and_never_asked(tmp_path: Path, smollm2_dir:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"source": "/nowhere.jsonl"}, r"^exact_match.x.source: /nowhere.jsonl does not exist"),
         ({"question_column": "q"}, r"rows.jsonl, line 1: no column 'q'; .* question, answer$"),
         ({"answer_column": "a"}, r"rows.jsonl, line 1: no column 'a'; .* question, answer$"),
         ({"answer_column": "question", "max_rows": 3}, r"row 3: no number in the answer 'What is"),
-        ({"shots": 2, "examples": "rows"}, r"^exact_match.x.shots: 2; .* has 0 rows that are not"),
+        ({"shots": 2, "examples": "rows"}, r"^exact_match.x.shots: 2; expected at most 0, the"),
     ],
     ids=["source", "question", "answer", "number", "shots"],
 )
-def test_mistakes(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_faulty_entries(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     source = write(tmp_path / "rows.jsonl", ROWS)
     if "examples" in changes:
         changes = {**changes, "examples": source}
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         read_questions("exact_match.x", ExactMatchConfig(**{"source": source, **changes}), None)
 
 
-def test_batches_have_like_lengths_and_every_rank_as_many() -> None:
+def test_batches_have_similar_lengths_and_ranks_equal_numbers() -> None:
     batches = batches_by_length([3, 9, 1, 7, 5], 2)
     assert batches == [[1, 3], [4, 0], [2]]
     cpu = torch.device("cpu")
@@ -128,7 +128,7 @@ def test_a_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
     assert found.rows == 3 and found.right >= 1
 
 
-def test_the_section_checks_itself(tmp_path: Path) -> None:
+def test_faulty_fields(tmp_path: Path) -> None:
     from tests.tiny import ROOT, load_recipe
 
     schema = load_recipe("evaluate").Config

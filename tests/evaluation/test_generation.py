@@ -1,4 +1,4 @@
-"""Answers: as `transformers` gives them, the same in any batch and on any number of ranks."""
+"""Generation: the answers of transformers, the same in any batch and on any number of ranks."""
 
 from __future__ import annotations
 
@@ -45,9 +45,6 @@ def load(
     return load_for_inference(config, quantization, adapter, ShardingConfig(), CPU)
 
 
-# --- SmolLM2-135M-Instruct ---------------------------------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tokenizer(smollm2_dir: Path) -> HFTokenizer:
     return hf_tokenizer(str(smollm2_dir))
@@ -55,7 +52,7 @@ def tokenizer(smollm2_dir: Path) -> HFTokenizer:
 
 @pytest.fixture(scope="module")
 def prompts(tokenizer: HFTokenizer) -> list[list[int]]:
-    """Of 4 to some 80 tokens."""
+    """Prompts of 4 to about 80 tokens."""
     questions = [problem["question"] for problem in arithmetic.generate(2, seed=0)]
     chats = [chat_tokens(tokenizer, [{"role": "user", "content": q}]) for q in questions]
     texts = ["The capital of France is", "def fibonacci(n):\n    return n if n < 2 else"]
@@ -82,12 +79,9 @@ def test_smollm2_answers_as_transformers(
     assert generate(ours, prompts[1:2], sampling, stops, CPU) == expected[1:2]
 
 
-# --- a tiny model, in every way that it can be held --------------------------------------------
-
-
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    # Columns that 64 divides, for bitsandbytes' folder.
+    # bitsandbytes' folder needs columns divisible by 64.
     return write_tiny_model(tmp_path_factory.mktemp("tiny"), intermediate_size=576)
 
 
@@ -117,7 +111,7 @@ def greedy_without_cache(model: Decoder, prompt: list[int], new: int) -> list[in
 
 
 @pytest.mark.usefixtures("eager")
-def test_packed_base_with_dora_step_by_step(tiny: Path, adapter: Path) -> None:
+def test_quantized_base_with_dora_step_by_step(tiny: Path, adapter: Path) -> None:
     model = load(tiny, NF4, adapter)
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     found = generate(model, PROMPTS, SamplingConfig(max_new_tokens=24), set(), CPU)
@@ -127,8 +121,8 @@ def test_packed_base_with_dora_step_by_step(tiny: Path, adapter: Path) -> None:
 
 @pytest.mark.usefixtures("eager")
 @torch.no_grad()
-def test_a_loaded_adapter_is_the_merged_model(tiny: Path, adapter: Path, tmp_path: Path) -> None:
-    """The norms of DoRA are those of the loaded tensors."""
+def test_a_loaded_adapter_equals_merging(tiny: Path, adapter: Path, tmp_path: Path) -> None:
+    """Also tests that DoRA's norms are computed from the loaded tensors."""
     tokens = torch.tensor(random_prompts(40))
     for quantization in (NF4, PLAIN):
         folder = tmp_path / quantization.format
@@ -139,24 +133,21 @@ def test_a_loaded_adapter_is_the_merged_model(tiny: Path, adapter: Path, tmp_pat
 
 
 @pytest.mark.usefixtures("eager")
-def test_stored_packed_folders_answer_as_packed_on_the_fly(tiny: Path, tmp_path: Path) -> None:
+def test_stored_quantized_folders_equal_quantizing(tiny: Path, tmp_path: Path) -> None:
     expected = generate(load(tiny, NF4), PROMPTS, SAMPLED, set(), CPU)
     for layout in ("qfsdp", "bnb"):
         quantize_folder(ModelWeights(tiny), NF4, tmp_path / layout, CPU, layout)
         assert generate(load(tmp_path / layout, NF4), PROMPTS, SAMPLED, set(), CPU) == expected
 
 
-def test_a_model_in_training_is_left_so(tiny: Path) -> None:
-    """And does not drop anything out while it answers."""
+def test_a_training_model_stays_in_training_mode(tiny: Path) -> None:
+    """Dropout is off while it answers."""
     dropping = AdapterConfig("lora", rank=4, dropout=0.9)
     model = adapted_model(tiny, dropping, format="none")
     randomize_adapters(model)
     expected = generate(model.eval(), PROMPTS, SAMPLED, set(), CPU)
     assert generate(model.train(), PROMPTS, SAMPLED, set(), CPU) == expected
     assert model.training and next(adapted_linears(model))[1].training
-
-
-# --- batches, ends, ranks ------------------------------------------------------------------------
 
 
 def test_an_answer_does_not_depend_on_its_batch(tiny: Path) -> None:
@@ -175,7 +166,7 @@ def test_an_answer_does_not_depend_on_its_batch(tiny: Path) -> None:
 
 
 def ended(answers: list[list[int]], stops: set[int]) -> list[list[int]]:
-    """What is left of endless answers."""
+    """Endless answers, cut at the first stop token."""
     ends = [next((at for at, t in enumerate(a) if t in stops), len(a)) for a in answers]
     return [answer[:end] for answer, end in zip(answers, ends, strict=True)]
 
@@ -184,18 +175,18 @@ def test_answers_end_at_stop_tokens(tiny: Path) -> None:
     model = load(tiny)
     endless = generate(model, PROMPTS, SAMPLED, set(), CPU)
     for stops in ({endless[0][0]}, {endless[1][4], endless[2][7]}, {a[6] for a in endless}):
-        told: list[list[int | None]] = []
-        found = generate(model, PROMPTS, SAMPLED, stops, CPU, told.append)
+        steps: list[list[int | None]] = []
+        found = generate(model, PROMPTS, SAMPLED, stops, CPU, steps.append)
         assert found == ended(endless, stops) != endless
-        columns = zip(*told, strict=True)
+        columns = zip(*steps, strict=True)
         assert found == [[t for t in column if t is not None] for column in columns]
-        assert len(told) <= max(map(len, found)) + 1  # one step more, in which the last one ended
+        assert len(steps) <= max(map(len, found)) + 1  # the last step gives a stop token
 
 
 def on_rank(
     tiny: Path, adapter: Path, stops: set[int], shares: list[list[int]], given: list[Any]
 ) -> list[Any]:
-    """This rank's answers to its share of `PROMPTS`, for each way of sharding."""
+    """This rank's answers to its share of `PROMPTS`, for each sharding in `given`."""
     found = []
     for sharding in (ShardingConfig(**fields) for fields in given):
         world = init_world(sharding)
@@ -218,16 +209,16 @@ def on_rank(
                 {"strategy": "hybrid_full_shard", "shard": 1},
                 {"cpu_offload": True},
             ],
-            marks=pytest.mark.slow,  # in the normal run the recipe's test has two ranks
+            marks=pytest.mark.slow,  # the recipe's test has two ranks in the normal run
         ),
     ],
     ids=["3", "2"],
 )
 @pytest.mark.usefixtures("eager")
-def test_ranks_answer_as_one_process(
+def test_ranks_give_the_answers_of_one_process(
     shares: list[list[int]], shardings: list[dict[str, Any]], tiny: Path, adapter: Path
 ) -> None:
-    """Also where one has no prompt, and where all of one's answers have ended."""
+    """Also if a rank has no prompt, or if all answers of a rank have ended."""
     endless = generate(load(tiny, NF4, adapter), PROMPTS, SAMPLED, set(), CPU)
     stops = {endless[2][3], endless[1][5]}
     expected = ended(endless, stops)
@@ -239,7 +230,7 @@ def test_ranks_answer_as_one_process(
 
 def test_prompts_that_cannot_be_answered(tiny: Path) -> None:
     model = load(tiny)
-    with pytest.raises(UserError, match="prompt 2 of 2 has no tokens"):
+    with pytest.raises(UserError, match="prompt 2 of 2: no tokens; expected at least one"):
         generate(model, [[1], []], SAMPLED, set(), CPU)
     with pytest.raises(UserError, match="max_new_tokens: 12 after 245 tokens of prompt 1; .* 256"):
         generate(model, random_prompts(245), SAMPLED, set(), CPU)
@@ -247,11 +238,8 @@ def test_prompts_that_cannot_be_answered(tiny: Path) -> None:
     assert generate(model, [], SAMPLED, set(), CPU) == []
 
 
-# --- sampling ------------------------------------------------------------------------------------
-
-
 def frequencies(logits: Tensor, sampling: SamplingConfig, count: int = 20_000) -> Tensor:
-    """How often each token is picked where draws are spread evenly: no chance in it."""
+    """How often each token is sampled with evenly spaced draws, which leave nothing to chance."""
     draws = (torch.arange(count) + 0.5) / count
     tokens = sample_tokens(logits.expand(count, -1), draws, sampling)
     return torch.bincount(tokens, minlength=len(logits)) / count
@@ -281,15 +269,15 @@ def test_a_temperature_of_zero_is_greedy() -> None:
     assert frequencies(logits, almost)[logits.argmax()] == 1
 
 
-def test_draws_at_their_ends() -> None:
-    """Neither a draw of 0 nor the largest below 1 picks what has no probability."""
+def test_smallest_and_largest_draw() -> None:
+    """Neither a draw of 0 nor the largest below 1 gives a token of probability 0."""
     logits = torch.tensor([[-torch.inf, 1.0, 2.0, -torch.inf]]).expand(2, -1)
     draws = torch.tensor([0.0, 1 - 2**-24])
     assert sample_tokens(logits, draws, SamplingConfig(1, temperature=1.0)).tolist() == [1, 2]
     assert sample_tokens(logits, draws, SamplingConfig(1, 1.0, top_p=0.99)).tolist() == [2, 1]
 
 
-def test_draws_are_even_and_belong_to_prompt_and_seed() -> None:
+def test_draws_are_uniform_and_depend_on_prompt_and_seed() -> None:
     sampling = SamplingConfig(max_new_tokens=500, temperature=1.0)
     draws = _draws(random_prompts(*[3] * 40), sampling)
     assert draws.min() >= 0 and draws.max() < 1 and len(draws.unique()) > 0.99 * draws.numel()

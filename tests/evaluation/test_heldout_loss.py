@@ -1,4 +1,4 @@
-"""Held-out loss: the mean over target tokens however it is split, and nothing else changed."""
+"""Held-out loss: the mean over target tokens for any split, without effects on training."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ ADAPTER = AdapterConfig("dora", rank=3, dropout=0.5)
 
 
 def plain_mean(folder: Path) -> tuple[float, int]:
-    """Sample by sample, in fp64 sums, from whole logits."""
+    """Loss summed in fp64 over single samples, from whole logits, and the number of targets."""
     model, losses, count = load_model(folder), 0.0, 0
     for sample in (Samples(None, 11)[index] for index in range(11)):
         with torch.no_grad():
@@ -41,8 +41,8 @@ def plain_mean(folder: Path) -> tuple[float, int]:
     return losses, count
 
 
-def losses_of_all_ways(folder: Path, sharding: dict[str, Any]) -> list[tuple[float, int]]:
-    """By batches of 1 and 4, of samples and packs; runs on every rank."""
+def losses_in_all_ways(folder: Path, sharding: dict[str, Any]) -> list[tuple[float, int]]:
+    """Losses with batches of 1 and 4, of samples and packs. Runs on every rank."""
     world, found = cpu_world(), []
     model = load_model(folder, sharding=sharding)
     for dataset in (Samples(None, 11), PackedDataset(Samples(None, 11), 64, seed=0)):
@@ -53,12 +53,12 @@ def losses_of_all_ways(folder: Path, sharding: dict[str, Any]) -> list[tuple[flo
 
 
 def train(folder: Path, evaluate: bool, sharding: dict[str, Any]) -> dict[str, Any]:
-    """Three updates, with or without a look at held-out samples after each; the weights."""
+    """The weights after three updates, with or without evaluation after each."""
     world = cpu_world()
     model = adapted_model(folder, ADAPTER, sharding=sharding).train()
     optimizer = torch.optim.SGD(trainable_parameters(model), lr=1e-3)
     batches = list(held_out_batches(Samples(None, 3 * world.size), 1, world, 0, 64))
-    looks = []
+    losses = []
     for step, batch in enumerate(batches):
         torch.manual_seed(step)  # dropout
         model(batch.tokens, labels=batch.labels).backward()
@@ -66,11 +66,11 @@ def train(folder: Path, evaluate: bool, sharding: dict[str, Any]) -> dict[str, A
         optimizer.zero_grad()
         if evaluate:
             held_out = held_out_batches(Samples(None, 5, seed=1), 2, world, 0, 64)
-            looks.append(held_out_loss(model, held_out, world))
+            losses.append(held_out_loss(model, held_out, world))
             assert all(module.training for module in model.modules())
             sharded = [isinstance(param, DTensor) for param in model.parameters()]
             assert all(sharded) == any(sharded) == (world.size > 1)
-    assert len(set(looks)) == len(looks)  # the updates were seen
+    assert len(set(losses)) == len(losses)  # each update changed the loss
     return {
         name: (param.full_tensor() if isinstance(param, DTensor) else param).detach()
         for name, param in model.named_parameters()
@@ -81,8 +81,8 @@ def train(folder: Path, evaluate: bool, sharding: dict[str, Any]) -> dict[str, A
 def both(
     folder: Path, sharding: dict[str, Any]
 ) -> tuple[list[Any], dict[str, Any], dict[str, Any]]:
-    """Runs on every rank."""
-    losses = losses_of_all_ways(folder, sharding)
+    """Losses and weights of a rank."""
+    losses = losses_in_all_ways(folder, sharding)
     return losses, train(folder, True, sharding), train(folder, False, sharding)
 
 
@@ -95,7 +95,7 @@ def both(
     ],
     ids=["1", "3-shard_grad_op", "2"],
 )
-def test_the_loss_of_single_samples_and_training_as_if_nothing_was(
+def test_loss_equals_single_samples_and_training_is_unchanged(
     tmp_path: Path, size: int, sharding: dict[str, Any]
 ) -> None:
     folder = write_tiny_model(tmp_path / "model")
@@ -134,7 +134,7 @@ def test_every_token_of_a_text_is_a_target_once(size: int, window: int, stride: 
 
 
 class Letters:
-    """A tokenizer of single characters."""
+    """A tokenizer whose tokens are single characters."""
 
     pad_id = 0
 
@@ -155,8 +155,8 @@ def test_text_files(tmp_path: Path) -> None:
         text_windows("text.x", TextConfig(str(file)), Letters())
 
 
-def test_perplexity_is_that_of_transformers(smollm2_dir: Path, tmp_path: Path) -> None:
-    """Overlapping windows, as transformers' documentation has them for models of fixed length."""
+def test_perplexity_equals_transformers(smollm2_dir: Path, tmp_path: Path) -> None:
+    """With overlapping windows, as in transformers' documentation for models of fixed length."""
     from transformers import AutoModelForCausalLM
 
     from qfsdp.data import hf_tokenizer
@@ -181,7 +181,7 @@ def test_perplexity_is_that_of_transformers(smollm2_dir: Path, tmp_path: Path) -
     assert found.interval[0] < found.loss < found.interval[1]
 
 
-def test_a_set_without_targets_is_told(tmp_path: Path) -> None:
+def test_a_set_without_targets(tmp_path: Path) -> None:
     class Nothing:
         def __len__(self) -> int:
             return 2
@@ -190,5 +190,5 @@ def test_a_set_without_targets_is_told(tmp_path: Path) -> None:
             return {"tokens": [1, 2, 3], "labels": [-100] * 3}
 
     model = load_model(write_tiny_model(tmp_path / "model"))
-    with pytest.raises(UserError, match=r"^loss.x: no token to predict in 2 samples$"):
+    with pytest.raises(UserError, match=r"^loss.x: no target token in 2 samples; expected at"):
         dataset_loss(model, Nothing(), 2, cpu_world(), 0, None, title="loss.x")

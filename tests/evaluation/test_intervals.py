@@ -1,4 +1,4 @@
-"""Confidence intervals: known values, and how often they hold what they should."""
+"""Confidence intervals: known values and coverage."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from qfsdp.evaluation.intervals import loss_interval, mean_interval, wilson
 
 
-def test_wilson_by_known_values() -> None:
+def test_wilson_against_scipy() -> None:
     # scipy.stats.binomtest(hits, total).proportion_ci(level, "wilson"), to four places.
     assert wilson(8, 10) == pytest.approx((0.4902, 0.9433), abs=5e-5)
     assert wilson(0, 20) == pytest.approx((0.0, 0.1611), abs=5e-5)
@@ -27,15 +27,15 @@ def test_means() -> None:
     assert all(map(math.isnan, mean_interval([0.3])))
 
 
-def test_loss_of_equal_parts_is_the_interval_of_a_mean() -> None:
+def test_loss_interval_of_equal_parts_is_that_of_a_mean() -> None:
     means = [1.0, 1.2, 0.9, 1.4]
     found = loss_interval([(7 * mean, 7) for mean in means])
     assert found == pytest.approx(mean_interval(means))
     assert all(map(math.isnan, loss_interval([(3.0, 2), (0.0, 0)])))
 
 
-def test_95_of_100_intervals_hold_the_truth() -> None:
-    """Parts of 1 to 40 tokens whose losses go together, around 2.0 for every token."""
+def test_95_of_100_intervals_contain_the_true_loss() -> None:
+    """Parts of 1 to 40 tokens with correlated losses and a mean of 2.0 per token."""
     generator = torch.Generator().manual_seed(0)
     held, runs = 0, 1000
     for _ in range(runs):

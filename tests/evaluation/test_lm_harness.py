@@ -1,4 +1,4 @@
-"""lm-eval on our decoder: request by request what its own `hf` model answers, and its scores."""
+"""lm-eval on our decoder: the same answers and scores as lm-eval's own `hf` model."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ TASKS = ["arc_easy", "arc_challenge", "hellaswag", "truthfulqa_mc1", "truthfulqa
 PAIRS = [
     ("Question: What is 2 + 2?\nAnswer:", " 4"),
     ("Question: What is 2 + 2?\nAnswer:", " five  apples"),
-    ("Question: What is 2 + 2?\nAnswer:", "4"),  # may join the token before
+    ("Question: What is 2 + 2?\nAnswer:", "4"),  # may merge with the token before it
     ("two trailing spaces  ", "after them"),
     ("", " nothing before"),
     ("", "<|im_start|>user"),
@@ -80,7 +80,7 @@ def hf(folder: Path, **options: Any) -> Any:
 
 
 @needs_lm_eval
-def test_answers_of_the_hf_model(smollm2_dir: Path) -> None:
+def test_answers_equal_the_hf_model(smollm2_dir: Path) -> None:
     expected = answers(hf(smollm2_dir))
     found = ours(smollm2_dir, 3)
     assert [hit for _, hit in found[0]] == [hit for _, hit in expected[0]]
@@ -102,7 +102,7 @@ def test_texts_longer_than_the_model(smollm2_dir: Path, tmp_path: Path) -> None:
 
 
 def write_data(folder: Path) -> Path:
-    """Rows with what makes tokenization differ: brackets, double spaces, quotes, semicolons."""
+    """Rows that are hard to tokenize: brackets, double spaces, quotes, semicolons."""
     arc = [
         {
             "id": str(n),
@@ -143,7 +143,7 @@ def test_truthfulqa_targets(tmp_path: Path) -> None:
     right = ["It is.", "Yes.", "it may be."]
     assert row["mc2_targets"] == {"choices": [*right, *wrong], "labels": [1, 1, 1, 0, 0]}
     (tmp_path / "x.csv").write_text("Question,Answer\n")
-    with pytest.raises(UserError, match=r"x.csv: no column 'Best Answer'; needed are Question"):
+    with pytest.raises(UserError, match=r"x.csv: no column 'Best Answer'; expected Question"):
         truthfulqa_rows(tmp_path / "x.csv")
 
 
@@ -154,7 +154,7 @@ def test_truthfulqa_file() -> None:
     for row in rows:
         for name in ("mc1_targets", "mc2_targets"):
             pairs = list(zip(row[name]["choices"], row[name]["labels"], strict=True))
-            # One question has an answer among the correct and the incorrect ones.
+            # One question has the same answer as a correct and as an incorrect one.
             assert len(set(pairs)) == len(pairs) and {label for _, label in pairs} == {0, 1}
         assert sum(row["mc1_targets"]["labels"]) == row["mc1_targets"]["labels"][0] == 1
 
@@ -190,26 +190,26 @@ def test_scores_of_all_tasks(
 
 @needs_lm_eval
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         pytest.param(
             {"tasks": ["arc_eazy"]},
-            r"^lm_eval.tasks: lm-eval has no task 'arc_eazy'; did you mean 'arc_easy'\?$",
+            r"^lm_eval.tasks: 'arc_eazy' is not a task of lm-eval; did you mean 'arc_easy'\?$",
             marks=pytest.mark.slow,  # reads the names of all tasks
         ),
-        ({"tasks": ["piqa"]}, r"has no rows of piqa; piqa.validation.jsonl is right$"),
+        ({"tasks": ["piqa"]}, r"has no rows of piqa; expected piqa.validation.jsonl$"),
         ({"local_data": "/nowhere"}, r"^lm_eval.local_data: /nowhere has no rows of arc_easy"),
     ],
     ids=["task", "rows", "folder"],
 )
-def test_mistakes(tmp_path: Path, changes: dict[str, Any], told: str) -> None:
+def test_faulty_options(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     config = {"tasks": ["arc_easy"], "local_data": str(write_data(tmp_path)), **changes}
-    with pytest.raises(UserError, match=told):
+    with pytest.raises(UserError, match=message):
         load_tasks(LMEvalConfig(**config))
 
 
 @needs_lm_eval
-def test_a_broken_row_is_told_with_its_line(tmp_path: Path) -> None:
+def test_the_line_of_a_broken_row_is_named(tmp_path: Path) -> None:
     folder = write_data(tmp_path)
     file = next(folder.glob("arc_easy.*.jsonl"))
     file.write_text(file.read_text() + "{'no': 'json'}\n")
@@ -218,7 +218,7 @@ def test_a_broken_row_is_told_with_its_line(tmp_path: Path) -> None:
         load_tasks(LMEvalConfig(["arc_easy"], local_data=str(folder)))
 
 
-def test_a_missing_package_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"needs the package lm-eval; pip install qfsdp\[eval\]$"):
+    with pytest.raises(UserError, match=r"is missing; expected pip install qfsdp\[eval\]$"):
         load_tasks(LMEvalConfig(["arc_easy"]))

@@ -1,4 +1,4 @@
-"""Log-likelihoods of continuations that share a row: those of transformers, one at a time."""
+"""Log-likelihoods of continuations in shared rows equal transformers', one at a time."""
 
 from __future__ import annotations
 
@@ -28,8 +28,10 @@ FAMILIES: dict[str, dict[str, Any]] = {
 
 
 def pairs() -> list[tuple[list[int], list[int]]]:
-    """Questions with choices of one token and of many, prefixes of each other, the same twice, one
-    without any, and contexts of one token and beyond 32 positions."""
+    """Contexts of 1 to 40 tokens (one model has 32 positions) with several continuations.
+
+    Continuations have one or many tokens, are prefixes of each other, occur twice, or are empty.
+    """
     draw = torch.Generator().manual_seed(0)
 
     def tokens(count: int) -> list[int]:
@@ -66,7 +68,7 @@ def by_transformers(folder: Path) -> list[Likelihood]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_scores_of_transformers(tmp_path: Path, family: str) -> None:
+def test_values_equal_transformers(tmp_path: Path, family: str) -> None:
     folder = write_tiny_model(tmp_path / "model", **FAMILIES[family])
     expected = by_transformers(folder)
     for batch_size in (1, 3):
@@ -76,7 +78,7 @@ def test_scores_of_transformers(tmp_path: Path, family: str) -> None:
         assert values == pytest.approx([value for value, _ in expected], abs=2e-4)
 
 
-def test_what_greedy_decoding_gives_is_known(tmp_path: Path) -> None:
+def test_greedy_continuations_are_recognized(tmp_path: Path) -> None:
     model = load_model(write_tiny_model(tmp_path / "model"), format="none")
     context = tokens = [3, 1, 4]
     for _ in range(5):
@@ -97,7 +99,7 @@ def test_choices_share_their_context(tmp_path: Path) -> None:
     assert run == [100 + 8 * 2] and scores[:9] == scores[9:]
 
 
-def test_ranks_agree_with_one_process(tmp_path: Path) -> None:
+def test_ranks_give_the_values_of_one_process(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     alone = score(folder, 2)
     ranks = run_ranks(3, score, folder, 2)

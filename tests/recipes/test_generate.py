@@ -142,7 +142,7 @@ def test_compiled(recipe: ModuleType, model_dir: Path, prompts: Path, tmp_path: 
         (["prompt=a", "output=b.jsonl"], "output: .* it is for prompts"),
         (["prompt=a", "chat_template=false", "system_prompt=b"], "system_prompt: .*chat_template"),
         (["prompts=none.jsonl"], "prompts: 'none.jsonl': No such file .*; expected a .jsonl file"),
-        (["prompts={prompts}"], "prompts.jsonl, line 1: no column 'prompt'; its columns are id, q"),
+        (["prompts={prompts}"], "prompts.jsonl, line 1: no column 'prompt'; expected one of id, q"),
         (["prompts={prompts}", "prompt_column=id"], "prompt 1 of 7: expected a text, or a list"),
         (["prompts={prompts}", "prompt_column=q", "output={prompts}"], "output: .* exists already"),
         (
