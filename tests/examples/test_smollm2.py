@@ -1,4 +1,4 @@
-"""The converted SmolLM2: weights against the gguf package, the tokenizer, the folder's life."""
+"""The converted SmolLM2: weights against the gguf package, tokenizer, folder and download."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def tokenizer(smollm2_dir: Path) -> Tokenizer:
 
 
 def rotate_half_rows(heads: int, head_dim: int = 64) -> list[int]:
-    """For each row of the Hugging Face layout, the row that llama.cpp keeps it in."""
+    """For each row of the Hugging Face layout, its row in the layout of llama.cpp."""
     half = head_dim // 2
     in_head = [2 * i for i in range(half)] + [2 * i + 1 for i in range(half)]
     return [head * head_dim + row for head in range(heads) for row in in_head]
@@ -166,9 +166,6 @@ def test_config_json(smollm2_dir: Path) -> None:
     assert generation["eos_token_id"] == 2
 
 
-# --- the folder and the file -------------------------------------------------------------------
-
-
 def tiny_weights(reader: Any, config: dict[str, Any]) -> dict[str, np.ndarray]:
     return {"w": np.zeros(2, dtype=np.float32)}
 
@@ -186,7 +183,7 @@ def test_a_broken_conversion_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
-def test_conversion_yields_to_a_finished_folder_only(
+def test_conversion_keeps_a_finished_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(smollm2, "_weights", tiny_weights)
