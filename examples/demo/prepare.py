@@ -10,7 +10,7 @@ from . import cache_dir
 
 
 def prepare() -> tuple[Path, Path, Path]:
-    """Makes what is missing of the model and the data, at the paths in `configs/smollm2_135m_*`.
+    """Makes the model and the data, if missing, at the paths in `configs/smollm2_135m_*.yaml`.
 
     Returns:
         The model's folder, the training file and the held-out file.

@@ -119,8 +119,8 @@ def _inst_turns(text: str) -> Iterator[Row]:
         prompt, closed, answer = turn.partition("[/INST]")
         if not closed:
             raise Unusable("an [INST] that is not closed")
-        system, told, rest = prompt.partition("<</SYS>>")
-        if told:
+        system, end_mark, rest = prompt.partition("<</SYS>>")
+        if end_mark:
             yield {"role": "system", "content": system.strip().removeprefix("<<SYS>>").strip()}
             prompt = rest
         yield {"role": "user", "content": prompt.strip()}
