@@ -46,7 +46,7 @@ def no_process_group() -> Iterator[None]:
 
 
 @pytest.mark.parametrize("config", TRAINING, ids=[c.stem for c in TRAINING])
-@pytest.mark.usefixtures("no_process_group")
+@pytest.mark.usefixtures("eager", "no_process_group")
 def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     family = next((f for name, f in FAMILIES.items() if config.stem.startswith(name)), {})
     model = write_tiny_model_with_tokenizer(
