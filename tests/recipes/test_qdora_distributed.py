@@ -168,6 +168,7 @@ def test_the_literal_command_without_the_weights(torchrun_flags: list[str]) -> N
     )
 
 
+@pytest.mark.long
 def test_mistakes_that_ranks_find_are_one_line_too(smollm2_dir: Path, tmp_path: Path) -> None:
     """Ranks find NaN when they read weights, after the preflight."""
     model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir)

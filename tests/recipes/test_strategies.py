@@ -65,7 +65,7 @@ def case(method: str, size: int, **sharding: Any) -> dict[str, Any]:
 
 SLOW = pytest.mark.slow
 RANKS = [
-    (1, METHODS),
+    pytest.param(1, METHODS, marks=pytest.mark.long),
     pytest.param(2, METHODS, marks=SLOW),  # 15 s, and 3 and 4 ranks show more
     (3, ["dora"]),  # does all that LoRA does, and gathers A for its norms
     pytest.param(3, ["lora"], marks=SLOW),
@@ -118,7 +118,7 @@ def test_an_offloaded_base_trains_the_same(
                 assert result["losses"] == resident[method]["losses"]
 
 
-@pytest.mark.parametrize("where", ["cpu", "disk"])
+@pytest.mark.parametrize("where", ["cpu", pytest.param("disk", marks=pytest.mark.long)])
 def test_a_base_that_is_not_quantized_is_offloaded_too(
     where: str, model_dir: Path, reference: dict[str, dict[str, Any]]
 ) -> None:
