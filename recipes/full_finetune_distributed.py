@@ -3,12 +3,9 @@
     tune run recipes/full_finetune_distributed --config configs/llama3_8b_full.yaml [key=value ...]
 
 Training all weights is full finetuning. Training only the blocks that recipes/block_expansion has
-added is Llama-Pro.
-Starts one process per visible accelerator, or the number that torchrun's flags give:
-
-    tune run --nproc_per_node 2 recipes/full_finetune_distributed --config ...
-
-To change it, copy it: `tune cp recipes/full_finetune_distributed my_recipe.py`.
+added is Llama-Pro. One process starts per visible accelerator, or as many as torchrun's flags give
+(`tune run --nproc_per_node 2 recipes/full_finetune_distributed ...`). To change the recipe, copy
+it: `tune cp recipes/full_finetune_distributed my_recipe.py`.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def test_two_ranks_on_the_real_model(
     names |= {"slot_efficiency", "model_flops_utilization", "hardware_flops_utilization"}
     phases = ("data", "forward", "backward", "optimizer", "norm_refresh", "logging")
     names |= {f"seconds/{phase}" for phase in phases}
-    kinds = ("packed", "plain", "trained")
+    kinds = ("quantized", "plain", "trained")
     names |= {f"memory/parameters_{kind}_gib" for kind in kinds}
     names |= {"memory/gradients_gib", "memory/optimizer_state_gib", "memory/peak_rank"}
     for line in lines:
