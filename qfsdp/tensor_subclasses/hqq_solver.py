@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import BLOCK, KERNEL_CHUNK
 from qfsdp.tensor_subclasses.kernels import compiled as kernels
-from qfsdp.tensor_subclasses.kernels.compiled import ROUNDED_ALIKE, compiled
+from qfsdp.tensor_subclasses.kernels.compiled import ROUNDED_AS_ON_CPUS, compiled
 
 LEVELS = 15  # the highest code
 P, BETA, STEPS = 0.7, 10.0, 20
@@ -65,7 +65,7 @@ def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor
     return inverse, zero
 
 
-@partial(compiled, options=ROUNDED_ALIKE)
+@partial(compiled, options=ROUNDED_AS_ON_CPUS)
 def _start(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """1 / scale, the first zero, and the mean of weight / scale (fp64) of every group."""
     low, high = groups.float().amin(1), groups.float().amax(1)
@@ -77,7 +77,7 @@ def _start(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return inverse, zero, _sums(_levels(groups, inverse, zero)) / BLOCK - zero.double()
 
 
-@partial(compiled, options=ROUNDED_ALIKE)
+@partial(compiled, options=ROUNDED_AS_ON_CPUS)
 def _step(
     groups: Tensor, inverse: Tensor, zero: Tensor, mean: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,7 +90,7 @@ def _step(
     return code.sum(1).double() / BLOCK - mean, errors, off.amax(1) / inverse
 
 
-@partial(compiled, options=ROUNDED_ALIKE)
+@partial(compiled, options=ROUNDED_AS_ON_CPUS)
 def _shrunk(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
     """The mean of e / scale of every group, fp64."""
     level = _levels(groups, inverse, zero)
@@ -117,7 +117,7 @@ def _sums(values: Tensor) -> Tensor:
     return high.sum(1).double() / 2.0**10 + low.sum(1).double() / 2.0**27
 
 
-@partial(compiled, options=ROUNDED_ALIKE)
+@partial(compiled, options=ROUNDED_AS_ON_CPUS)
 def codes_of(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
     """The codes of all weights, uint8 `[n, 64]`."""
     return _levels(groups, inverse, zero).round().clamp(0, LEVELS).to(torch.uint8)

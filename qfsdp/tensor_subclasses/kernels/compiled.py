@@ -28,7 +28,7 @@ SMALLEST_COMPILED = 1 << 14  # elements of the first tensor, unless a kernel set
 # in its code for an H100, 14 with these options (torch 2.11).
 FLAT_ON_GPUS: dict[str, Any] = {"triton.max_tiles": 1, "assert_indirect_indexing": False}
 # GPUs round products and divisions as CPUs do: no fused multiply-adds.
-ROUNDED_ALIKE: dict[str, Any] = {
+ROUNDED_AS_ON_CPUS: dict[str, Any] = {
     "emulate_precision_casts": True,
     "eager_numerics.division_rounding": True,
 }
