@@ -18,7 +18,7 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import add_adapters, init_adapters, refresh_dora_norms
-from qfsdp.modules.compute_dtype import compute_dtype
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
@@ -40,7 +40,7 @@ def build_meta_model(
     """A model as recipes build it, before weights are read; an untied `lm_head` is quantized."""
     config = DecoderConfig.from_dir(folder)
     with torch.device("meta"):
-        model = Decoder(config).to(compute_dtype(dtype))
+        model = Decoder(config).to(COMPUTE_DTYPES[dtype])
     head = [] if config.tie_word_embeddings else ["lm_head"]
     targets = ["all-linear", *head]
     quantize_linears(model, QuantizationConfig(format, targets), ModelWeights(folder).formats)

@@ -21,7 +21,7 @@ from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import base_parameters
-from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
@@ -136,7 +136,7 @@ def test_any_stored_dtype_serves_any_compute_dtype(
     tensors = {k: v.to(STORED[stored]) for k, v in checkpoint(folders["qwen2"]).items()}
     save_file(tensors, tmp_path / SINGLE)
     (tmp_path / "config.json").write_text((folders["qwen2"] / "config.json").read_text())
-    assert_loaded(loaded_tensors(tmp_path, {"dtype": held}), tmp_path, compute_dtype(held))
+    assert_loaded(loaded_tensors(tmp_path, {"dtype": held}), tmp_path, COMPUTE_DTYPES[held])
 
 
 @pytest.mark.parametrize("adapted", [False, True])

@@ -12,12 +12,15 @@ from typing import Any
 import pytest
 import torch
 
+from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.cli.config import load_config
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.evaluation.inference_model import check_for_inference
 from qfsdp.memory.estimate import Estimate, estimate
 from qfsdp.modules import compute_dtype as module
 from qfsdp.modules.compute_dtype import compute_dtype, has_bf16_products, planned_for
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.trainable import TrainableConfig
-from tests.models import build_meta_model
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -37,7 +40,8 @@ def test_without_bf16_products(
 ) -> None:
     assert compute_dtype("fp32") == FP32 and capsys.readouterr().out == ""
     assert compute_dtype("bf16") == FP32
-    model = build_meta_model(write_tiny_model(tmp_path / "model"), dtype="bf16")
+    config = ModelConfig(str(write_tiny_model(tmp_path / "model")), "bf16")
+    model = check_for_inference(config, QuantizationConfig(), None, ShardingConfig())
     assert {p.dtype for p in model.parameters()} == {FP32}
     assert capsys.readouterr().out == LINE
 

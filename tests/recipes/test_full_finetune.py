@@ -89,12 +89,14 @@ def train(cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def train_one(recipe: Any, case: dict[str, Any]) -> dict[str, Any]:
+    from qfsdp.modules.compute_dtype import planned_for
     from qfsdp.tensor_subclasses.dtensor import whole_tensor
     from qfsdp.training.memory_usage import bytes_by_kind
 
     cfg = make_config(recipe, case)
-    world = recipe.init_world(cfg.sharding, casts=cfg.trainable.casts(cfg.model.dtype))
-    model = recipe.load_model(cfg, world)
+    with planned_for("cuda"):  # bf16 also on a CPU without bf16 products
+        world = recipe.init_world(cfg.sharding, casts=cfg.trainable.casts(cfg.model.dtype))
+        model = recipe.load_model(cfg, world)
     before = held_bytes(model)
     parameters = recipe.trainable_parameters(model)
     optimizer = recipe.build_optimizer(cfg.optimizer, parameters, cfg.optimizer_in_backward)

@@ -37,7 +37,8 @@ class ModelConfig:
         path: a Hugging Face model folder (`config.json` and safetensors), a bitsandbytes 4-bit
             one, or one that `recipes/quantize` wrote.
         dtype: the compute dtype, and the dtype of weights that are not quantized. Adapters and
-            the optimizer are always fp32. The files may have any dtype.
+            the optimizer are always fp32. The files may have any dtype. A CPU without bf16 products
+            computes "bf16" in fp32.
         quantize_cache: a folder that all ranks see; the first run writes its quantized weights
             there and later runs load them. null: quantize in every run.
     """
