@@ -188,13 +188,13 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
         mine = ", ".join(f"adapter.{field}: {_as_yaml(config, field)}" for field in differing)
         trained = ", ".join(_as_peft(theirs, field) for field in differing)
         fix = " ".join(f"adapter.{field}={_as_yaml(theirs, field)}" for field in differing)
-        raise UserError(f"{mine}, but {folder} was trained with {trained}; set {fix}")
+        raise UserError(f"{mine}, but {folder} was trained with {trained}; expected {fix}")
     adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
     found = set(theirs.linears)
     if found != adapted and found <= set(LINEAR_NAMES):
         raise UserError(
             f"adapter.targets: {_as_targets(adapted)}, but {folder} adapts "
-            f"{_as_targets(found)}; set adapter.targets={_as_targets(found)}"
+            f"{_as_targets(found)}; expected adapter.targets={_as_targets(found)}"
         )
     _matching_tensors(model, Path(folder).expanduser())
 
@@ -214,8 +214,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     for name, module in low_rank_linears(model):
         if module.scaling != scaling:
             raise UserError(
-                f"{folder / CONFIG_FILE}: lora_alpha and r make a scaling of {scaling:g}; this "
-                f"model's is {module.scaling:g} ({name})"
+                f"{folder / CONFIG_FILE}: lora_alpha and r make a scaling of {scaling:g}; expected "
+                f"{module.scaling:g}, as in this model ({name})"
             )
     with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
         for key, param in adapter_parameters(model).items():

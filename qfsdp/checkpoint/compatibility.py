@@ -85,8 +85,8 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> None:
     ]
     if differing:
         raise UserError(
-            f"resume: '{folder}' was trained with other settings: {'; '.join(differing)}; restore "
-            "them, or start a new run with another output_dir"
+            f"resume: '{folder}' was trained with other settings: {'; '.join(differing)}; "
+            "expected the same, or a new run with another output_dir"
         )
 
 

@@ -110,8 +110,8 @@ def find_checkpoint(resume: str | None, output_dir: Path) -> Path | None:
     own = published(output_dir)
     if resume is None and own:
         raise UserError(
-            f"output_dir: '{output_dir}' has checkpoints, up to step {_step_of(own[-1])}; set "
-            "resume=auto to continue it, or another output_dir"
+            f"output_dir: '{output_dir}' has checkpoints, up to step {_step_of(own[-1])}; "
+            "expected resume=auto to continue it, or another output_dir"
         )
     if resume is None or (resume == AUTO and not own):
         return None
@@ -128,7 +128,7 @@ def find_checkpoint(resume: str | None, output_dir: Path) -> Path | None:
     if own and own[-1].resolve() != found.resolve():
         raise UserError(
             f"resume: '{found}' is not the last checkpoint of '{output_dir}', which is step "
-            f"{_step_of(own[-1])}; set resume=auto to continue it, or another output_dir"
+            f"{_step_of(own[-1])}; expected resume=auto to continue it, or another output_dir"
         )
     return found
 

@@ -172,7 +172,7 @@ def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> 
     if mine["alone"] and not same:
         raise UserError(
             f"resume: '{folder.parent}' has optimizer state that only {saved_ranks} ranks can "
-            f"read; this run has {world.size}"
+            f"read; expected as many, not {world.size}"
         )
     stacks = {key: StackedTensors(**fields) for key, fields in host["stacks"].items()}
     local = {key: torch.empty(s.local_shape(params), dtype=s.dtype) for key, s in stacks.items()}

@@ -253,31 +253,35 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "negative rank": (says(r=-1), f"{CONFIG_FILE}: not an adapter's config"),
     "IA3": (
         says(peft_type="IA3"),
-        "adapter.method: dora, but {folder} was trained with peft_type IA3; set adapter.method=ia3",
+        "adapter.method: dora, but {folder} was trained with peft_type IA3; expected "
+        "adapter.method=ia3",
     ),
     "LOHA": (
         says(peft_type="LOHA"),
         f"{CONFIG_FILE}: peft_type 'LOHA'; expected 'LORA' or 'IA3'",
     ),
-    "rank": (says(r=8), "adapter.rank: 5, but {folder} was trained with r 8; set adapter.rank=8"),
+    "rank": (
+        says(r=8),
+        "adapter.rank: 5, but {folder} was trained with r 8; expected adapter.rank=8",
+    ),
     "alpha": (
         says(lora_alpha=16),
-        "adapter.alpha: 7, but {folder} was trained with lora_alpha 16; set adapter.alpha=16",
+        "adapter.alpha: 7, but {folder} was trained with lora_alpha 16; expected adapter.alpha=16",
     ),
     "method": (
         says(use_dora=False),
         "adapter.method: dora, but {folder} was trained with use_dora false; "
-        "set adapter.method=lora",
+        "expected adapter.method=lora",
     ),
     "rslora and alpha": (
         says(use_rslora=True, lora_alpha=2.5),
         "adapter.alpha: 7, adapter.rslora: false, but {folder} was trained with lora_alpha 2.5, "
-        "use_rslora true; set adapter.alpha=2.5 adapter.rslora=true",
+        "use_rslora true; expected adapter.alpha=2.5 adapter.rslora=true",
     ),
     "targets": (
         only("q_proj", "v_proj"),
         "adapter.targets: all-linear, but {folder} adapts [q_proj,v_proj]; "
-        "set adapter.targets=[q_proj,v_proj]",
+        "expected adapter.targets=[q_proj,v_proj]",
     ),
     "modules_to_save": (
         says(modules_to_save=["lm_head"]),
@@ -387,9 +391,9 @@ def test_ia3_that_scales_other_inputs_is_refused(tiny_dir: Path, tmp_path: Path)
     tensors(lambda found: found.update({key: torch.ones(192, 1)}))(tmp_path)
     with pytest.raises(UserError, match=r"has shape \[192, 1\]; expected \[1, 577\]"):
         check_adapter(section, tmp_path, model)
-    with pytest.raises(UserError, match=r"adapter.method: lora, but .* set adapter.method=ia3"):
+    with pytest.raises(UserError, match=r"method: lora, but .* expected adapter.method=ia3"):
         check_adapter(AdapterConfig("lora"), tmp_path, model)
-    with pytest.raises(UserError, match=r"adapter.targets: .* set adapter.targets=\[k_proj,v_proj"):
+    with pytest.raises(UserError, match=r"targets: .* expected adapter.targets=\[k_proj,v_proj"):
         every = AdapterConfig("ia3", targets="all-linear")
         check_adapter(every, tmp_path, adapted_model(tiny_dir, every))
 
@@ -400,7 +404,7 @@ def test_a_folder_without_an_adapter_is_refused(folder: Path, tiny_dir: Path) ->
         check_adapter(SECTION, "nowhere", model)
     with pytest.raises(UserError, match=r": not an adapter's folder; did you mean .*/adapter\?"):
         check_adapter(SECTION, folder.parent, model)
-    with pytest.raises(UserError, match=r"set adapter.targets=\[all-linear,lm_head\]"):
+    with pytest.raises(UserError, match=r"expected adapter.targets=\[all-linear,lm_head\]"):
         more = replace(SECTION, targets=HEAD_TOO)
         other = adapted_model(tiny_dir, more)
         save_adapter(other, more, str(tiny_dir), folder, cpu_world())

@@ -276,7 +276,7 @@ def test_an_interrupted_run_leaves_no_model(
             "model.path: '{quantized}' holds quantized weights; expected plain ones: expand the "
             "model that it was quantized from, and quantize the result (recipes/quantize)",
         ),
-        (["output_dir={model}"], "output_dir: '{model}' is not empty; name a new folder"),
+        (["output_dir={model}"], "output_dir: '{model}' is not empty; expected a new folder"),
         (["model.path={nan}"], "model.layers.1.input_layernorm.weight: holds NaN or infinity"),
         (["model.path={deep}"], "tensor 'model.layers.2.self_attn.q_proj.weight' is missing"),
     ],

@@ -279,7 +279,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "a tensor is one too many": (
         lambda f: edit_tensors(f, lambda t: t.update({"model.layers.2.w": torch.zeros(1)})),
-        "{folder}/model.safetensors: tensor 'model.layers.2.w' has no place in this architecture",
+        "{folder}/model.safetensors: tensor 'model.layers.2.w' is not part of this architecture",
     ),
     "the folder is a file": (
         lambda f: (f.rename(f.with_name("other")), f.write_text("")),

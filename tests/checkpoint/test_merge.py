@@ -429,8 +429,8 @@ def test_one_writer_at_a_time(even: tuple[Path, Path], tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["output_dir={model}"], "output_dir: '{model}' is not empty; name a new folder"),
-        (["output_dir={model}/config.json"], "config.json' is a file; name a new folder"),
+        (["output_dir={model}"], "output_dir: '{model}' is not empty; expected a new folder"),
+        (["output_dir={model}/config.json"], "config.json' is a file; expected a new folder"),
         (["adapter=nowhere"], "nowhere does not exist; expected an adapter in PEFT's format"),
         (["adapter={model}"], "adapter_config.json does not exist; expected an adapter in PEFT's"),
         (["model.path=nowhere"], "model.path: 'nowhere' does not exist"),

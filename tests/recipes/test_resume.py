@@ -197,7 +197,7 @@ def test_the_rest_may_change(folder: Path, finished: Path, tmp_path: Path) -> No
 
 
 def test_a_folder_with_checkpoints_is_not_started_over(folder: Path, finished: Path) -> None:
-    with pytest.raises(UserError, match="up to step 9; set resume=auto to continue it, or another"):
+    with pytest.raises(UserError, match="up to step 9; expected resume=auto to continue it, or an"):
         check(folder, f"output_dir={finished}")
     before = losses(finished)
     run_ranks(1, run_recipe, folder, [[f"output_dir={finished}", "resume=auto"]])

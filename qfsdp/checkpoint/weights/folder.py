@@ -106,7 +106,7 @@ class ModelWeights:
         for name in (self.plain.keys() | self.quantized.keys()) - expected.keys():
             if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight":
                 file = self.files.tensors[name].file
-                raise UserError(f"{file}: tensor {name!r} has no place in this architecture")
+                raise UserError(f"{file}: tensor {name!r} is not part of this architecture")
 
     def _check_plain(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.plain:
@@ -137,5 +137,5 @@ class ModelWeights:
         if not isinstance(local, QuantizedTensor) or local.format != weight.format:
             raise UserError(
                 f"{weight.columns[0].file}: tensor {weight.name!r} is quantized as "
-                f"{weight.format}; the model was not built for it"
+                f"{weight.format}; expected the format that the model was built for"
             )

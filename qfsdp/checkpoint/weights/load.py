@@ -223,13 +223,13 @@ def check_disk(model: Decoder, source: ModelWeights) -> None:
             if weight is None or len(weight.columns) != 1:
                 raise UserError(
                     f"sharding.offload_base: 'disk' reads quantized bytes from model.path, and "
-                    f"{source.folder} does not have them of {name!r}; write them once with `tune "
-                    "run recipes/quantize`, or set model.quantize_cache"
+                    f"{source.folder} does not have them for {name!r}; expected a folder that "
+                    "`tune run recipes/quantize` wrote, or model.quantize_cache"
                 )
         elif plain is None or STORED_DTYPES.get(plain.dtype) != param.dtype:
             raise UserError(
                 f"sharding.offload_base: 'disk' reads weights as they are stored, and {name!r} in "
-                f"{source.folder} is not {param.dtype}; set model.dtype to what is stored"
+                f"{source.folder} is not {param.dtype}; expected the stored dtype as model.dtype"
             )
 
 

@@ -25,10 +25,10 @@ RESUMABLE_BEGUN = MANIFEST + ".begun"
 def check_output(folder: Path) -> None:
     """Raises `UserError` if the folder holds anything but an unfinished model."""
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"output_dir: '{folder}' is a file; name a new folder")
+        raise UserError(f"output_dir: '{folder}' is a file; expected a new folder")
     files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
     if files - {LOCK_FILE} and BEGUN not in files:
-        raise UserError(f"output_dir: '{folder}' is not empty; name a new folder")
+        raise UserError(f"output_dir: '{folder}' is not empty; expected a new folder")
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class ResumableFolder(OutputFolder):
         file = next((file for file in found if file.is_file()), None)
         if file is None:
             if any(entry.name != LOCK_FILE for entry in self.path.iterdir()):
-                raise UserError(f"{self.key}: '{self.path}' is not empty; name a new folder")
+                raise UserError(f"{self.key}: '{self.path}' is not empty; expected a new folder")
             write_json(self.path / RESUMABLE_BEGUN, self.settings)
             return {}
         earlier = json.loads(file.read_text())
@@ -103,8 +103,8 @@ class ResumableFolder(OutputFolder):
                 was, now = was["fingerprint"], now["fingerprint"]
             if was != now:
                 raise UserError(
-                    f"{self.key}: '{self.path}' was made with another {setting} ({was!r}, now "
-                    f"{now!r}); remove it or name another folder"
+                    f"{self.key}: '{self.path}' was made with {setting} {was!r}; expected "
+                    f"{now!r}, or another folder"
                 )
         return earlier.get("files", {})
 
