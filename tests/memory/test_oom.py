@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,9 +25,10 @@ from qfsdp.memory.advice import TRANSIENT, less_device_memory, less_host_memory
 from qfsdp.memory.oom import Run, explain_out_of_memory, is_out_of_memory
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.trainable import TrainableConfig
 from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model
-from tests.tiny import write_tiny_model
+from tests.tiny import load_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 CPU, GPU = torch.device("cpu"), torch.device("cuda")
@@ -149,6 +151,29 @@ def test_a_folder_that_cannot_be_written_changes_nothing_else(tmp_path: Path) ->
     with pytest.raises(UserError, match="out of memory") as caught:
         train(Config(str(tmp_path)), tmp_path, on_cpu, at_load=True)
     assert "see" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "qdora_distributed",
+        "full_finetune_distributed",
+        "generate",
+        "evaluate",
+        "quantize",
+        "merge",
+        "block_expansion",
+    ],
+)
+def test_every_recipe_that_loads_weights_explains(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    recipe = load_recipe(name)
+    monkeypatch.setattr(recipe, "init_world", lambda *_, **__: on_cuda())
+    model = SimpleNamespace(path=str(tmp_path), dtype="fp32")
+    cfg = SimpleNamespace(model=model, sharding=ShardingConfig(), trainable=TrainableConfig())
+    with pytest.raises(UserError, match=r"^out of memory in main, asked for 2.50 GiB more; "):
+        recipe.main(cfg)
 
 
 def test_tensors_without_sizes_are_left_out(tmp_path: Path) -> None:
