@@ -2,5 +2,5 @@
 
 Modules work on local tensors of one rank and know nothing of files, ranks or training loops:
 `qfsdp.distributed` shards them, `qfsdp.checkpoint` loads and saves them. Config sections of a model
-(`adapter`, `quantization`, `trainable`, `activation`) lie beside the code that they configure.
+(`adapter`, `quantization`, `trainable`, `activation`) are next to the code that they configure.
 """

@@ -251,7 +251,7 @@ class Offload:
         self._wait()  # for the layer before that
         if leaving := layer.still_kept(away=False):
             self._in_flight += [kept.memory for kept in leaving]
-            with self._beside_the_computation(leaving[0].memory.device):
+            with self._on_copy_stream(leaving[0].memory.device):
                 for kept in leaving:
                     kept.memory, kept.away = to_host(kept.memory), True
             layer.ready = False
@@ -261,13 +261,13 @@ class Offload:
             # Allocated on the computation's stream, which frees it.
             places = [torch.empty_like(kept.memory, device=self._device) for kept in coming]
             self._in_flight += places
-            with self._beside_the_computation(self._device):
+            with self._on_copy_stream(self._device):
                 for kept, place in zip(coming, places, strict=True):
                     moved("to_device", place.nbytes)
                     kept.memory, kept.away = place.copy_(kept.memory, non_blocking=True), False
 
     @contextmanager
-    def _beside_the_computation(self, device: torch.device) -> Iterator[None]:
+    def _on_copy_stream(self, device: torch.device) -> Iterator[None]:
         """A context for copies that begin after the computation so far; nobody waits for them."""
         self._device = device
         if device.type == "cpu":
