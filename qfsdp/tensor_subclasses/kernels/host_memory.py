@@ -58,10 +58,10 @@ def return_freed_memory() -> None:
     """Makes glibc return large blocks to the system as soon as they are freed.
 
     By default glibc raises the size from which it does so to that of the largest block freed so
-    far, up to 32 MB, and its heap fragments. On a CPU with a quantized base of 1,395 MB on disk
-    (`benchmarks/tiers.py`), 2,750 MB were resident in a train step, and 471 with this setting. It
-    costs time, because pages are mapped again: 105 s of CPU time instead of 80 for three steps. So
-    it is for runs that offload the base.
+    far, up to 32 MB, and its heap fragments. With a quantized base of 1,395 MB on disk and a CPU
+    that computes (`benchmarks/offload_tiers.py`), 2,750 MB were resident in a train step, and 471
+    with this setting. It costs time, because pages are mapped again: 105 s of CPU time instead of
+    80 for three steps. So it is for runs that offload the base.
     """
     if sys.platform == "linux" and hasattr(library := ctypes.CDLL(None), "mallopt"):
         library.mallopt(_M_MMAP_THRESHOLD, _LARGE_BLOCK)
