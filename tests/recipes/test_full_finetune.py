@@ -375,6 +375,7 @@ def chosen_names(case: dict[str, Any], names: set[str]) -> set[str]:
     return of_layers | (others if case["trainable"].get("embeddings") else set())
 
 
+@pytest.mark.long
 def test_chosen_layers_train_and_nothing_else(
     trained: Callable[[int], Results], folders: dict[str, Path]
 ) -> None:

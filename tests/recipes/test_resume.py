@@ -257,6 +257,7 @@ def hold(run: Path) -> Path:
     return file
 
 
+@pytest.mark.long
 def test_sigterm_saves_and_the_same_command_goes_on(
     folder: Path, reference: dict[int, float]
 ) -> None:
