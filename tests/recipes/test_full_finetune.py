@@ -402,7 +402,7 @@ def test_chosen_layers_train_and_nothing_else(
 
 
 def quantized_bytes(found: dict[str, Any]) -> int:
-    return sum(size for kind, size in found["bytes"].items() if "packed" in kind)
+    return sum(size for kind, size in found["bytes"].items() if "quantized" in kind)
 
 
 # ---- the update within backward --------------------------------------------------------------
