@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -65,7 +66,10 @@ def config(recipe: ModuleType, model_dir: Path, *more: str) -> Any:
 def answer(words: list[str]) -> None:
     """The recipe; runs on every rank."""
     recipe = load_recipe("generate")
-    recipe.main(load_config(recipe.Config, words))
+    cfg = load_config(recipe.Config, words)
+    if os.environ["RANK"] == "0":
+        recipe.check(cfg)  # makes the folder of the output
+    recipe.main(cfg)
 
 
 @pytest.mark.usefixtures("eager")
