@@ -61,10 +61,8 @@ def has_bf16_products() -> bool:
         return False
     if platform.machine().lower() not in ("x86_64", "amd64"):
         return True
-    if not hasattr(torch.cpu, "get_capabilities"):  # older torch
-        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
     capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities["avx512_bf16"] or capabilities["amx_bf16"])
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
 def _device_kind() -> str:
