@@ -229,7 +229,8 @@ def check_disk(model: Decoder, source: ModelWeights) -> None:
         elif plain is None or STORED_DTYPES.get(plain.dtype) != param.dtype:
             raise UserError(
                 f"sharding.offload_base: 'disk' reads weights as they are stored, and {name!r} in "
-                f"{source.folder} is not {param.dtype}; expected the stored dtype as model.dtype"
+                f"{source.folder} is not {param.dtype}, in which this run computes; expected the "
+                "stored dtype as model.dtype, or quantized weights"
             )
 
 
