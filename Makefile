@@ -21,8 +21,8 @@ $(STAMP): pyproject.toml constraints.txt
 demo: venv
 	$(BIN)/python -m examples.demo.run
 
-# Two processes, each with one thread and with one file of tests at a time.
-PYTEST := $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+# Two processes with one thread each; the one that is through takes tests from the other.
+PYTEST := $(BIN)/python -m pytest -n 2 --dist worksteal
 
 # At most ten minutes on two cores; every promise of the README is touched.
 test: venv
