@@ -106,6 +106,7 @@ def compare_with_peft(
     assert moved > 0.5, "magnitudes must matter"
 
 
+@pytest.mark.long
 def test_peft_computes_the_same_on_a_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
     compare_with_peft(smollm2_dir, ["all-linear"], tmp_path)
 

@@ -171,6 +171,7 @@ def compare_with_peft(
                 assert loss == pytest.approx(their_loss.item(), abs=1e-5)
 
 
+@pytest.mark.long
 def test_a_run_starts_where_peft_stopped(tmp_path: Path) -> None:
     tiny = write_tiny_model(tmp_path / "model")
     compare_with_peft(tiny, TINY, HEAD_TOO, tmp_path / "adapters", {1: list(TINY), 3: list(TINY)})

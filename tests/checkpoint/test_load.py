@@ -377,6 +377,7 @@ def peak_of_loading(folder: Path) -> dict[str, int]:
     return {"above": memory.stop() - held, "held": held}
 
 
+@pytest.mark.long
 def test_memory_above_the_shard_does_not_grow_with_the_tensor(tmp_path: Path) -> None:
     """Two tensors of 604 MB, one to be quantized and one in another dtype. Besides the shard there
     are three pieces of 16 MB and one chunk's temporaries: 97 MB, or 226 MB with uncompiled kernels,

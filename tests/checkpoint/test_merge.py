@@ -160,6 +160,7 @@ def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:
     return tokens[0, -count:].tolist()
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("method", [pytest.param("lora", marks=pytest.mark.slow), "dora"])
 def test_a_real_model(method: str, smollm2_dir: Path, tmp_path: Path) -> None:
     """fp32: logits, and greedy text by transformers' generation with the copied tokenizer."""
@@ -361,6 +362,7 @@ def write_model_and_adapter(folder: Path, rows: int) -> None:
     (folder / "a" / CONFIG_FILE).write_text(json.dumps(settings))
 
 
+@pytest.mark.long
 def test_memory_is_that_of_one_quantized_weight(tmp_path: Path) -> None:
     """Compared with half the rows (which fill every buffer), no weight exists whole except in 4
     bits. 8, 20 and 36 to 56 MB more were seen; a whole copy in bf16 would add 51 MB."""

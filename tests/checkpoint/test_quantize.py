@@ -241,6 +241,7 @@ def test_the_first_run_fills_the_cache_and_later_ones_load_it(source: Path, tmp_
     assert plain == source
 
 
+@pytest.mark.long
 def test_training_from_the_cache_is_the_same(smollm2_dir: Path, tmp_path: Path) -> None:
     """The recipe's first logits are the same from source, cache and quantized folder."""
     recipe = load_recipe()

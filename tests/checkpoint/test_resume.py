@@ -158,7 +158,9 @@ def saved(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[int
     return {n: (f, run_ranks(n, save_three, model_dir, f)) for n, f in folders.items()}
 
 
-@pytest.mark.parametrize(("before", "after"), [(1, 1), (2, 2), (2, 1), (1, 3)])
+@pytest.mark.parametrize(
+    ("before", "after"), [(1, 1), (2, 2), (2, 1), pytest.param(1, 3, marks=pytest.mark.long)]
+)
 def test_every_number_comes_back(
     model_dir: Path, saved: dict[int, Any], before: int, after: int
 ) -> None:

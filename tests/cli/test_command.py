@@ -102,6 +102,7 @@ def test_the_demonstration_of_the_wheel_imports(python: Path, tmp_path: Path) ->
     assert done.status == 0, done.err
 
 
+@pytest.mark.long
 def test_tune_run_from_an_empty_directory(python: Path, tmp_path: Path) -> None:
     one = tune(python, tmp_path, "run", "recipes/stand_in", *STEP, "model.path=m")
     assert (one.status, one.out) == (0, ["packaged preflight", "packaged rank 0 of 1: m"]), one.err
@@ -134,6 +135,7 @@ def test_mistakes_are_reported_once(python: Path, tmp_path: Path) -> None:
     assert "Traceback" not in typo.err + odd.err
 
 
+@pytest.mark.long
 def test_a_copied_recipe_runs_and_the_working_directory_wins(python: Path, tmp_path: Path) -> None:
     (tmp_path / "my_recipe.py").write_text(RECIPE.replace("PLACE", "mine"))
     mine = tune(python, tmp_path, "run", "--nproc_per_node", "1", "my_recipe", *STEP)

@@ -79,6 +79,7 @@ def hf(folder: Path, **options: Any) -> Any:
     return HFLM(pretrained=str(folder), dtype="float32", device="cpu", batch_size=4, **options)
 
 
+@pytest.mark.long
 @needs_lm_eval
 def test_answers_equal_the_hf_model(smollm2_dir: Path) -> None:
     expected = answers(hf(smollm2_dir))

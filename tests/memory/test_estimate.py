@@ -95,6 +95,7 @@ def figures(found: Estimate) -> dict[str, Any]:
     return sizes | {f"{kind} {name}": n for kind, of in named.items() for name, n in of.items()}
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     "words",
     [

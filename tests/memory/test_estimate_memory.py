@@ -20,6 +20,7 @@ def run(monkeypatch: pytest.MonkeyPatch, *words: str) -> None:
     run_tool(recipe.Config, recipe.main)
 
 
+@pytest.mark.long
 def test_as_typed(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
     command = [str(Path(sys.executable).parent / "tune"), "run", "recipes/estimate_memory", *CONFIG]

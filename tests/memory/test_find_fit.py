@@ -23,6 +23,7 @@ def find_fit(*words: str, recipe: str = "recipes/find_fit") -> subprocess.Comple
     return subprocess.run([*command, *words], capture_output=True, text=True, cwd=ROOT)
 
 
+@pytest.mark.long
 def test_the_best_is_a_config_that_fits(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
     training = [*CONFIG, f"model.path={model}", "gradient_accumulation_steps=4"]
@@ -49,6 +50,7 @@ def test_the_best_is_a_config_that_fits(tmp_path: Path) -> None:
         assert re.search(rf"^ *{key.split('.')[-1]}: {value}$", yaml, re.MULTILINE)
 
 
+@pytest.mark.long
 def test_nothing_fits(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
     done = find_fit(*CONFIG, f"model.path={model}", "device_memory=300MiB")

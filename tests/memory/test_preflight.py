@@ -109,6 +109,7 @@ def check_suggestions(argv: list[str], memory: str) -> list[list[str]]:
     return suggested
 
 
+@pytest.mark.long
 def test_every_suggestion_fits(argv: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     check(argv, "device_memory=8GiB")
     size = re.search(r"about ([\d.]+) GiB", capsys.readouterr().out)

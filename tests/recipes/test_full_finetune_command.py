@@ -108,6 +108,7 @@ def runs(folder: Path) -> dict[str, tuple[Path, Path]]:
     return pairs
 
 
+@pytest.mark.long
 def test_a_run_goes_on_with_the_same_bits(runs: dict[str, tuple[Path, Path]]) -> None:
     for way, (whole, rest) in runs.items():
         expected = losses(whole)

@@ -358,7 +358,7 @@ def on_ranks(folder: Path, quantized: Path, cases: list[dict[str, Any]], *words:
     return differences(folder, quantized, cases)
 
 
-@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_ranks(folder: Path, quantized: Path, run: Path, size: int) -> None:
     """Any number of ranks gets the same losses, also with `max_batches`, which counts all ranks;
     under every strategy training stays equal to the last bit."""
