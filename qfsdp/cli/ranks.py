@@ -47,11 +47,9 @@ def planned_ranks() -> tuple[int, int]:
 def torchrun_flags(nnodes: str, nproc_per_node: str) -> Iterator[None]:
     """Sets WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun will, while it is entered.
 
-
     Args:
         nnodes: torchrun's flag; of "2:4" the lower number counts.
         nproc_per_node: torchrun's flag; words such as "gpu" mean one rank per accelerator.
-
     """
     local = int(nproc_per_node) if nproc_per_node.isdecimal() else local_world_size()
     sizes = {

@@ -46,10 +46,6 @@ class HQQTensor(QuantizedTensor):
         return -(-cols // 2) + 4 * -(-cols // BLOCK)
 
     @staticmethod
-    def metadata_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
-        return []
-
-    @staticmethod
     def dequantize_rows(
         qdata: Tensor,
         metadata: Sequence[Tensor],

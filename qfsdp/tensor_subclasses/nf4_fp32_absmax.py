@@ -27,10 +27,6 @@ class NF4Fp32AbsmaxTensor(QuantizedTensor):
         return -(-cols // 2) + 4 * -(-cols // BLOCK)
 
     @staticmethod
-    def metadata_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
-        return []
-
-    @staticmethod
     def dequantize_rows(
         qdata: Tensor,
         metadata: Sequence[Tensor],

@@ -121,8 +121,8 @@ class QuantizedTensor(torch.Tensor):
 
     @staticmethod
     def metadata_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
-        """Shapes of the metadata (fp32) of a whole `[rows, cols]` weight."""
-        raise NotImplementedError
+        """Shapes of the metadata (fp32) of a whole `[rows, cols]` weight; default: none."""
+        return []
 
     @staticmethod
     def dequantize_rows(
