@@ -1,4 +1,5 @@
-"""The `qfsdp` command: run, ls, cp, cat and validate. `tune` runs the same functions for our files.
+"""The `qfsdp` command: run, chat, serve, ls, cp, cat and validate. `tune` runs the same functions
+for our files.
 
 `ls`, `cp` and `cat` import neither torch nor torchtune; `run` and `validate` import what the recipe
 imports.
@@ -17,8 +18,10 @@ from pathlib import Path
 from qfsdp.cli import recipes
 from qfsdp.cli.errors import UserError, user_errors
 from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.cli.terminal import until_unread
 
 RUN_USAGE = "[TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]"
+SHORT = ("chat", "serve")  # commands that run the recipe of their name, with the config of its name
 _ROW = "{:<40} {:<40}"
 
 
@@ -40,13 +43,17 @@ def run_command(program: str, words: Sequence[str]) -> None:
     with user_errors():
         if words[:1] == ["run"]:
             return run(program, words[1:])
+        if words[:1] and words[0] in SHORT:
+            return run(program, _in_full(words))
         args = _parser(program).parse_args(words)
         if args.subcommand == "ls":
-            list_recipes()
+            with until_unread():
+                list_recipes()
         elif args.subcommand == "cp":
             copy(args.file, args.destination, args.no_clobber, args.make_parents)
         elif args.subcommand == "cat":
-            print_config(args.config, args.sort)
+            with until_unread():
+                print_file(args.file, args.sort)
         else:
             validate(args.config)
 
@@ -55,18 +62,27 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(program, description="Recipes and configs of qfsdp.")
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     commands.add_parser("run", help=f"run a recipe: {program} run {RUN_USAGE}")
+    commands.add_parser("chat", help=f"talk to a model: {program} chat [key=value ...]")
+    commands.add_parser("serve", help=f"OpenAI's API over a model: {program} serve [key=value ...]")
     commands.add_parser("ls", help="list recipes and their configs")
     cp = commands.add_parser("cp", help="copy a recipe or config, to edit it")
-    cp.add_argument("file", help="recipes/NAME or configs/NAME")
+    cp.add_argument("file", help="a recipe or config, by its name or path")
     cp.add_argument("destination", type=Path, help="a file, or a folder that exists")
     cp.add_argument("-n", "--no-clobber", action="store_true", help="keep an existing file")
     cp.add_argument("--make-parents", action="store_true", help="create missing folders")
-    cat = commands.add_parser("cat", help="print the keys of a config")
-    cat.add_argument("config", help="configs/NAME or a YAML file")
-    cat.add_argument("--sort", action="store_true", help="sort the keys")
+    cat = commands.add_parser("cat", help="print a recipe or config")
+    cat.add_argument("file", help="a recipe or config, by its name or path")
+    cat.add_argument("--sort", action="store_true", help="sort a config's keys; drops its comments")
     validate = commands.add_parser("validate", help="check a config without running it")
     validate.add_argument("config", help="configs/NAME or a YAML file")
     return parser
+
+
+def _in_full(words: Sequence[str]) -> list[str]:
+    """`chat ...` as `recipes/chat --config configs/chat.yaml ...`, unless a config is given."""
+    name, *rest = words
+    given = any(word == "--config" or word.startswith("--config=") for word in rest)
+    return [f"recipes/{name}", *([] if given else ["--config", f"configs/{name}.yaml"]), *rest]
 
 
 # ---- run -----------------------------------------------------------------------------------
@@ -87,17 +103,24 @@ def run(program: str, words: Sequence[str]) -> None:
     argv = _with_config_path(args.training_script_args)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # modules of the user
+    from qfsdp.cli import reference
+
+    if reference.wants_help(argv):
+        usage = RUN_USAGE.replace("RECIPE", args.training_script)
+        return reference.print_help(f"{program} run {usage}", recipe, argv)
     if words[:1] == [args.training_script]:
         sys.argv = [recipe, *argv]
         runpy.run_path(recipe, run_name="__main__")
         return
-    from qfsdp.cli import launch, ranks
+    from qfsdp.cli import launch, nodes, ranks
 
+    if args.max_restarts < 0:
+        raise UserError(f"--max-restarts: {args.max_restarts} is not valid; expected 0 or more")
     args.training_script, args.training_script_args = recipe, argv
-    if not args.rdzv_endpoint and args.nnodes in ("1", "1:1"):
-        args.standalone = True  # a free port, so that several runs can share a machine
+    nodes.set_rendezvous(args, ranks.numbers_of_nodes(str(args.nnodes)))
     with ranks.torchrun_flags(str(args.nnodes), str(args.nproc_per_node)):
         launch.check_recipe(recipe, argv)
+    nodes.wait_for_master(args)
     ranks.run_ranks(args)
 
 
@@ -113,18 +136,19 @@ def parse_run(program: str, words: Sequence[str]) -> argparse.Namespace:
 
     parser = get_args_parser()
     parser.prog, parser.usage = f"{program} run", f"{program} run {RUN_USAGE}"
+    parser.epilog = f"`{program} run RECIPE --help` lists the keys of a recipe."
     return parser.parse_args(words)
 
 
 def _with_config_path(argv: list[str]) -> list[str]:
-    """Replaces `configs/NAME` after --config by the path of that config."""
+    """Replaces the name of a config after --config by its path."""
     found = []
     for at, word in enumerate(argv):
         if word.startswith("--config="):
             name = word.removeprefix("--config=")
-            word = f"--config={recipes.find_file(name) or name}"
+            word = f"--config={recipes.find_config(name) or name}"
         elif at and argv[at - 1] == "--config":
-            word = recipes.find_file(word) or word
+            word = recipes.find_config(word) or word
         found.append(word)
     return found
 
@@ -148,7 +172,7 @@ def list_recipes(header: bool = True) -> None:
 
 def copy(name: str, destination: Path, no_clobber: bool, make_parents: bool) -> None:
     """Copies a recipe or config; a destination that is a file gets the right suffix."""
-    source = recipes.find_file(name)
+    source = recipes.find_either(name)
     if source is None:
         raise UserError(f"{name}: no such recipe or config; expected one that `qfsdp ls` lists")
     if not destination.is_dir():
@@ -164,17 +188,30 @@ def copy(name: str, destination: Path, no_clobber: bool, make_parents: bool) -> 
         raise UserError(f"{destination}: cannot be written: {error.strerror}{hint}") from None
 
 
-def print_config(name: str, sort: bool) -> None:
-    """Prints a config's keys and values without its comments."""
-    import yaml
+def print_file(name: str, sort: bool) -> None:
+    """Prints a recipe or a config as it is; with `sort`, a config's keys sorted, without comments.
 
-    path = recipes.find_file(name) or name
+    Raises UserError.
+    """
+    path = recipes.find_either(name) or name
     try:
-        tree = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError) as error:
-        reason = str(error).splitlines()[0]
-        raise UserError(f"{name}: {reason}; expected a YAML file, or configs/NAME") from None
-    print(yaml.dump(tree, sort_keys=sort, indent=4, width=80, allow_unicode=True), end="")
+        text = Path(path).read_text(encoding="utf-8")
+        if sort and not path.endswith(".py"):
+            import yaml
+
+            tree = yaml.safe_load(text)
+            text = yaml.dump(tree, sort_keys=True, indent=4, width=80, allow_unicode=True)
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{name}: {_reason(error)}; expected a recipe or a config") from None
+    except Exception as error:  # yaml.YAMLError, which is not imported without --sort
+        if type(error).__module__.partition(".")[0] != "yaml":
+            raise
+        raise UserError(f"{name}: {_reason(error)}; expected a YAML file") from None
+    print(text, end="" if text.endswith("\n") else "\n")
+
+
+def _reason(error: Exception) -> str:
+    return getattr(error, "strerror", None) or str(error).splitlines()[0]
 
 
 def validate(name: str) -> None:
@@ -184,7 +221,7 @@ def validate(name: str) -> None:
     """
     from qfsdp.cli.launch import validate_config
 
-    path = recipes.find_file(name) or name
+    path = recipes.find_config(name) or name
     validate_config(path, recipes.recipe_file_of(path))
     print("Config is well-formed!")
 

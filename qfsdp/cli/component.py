@@ -9,16 +9,23 @@ A component is a mapping with `_component_` and arguments, in torchtune's form:
 
 from __future__ import annotations
 
+import dis
 import importlib
 import inspect
 import os
 import pkgutil
 import sys
+import traceback
+import types
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, get_args
+from dataclasses import dataclass, field, fields
+from functools import partial
+from pathlib import Path
+from typing import Any, Literal, get_args, get_origin
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.foreign_keys import answer_to, in_words
+from qfsdp.cli.kinds import check_built, check_kind, check_path, kind_at
 from qfsdp.cli.messages import (
     TYPE_WORDS,
     did_you_mean,
@@ -37,18 +44,23 @@ class Component:
     Fields:
         path: the dotted path.
         kwargs: the arguments.
+        key: the place in the config that the component was read from; "" for none.
 
     In the methods, `key` is the component's place in the config, for error messages.
     """
 
     path: str
     kwargs: dict[str, Any] = field(default_factory=dict)
+    key: str = field(default="", compare=False, repr=False)
 
     def resolve(self, key: str = "") -> Any:
         """Imports and returns the object; modules of the working directory can be imported.
 
-        Raises UserError if it does not exist or its module fails to import.
+        Raises UserError if it does not exist, its module fails to import, or it is not of the kind
+        that its place asks for (`qfsdp.cli.kinds`).
         """
+        key = key or self.key
+        check_path(join_key(key, "_component_"), self.path)
         if os.getcwd() not in sys.path:
             sys.path.append(os.getcwd())
         names, at = self.path.split("."), 0
@@ -59,13 +71,14 @@ class Component:
                 if not hasattr(found, name):
                     importlib.import_module(".".join(names[: at + 1]))
                 found = getattr(found, name)
-        except Exception as error:  # a module may raise anything while it is imported
+        except (Exception, SystemExit) as error:  # an import may raise anything, or end the program
             place, missing = join_key(key, "_component_"), getattr(error, "name", None)
             if isinstance(error, ModuleNotFoundError) and f"{self.path}.".startswith(f"{missing}."):
                 hint = did_you_mean(_nearest_path(names, at, found))
                 raise UserError(f"{place}: '{self.path}' does not exist{hint}") from None
             reason = f"importing '{self.path}' failed: {first_line(error)}"
             raise UserError(f"{place}: {reason}") from error
+        check_kind(join_key(key, "_component_"), self.path, found, kind_at(key))
         return found
 
     def check(self, key: str, provided: Sequence[str] | None = ()) -> None:
@@ -77,36 +90,93 @@ class Component:
                 None if they are not known; then no argument counts as missing.
 
         Raises:
-            UserError: an argument is unknown, missing or also passed by the recipe, or it is a
-                string where the signature has a number or a bool.
+            UserError: as `resolve`; or an argument is unknown, missing or also passed by the
+                recipe, or its value does not fit the annotation.
         """
         target = self.resolve(key)
-        if not callable(target):
-            raise UserError(f"{join_key(key, '_component_')}: '{self.path}' cannot be called")
         for name in self.kwargs:
             if name in (provided or ()):
                 raise UserError(f"{key}.{name}: the recipe passes this argument itself; remove it")
         parameters = _parameters(target)
         if parameters is None:
             return
-        kinds = {parameter.kind for parameter in parameters.values()}
-        named = {n: p for n, p in parameters.items() if p.kind not in _NOT_BY_NAME}
+        takes_any = _takes_any(target, parameters)
+        named = passed_by_name(target)
+        kind = kind_at(key)
+        if provided and kind and kind.passed and kind.passed not in named and not takes_any:
+            gives = f"takes no argument '{kind.passed}', which the recipe passes"
+            raise UserError(f"{key}._component_: '{self.path}' {gives}; expected {kind.words}")
         for name, value in self.kwargs.items():
+            if (key, name, value) == ("optimizer", "lr", "auto"):
+                continue  # qfsdp.training.learning_rate chooses a number
             if name in named:
-                _check_argument(f"{key}.{name}", value, named[name].annotation)
-            elif inspect.Parameter.VAR_KEYWORD not in kinds:
-                raise UserError(
-                    f"{key}.{name}: '{self.path}' takes no argument '{name}'"
-                    + did_you_mean(nearest(name, set(named) - set(provided or ())))
-                )
+                _check_argument(f"{key}.{name}", value, named[name])
+        further = further_keys(target)
+        known = {*named, *(entry.name for entry in fields(further))} if further else set(named)
+        unknown = [name for name in self.kwargs if name not in known]
+        if unknown and not takes_any:
+            raise self._not_taken(key, unknown, sorted(known - set(provided or ())))
         for name, parameter in named.items():
             required = parameter.default is inspect.Parameter.empty
             if required and provided is not None and name not in {*self.kwargs, *provided}:
                 raise UserError(f"{key}.{name} is required by '{self.path}'")
 
+    def _not_taken(self, key: str, unknown: list[str], known: list[str]) -> UserError:
+        """The error for arguments that the object does not take.
+
+        Often they belong to the component that another word has replaced, as after
+        `optimizer._component_=other`. So the message has the words that remove them.
+        """
+        name, remove = unknown[0], " ".join(f"~{key}.{name}" for name in unknown)
+        if len(unknown) > 1:
+            names = ", ".join(f"'{name}'" for name in unknown)
+            return UserError(
+                f"{key}: '{self.path}' takes no arguments {names}; remove them: {remove}"
+            )
+        answer = answer_to(f"{key}.{name}") or answer_to(name)
+        foreign = in_words(answer) if answer != f"{key}.{name}" else ""
+        hint = foreign or did_you_mean(nearest(name, known)) or f"; remove it: {remove}"
+        return UserError(f"{key}.{name}: '{self.path}' takes no argument '{name}'{hint}")
+
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the object with `args`, the config's arguments and `kwargs` (which win)."""
+        """Calls the object with `args`, the config's arguments and `kwargs` (which win).
+
+        Raises:
+            UserError: the object comes from a config, is not qfsdp's and raises anything; or it
+                returns something that its place in the config cannot use.
+        """
+        try:
+            built = self.call(*args, **kwargs)
+        except Exception as error:
+            of_qfsdp = not self.key or self.path.startswith("qfsdp.")
+            if of_qfsdp or isinstance(error, UserError | MemoryError):
+                raise
+            raise UserError(f"{self.key}: '{self.path}' failed: {_where(error)}") from error
+        check_built(self.key, self.path, built, kind_at(self.key))
+        return built
+
+    def call(self, *args: Any, **kwargs: Any) -> Any:
+        """Like `build`, but exceptions pass and the result is not checked."""
         return self.resolve()(*args, **{**self.kwargs, **kwargs})
+
+
+FURTHER_KEYS = "further_keys"
+
+
+def further_keys(target: Any) -> Any:
+    """The dataclass of the keys that a config may give a function besides its arguments, or None.
+
+    Who builds the component takes these keys off; see `qfsdp.data.reading`.
+    """
+    while isinstance(target, partial):
+        target = target.func
+    return getattr(target, FURTHER_KEYS, None)
+
+
+def _where(error: Exception) -> str:
+    """ "ValueError: ... (file.py, line 3)": an exception in one line, with its place."""
+    at = traceback.extract_tb(error.__traceback__)[-1]
+    return f"{type(error).__name__}: {first_line(error)} ({at.filename}, line {at.lineno})"
 
 
 def _nearest_path(names: list[str], at: int, parent: Any) -> str | None:
@@ -124,6 +194,12 @@ _NOT_BY_NAME = (
 )
 
 
+def passed_by_name(target: Callable[..., Any]) -> dict[str, inspect.Parameter]:
+    """The parameters that a config can give, by name; none for builtins without a signature."""
+    parameters = _parameters(target) or {}
+    return {name: p for name, p in parameters.items() if p.kind not in _NOT_BY_NAME}
+
+
 def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] | None:
     """The parameters, with evaluated annotations if possible; None for builtins without any."""
     try:
@@ -136,11 +212,59 @@ def _parameters(target: Callable[..., Any]) -> Mapping[str, inspect.Parameter] |
         return None
 
 
-def _check_argument(key: str, value: Any, annotation: Any) -> None:
-    # Finds one mistake, which YAML invites: text in place of a number. An annotation that is not
-    # a class (Any, TypeVar, Literal, an unevaluated string) may accept text.
+def _takes_any(target: Any, parameters: Mapping[str, inspect.Parameter]) -> bool:
+    """Whether the object takes arguments of any name, and its code reads them.
+
+    torchtune's TensorBoardLogger takes `**kwargs` and does nothing with them: a mistyped name would
+    pass unnoticed.
+    """
+    name = next((n for n, p in parameters.items() if p.kind is p.VAR_KEYWORD), None)
+    function = inspect.unwrap(target.__init__ if inspect.isclass(target) else target)
+    if name is None or not inspect.isfunction(function):
+        return name is not None
+    return any(step.argval == name for step in dis.get_instructions(function))
+
+
+def _check_argument(key: str, value: Any, parameter: inspect.Parameter) -> None:
+    """Compares a value from YAML with its annotation, where that says what YAML can give."""
+    annotation = parameter.annotation
     members = get_args(annotation) if is_union(annotation) else (annotation,)
-    wanted = [kind for kind in (bool, int, float) if kind in members]
-    takes_text = any(not isinstance(kind, type) or issubclass(str, kind) for kind in members)
-    if isinstance(value, str) and wanted and not takes_text:
-        raise not_valid(key, value, " or ".join(TYPE_WORDS[kind] for kind in wanted))
+    choices = [repr(c) for kind in members if get_origin(kind) is Literal for c in get_args(kind)]
+    words = [_WORDS[base] for kind in members if (base := get_origin(kind) or kind) in _WORDS]
+    words += [f"one of {', '.join(choices)}"] if choices else []
+    if not words or (value is None and parameter.default is None):
+        return
+    if not any(_fits(value, kind) for kind in members):
+        raise not_valid(key, value, " or ".join(dict.fromkeys(words)))
+    if isinstance(value, int) and value < (least := _LEAST.get(key, value)):
+        raise not_valid(key, value, f"an integer of at least {least}")
+
+
+# What torchtune's and our components take in these places without a look.
+_LEAST = {
+    "tokenizer.max_seq_len": 1,
+    "lr_scheduler.num_warmup_steps": 0,
+    "lr_scheduler.num_cycles": 0,
+}
+
+_WORDS = {**TYPE_WORDS, Path: "a path", list: "a list", tuple: "a list"}
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether an argument of this annotation may take the value."""
+    base = get_origin(kind) or kind
+    if base is Literal:
+        return value in get_args(kind)
+    if base is float:
+        return type(value) in (int, float)
+    if base in (list, tuple):
+        return type(value) is list
+    if base in (str, Path):
+        return type(value) is str
+    if base in (bool, int, dict, types.NoneType):
+        return type(value) is base
+    # Any other class, such as the Tensor of `lr: float | Tensor`, is not made from text or `true`.
+    # What is no class (Any, a TypeVar, a string that cannot be evaluated) may take everything.
+    return not (isinstance(base, type) and type(value) in (str, bool)) or issubclass(
+        type(value), base
+    )

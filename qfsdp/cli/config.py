@@ -10,19 +10,21 @@ Parts that a user may replace (optimizer, dataset, ...) are `Component`s, import
 
 from __future__ import annotations
 
+import io
 import re
 from collections.abc import Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
 import yaml
-from omegaconf import OmegaConf
+from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qfsdp.cli.component import Component
 from qfsdp.cli.convert import (
     UnknownKey,
     build_section,
+    check_values,
     defaults,
     explain_unknown,
     onto_component,
@@ -30,10 +32,11 @@ from qfsdp.cli.convert import (
     plain_tree,
     schema_keys,
 )
-from qfsdp.cli.errors import UserError
+from qfsdp.cli.errors import UserError, shortened
 from qfsdp.cli.messages import first_line, join_key, required
 
 T = TypeVar("T")
+MOST_CHARACTERS = 1 << 20  # of a config file
 
 
 def load_config(schema: type[T], argv: Sequence[str]) -> T:
@@ -47,23 +50,34 @@ def load_config(schema: type[T], argv: Sequence[str]) -> T:
     Raises:
         UserError: the words, the file, a key or a value is wrong.
     """
-    path, overrides = _split_argv(argv)
-    tree = _read_yaml(path)
-    for word in overrides:
-        _apply_override(tree, word)
-    tree = overlay(schema, defaults(schema), tree)
+    path, tree = read_tree(schema, argv)
     try:
         resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+    except RecursionError:
+        raise UserError(f"{path}: a value refers to itself; expected no ring of ${{...}}") from None
     except OmegaConfBaseException as error:
         reason = first_line(error)
         missing = re.search(r"Interpolation key '(.*)' not found|mandatory value: (.*)$", reason)
         if missing and (name := missing[1] or missing[2]) in schema_keys(schema):
             raise required(name) from None
         raise UserError(f"{error.full_key}: {reason}") from None
+    check_values(resolved)
     try:
         return build_section(schema, resolved, "")
     except UnknownKey as error:
         raise UserError(explain_unknown(schema, error)) from None
+
+
+def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The config file's path, and its keys over the schema's defaults, changed by the other words.
+
+    Neither keys nor values are checked, and interpolations are not resolved. Raises UserError.
+    """
+    path, overrides = _split_argv(argv)
+    tree = _read_yaml(path)
+    for word in overrides:
+        _apply_override(tree, word)
+    return path, overlay(schema, defaults(schema), tree)
 
 
 def _split_argv(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -88,7 +102,13 @@ def _split_argv(argv: Sequence[str]) -> tuple[str, list[str]]:
 
 def _read_yaml(path: str) -> dict[str, Any]:
     try:
-        tree = OmegaConf.to_container(OmegaConf.load(path), resolve=False)
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise UserError(f"{path}: expected a config of at most {MOST_CHARACTERS:,} characters")
+        if _count(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MOST_CHARACTERS:
+            raise UserError(f"{path}: its references (*name) multiply; expected fewer of them")
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except FileNotFoundError:
         hint = "; `qfsdp ls` lists those that come with qfsdp"
         raise UserError(f"--config {path}: no such file{hint}") from None
@@ -98,11 +118,30 @@ def _read_yaml(path: str) -> dict[str, Any]:
         raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"{path}: {error.full_key}: {first_line(error)}") from None
-    except (OSError, ValueError, yaml.YAMLError) as error:
+    except RecursionError:
+        raise UserError(f"{path}: too deeply nested; expected keys and values") from None
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise UserError(f"--config {shortened(path)}: cannot be read: {reason}") from None
+    except (ValueError, yaml.YAMLError) as error:
         raise UserError(f"{path}: cannot be read: {first_line(error)}") from None
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected keys and values, not a list")
     return {str(key): value for key, value in tree.items()}
+
+
+def _count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
+    """The values of a YAML document once every reference (`*name`) is replaced by a copy.
+
+    Twelve lines of ten references each stand for 10**11 values.
+    """
+    if node is not None and node not in known:
+        inner = node.value if isinstance(node.value, list) else []
+        flat = [
+            part for entry in inner for part in (entry if isinstance(entry, tuple) else [entry])
+        ]
+        known[node] = 1 + sum(_count(part, known) for part in flat)
+    return known.get(node, 0) if node is not None else 0
 
 
 def _apply_override(tree: dict[str, Any], word: str) -> None:
@@ -131,8 +170,10 @@ def _apply_override(tree: dict[str, Any], word: str) -> None:
 def _parse_value(word: str, text: str) -> Any:
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except yaml.YAMLError:
-        raise UserError(f"'{word}': the value is not valid YAML") from None
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        raise UserError(f"{ascii(shortened(word))}: not UTF-8; expected UTF-8 text") from None
+    except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: over 4300 digits
+        raise UserError(f"'{shortened(word)}': the value is not valid YAML") from None
     except OmegaConfBaseException as error:
         raise UserError(f"'{word}': {first_line(error)}") from None
     return None if text == "None" else parsed["value"]
@@ -150,7 +191,12 @@ def to_yaml(config: Any) -> str:
 
     `load_config` of that text gives an equal config.
     """
-    return OmegaConf.to_yaml(OmegaConf.create(plain_tree(config, _escape)))
+    return OmegaConf.to_yaml(as_omegaconf(config))
+
+
+def as_omegaconf(config: Any) -> DictConfig:
+    """The config in OmegaConf's form, every default and interpolation written out."""
+    return OmegaConf.create(plain_tree(config, _escape))
 
 
 def check_components(config: Any, key: str = "") -> None:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import math
+import os
+import re
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
 from qfsdp.cli.component import Component
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.errors import MOST_INTEGER, InvalidField, UserError
+from qfsdp.cli.foreign_keys import answer_to, in_words
 from qfsdp.cli.messages import (
     TYPE_WORDS,
     did_you_mean,
@@ -18,37 +22,6 @@ from qfsdp.cli.messages import (
     not_valid,
     required,
 )
-
-# torchtune's keys, and the keys of qfsdp that replace them. A value with a space in it is a
-# sentence for the message; any other is a key, which a recipe may or may not have.
-TORCHTUNE_KEYS = {
-    "apply_lora_to_mlp": "adapter.targets",
-    "apply_lora_to_output": "adapter.targets",
-    "batch_size_val": "validation.batch_size",
-    "checkpointer": "model.path",
-    "custom_sharded_layers": "sharding.wrap",
-    "dataset_val": "validation.sets",
-    "device": "an accelerator is used wherever there is one",
-    "dtype": "model.dtype",
-    "enable_activation_checkpointing": "activation.checkpointing=full",
-    "enable_activation_offloading": "activation.offload",
-    "fsdp_cpu_offload": "sharding.cpu_offload",
-    "fsdp_reshard_after_forward": "sharding.strategy=shard_grad_op",
-    "fsdp_sharding_strategy": "sharding.strategy",
-    "log_peak_memory_stats": "peak memory is always logged",
-    "lora_attn_modules": "adapter.targets",
-    "max_steps_per_epoch": "max_steps",
-    "model._component_": "model.path",
-    "model.apply_lora_to_mlp": "adapter.targets",
-    "model.apply_lora_to_output": "adapter.targets",
-    "model.lora_alpha": "adapter.alpha",
-    "model.lora_attn_modules": "adapter.targets",
-    "model.lora_dropout": "adapter.dropout",
-    "model.lora_rank": "adapter.rank",
-    "model.quantize_base": "quantization.format=nf4",
-    "model.use_dora": "adapter.method=dora",
-    "run_val_every_n_steps": "validation.eval_every",
-}
 
 
 def onto_component(below: Any, above: Any) -> Any:
@@ -79,8 +52,13 @@ def defaults(schema: type) -> dict[str, Any]:
     return tree
 
 
-def overlay(schema: type, below: dict[str, Any], above: dict[str, Any]) -> dict[str, Any]:
-    """`above` over `below`: sections key by key, components as `onto_component`."""
+def overlay(
+    schema: type, below: dict[str, Any], above: dict[str, Any], prefix: str = ""
+) -> dict[str, Any]:
+    """`above` over `below`: sections key by key, components as `onto_component`.
+
+    Raises UserError: a section is something else. Interpolations of its keys would fail later.
+    """
     hints = get_type_hints(schema)
     # In the schema's order: interpolations are resolved in it, and the first error is reported.
     order = [name for name in hints if name in below or name in above]
@@ -94,9 +72,12 @@ def overlay(schema: type, below: dict[str, Any], above: dict[str, Any]) -> dict[
             emptied = high is None and (get_origin(kind) or kind) is dict
             tree[name] = low if emptied else onto_component(low, high)
         elif isinstance(high, dict):
-            tree[name] = overlay(section, low if low is not None else defaults(section), high)
+            low = low if low is not None else defaults(section)
+            tree[name] = overlay(section, low, high, join_key(prefix, name))
         elif high is None and not is_union(kind):  # `adapter:` with every line commented out
             tree[name] = low
+        elif high is not None and "${" not in str(high):
+            build_section(section, high, join_key(prefix, name))  # raises
     return tree
 
 
@@ -107,20 +88,21 @@ _PLURALS = {int: "integers", float: "numbers", str: "strings", dict: "mappings"}
 class UnknownKey(Exception):
     """A key that its section does not have; `siblings` are the keys that it has."""
 
-    def __init__(self, prefix: str, name: str, siblings: list[str]) -> None:
+    def __init__(self, prefix: str, name: str, value: Any, siblings: list[str]) -> None:
         super().__init__(name)
-        self.prefix, self.name, self.siblings = prefix, name, siblings
+        self.prefix, self.name, self.value, self.siblings = prefix, name, value, siblings
 
 
 def build_section(schema: Any, tree: Any, prefix: str) -> Any:
     """Builds one section: checks names first, then values, then calls its `check()`."""
     names = [entry.name for entry in fields(schema) if entry.init]
     if not isinstance(tree, dict):
-        raise not_valid(prefix, tree, f"a section with the keys {', '.join(names)}")
+        expected = f"a section with the keys {', '.join(names)}"
+        raise UserError(f"{not_valid(prefix, tree, expected)}{in_words(answer_to(prefix, tree))}")
     hints = get_type_hints(schema)
     for name in tree:
         if name not in names:
-            raise UnknownKey(prefix, str(name), names)
+            raise UnknownKey(prefix, str(name), tree[name], names)
     for name in names:
         if tree.get(name, "???") == "???":  # OmegaConf's mark for "must be given"
             raise required(join_key(prefix, name))
@@ -132,6 +114,34 @@ def build_section(schema: Any, tree: Any, prefix: str) -> Any:
     except InvalidField as error:
         raise UserError(join_key(prefix, str(error))) from None
     return section
+
+
+def check_values(value: Any, key: str = "") -> None:
+    """Checks a value of a config at any depth: numbers are finite, integers have 64 bits, texts no
+    NUL, and the user of "~user/..." exists. No key has a use for others: a learning rate of
+    infinity makes NaN of every weight.
+
+    Raises UserError, which names the key.
+    """
+    if isinstance(value, dict):
+        for name, entry in value.items():
+            check_values(entry, join_key(key, str(name)))
+    elif isinstance(value, list):
+        for at, entry in enumerate(value):
+            check_values(entry, f"{key}[{at}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise not_valid(key, value, "a finite number")
+    elif isinstance(value, int) and abs(value) > MOST_INTEGER:
+        raise not_valid(key, value, "an integer of at most 64 bits")
+    elif isinstance(value, str) and "\0" in value:
+        raise not_valid(key, value, "a text without NUL")
+    elif isinstance(value, str) and _is_of_nobody(value):
+        raise not_valid(key, value, "a path in the home of a user of this machine")
+
+
+def _is_of_nobody(text: str) -> bool:
+    """Whether a text is a path "~user/..." without such a user: a RuntimeError of pathlib."""
+    return re.match(r"~[\w.-]*/", text) is not None and os.path.expanduser(text) == text
 
 
 def _convert(kind: Any, value: Any, key: str) -> Any:
@@ -157,9 +167,11 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
         return {name: _convert(item, entry, join_key(key, name)) for name, entry in whole.items()}
     if base is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
-            return float(value)
-        except ValueError:
+            number = float(value)
+        except (ValueError, OverflowError):
             raise _mismatch(key, value, kind) from None
+        check_values(number, key)  # "nan" is a text that float() takes
+        return number
     if type(value) is base:
         return value
     raise _mismatch(key, value, kind)
@@ -199,7 +211,7 @@ def _takes_shape(kind: Any, value: dict[Any, Any] | list[Any]) -> bool:
 def as_component(value: Any, key: str) -> Component:
     """The component that a node of a config at `key` names; raises UserError if it names none."""
     if isinstance(value, str):
-        return Component(value)
+        return Component(value, key=key)
     if not isinstance(value, dict):
         raise not_valid(key, value, COMPONENT_WORDS)
     path = value.get("_component_", "???")
@@ -207,7 +219,7 @@ def as_component(value: Any, key: str) -> Component:
         raise UserError(f"{key}._component_ is required; give it in the config file")
     if not isinstance(path, str):
         raise not_valid(f"{key}._component_", path, TYPE_WORDS[str])
-    return Component(path, {str(k): v for k, v in value.items() if k != "_component_"})
+    return Component(path, {str(k): v for k, v in value.items() if k != "_component_"}, key)
 
 
 def _mismatch(key: str, value: Any, kind: Any) -> UserError:
@@ -232,15 +244,12 @@ def _expected(kind: Any) -> str:
 
 
 def explain_unknown(root: type, unknown: UnknownKey) -> str:
-    """The message for an unknown key: its name in qfsdp if it is torchtune's, or a similar key."""
+    """The message for an unknown key: its name in qfsdp if another project has it, or a similar
+    key."""
     key, known = join_key(unknown.prefix, unknown.name), list(schema_keys(root))
     message = f"unknown key '{key}'"
-    hint = TORCHTUNE_KEYS.get(key, "")
-    if " " in hint:
-        return f"{message}; {hint}"
-    if hint:
-        missing = "" if hint.partition("=")[0] in known else ", which this recipe does not have"
-        return f"{message}; qfsdp calls it '{hint}'{missing}"
+    if answer := answer_to(key, unknown.value) or answer_to(unknown.name, unknown.value):
+        return message + in_words(answer, has_key(root, answer.partition("=")[0]))
     elsewhere = [name for name in known if name.rpartition(".")[2] == unknown.name]
     sibling = nearest(unknown.name, unknown.siblings)
     near = elsewhere[0] if elsewhere else sibling and join_key(unknown.prefix, sibling)
@@ -259,6 +268,16 @@ def schema_keys(schema: type, prefix: str = "") -> Iterator[str]:
         yield join_key(prefix, name)
         if (section := section_of(kind)) is not None:
             yield from schema_keys(section, join_key(prefix, name))
+
+
+def has_key(schema: type, key: str) -> bool:
+    """Whether a schema has a key, or a component or mapping that the key may stand in."""
+    name, _, rest = key.partition(".")
+    kind = get_type_hints(schema).get(name)
+    if kind is None or not rest:
+        return kind is not None
+    section = section_of(kind)
+    return has_key(section, rest) if section is not None else True
 
 
 def section_of(kind: Any) -> Any:

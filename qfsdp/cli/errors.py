@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 import time
@@ -9,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+MOST_INTEGER = 2**63 - 1  # of torch
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
 
 # All ranks usually meet the same mistake. Rank 0 reports it at once and torchrun then ends the
@@ -32,17 +34,44 @@ class InvalidField(ValueError):
     """
 
     def __init__(self, field: str, value: Any, expected: str) -> None:
-        super().__init__(f"{field}: {value!r} is not valid; expected {expected}")
+        super().__init__(f"{field}: {shortened(repr(value))} is not valid; expected {expected}")
         self.field = field
         self.value = value
         self.expected = expected
 
 
+def check_bounds(section: Any, *names: str, least: int, most: int = MOST_INTEGER) -> None:
+    """Checks that the named integer fields of a config section lie from `least` to `most`.
+
+    Raises InvalidField.
+    """
+    for name in names:
+        if getattr(section, name) < least:
+            raise InvalidField(name, getattr(section, name), f"an integer of at least {least}")
+        if getattr(section, name) > most:
+            raise InvalidField(name, getattr(section, name), f"an integer of at most {most}")
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """`text`, without its middle if it has more than `most` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+def speaks_for_all() -> bool:
+    """Whether this process prints what concerns all ranks: it is rank 0, or no rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 @contextmanager
 def user_errors() -> Iterator[None]:
-    """Turns a UserError into `error: <message>` on stderr and exit status 2."""
+    """Turns a UserError into `error: <message>` on stderr and exit status 2.
+
+    A name of a file that is too long for the system is a user's mistake too, wherever it is used.
+    """
     try:
-        yield
+        with _long_names():
+            yield
     except UserError as error:
         rank = os.environ.get("RANK", "0")
         if rank != "0":
@@ -54,3 +83,14 @@ def user_errors() -> Iterator[None]:
             # A normal exit can abort in gloo's threads, see `ranks.leave_process_group`.
             os._exit(USER_ERROR_STATUS)
         raise SystemExit(USER_ERROR_STATUS) from None
+
+
+@contextmanager
+def _long_names() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno != errno.ENAMETOOLONG:
+            raise
+        name = shortened(str(error.filename))
+        raise UserError(f"{name}: {error.strerror}; expected at most 255 bytes per name") from None

@@ -5,12 +5,14 @@ once, then starts the recipe on every accelerator of the machine. A process of t
 `tune run --nproc_per_node N`) is one of the ranks and runs `main`. `check_recipe` and
 `validate_config` check a config for the command, before any rank exists.
 
-Exit statuses: 0; 2 after a UserError; that of SIGINT after Ctrl-C; else that of the first failed
-rank. A run that has saved after SIGTERM or SIGINT ends with 0 (`qfsdp.cli.signals`).
+Exit statuses: 0; 2 after a UserError; 75 of a run that hangs (`qfsdp.cli.watchdog`); 76 of a rank
+that has lost another one (`qfsdp.cli.lost_peers`); that of SIGINT after Ctrl-C; else that of the
+first failed rank. A run that has saved after SIGTERM or SIGINT ends with 0 (`qfsdp.cli.signals`).
 """
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -20,16 +22,26 @@ from pathlib import Path
 from typing import TypeVar
 
 from qfsdp.cli.config import check_components, load_config
-from qfsdp.cli.errors import user_errors
+from qfsdp.cli.errors import UserError, user_errors
+from qfsdp.cli.hub import download, previewed
+from qfsdp.cli.hub_upload import check_push, push_results
+from qfsdp.cli.lost_peers import lost_peers
 from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.cli.ranks import leave_process_group, local_world_size, run_ranks_here
 from qfsdp.cli.recipes import load_recipe
+from qfsdp.cli.reference import print_help, wants_help
+from qfsdp.cli.terminal import closed_at_end
+from qfsdp.cli.watchdog import watched
 
 T = TypeVar("T")
 
 
 def launch(
-    recipe_file: str, schema: type[T], check: Callable[[T], None], main: Callable[[T], None]
+    recipe_file: str,
+    schema: type[T],
+    check: Callable[[T], None],
+    main: Callable[[T], None],
+    one_process: bool = False,
 ) -> None:
     """Runs a recipe with the command line's config; the last line of every recipe file.
 
@@ -38,19 +50,75 @@ def launch(
         schema: its config dataclass.
         check: its preflight, which raises UserError; torchrun's ranks do not repeat it.
         main: the run itself.
+        one_process: a plain start makes one rank, however many accelerators there are.
 
     Ends the process with status 2 and one line on stderr after a UserError.
     """
     argv = sys.argv[1:]
     quiet_torchao()
-    with user_errors(), interrupts():
+    with user_errors(), interrupts(), closed_at_end():
+        if wants_help(argv):
+            usage = f"{os.path.basename(recipe_file)} --config FILE [key=value ...]"
+            return print_help(usage, recipe_file, argv)
         config = load_config(schema, argv)
         if "LOCAL_RANK" not in os.environ:
-            check(config)
-            if (count := local_world_size()) > 1:
+            _checked(check, config)
+            if not one_process and (count := local_world_size()) > 1:
                 return run_ranks_here(count, recipe_file, argv)
+        else:
+            download(config)
+        with watched(config), lost_peers():
+            main(config)
+            leave_process_group()
+        push_results()
+
+
+def launch_alone(
+    recipe_file: str,
+    schema: type[T],
+    check: Callable[[T], None],
+    main: Callable[[T], None],
+    words: str | None = None,
+) -> None:
+    """Runs a recipe that is one process and has no ranks, as `launch` runs others.
+
+    Args:
+        words: the key, a list, that words without "=" go to, so that a file or folder can be typed
+            as it is; the recipe then needs no config file. None: there is no such key.
+
+    Ends the process with status 2 and one line on stderr after a UserError.
+    """
+    argv = sys.argv[1:]
+    quiet_torchao()
+    with user_errors(), interrupts(), closed_at_end():
+        if wants_help(argv):
+            usage = f"{os.path.basename(recipe_file)} {'WORD ...' if words else '--config FILE'}"
+            return print_help(f"{usage} [key=value ...]", recipe_file, argv)
+        if "LOCAL_RANK" in os.environ:
+            name = os.path.basename(recipe_file).removesuffix(".py")
+            raise UserError(f"recipes/{name}: it is one process; expected no flags of torchrun")
+        config = load_config(schema, argv if words is None else _typed_words(argv, words))
+        check(config)
         main(config)
-        leave_process_group()
+
+
+def _typed_words(argv: Sequence[str], key: str) -> list[str]:
+    """The words of a command line with those that are no `key=value` as a list in `key`."""
+    kept, typed = list[str](), list[str]()
+    for at, word in enumerate(argv):
+        option = word.startswith(("-", "~")) or (at > 0 and argv[at - 1] == "--config")
+        (kept if option or "=" in word else typed).append(word)
+    if not any(word.partition("=")[0] == "--config" for word in kept):
+        kept = ["--config", os.devnull, *kept]
+    return [*kept, f"{key}={json.dumps(typed)}"] if typed else kept
+
+
+def _checked(check: Callable[[T], None], config: T) -> None:
+    """Runs a recipe's `check`; what it names on the hub is then downloaded."""
+    with previewed(config):
+        check(config)
+        check_push(config)
+        download(config)
 
 
 @contextmanager
@@ -75,7 +143,7 @@ def check_recipe(recipe_file: str | Path, argv: Sequence[str]) -> None:
     """
     recipe = load_recipe(recipe_file)
     if hasattr(recipe, "check"):
-        recipe.check(load_config(recipe.Config, argv))
+        _checked(recipe.check, load_config(recipe.Config, argv))
 
 
 def validate_config(config_file: str | Path, recipe_file: str | Path) -> None:

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from difflib import get_close_matches
 from typing import Any, Union, get_origin
 
-from qfsdp.cli.errors import UserError
+from qfsdp.cli.errors import UserError, shortened
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -30,7 +30,7 @@ def did_you_mean(near: str | None) -> str:
 
 def not_valid(key: str, value: Any, expected: str) -> UserError:
     """The error for a key with a wrong value."""
-    return UserError(f"{key}: {value!r} is not valid; expected {expected}")
+    return UserError(f"{key}: {shortened(repr(value))} is not valid; expected {expected}")
 
 
 def required(key: str) -> UserError:

@@ -9,8 +9,16 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
-from qfsdp.cli.errors import USER_ERROR_STATUS
+from qfsdp.cli.errors import USER_ERROR_STATUS, UserError
+from qfsdp.cli.lost_peers import LOST_PEER_STATUS
 from qfsdp.cli.signals import forwarded_to_ranks
+from qfsdp.cli.watchdog import HANG_STATUS
+
+NODES = "QFSDP_NNODES"  # torchrun's --nnodes, while a config is checked
+MOST_NODES = 1000  # of "1:1000000", the numbers that are checked
+RANK_WORDS = ("cpu", "gpu", "auto", "xpu")  # of torchrun's --nproc_per_node
+MOST_RANKS_PER_CORE = 32  # a rank takes 0.3 GB; more is a mistyped number
+EXPLAINED = (USER_ERROR_STATUS, HANG_STATUS, LOST_PEER_STATUS)  # told in one line already
 
 
 def leave_process_group() -> None:
@@ -43,19 +51,69 @@ def planned_ranks() -> tuple[int, int]:
     return int(os.environ.get("WORLD_SIZE", local)), local
 
 
+def check_one_process() -> None:
+    """Raises UserError if torchrun's flags ask for several ranks of a recipe that has one."""
+    if (ranks := int(os.environ.get("WORLD_SIZE", 1))) > 1:
+        raise UserError(f"--nproc_per_node: {ranks} ranks; expected 1, or no flags of torchrun")
+
+
+def numbers_of_nodes(nnodes: str) -> range:
+    """The numbers of machines that torchrun's flag --nnodes allows: "2", or "1:4" for 1 to 4.
+
+    Raises:
+        UserError: it is neither.
+    """
+    least, colon, most = nnodes.partition(":")
+    if len(nnodes) < 20 and _is_count(least) and _is_count(most if colon else "1"):
+        allowed = range(int(least), int(most or least) + 1)
+        if allowed:
+            return allowed
+    expected = "a number of machines, such as 2, or the least and the most, such as 1:4"
+    raise UserError(f"--nnodes: {nnodes[:50]!r} is not valid; expected {expected}")
+
+
+def number_of_ranks(nproc_per_node: str) -> int:
+    """The ranks on this machine that torchrun's flag --nproc_per_node asks for; words such as "gpu"
+    mean one per accelerator.
+
+    Raises:
+        UserError: it is no number and none of torchrun's words, or above `MOST_RANKS_PER_CORE` for
+            each core of the machine.
+    """
+    if nproc_per_node in RANK_WORDS:
+        return local_world_size()
+    most = MOST_RANKS_PER_CORE * (os.cpu_count() or 1)
+    if len(nproc_per_node) < 10 and _is_count(nproc_per_node) and int(nproc_per_node) <= most:
+        return int(nproc_per_node)
+    expected = f"a number from 1 to {most}, or one of {', '.join(RANK_WORDS)}"
+    raise UserError(f"--nproc_per_node: {nproc_per_node[:50]!r} is not valid; expected {expected}")
+
+
+def _is_count(word: str) -> bool:
+    return word.isascii() and word.isdecimal() and int(word) > 0
+
+
+def possible_numbers_of_ranks() -> list[int]:
+    """All numbers of ranks that a run may have: several if `torchrun_flags` has set "2:4"."""
+    ranks, local = planned_ranks()
+    if NODES not in os.environ:
+        return [ranks]
+    return [local * nodes for nodes in numbers_of_nodes(os.environ[NODES])[:MOST_NODES]]
+
+
 @contextmanager
 def torchrun_flags(nnodes: str, nproc_per_node: str) -> Iterator[None]:
-    """Sets WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun will, while it is entered.
+    """Sets WORLD_SIZE and LOCAL_WORLD_SIZE as torchrun will, while it is entered, and `NODES`.
 
     Args:
         nnodes: torchrun's flag; of "2:4" the lower number counts.
         nproc_per_node: torchrun's flag; words such as "gpu" mean one rank per accelerator.
+
+    Raises:
+        UserError: a flag is not valid.
     """
-    local = int(nproc_per_node) if nproc_per_node.isdecimal() else local_world_size()
-    sizes = {
-        "LOCAL_WORLD_SIZE": str(local),
-        "WORLD_SIZE": str(local * int(nnodes.partition(":")[0])),
-    }
+    local, nodes = number_of_ranks(nproc_per_node), numbers_of_nodes(nnodes)
+    sizes = {"LOCAL_WORLD_SIZE": str(local), "WORLD_SIZE": str(local * nodes[0]), NODES: nnodes}
     before = {name: os.environ.get(name) for name in sizes}
     os.environ.update(sizes)
     try:
@@ -80,9 +138,11 @@ def run_ranks(args: Namespace) -> None:
     """Runs torchrun's agent in this process with its parsed flags; exits as `rank_failures`."""
     from torch.distributed.run import run
 
-    if str(args.nproc_per_node).isdecimal():
-        share_cores(int(args.nproc_per_node))
-    with rank_failures(args.max_restarts):
+    from qfsdp.cli.agent import our_agent  # imports torch
+
+    share_cores(number_of_ranks(str(args.nproc_per_node)))
+    elastic = args.max_restarts > 0 or len(numbers_of_nodes(str(args.nnodes))) > 1
+    with rank_failures(elastic), our_agent():
         run(args)
 
 
@@ -99,21 +159,21 @@ def share_cores(count: int) -> None:
 
 
 @contextmanager
-def rank_failures(max_restarts: int = 0) -> Iterator[None]:
+def rank_failures(elastic: bool = False) -> Iterator[None]:
     """Exits with the status of the first failed rank, or 128 + signal if it was killed.
 
     torchrun would raise. SIGTERM and SIGINT are passed on to the ranks (`forwarded_to_ranks`).
 
     Args:
-        max_restarts: torchrun's flag, the number of times that it may start all ranks again.
+        elastic: all ranks may start again, after a failure or with another number of machines.
     """
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.elastic.rendezvous import RendezvousError
 
-    # torchrun logs which ranks failed and which it ends. After a UserError these lines would hide
-    # the one line that matters; for other failures the table below has the same facts.
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-    if max_restarts > 0:
+    # torchrun logs which ranks failed and which it ends. `qfsdp.cli.agent` says it in one line.
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)
+    if elastic:
         # Without this, new ranks get the store of the failed ones, with their addresses: 4 of 6
         # restarted pairs of gloo ranks could not connect, none of 8 with it (torch 2.11 and 2.13;
         # https://github.com/pytorch/pytorch/issues/135712). Only with restarts, because rank 0
@@ -124,9 +184,13 @@ def rank_failures(max_restarts: int = 0) -> Iterator[None]:
             yield
     except ChildFailedError as error:
         status = error.get_first_failure()[1].exitcode
-        explained = status == USER_ERROR_STATUS or status == -(relay.received or 0)
+        explained = status in EXPLAINED or status == -(relay.received or 0)
         if not explained:  # torchrun's table of failed ranks
             print(error, file=sys.stderr, flush=True)
         raise SystemExit(status if status > 0 else 128 - status) from None
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
+    except RendezvousError as error:
+        reason = f"{type(error).__name__} {error}".strip()
+        print(f"error: the other machines have ended the run ({reason})", file=sys.stderr)
+        raise SystemExit(LOST_PEER_STATUS) from None

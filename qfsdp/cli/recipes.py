@@ -1,8 +1,9 @@
 """Where recipes and configs are, and which recipe a config belongs to.
 
-A recipe is a Python file that defines `Config` and `main`. It is found by its name,
-`recipes/NAME`, or by its path. The names come from two places, and the second wins: what comes
-with qfsdp (inside the package in a wheel, next to it in a checkout), and the working directory.
+A recipe is a Python file that defines `Config` and `main`. It is found by its path, or by its name:
+`recipes/NAME` or NAME. A config is found by its path, `configs/NAME` or NAME. Suffixes are
+optional. The names come from two places, and the second wins: what comes with qfsdp (inside the
+package in a wheel, next to it in a checkout), and the working directory.
 
 A config belongs to the recipe of the first comment line that runs it:
 
@@ -48,9 +49,38 @@ def find_file(name: str) -> str | None:
 
 
 def find_recipe(name: str) -> str | None:
-    """The file of a recipe by its name or its path, the suffix optional; None if it is not one."""
-    path = find_file(name) or os.path.abspath(name.removesuffix(".py") + ".py")
-    return path if is_recipe(path) else None
+    """The file of a recipe by its name or its path, the suffix optional; None if it is not one.
+
+    A file of the working directory wins.
+    """
+    path = os.path.abspath(name.removesuffix(".py") + ".py")
+    for file in (find_file(name), path, find_file(f"recipes/{name}")):
+        if file is not None and is_recipe(file):
+            return file
+    return None
+
+
+def find_config(name: str) -> str | None:
+    """The file of a config by its name or its path, the suffix optional; None if there is none.
+
+    A file of the working directory wins.
+    """
+    for path in (name, f"{name}.yaml"):
+        if os.path.isfile(path):
+            return path
+    return find_file(name) or find_file(f"configs/{name}")
+
+
+def find_either(name: str) -> str | None:
+    """The file of a recipe or a config, as `find_recipe` and `find_config` know them.
+
+    Raises UserError: both have the name, such as `merge`.
+    """
+    recipe, config = find_file(f"recipes/{name}"), find_file(f"configs/{name}")
+    if recipe and config and not os.path.isfile(name):
+        both = f"recipes/{name} or configs/{name}"
+        raise UserError(f"{name}: a recipe and a config have this name; expected {both}")
+    return find_file(name) or find_config(name) or find_recipe(name)
 
 
 def is_recipe(path: str | Path) -> bool:

@@ -18,7 +18,7 @@ def parse_size(text: str | int) -> int:
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
     try:
         size = int(float(match[1]) * unit) if match and unit else 0
-    except ValueError:
+    except (ValueError, OverflowError):  # "1.2.3", or more digits than a float has
         size = 0
     if size < 1:
         raise ValueError(f"{text!r}; expected a size such as 24GiB, 500MB or a number of bytes")

@@ -35,14 +35,21 @@ def _extend_tune(cli: Any) -> None:
 
     def main() -> None:
         from qfsdp.cli import command
+        from qfsdp.cli.terminal import until_unread
 
         words = sys.argv[1:]
-        if "-h" in words or "--help" in words:
-            theirs()
+        asked = {"-h", "--help"} & set(words)
+        if not words or words[0] in asked or (words[0] == "run" and words[1:2] in _HELP):
+            try:
+                theirs()  # ends the process
+            finally:
+                print(_ALSO)
         elif words == ["ls"]:
-            theirs()
-            command.list_recipes(header=False)
-        elif _is_ours(words):
+            with until_unread():
+                command.list_recipes()
+                print()
+                theirs()
+        elif (not asked or words[0] == "run") and _is_ours(words):
             command.run_command("tune", words)
         else:
             theirs()
@@ -50,20 +57,71 @@ def _extend_tune(cli: Any) -> None:
     cli.main = main
 
 
-def _is_ours(words: list[str]) -> bool:
-    """Whether a command line names a recipe or config of qfsdp, or one that a user copied."""
-    from qfsdp.cli import command, recipes
+_HELP = (["-h"], ["--help"])
+_ALSO = """
+recipes of qfsdp:
+  tune ls                                  lists them first
+  tune run NAME --config NAME [key=value]  runs one, on every accelerator or torchrun's ranks
+  tune run NAME --help                     prints its keys"""
 
+
+def _is_ours(words: list[str]) -> bool:
+    """Whether a command line names a recipe or config of qfsdp, or one that a user copied.
+
+    A name that torchtune has too is torchtune's, unless `recipes/` or `configs/` stands before it,
+    a file of the user has it, or the config of a run is none of torchtune's.
+    """
+    from torchtune._recipe_registry import get_all_recipes
+
+    from qfsdp.cli import command, recipes
+    from qfsdp.cli.errors import UserError
+
+    known = get_all_recipes()
+    theirs = {recipe.name for recipe in known}
+    configs = {config.name for recipe in known for config in recipe.configs}
     if words[:1] == ["run"] and len(words) > 1:
-        name = command.parse_run("tune", words[1:]).training_script
-        in_our_folder = os.path.normpath(name).startswith("recipes" + os.sep)
-        return in_our_folder or recipes.find_recipe(name) is not None
+        args = command.parse_run("tune", words[1:])
+        name, file = args.training_script, recipes.find_recipe(args.training_script)
+        if os.path.normpath(name).startswith("recipes" + os.sep):
+            return True
+        if file is None or name not in theirs or os.path.dirname(file) == os.getcwd():
+            return file is not None
+        return _takes_our_config(name, args.training_script_args, configs)
     files = [word for word in words[1:] if not word.startswith("-")]
     if not files or words[0] not in ("cp", "cat", "validate"):
         return False
-    if recipes.find_file(files[0]) is not None:
-        return True
-    return words[0] == "validate" and not _builds_a_model(files[0])
+    theirs |= configs
+    try:
+        found = recipes.find_either(files[0])
+    except UserError:  # two of ours have the name
+        return files[0] not in theirs
+    if found is not None and files[0] in theirs and not os.path.isfile(files[0]):
+        _say(f"{files[0]}: torchtune's; qfsdp's is recipes/{files[0]}")
+        return False
+    if words[0] == "validate":
+        return not _builds_a_model(found or files[0])
+    return found is not None
+
+
+def _takes_our_config(name: str, argv: list[str], theirs: set[str]) -> bool:
+    """Whether a recipe's name that torchtune has too means ours: its config decides."""
+    from qfsdp.cli import recipes
+
+    config = ""
+    for word, after in zip(argv, [*argv[1:], ""], strict=False):
+        if word == "--config" or word.startswith("--config="):
+            config = after if word == "--config" else word.removeprefix("--config=")
+    file = recipes.find_config(config) if config and config not in theirs else None
+    ours = file is not None and not _builds_a_model(file)
+    if ours:
+        _say(f"{name}: qfsdp's recipe, as {config} is no config of torchtune")
+    elif config not in theirs:
+        _say(f"{name}: torchtune's recipe; qfsdp's is recipes/{name}")
+    return ours
+
+
+def _say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
 
 
 def _builds_a_model(config: str) -> bool:
@@ -73,7 +131,7 @@ def _builds_a_model(config: str) -> bool:
     try:
         with open(config, encoding="utf-8") as file:
             return "_component_" in yaml.safe_load(file)["model"]
-    except (OSError, ValueError, TypeError, KeyError, yaml.YAMLError):
+    except (OSError, ValueError, TypeError, KeyError, RecursionError, yaml.YAMLError):
         return False  # our reader reports a missing or broken file in one line
 
 
