@@ -1,11 +1,13 @@
-"""Shared by formats with 4-bit codes and blocks of 64 weights: two codes in a byte.
+"""Shared by formats with 4-bit codes and blocks of weights in a row: two codes in a byte.
 
-A row begins with `ceil(cols/2)` bytes of codes, the first of each pair in the high half. If 64 does
-not divide `cols`, the last block of every row is shorter.
+A row begins with `ceil(cols/2)` bytes of codes, the first of each pair in the high half (MXFP4: in
+the low half). Blocks have 64 weights (MXFP4: 32); if that does not divide `cols`, the last block of
+every row is shorter.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
@@ -17,13 +19,30 @@ from qfsdp.tensor_subclasses.kernels import compiled as kernels
 BLOCK = 64
 KERNEL_CHUNK = 1 << 21  # weights computed at a time: temporaries of 30 MB, 110 uncompiled
 
-DTYPE_TO_INTEGER = {torch.bfloat16: torch.int32, torch.float32: torch.int64}
-"""dtype of weights -> the integers that hold the bits of two neighbouring weights."""
+DTYPE_TO_INTEGER = {
+    torch.bfloat16: torch.int32,
+    torch.float16: torch.uint32,
+    torch.float32: torch.int64,
+}
+"""dtype of weights -> the integers that hold the bits of two neighbouring weights. They differ, so
+that a kernel knows the dtype from its output."""
 INTEGER_TO_DTYPE = {integer: dtype for dtype, integer in DTYPE_TO_INTEGER.items()}
 
 WriteRows = Callable[[slice, Tensor, Tensor | None, Tensor], None]
 """Writes the weights of some rows: `(rows, codes uint8 [n, blocks * 32], row_scale fp32 [n] or
 None, out)`; `out` are integers `[n, cols/2]` that hold two weights each (`write_pairs`)."""
+
+
+def table(values: tuple[float, ...], like: Tensor) -> Tensor:
+    """fp32 constants on the device of `like`, cached unless `like` is a fake or meta tensor."""
+    if type(like) is Tensor and like.device.type != "meta":
+        return _constants(values, like.device)
+    return torch.tensor(values, dtype=torch.float32, device=like.device)
+
+
+@functools.cache
+def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @kernels.compiled
@@ -37,8 +56,21 @@ def pack_pairs(codes: Tensor) -> Tensor:
     return (((pairs & 15) << 4) | (pairs >> 8)).to(torch.uint8)
 
 
+def numbers_of(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some columns of `qdata` as the numbers of `dtype` that they are the bytes of.
+
+    `contiguous` would not copy a single row, which may begin at any byte.
+    """
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def dequantize_pairs(
-    write: WriteRows, codes: Tensor, cols: int, dtype: torch.dtype, row_scale: Tensor | None
+    write: WriteRows,
+    codes: Tensor,
+    cols: int,
+    dtype: torch.dtype,
+    row_scale: Tensor | None,
+    block: int = BLOCK,
 ) -> Tensor:
     """Weights `[rows, cols]` of `dtype`, computed in fp32 and rounded once, at the end.
 
@@ -46,16 +78,17 @@ def dequantize_pairs(
         write: the kernel of a format; it knows the scales of the blocks.
         codes: uint8 `[rows, ceil(cols/2)]`; rows need not be adjacent in memory.
         row_scale: fp32 `[rows]`, multiplied in before rounding, or None.
+        block: weights that share a scale.
     """
     rows, integer = codes.size(0), DTYPE_TO_INTEGER.get(dtype)
-    if integer is None or cols % BLOCK:
-        padded = -(-cols // BLOCK) * BLOCK
+    if integer is None or cols % block:
+        padded = -(-cols // block) * block
         codes = F.pad(codes, (0, padded // 2 - codes.size(1)))
-        weight = dequantize_pairs(write, codes, padded, torch.float32, row_scale)
+        weight = dequantize_pairs(write, codes, padded, torch.float32, row_scale, block)
         return weight[:, :cols].to(dtype).contiguous()
     out = codes.new_empty(rows, cols, dtype=dtype)
     # Uncompiled, temporaries are as large as the rows that are computed at a time.
-    step = rows if kernels.can_compile() else max(1, KERNEL_CHUNK // cols)
+    step = max(1, rows if kernels.can_compile() else KERNEL_CHUNK // cols)
     for start in range(0, rows, step):
         part = slice(start, start + step)
         scale = None if row_scale is None else row_scale[part]
@@ -73,6 +106,23 @@ def write_pairs(first: Tensor, second: Tensor, out: Tensor) -> None:
         low, high = (half.view(torch.int32).long() for half in (first, second))
         pair = (low & 0xFFFFFFFF) | (high << 32)
     else:
-        low, high = (half.bfloat16().view(torch.int16).int() for half in (first, second))
-        pair = (high << 16) | (low & 65535)
+        dtype = INTEGER_TO_DTYPE[out.dtype]
+        low, high = (half.to(dtype).view(torch.int16).int() for half in (first, second))
+        pair = ((high << 16) | (low & 65535)).view(out.dtype)
     out.copy_(pair.flatten(1))
+
+
+def write_uncompiled(pairs: tuple[float, ...], codes: Tensor, scale: Tensor, out: Tensor) -> None:
+    """`write_pairs` where every operation is a pass over memory: looks up both levels of a byte at
+    once in a table of 256. 1.1 ms for 1536 x 576 weights against 9.4 for two tables of 16 (bf16,
+    NF4, one core with AVX-512); without a C++ compiler that is a third of a train step of SmolLM2.
+
+    Args:
+        pairs: the two levels of each byte, one after the other.
+        codes: uint8 `[rows, blocks * block / 2]`.
+        scale: fp32 `[rows, blocks, 1]`.
+    """
+    both = table(pairs, codes).view(torch.int64)
+    found = both.index_select(0, codes.flatten().int()).view(torch.float32)
+    weights = found.view(*scale.shape[:2], -1).mul_(scale)
+    out.view(INTEGER_TO_DTYPE[out.dtype]).copy_(weights.flatten(1))

@@ -28,6 +28,7 @@ from qfsdp.tensor_subclasses.four_bit import (
     BLOCK,
     KERNEL_CHUNK,
     dequantize_pairs,
+    numbers_of,
     pack_pairs,
     write_pairs,
 )
@@ -56,21 +57,18 @@ class HQQTensor(QuantizedTensor):
     ) -> Tensor:
         code_bytes, fp16_bytes = -(-cols // 2), 2 * -(-cols // BLOCK)
         codes, scales, zeros = qdata.split([code_bytes, fp16_bytes, fp16_bytes], dim=1)
-        scales, zeros = (part.contiguous().view(torch.float16) for part in (scales, zeros))
+        scales, zeros = (numbers_of(part, torch.float16) for part in (scales, zeros))
 
         def write(rows: slice, codes: Tensor, row_scale: Tensor | None, out: Tensor) -> None:
             _write_weights(codes, scales[rows], zeros[rows], row_scale, out)
 
         return dequantize_pairs(write, codes, cols, dtype, row_scale)
 
-    def quantize_(
-        self,
-        weight: Tensor | Iterable[Tensor],
-        name: str = "weight",
-        gather_rows: GatherRows | None = None,
+    def _quantize(
+        self, pieces: Iterable[Tensor], name: str, gather_rows: GatherRows | None
     ) -> None:
         rows, per_row = self.qdata.size(0), -(-self.cols // BLOCK)
-        groups = _groups_of_rows(weight, rows, self.cols)
+        groups = _groups_of_rows(pieces, rows, self.cols)
         gather = gather_rows or (lambda rows: rows)
 
         def mean_error(of_groups: Tensor) -> float:
@@ -100,18 +98,17 @@ class HQQTensor(QuantizedTensor):
 # ---- quantizing ------------------------------------------------------------------------------
 
 
-def _groups_of_rows(weight: Tensor | Iterable[Tensor], rows: int, cols: int) -> Tensor:
-    """A weight `[rows, cols]`, whole or in pieces, as `[groups, 64]` of the same dtype."""
+def _groups_of_rows(pieces: Iterable[Tensor], rows: int, cols: int) -> Tensor:
+    """A weight `[rows, cols]`, in consecutive pieces, as `[groups, 64]` of the same dtype."""
     filled = cols // BLOCK * BLOCK + torch.arange(-cols % BLOCK) % (cols % BLOCK or 1)
     at, held = 0, torch.empty(0)
-    for piece in (weight,) if isinstance(weight, Tensor) else weight:
+    for piece in pieces:
         if at == 0:  # copied, because the next piece overwrites this one
             held = piece.new_empty(rows, cols + filled.numel())
         some = held[at : at + piece.size(0)]
         some[:, :cols] = piece
         some[:, cols:] = piece[:, filled.to(piece.device)]
         at += piece.size(0)
-    assert at == rows, f"{at} rows for {rows}"
     return held.view(-1, BLOCK)
 
 

@@ -30,11 +30,12 @@ from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import (
     BLOCK,
-    INTEGER_TO_DTYPE,
     KERNEL_CHUNK,
     dequantize_pairs,
     pack_pairs,
+    table,
     write_pairs,
+    write_uncompiled,
 )
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
 from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
@@ -103,19 +104,16 @@ class NF4Tensor(QuantizedTensor):
     ) -> Tensor:
         scales, offset = metadata
         codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
-        dynamic = _table(DYNAMIC_LEVELS, qdata)
+        dynamic = table(DYNAMIC_LEVELS, qdata)
         products = _absmax_products(absmax_codes, scales, dynamic, row_offset)
         return dequantize_nf4(codes, products, offset, cols, dtype, row_scale)
 
-    def quantize_(
-        self,
-        weight: Tensor | Iterable[Tensor],
-        name: str = "weight",
-        gather_rows: GatherRows | None = None,
+    def _quantize(
+        self, pieces: Iterable[Tensor], name: str, gather_rows: GatherRows | None
     ) -> None:
         # The second level needs the absmax of every block of the whole weight, one per 64 weights.
         # Each rank quantizes all of them and keeps the codes of its own rows.
-        absmax = write_codes(weight, self.qdata)
+        absmax = write_codes(pieces, self.qdata)
         whole = absmax if gather_rows is None else gather_rows(absmax)
         check_finite(whole, name)
         absmax_codes, scales, offset = quantize_absmax(whole)
@@ -166,16 +164,15 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
     return codes, absmax
 
 
-def write_codes(weight: Tensor | Iterable[Tensor], qdata: Tensor) -> Tensor:
-    """Writes the codes of a weight, whole or in pieces, into the first columns of `qdata`; returns
-    the absmax of its blocks, fp32 `[rows, blocks_per_row]`."""
+def write_codes(pieces: Iterable[Tensor], qdata: Tensor) -> Tensor:
+    """Writes the codes of consecutive rows into the first columns of `qdata`; returns the absmax of
+    their blocks, fp32 `[rows, blocks_per_row]`."""
     at, absmax = 0, []
-    for piece in (weight,) if isinstance(weight, Tensor) else weight:
+    for piece in pieces:
         codes, of_piece = quantize_rows(piece)
         qdata[at : at + codes.size(0), : codes.size(1)] = codes
         absmax.append(of_piece)
         at += codes.size(0)
-    assert at == qdata.size(0), f"{at} rows for {qdata.size(0)}"
     return torch.cat(absmax)
 
 
@@ -243,7 +240,12 @@ def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> QuantizedTenso
     Args:
         weight: floating point.
         dtype: compute dtype of the result; default: the dtype of `weight`.
+
+    Raises:
+        TypeError, ValueError: `weight` is not a finite floating-point matrix.
     """
+    if weight.dim() != 2:
+        raise ValueError(f"quantize: a weight {list(weight.shape)}; expected [rows, cols]")
     rows, cols = weight.shape
     target = NF4Tensor.empty(rows, cols, dtype or weight.dtype, weight.device)
     target.quantize_(weight)
@@ -272,24 +274,12 @@ def dequantize_nf4(
         products: fp32 `[rows, blocks_per_row]`; products + offset (fp32 scalar) is the absmax.
         row_scale: fp32 `[rows]`, multiplied in before rounding, or None.
     """
-    levels = _table(NF4_LEVELS, codes)
+    levels = table(NF4_LEVELS, codes)
 
     def write(rows: slice, codes: Tensor, scale: Tensor | None, out: Tensor) -> None:
         _write_weights(codes, products[rows], offset, scale, levels, out)
 
     return dequantize_pairs(write, codes, cols, dtype, row_scale)
-
-
-def _table(values: tuple[float, ...], like: Tensor) -> Tensor:
-    """fp32 constants on the device of `like`, cached unless `like` is a fake or meta tensor."""
-    if type(like) is Tensor and like.device.type != "meta":
-        return _constants(values, like.device)
-    return torch.tensor(values, dtype=torch.float32, device=like.device)
-
-
-@functools.cache
-def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
-    return torch.tensor(values, dtype=torch.float32, device=device)
 
 
 @partial(compiled, smallest=1 << 8)
@@ -317,16 +307,6 @@ def _write_weights(
         absmax = absmax * row_scale.unsqueeze(1)
     absmax = absmax.unsqueeze(-1)
     if not torch.compiler.is_compiling():
-        return _write_uncompiled(codes, absmax, out)
+        return write_uncompiled(NF4_PAIRS, codes, absmax, out)
     code = codes.unflatten(1, (products.size(1), BLOCK // 2)).int()
     write_pairs(levels[code >> 4] * absmax, levels[code & 15] * absmax, out)
-
-
-def _write_uncompiled(codes: Tensor, absmax: Tensor, out: Tensor) -> None:
-    """The same, where every operation is a pass over memory: looks up both levels of a byte at once
-    in a table of 256. 1.1 ms for 1536 x 576 weights against 9.4 for the code above (bf16, one core
-    with AVX-512); without a C++ compiler that is a third of a train step of SmolLM2."""
-    pairs = _table(NF4_PAIRS, codes).view(torch.int64)
-    found = pairs.index_select(0, codes.flatten().int()).view(torch.float32)
-    weights = found.view(*absmax.shape[:2], BLOCK).mul_(absmax)
-    out.view(INTEGER_TO_DTYPE[out.dtype]).copy_(weights.flatten(1))

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from qfsdp.tensor_subclasses.four_bit import BLOCK
+from qfsdp.tensor_subclasses.four_bit import BLOCK, numbers_of
 from qfsdp.tensor_subclasses.nf4 import check_finite, dequantize_nf4, write_codes
 from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
@@ -36,16 +36,13 @@ class NF4Fp32AbsmaxTensor(QuantizedTensor):
         row_scale: Tensor | None = None,
     ) -> Tensor:
         codes, absmax = qdata.split([-(-cols // 2), 4 * -(-cols // BLOCK)], dim=1)
-        absmax = absmax.contiguous().view(torch.float32)
+        absmax = numbers_of(absmax, torch.float32)
         no_offset = absmax.new_zeros(())
         return dequantize_nf4(codes, absmax, no_offset, cols, dtype, row_scale)
 
-    def quantize_(
-        self,
-        weight: Tensor | Iterable[Tensor],
-        name: str = "weight",
-        gather_rows: GatherRows | None = None,
+    def _quantize(
+        self, pieces: Iterable[Tensor], name: str, gather_rows: GatherRows | None
     ) -> None:
-        absmax = write_codes(weight, self.qdata)
+        absmax = write_codes(pieces, self.qdata)
         check_finite(absmax if gather_rows is None else gather_rows(absmax), name)
         self.qdata[:, -4 * absmax.size(1) :] = absmax.view(torch.uint8)

@@ -13,7 +13,7 @@ _DTYPE_BY_SIZE = {dtype.itemsize: dtype for dtype in (torch.bfloat16, torch.floa
 
 
 class PlainRows(QuantizedTensor):
-    """A frozen bf16 or fp32 weight: a row of bytes is the row of weights as stored."""
+    """A frozen bf16, fp16 or fp32 weight: a row of bytes is the row of weights as stored."""
 
     format = "plain"
 
@@ -21,8 +21,10 @@ class PlainRows(QuantizedTensor):
     def empty(
         cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str
     ) -> QuantizedTensor:
+        if dtype not in (torch.float16, *_DTYPE_BY_SIZE.values()):
+            raise TypeError(f"{cls.__name__}: dtype {dtype}; expected bfloat16, float16 or float32")
         qdata = torch.empty(rows, cols * dtype.itemsize, dtype=torch.uint8, device=device)
-        return cls(qdata, [], cols, dtype)
+        return (PlainFp16Rows if dtype == torch.float16 else PlainRows)(qdata, [], cols, dtype)
 
     @staticmethod
     def dequantize_rows(
@@ -34,21 +36,47 @@ class PlainRows(QuantizedTensor):
         row_scale: Tensor | None = None,
     ) -> Tensor:
         """A view of `qdata`; new memory for a `row_scale` or another `dtype`."""
-        weight = qdata.view(_DTYPE_BY_SIZE[qdata.size(1) // cols])
-        if row_scale is not None:
-            weight = weight * row_scale.unsqueeze(1)
-        return weight.to(dtype)
+        return _converted(qdata.view(_stored_dtype(qdata, cols)), dtype, row_scale)
 
-    def quantize_(
-        self,
-        weight: Tensor | Iterable[Tensor],
-        name: str = "weight",
-        gather_rows: GatherRows | None = None,
+    def _quantize(
+        self, pieces: Iterable[Tensor], name: str, gather_rows: GatherRows | None
     ) -> None:
         """Copies the rows. Not a collective: `gather_rows` is not called."""
-        rows, at = self.qdata.view(self.dtype), 0
-        for piece in [weight] if isinstance(weight, Tensor) else weight:
+        half = isinstance(self, PlainFp16Rows)
+        stored = torch.float16 if half else _stored_dtype(self.qdata, self.cols)
+        rows, at = self.qdata.view(stored), 0
+        for piece in pieces:
             if not torch.isfinite(piece).all():
                 raise ValueError(f"{name}: holds NaN or infinity")
             rows[at : at + len(piece)].copy_(piece)
             at += len(piece)
+
+
+class PlainFp16Rows(PlainRows):
+    """A frozen fp16 weight. It has a format of its own, as the bytes of a row look like bf16's."""
+
+    format = "plain_fp16"
+
+    @staticmethod
+    def dequantize_rows(
+        qdata: Tensor,
+        metadata: Sequence[Tensor],
+        cols: int,
+        row_offset: int,
+        dtype: torch.dtype,
+        row_scale: Tensor | None = None,
+    ) -> Tensor:
+        """As `PlainRows.dequantize_rows`."""
+        return _converted(qdata.view(torch.float16), dtype, row_scale)
+
+
+def _converted(weight: Tensor, dtype: torch.dtype, row_scale: Tensor | None) -> Tensor:
+    if row_scale is not None:
+        weight = weight * row_scale.unsqueeze(1)
+    return weight.to(dtype)
+
+
+def _stored_dtype(qdata: Tensor, cols: int) -> torch.dtype:
+    """bf16 or fp32, in which the numbers are stored; the tensor's own dtype is what they are
+    converted to."""
+    return _DTYPE_BY_SIZE[qdata.size(1) // max(cols, 1)]

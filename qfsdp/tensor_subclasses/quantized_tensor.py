@@ -25,7 +25,7 @@ makes a shard in these steps, and repeats the last three on the local shard at i
     shard.narrow(0, 0, n)                       is the result
 
 So the offset lives in a `RowPosition` object that a tensor shares with its slices from row 0 on.
-`copy_` into rows made by `new_zeros` sets it for all of them.
+`copy_` into rows made by `new_zeros` sets it for all of them. Until then they hold no weights.
 
 The bytes may be on another device than the weight. With a `ByteStore` they are in host memory or
 in a file and are copied to the device when FSDP2 asks for them (`fsdp_pre_all_gather`): ahead of
@@ -35,16 +35,18 @@ their use and in its own stream. The gathered result is an ordinary quantized we
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.tensor_subclasses.tensor_ops import OPS, RowPosition
+from qfsdp.tensor_subclasses import tensor_methods
+from qfsdp.tensor_subclasses.tensor_ops import OPS, RowPosition, refused
 
-FORMATS: dict[str, type[QuantizedTensor]] = {}
+FORMATS: dict[str, type[QuantizedTensor]] = tensor_methods.FORMATS
 """Quantized formats by their name in configs ("nf4"); every subclass adds itself."""
 
 GatherRows = Callable[[Tensor], Tensor]
@@ -61,13 +63,13 @@ class ByteStore(Protocol):
         """The rows of `weight` on `weight.device`, uint8 `[rows, row_bytes]`."""
 
 
-class QuantizedTensor(torch.Tensor):
+class QuantizedTensor(tensor_methods.TensorMethods):
     """A frozen `[rows, cols]` weight stored as bytes; subclasses define the format.
 
     Fields:
         qdata: uint8 `[rows, row_bytes]`, the rows that this tensor holds.
         metadata: small tensors of the whole weight; attributes named by `metadata_names`.
-        position: index of the first held row in the whole weight.
+        position: where the held rows lie in the whole weight.
         global_rows: number of rows of the whole weight.
         store: holds `qdata`, if it is not on the device.
 
@@ -82,6 +84,7 @@ class QuantizedTensor(torch.Tensor):
     position: RowPosition
     global_rows: int
     store: ByteStore | None
+    _cols: int
 
     def __init_subclass__(cls, **kwargs: Any) -> None:
         super().__init_subclass__(**kwargs)
@@ -104,11 +107,13 @@ class QuantizedTensor(torch.Tensor):
         if device is None or store is None:
             device = qdata.device
         self = torch.Tensor._make_wrapper_subclass(cls, size, dtype=dtype, device=device)
-        self.qdata, self.store = qdata, store
+        self.qdata, self.store, self._cols = qdata, store, cols
         # One attribute each: Dynamo finds inner tensors by name only.
         for name, entry in zip(cls.metadata_names, metadata, strict=True):
             setattr(self, name, entry)
         self.position = position or RowPosition(0)
+        if self.position.rows is None:
+            self.position.rows = qdata.size(0)
         self.global_rows = qdata.size(0) if global_rows is None else global_rows
         return self
 
@@ -123,6 +128,11 @@ class QuantizedTensor(torch.Tensor):
     def metadata_shapes(rows: int, cols: int) -> list[tuple[int, ...]]:
         """Shapes of the metadata (fp32) of a whole `[rows, cols]` weight; default: none."""
         return []
+
+    @staticmethod
+    def has_finite_scales(qdata: Tensor, cols: int) -> bool:
+        """Whether no scale in these rows is a code for NaN; default: there is no such code."""
+        return True
 
     @staticmethod
     def dequantize_rows(
@@ -145,23 +155,10 @@ class QuantizedTensor(torch.Tensor):
         """
         raise NotImplementedError
 
-    def quantize_(
-        self,
-        weight: Tensor | Iterable[Tensor],
-        name: str = "weight",
-        gather_rows: GatherRows | None = None,
+    def _quantize(
+        self, pieces: Iterable[Tensor], name: str, gather_rows: GatherRows | None
     ) -> None:
-        """Quantizes the rows that this tensor holds; writes its bytes and metadata in place.
-
-        Args:
-            weight: these rows, floating point, as `[self.size(0), cols]` or in consecutive pieces
-                (at least one). They are quantized on their own device.
-            name: name of the weight in errors.
-            gather_rows: needed on a shard. Every rank calls `quantize_` with its own rows.
-
-        Raises:
-            ValueError: the weight holds NaN or infinity.
-        """
+        """`quantize_` for rows that have been checked, in consecutive pieces."""
         raise NotImplementedError
 
     # ---- shared by all formats -------------------------------------------------------
@@ -170,7 +167,13 @@ class QuantizedTensor(torch.Tensor):
     def empty(
         cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str
     ) -> QuantizedTensor:
-        """A whole weight with uninitialized bytes, to be sharded and filled later."""
+        """A whole weight with uninitialized bytes, to be sharded and filled later.
+
+        Raises:
+            TypeError: `dtype` is not floating point.
+        """
+        if not dtype.is_floating_point:
+            raise TypeError(f"{cls.__name__}: dtype {dtype}; expected floating point")
         qdata = torch.empty(rows, cls.row_bytes(cols), dtype=torch.uint8, device=device)
         metadata = [torch.empty(s, device=device) for s in cls.metadata_shapes(rows, cols)]
         return cls(qdata, metadata, cols, dtype)
@@ -188,17 +191,88 @@ class QuantizedTensor(torch.Tensor):
     @property
     def cols(self) -> int:
         """Weights per row."""
-        return self.size(-1)
+        return self.size(-1) if self.dim() == 2 else self._cols
+
+    def quantize_(
+        self,
+        weight: Tensor | Iterable[Tensor],
+        name: str = "weight",
+        gather_rows: GatherRows | None = None,
+    ) -> None:
+        """Quantizes the rows that this tensor holds; writes its bytes and metadata in place.
+
+        Args:
+            weight: these rows, floating point, as `[self.size(0), cols]` or in consecutive pieces
+                (at least one). They are quantized on their own device.
+            name: name of the weight in errors.
+            gather_rows: needed on a shard. Every rank calls `quantize_` with its own rows.
+
+        Raises:
+            TypeError: the weight is not floating point.
+            ValueError: the weight is empty, has another shape, or holds NaN or infinity; or this
+                tensor holds only some rows, and `gather_rows` is missing.
+        """
+        if self.global_rows * self.cols == 0:
+            raise ValueError(f"{name}: {list(self.shape)} has no numbers; it cannot be quantized")
+        if gather_rows is None and self.qdata.size(0) != self.global_rows:
+            raise ValueError(
+                f"{name}: quantize_ of {self!r} without gather_rows; expected all rows, because "
+                "scales depend on the rows of the whole weight"
+            )
+        self._quantize(self._checked_pieces(weight, name), name, gather_rows)
+
+    def _checked_pieces(self, weight: Tensor | Iterable[Tensor], name: str) -> Iterator[Tensor]:
+        """Yields the pieces of the held rows; raises for another shape or dtype."""
+        rows = 0
+        for piece in (weight,) if isinstance(weight, Tensor) else weight:
+            if not piece.is_floating_point():
+                raise TypeError(
+                    f"{name}: {piece.dtype} cannot be quantized; expected floating point"
+                )
+            rows += piece.size(0) if piece.dim() else 0
+            if piece.dim() != 2 or piece.size(1) != self.cols or rows > self.qdata.size(0):
+                raise ValueError(
+                    f"{name}: {list(piece.shape)} cannot be quantized into {self!r}; expected "
+                    f"[{self.qdata.size(0)}, {self.cols}]"
+                )
+            yield piece
+        if rows != self.qdata.size(0):
+            raise ValueError(f"{name}: {rows} rows; expected {self.qdata.size(0)}")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The held rows as a plain `[rows, cols]` tensor of `dtype` (default: `self.dtype`)."""
-        return self.dequantize_rows(
+        """The held rows as a plain tensor of this shape, of `dtype` (default: `self.dtype`).
+
+        Raises:
+            ValueError: rows that `new_zeros` made have not been filled.
+        """
+        self.check_filled()
+        rows = self.dequantize_rows(
             self.fetch().qdata, self.metadata, self.cols, self.row_offset, dtype or self.dtype
         )
+        return rows if self.dim() == 2 else rows.flatten()
+
+    def check_filled(self) -> None:
+        """Raises ValueError for rows of `new_zeros` or `new_empty` that `copy_` has not filled."""
+        if not self.position.known and self.qdata.size(0):
+            raise ValueError(f"{self!r} holds no weights yet; expected copy_ from such rows first")
+
+    def check_product(self) -> None:
+        """Raises ValueError if a product with this weight would be wrong or lack its gradient."""
+        self.check_filled()
+        if self.dim() != 2 or self.requires_grad:
+            raise ValueError(
+                f"linear by {self!r} of {self.dim()} dimensions, requires_grad={self.requires_grad}"
+                "; expected 2 and False: a quantized weight has no gradient"
+            )
 
     def fetch(self) -> QuantizedTensor:
         """The same weight with its bytes on the device; `self` if they are there already."""
-        return self if self.store is None else self._like(self.store.fetch(self), store=None)
+        if self.store is None:
+            return self
+        qdata = self.store.fetch(self)
+        if qdata.shape != self.qdata.shape:  # a file is read as a whole
+            raise refused(type(self), "reading some rows of a weight on disk")
+        return self._like(qdata, store=None)
 
     def keep_in(self, store: ByteStore) -> QuantizedTensor:
         """The same weight, on the meta device; `to_empty` will put its bytes into `store`."""
@@ -214,8 +288,16 @@ class QuantizedTensor(torch.Tensor):
             "global_rows": self.global_rows,
             "store": self.store,
             "device": self.device,
+            "shape": None if self.dim() == 2 else [qdata.size(0) * self.cols],
         }
         return type(self)(qdata, **(fields | changes))
+
+    def _rows(self, qdata: Tensor, start: int) -> QuantizedTensor:
+        """Consecutive rows of this tensor from row `start` on."""
+        position = self.position
+        if start:
+            position = replace(position, row_offset=position.row_offset + start)
+        return self._like(qdata, position=position)
 
     def __repr__(self, **_: Any) -> str:  # type: ignore[override]
         last = self.row_offset + self.qdata.size(0)
@@ -248,10 +330,10 @@ class QuantizedTensor(torch.Tensor):
     ) -> Any:
         handler = OPS.get(func)
         if handler is None or not isinstance(args[0], QuantizedTensor):
-            raise NotImplementedError(
-                f"{cls.__name__} does not implement {func}; a quantized weight is frozen "
-                "bytes: call .dequantize() for numbers, or qfsdp's `linear` to multiply by it"
-            )
+            raise refused(cls, str(func))
+        if torch.is_inference_mode_enabled():  # a view of a weight cannot be made there
+            with torch.inference_mode(False):
+                return handler(args[0], args[1:], kwargs or {})
         return handler(args[0], args[1:], kwargs or {})
 
     # ---- FSDP2 -----------------------------------------------------------------------
@@ -260,7 +342,7 @@ class QuantizedTensor(torch.Tensor):
 
     def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
         """This rank's bytes, padded so that all ranks send equally many rows; and the metadata."""
-        rows_per_rank = -(-self.global_rows // mesh.size())
+        rows_per_rank = -(-self.global_rows // self.position.parts // mesh.size())
         qdata = self.fetch().qdata
         if missing := rows_per_rank - qdata.size(0):
             qdata = F.pad(qdata, (0, 0, 0, missing))
@@ -274,7 +356,7 @@ class QuantizedTensor(torch.Tensor):
         *,
         out: QuantizedTensor | None = None,
     ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The gathered bytes without padding, as the whole weight.
+        """The gathered bytes without padding, as the whole weight, or its part with these rows.
 
         The second result, the inner tensors that FSDP2 may free, is empty. The weight is a view of
         the all-gather output, whose storage FSDP2 frees and refills itself. If a view were
@@ -282,8 +364,12 @@ class QuantizedTensor(torch.Tensor):
         """
         if out is not None:
             return None  # `out` is a view of the storage that has just been refilled
-        qdata = all_gather_outputs[0][: self.global_rows]
-        return self._like(qdata, metadata=metadata, position=RowPosition(0), store=None), ()
+        rows = self.global_rows // self.position.parts
+        qdata = all_gather_outputs[0][:rows]
+        first = 0 if self.position.parts == 1 else self.row_offset // rows * rows
+        # `rows=0`: the metadata belongs to the shard, so nothing else is copied into the weight.
+        position = RowPosition(first, rows=0)
+        return self._like(qdata, metadata=metadata, position=position, store=None), ()
 
 
 def frozen_weight(

@@ -1,12 +1,13 @@
 """The aten operations that FSDP2, nn.Module and DTensor call on a quantized weight, and no others.
 
-Each is the same operation on the rows of bytes. `QuantizedTensor` refuses every other operation.
+Each is the same operation on the rows of bytes. `QuantizedTensor` refuses every other operation,
+and those below refuse arguments for which rows of bytes have no right answer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,10 +23,30 @@ OPS: dict[Any, Callable[..., Any]] = {}
 
 @dataclass
 class RowPosition:
-    """Index of a tensor's first row in the whole weight; `known` is False until `copy_` sets it."""
+    """Where the memory of a tensor lies in the whole weight; shared with its slices from row 0 on.
+
+    Fields:
+        row_offset: index of its first row in the whole weight.
+        known: False for rows that `new_zeros` made, until `copy_` fills them.
+        rows: number of rows of this memory that belong to the weight. Its metadata is of them all,
+            so that only a tensor which holds them all may replace it. None: all rows of the first
+            tensor with this position.
+        parts: into how many parts of equal size the rows of the whole weight are divided; FSDP2
+            gathers one of them (`qfsdp.distributed.expert_parallel`).
+    """
 
     row_offset: int
     known: bool = True
+    rows: int | None = None
+    parts: int = 1
+
+
+def refused(cls: type, what: str) -> NotImplementedError:
+    """The error for an operation that quantized weights of this class do not have."""
+    return NotImplementedError(
+        f"{cls.__name__} does not implement {what}; a quantized weight is frozen bytes: "
+        "call .dequantize() for numbers, or qfsdp's `linear` to multiply by it"
+    )
 
 
 def _implements(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
@@ -38,6 +59,21 @@ def _implements(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
+def _dtype(self: QuantizedTensor, kwargs: Any, op: str) -> torch.dtype:
+    """The dtype that a call asks for; default: that of `self`."""
+    dtype = kwargs.get("dtype") or self.dtype
+    if not dtype.is_floating_point:
+        raise refused(type(self), f"{op} to {dtype}")
+    return dtype
+
+
+def _own_position(self: QuantizedTensor) -> RowPosition:
+    """The position of a copy: its memory holds the rows of `self` and no others."""
+    held = self.qdata.size(0)
+    rows = held if self.position.rows is None else min(held, self.position.rows)
+    return replace(self.position, rows=rows)
+
+
 @_implements(aten.detach.default, aten.alias.default)
 def _alias(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     return self._like(self.qdata)
@@ -45,64 +81,77 @@ def _alias(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
 
 @_implements(aten.clone.default)
 def _clone(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
-    return self._like(self.qdata.clone(), metadata=[e.clone() for e in self.metadata])
+    metadata = [entry.clone() for entry in self.metadata]
+    return self._like(self.qdata.clone(), metadata=metadata, position=_own_position(self))
 
 
 @_implements(aten._to_copy.default)
 def _to(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     """Moves the bytes. A new dtype changes `dtype` only, the bytes stay as they are."""
-    dtype = kwargs.get("dtype") or self.dtype
+    dtype = _dtype(self, kwargs, "aten._to_copy")
     where = {k: kwargs[k] for k in ("device", "non_blocking") if kwargs.get(k) is not None}
-    qdata = self.qdata.to(copy=True, **where)
-    return self._like(
-        qdata, metadata=[e.to(copy=True, **where) for e in self.metadata], dtype=dtype
-    )
+    qdata, *metadata = (t.to(copy=True, **where) for t in (self.qdata, *self.metadata))
+    return self._like(qdata, metadata=metadata, dtype=dtype, position=_own_position(self))
 
 
 @_implements(aten.empty_like.default)
 def _empty_like(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     device = torch.device(kwargs.get("device") or self.device)
-    metadata = [torch.empty_like(e, device=device) for e in self.metadata]
+    fields: dict[str, Any] = {
+        "metadata": [torch.empty_like(entry, device=device) for entry in self.metadata],
+        "dtype": _dtype(self, kwargs, "aten.empty_like"),
+        "position": _own_position(self),
+        "device": device,
+    }
     if self.store is not None and device.type != "meta":
-        return self._like(self.store.empty(self.qdata.shape), metadata=metadata, device=device)
-    return self._like(torch.empty_like(self.qdata, device=device), metadata=metadata, device=device)
+        return self._like(self.store.empty(self.qdata.shape), **fields)
+    pinned = bool(kwargs.get("pin_memory"))
+    return self._like(torch.empty_like(self.qdata, device=device, pin_memory=pinned), **fields)
 
 
 @_implements(aten.new_zeros.default, aten.new_empty.default)
 def _new_rows(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
-    """Rows for a (padded) shard of the same weight; `copy_` sets the row offset."""
-    shape = (args[0][0], self.qdata.size(1))
-    if self.store is not None and self.device.type != "meta":
-        qdata = self.store.empty(shape)
+    """Rows for a (padded) shard of the same weight. They hold no weights: `copy_` fills them and
+    sets the row offset. FSDP2 asks for `[0]` where a rank has no rows."""
+    shape = list(args[0])
+    if shape != [0] and shape[1:] != [self.cols]:
+        what = f"aten.new_zeros and aten.new_empty of {shape}, only [n, {self.cols}]"
+        raise refused(type(self), what)
+    dtype = _dtype(self, kwargs, "aten.new_zeros")
+    device = torch.device(kwargs.get("device") or self.device)
+    bytes_shape = (shape[0], self.qdata.size(1))
+    if self.store is not None and device.type != "meta":
+        qdata = self.store.empty(bytes_shape)
     else:
-        qdata = self.qdata.new_zeros(*shape, device=kwargs.get("device"))
-    return self._like(qdata, position=RowPosition(self.row_offset, known=False))
+        qdata = self.qdata.new_zeros(bytes_shape, device=device)
+    return self._like(
+        qdata,
+        metadata=[entry.to(device, copy=True) for entry in self.metadata],
+        dtype=dtype,
+        position=replace(self.position, known=False, rows=None),
+        shape=shape if shape == [0] else None,
+        device=device,
+    )
 
 
 @_implements(aten.split.Tensor)
 def _split(self: QuantizedTensor, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     rows, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
-    if dim != 0:
-        raise NotImplementedError(f"{type(self).__name__}: aten.split on dim {dim}; rows only")
-    starts = range(0, self.qdata.size(0), rows)
-    return [
-        self._like(p, position=RowPosition(self.row_offset + start))
-        for start, p in zip(starts, self.qdata.split(rows), strict=True)
-    ]
+    if dim not in (0, -2) or self.dim() != 2:
+        raise refused(type(self), f"aten.split on dim {dim}, only of rows")
+    starts = range(0, self.qdata.size(0), rows) or [0]
+    parts = self.qdata.split(rows)
+    return [self._rows(part, start) for start, part in zip(starts, parts, strict=True)]
 
 
 @_implements(aten.slice.Tensor)
 def _slice(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     given = tuple(args)
     dim, start, end, step = given + (0, None, None, 1)[len(given) :]
-    if dim != 0 or step != 1:
-        raise NotImplementedError(
-            f"{type(self).__name__}: aten.slice on dim {dim}, step {step}; contiguous rows only"
-        )
+    if dim not in (0, -2) or step != 1 or self.dim() != 2:
+        raise refused(type(self), f"aten.slice on dim {dim}, step {step}, only of contiguous rows")
     rows = range(self.qdata.size(0))[start:end]
-    qdata = self.qdata[rows.start : max(rows.start, rows.stop)]
-    position = RowPosition(self.row_offset + rows.start) if rows.start else self.position
-    return self._like(qdata, position=position)
+    return self._rows(self.qdata[rows.start : max(rows.start, rows.stop)], rows.start)
 
 
 @_implements(aten.as_strided.default)
@@ -110,31 +159,29 @@ def _as_strided(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTenso
     """Only strides that `view` gives: contiguous rows from the first on."""
     size, stride, offset = args[0], args[1], (args[2] if len(args) > 2 else 0) or 0
     if offset or list(stride) != list(torch.empty(size, device="meta").stride()):
-        raise NotImplementedError(
-            f"{type(self).__name__}: aten.as_strided to {list(size)}, {list(stride)}, {offset}"
-        )
+        raise refused(type(self), f"aten.as_strided to {list(size)}, {list(stride)}, {offset}")
     return _view(self, (size,), {})
 
 
 @_implements(aten.view.default)
 def _view(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     """The same rows, also flattened: FSDP2 keeps a flat alias of every shard."""
-    size = list(args[0])
-    if size == [-1] or size == [self.numel()]:
-        return self._like(self.qdata, shape=[self.numel()])
-    if size != list(self.shape):
-        raise NotImplementedError(f"{type(self).__name__}: view of {list(self.shape)} as {size}")
-    return self._like(self.qdata)
+    size, rows = list(args[0]), self.qdata.size(0)
+    if size in ([-1], [rows * self.cols]):
+        return self._like(self.qdata, shape=[rows * self.cols])
+    if size not in ([rows, self.cols], [-1, self.cols], [rows, -1]):
+        raise refused(type(self), f"a view of {list(self.shape)} as {size}")
+    return self._like(self.qdata, shape=None)
 
 
 @_implements(aten.copy_.default)
 def _copy_(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     source = args[0]
-    same = type(source) is type(self) and source.qdata.shape == self.qdata.shape
-    if not same or (self.position.known and source.row_offset != self.row_offset):
+    if difference := _difference(self, source):
         raise NotImplementedError(
             f"aten.copy_ from {type(source).__name__}{list(source.shape)} into {self!r}: "
-            "only the same rows in the same format can be copied; quantize first"
+            f"{difference}; expected the same rows in the same format. `quantize_` writes numbers "
+            "to a quantized weight, .dequantize() gives its numbers"
         )
     if 0 not in self.qdata.stride():  # rows that stay in a file have no memory
         self.qdata.copy_(source.qdata)
@@ -143,7 +190,31 @@ def _copy_(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
             mine.copy_(theirs)
     if not self.position.known:
         self.position.row_offset, self.position.known = source.row_offset, True
+        self.position.rows = self.qdata.size(0)
     return self
+
+
+def _difference(self: QuantizedTensor, source: Any) -> str:
+    """Why the rows of `source` cannot be copied into `self`; "" if they can."""
+    if type(source) is not type(self):
+        return "another format"
+    if (source.shape, source.cols, source.dtype) != (self.shape, self.cols, self.dtype):
+        return f"{source!r} has another shape or dtype"
+    if source.qdata.shape != self.qdata.shape:
+        return "rows of another number of bytes"
+    if source.global_rows != self.global_rows:
+        return f"rows of a weight with {source.global_rows} rows"
+    source.check_filled()
+    if not self.position.known:
+        return ""
+    if source.row_offset != self.row_offset:
+        return f"{source!r} holds other rows"
+    # Metadata is of all rows, so it cannot be replaced for some of them.
+    shared = self.position.rows != self.qdata.size(0) and not self.is_meta
+    pairs = zip(self.metadata, source.metadata, strict=True)
+    if shared and not all(mine is theirs or mine.equal(theirs) for mine, theirs in pairs):
+        return "other rows share its scales, and those of the source differ; copy the whole weight"
+    return ""
 
 
 @_implements(aten.is_pinned.default)
@@ -153,4 +224,5 @@ def _is_pinned(self: QuantizedTensor, args: Any, kwargs: Any) -> bool:
 
 @_implements(aten._pin_memory.default)
 def _pin_memory(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
-    return self._like(self.qdata.pin_memory(), metadata=[e.pin_memory() for e in self.metadata])
+    qdata, *metadata = (t.pin_memory() for t in (self.qdata, *self.metadata))
+    return self._like(qdata, metadata=metadata, position=_own_position(self))

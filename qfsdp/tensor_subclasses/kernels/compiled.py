@@ -48,17 +48,23 @@ def has_compiler() -> bool:
     return True
 
 
-@functools.cache
 def can_compile() -> bool:
     """Whether kernels are compiled: the machine has a C++ compiler, and `QFSDP_EAGER_KERNELS=1` is
-    not set."""
+    not set. In an estimate for a GPU this machine's compiler does not matter."""
     if os.environ.get("QFSDP_EAGER_KERNELS") == "1":
         return False
+    if dry_run.current is not None and dry_run.current.target != "cpu":
+        return True
     if not has_compiler():
-        logging.getLogger("qfsdp").warning(
-            "no C++ compiler found: 4-bit kernels run uncompiled and slower (install g++)"
-        )
+        _warn_of_no_compiler()
     return has_compiler()
+
+
+@functools.cache
+def _warn_of_no_compiler() -> None:
+    logging.getLogger("qfsdp").warning(
+        "no C++ compiler found: 4-bit kernels run uncompiled and slower (install g++)"
+    )
 
 
 def use_cache_dir(path: str | None, report: bool) -> None:
