@@ -23,7 +23,16 @@ from qfsdp.data.known_datasets import (
 from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
 from qfsdp.data.mixture import mixed_dataset
 from qfsdp.data.packing import PackedDataset
+from qfsdp.data.preference_datasets import (
+    hh_dataset,
+    kto_dataset,
+    orca_pairs_dataset,
+    preference_dataset,
+    ultrafeedback_dataset,
+)
+from qfsdp.data.pretokenized import pretokenized_dataset
 from qfsdp.data.rows import check_source
+from qfsdp.data.stream import StreamLoader, packed, step_loader
 from qfsdp.data.text import text_dataset
 from qfsdp.data.tokenized_dataset import TokenizedDataset
 from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
@@ -34,6 +43,7 @@ __all__ = [
     "HFTokenizer",
     "PackedDataset",
     "StepLoader",
+    "StreamLoader",
     "TokenizedDataset",
     "alpaca_dataset",
     "build_dataset",
@@ -46,11 +56,19 @@ __all__ = [
     "gsm8k_dataset",
     "guanaco_dataset",
     "hf_tokenizer",
+    "hh_dataset",
     "instruct_dataset",
+    "kto_dataset",
     "mixed_dataset",
     "openassistant_dataset",
     "orca_math_dataset",
+    "orca_pairs_dataset",
+    "packed",
+    "preference_dataset",
+    "pretokenized_dataset",
     "sharegpt_dataset",
+    "step_loader",
     "sql_create_context_dataset",
     "text_dataset",
+    "ultrafeedback_dataset",
 ]

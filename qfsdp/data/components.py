@@ -3,35 +3,44 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from pathlib import Path
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.hub import local_folder
+from qfsdp.data.reading import reading, split_reading
 from qfsdp.data.rows import check_source
+from qfsdp.data.token_ids import check_tokenizer_ids, with_checked_ids
 
 if TYPE_CHECKING:
     from qfsdp.cli.component import Component
 
 
 def check_data(
-    tokenizer: Component, dataset: Component, validation_sets: Mapping[str, Component]
+    tokenizer: Component,
+    dataset: Component,
+    validation_sets: Mapping[str, Component],
+    rows: int | None = None,
 ) -> None:
-    """Checks the tokenizer and all datasets of a config without reading any row.
+    """Checks the tokenizer and all datasets of a config; reads the beginnings of data files.
 
     Args:
         validation_sets: name -> dataset, from the config's `validation.sets`.
+        rows: of the model's embedding, to check the tokenizer's ids; None: no check.
 
     Raises:
-        UserError: `Component.check` or `check_source` finds a mistake, or the tokenizer's `path`
-            does not exist.
+        UserError: `Component.check` or `check_source` finds a mistake, the tokenizer's `path` does
+            not exist, the tokenizer cannot be built, or the embedding lacks rows for its ids.
     """
     tokenizer.check("tokenizer")
     path = tokenizer.kwargs.get("path")
-    if path and not Path(path).expanduser().exists():
+    if path and not local_folder(path).exists():
         raise UserError(f"tokenizer.path: '{path}' does not exist; expected a folder or a file")
     check_dataset("dataset", dataset)
     for name, held_out in validation_sets.items():
         check_dataset(f"validation.sets.{name}", held_out)
+    if rows is not None:
+        check_tokenizer_ids(tokenizer.build(), rows)
 
 
 def check_dataset(key: str, dataset: Component) -> None:
@@ -43,11 +52,13 @@ def check_dataset(key: str, dataset: Component) -> None:
     Raises:
         UserError: `Component.check` or `check_source` finds a mistake.
     """
+    how, dataset = split_reading(key, dataset)
     dataset.check(key, provided=["tokenizer"])
     if "source" in dataset.kwargs:
         check_source(f"{key}.source", dataset.kwargs["source"])
-    for name, part in parts_of(key, dataset.kwargs.get("sets")).items():
-        check_dataset(f"{key}.sets.{name}", part)
+    with reading(how):
+        for name, part in parts_of(key, dataset.kwargs.get("sets")).items():
+            check_dataset(f"{key}.sets.{name}", part)
 
 
 def parts_of(key: str, sets: Any) -> dict[str, Component]:
@@ -67,20 +78,30 @@ def parts_of(key: str, sets: Any) -> dict[str, Component]:
     return {name: as_component(value, f"{key}.sets.{name}") for name, value in sets.items()}
 
 
-def build_dataset(key: str, dataset: Component, tokenizer: Any) -> Any:
+def build_dataset(key: str, dataset: Component, tokenizer: Any, rows: int | None = None) -> Any:
     """Builds a dataset.
 
     Args:
+        rows: of the model's embedding, to check token ids: all now, or of a dataset that does not
+            hold them, each sample's when it is read. None: no check.
         key: the dataset's place in the config. Builders write messages that begin with
             `dataset.`; that prefix is replaced by `key`.
 
     Raises:
         UserError: the builder does.
     """
+    how, dataset = split_reading(key, dataset)
     try:
-        return dataset.build(tokenizer=tokenizer)
+        with reading(replace(how, tokenizer=tokenizer, embedding_rows=rows)):
+            built = dataset.build(tokenizer=tokenizer)
     except UserError as error:
         text = str(error)
         if text.startswith("dataset."):
             raise UserError(key + text.removeprefix("dataset")) from error
         raise
+    if getattr(built, "limit", "") is None:  # of preferences outside of `build_preferences`
+        raise UserError(
+            f"{key}: {dataset.path} has preferences; expected a dataset of answers, or "
+            "recipes/dpo_distributed"
+        )
+    return built if rows is None else with_checked_ids(key, built, rows, tokenizer)

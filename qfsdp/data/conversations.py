@@ -10,35 +10,33 @@ of samples and of steps per epoch is then known, and is the same on every rank.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.loader import IGNORE_INDEX
+from qfsdp.data.messages import NotText, as_message, as_tools, text_of
+from qfsdp.data.reading import reads_rows
 from qfsdp.data.rows import Row, load_rows, require_column
-from qfsdp.data.tokenized_dataset import Sample, TokenizedDataset, Unusable, tokenize_rows
+from qfsdp.data.tokenized_dataset import TokenizedDataset, TokenizedRow, Unusable, tokenize_rows
+from qfsdp.data.tokenizer import HFTokenizer
+from qfsdp.data.trained_spans import TokenizedChat
 
 if TYPE_CHECKING:
     from datasets import Dataset
     from torchtune.data import Message
 
-ROLES = {
-    "system": "system",
-    "user": "user",
-    "human": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "tool": "ipython",
-    "ipython": "ipython",
-}
-"""Role in OpenAI's or ShareGPT's format -> role in torchtune."""
-
 Tokenizer = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A torchtune tokenizer or `HFTokenizer`: `{"messages": list[Message]}` -> `{"tokens", "mask"}`."""
 
+Chat = dict[str, Any]
+"""`{"messages": [...], "tools": [...] or None}`, messages with the key `masked`."""
 
+
+@reads_rows
 def instruct_dataset(
     tokenizer: Tokenizer,
     *,
@@ -73,8 +71,6 @@ def instruct_dataset(
     Raises:
         UserError: the source, a column or the template is wrong, or no row can be used.
     """
-    from torchtune.data import Message
-
     rows = load_rows(source, split, subset, data_files, max_rows)
     if prompt_template is None:
         require_column("prompt_column", prompt_column, rows, source)
@@ -83,23 +79,26 @@ def instruct_dataset(
             require_column("prompt_template", column, rows, source)
     require_column("answer_column", answer_column, rows, source)
 
-    def to_messages(row: Row) -> list[Message]:
+    def to_chat(row: Row) -> Chat:
         if prompt_template is None:
-            prompt = _text(row[prompt_column])
+            if row[prompt_column] is None:
+                raise UserError(f"nothing in column {prompt_column!r}; expected text")
+            prompt = text_of(row[prompt_column])
         else:
-            texts = {key: "" if value is None else value for key, value in row.items()}
-            prompt = prompt_template.format(**texts).strip()
+            prompt = _filled(prompt_template, row)
         messages = [
-            Message("user", prompt, masked=not train_on_input),
-            Message("assistant", _answer(row[answer_column])),
+            {"role": "user", "content": prompt, "masked": not train_on_input},
+            {"role": "assistant", "content": text_of(row[answer_column]), "masked": False},
         ]
+        check_answer(messages[1])
         if system_prompt is not None:
-            messages.insert(0, Message("system", system_prompt, masked=True))
-        return messages
+            messages.insert(0, {"role": "system", "content": system_prompt, "masked": True})
+        return {"messages": messages}
 
-    return _tokenize(tokenizer, rows, to_messages, source)
+    return _tokenize(tokenizer, rows, to_chat, source)
 
 
+@reads_rows
 def chat_dataset(
     tokenizer: Tokenizer,
     *,
@@ -108,6 +107,7 @@ def chat_dataset(
     subset: str | None = None,
     data_files: str | None = None,
     messages_column: str = "messages",
+    tools_column: str | None = "tools",
     train_on_input: bool = False,
     train_on_last_turn_only: bool = False,
     max_rows: int | None = None,
@@ -115,23 +115,29 @@ def chat_dataset(
     """Conversations: each row has a list of messages.
 
     Messages have OpenAI's format `{"role", "content"}` or ShareGPT's format `{"from", "value"}`.
-    A message with `weight` 0 is not trained. Skips rows with tool calls, without an answer, with
-    an empty answer, or without a trained token within the tokenizer's `max_seq_len`. One log line
-    counts them.
+    They may have tool calls, which are trained, and results of tools, which are not; see
+    `qfsdp.data.messages`. A message with `weight` 0 is not trained. Skips rows without an answer,
+    with an empty answer, or without a trained token within the tokenizer's `max_seq_len`. One log
+    line counts them.
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
         messages_column: column with the messages.
+        tools_column: column with the functions that the assistant may call: a list of JSON schemas,
+            or JSON text of one. Rows may have none. Null: the template sees no functions.
         train_on_input: train on all messages instead of the assistant's only.
         train_on_last_turn_only: train only on the last answer. Needed for chat templates that
             rewrite earlier turns, for example to remove earlier reasoning.
 
     Raises:
-        UserError: the source, the column or a role is wrong, or no row can be used.
+        UserError: the source, a column, a role, a tool or a tool call is wrong, the chat template
+            leaves out tools or tool calls, or no row can be used.
     """
     rows = load_rows(source, split, subset, data_files, max_rows)
     require_column("messages_column", messages_column, rows, source)
-    options = (train_on_input, train_on_last_turn_only)
+    if tools_column not in (None, "tools"):
+        require_column("tools_column", tools_column, rows, source)
+    options = (train_on_input, train_on_last_turn_only, tools_column)
     return tokenize_conversations(
         tokenizer, rows, source, lambda row: row[messages_column] or [], *options
     )
@@ -144,6 +150,7 @@ def tokenize_conversations(
     turns_of: Callable[[Row], Sequence[Row]],
     train_on_input: bool,
     train_on_last_turn_only: bool,
+    tools_column: str | None = None,
 ) -> TokenizedDataset:
     """Tokenizes rows that `turns_of` turns into lists of messages; see `chat_dataset`.
 
@@ -156,17 +163,21 @@ def tokenize_conversations(
             "expected at most one of them"
         )
 
-    def to_messages(row: Row) -> list[Message]:
-        messages = [_to_message(message, train_on_input) for message in turns_of(row)]
-        answers = [message for message in messages if message.role == "assistant"]
+    def to_chat(row: Row) -> Chat:
+        turns = turns_of(row)
+        if not isinstance(turns, list):
+            kind = type(turns).__name__
+            raise UserError(f"messages: a {kind}: {str(turns)[:60]!r}; expected a list of messages")
+        messages = [_to_message(turn, train_on_input) for turn in turns]
+        answers = [message for message in messages if message["role"] == "assistant"]
         if not answers:
             raise Unusable("no answer")
         if train_on_last_turn_only:
             for message in answers[:-1]:
-                message.masked = True
-        return messages
+                message["masked"] = True
+        return {"messages": messages, "tools": as_tools(row.get(tools_column or ""))}
 
-    return _tokenize(tokenizer, rows, to_messages, source)
+    return _tokenize(tokenizer, rows, to_chat, source)
 
 
 def _template_columns(template: str) -> list[str]:
@@ -182,61 +193,103 @@ def _template_columns(template: str) -> list[str]:
     return columns
 
 
-def _text(value: Any) -> str:
-    """A table cell as text. Null becomes "" and a number its digits."""
-    if value is None:
-        return ""
-    if isinstance(value, str | int | float):
-        return str(value)
-    raise UserError(f"a {type(value).__name__}: {str(value)[:60]!r}; expected text")
-
-
-def _answer(value: Any) -> str:
-    text = _text(value)
-    if not text.strip():
-        raise Unusable("an empty answer")
-    return text
-
-
-def _to_message(message: Row, train_on_input: bool) -> Message:
-    """A message in OpenAI's or ShareGPT's format as a torchtune message."""
-    from torchtune.data import Message
-
-    if message.get("tool_calls"):
-        raise Unusable("tool calls")
-    given = message.get("role") or message.get("from")
-    role: Any = ROLES.get(str(given))
-    if role is None:
+def _filled(template: str, row: Row) -> str:
+    texts = {key: "" if value is None else value for key, value in row.items()}
+    try:
+        return template.format(**texts).strip()
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError) as error:
         raise UserError(
-            f"a message with role {given!r}; expected the keys role and content, or from and "
-            f"value, with one of the roles {', '.join(ROLES)}"
-        )
-    content = message.get("content") if message.get("role") else message.get("value")
-    if isinstance(content, list):  # OpenAI's list of parts
-        if any(part.get("type") != "text" for part in content):
-            raise Unusable("content that is not text")
-        content = "".join(part["text"] for part in content)
-    text = _answer(content) if role == "assistant" else _text(content)
-    trained = (train_on_input or role == "assistant") and message.get("weight") != 0
-    return Message(role, text, masked=not trained)
+            f"prompt_template {template!r}: {error or 'out of memory'}; expected column names in "
+            "braces, such as {question}"
+        ) from None
+
+
+def check_answer(message: Mapping[str, Any]) -> None:
+    if not (message["content"] or "").strip() and not message.get("tool_calls"):
+        raise Unusable("an empty answer")
+
+
+def _to_message(turn: Any, train_on_input: bool) -> dict[str, Any]:
+    """A message of the data as a message for the template, with the key `masked`."""
+    try:
+        message = as_message(turn)
+    except NotText as reason:
+        raise Unusable(str(reason)) from None
+    answers = message["role"] == "assistant"
+    if answers:
+        check_answer(message)
+    return message | {"masked": not ((train_on_input or answers) and turn.get("weight") != 0)}
 
 
 def _tokenize(
-    tokenizer: Tokenizer,
-    rows: Dataset,
-    to_messages: Callable[[Row], list[Message]],
-    source: str,
+    tokenizer: Tokenizer, rows: Dataset, to_chat: Callable[[Row], Chat], source: str
 ) -> TokenizedDataset:
     """Turns every row into one sample."""
-    max_seq_len: int | None = getattr(tokenizer, "max_seq_len", None)
+    limit: int | None = getattr(tokenizer, "max_seq_len", None)
+    if isinstance(tokenizer, HFTokenizer):
+        tokenizer.say_template()
+    return tokenize_rows(rows, source, ChatRows(tokenizer, to_chat), limit)
 
-    def samples_of(row: Row) -> Iterator[Sample]:
-        sample = tokenizer({"messages": to_messages(row)})
-        tokens, mask = sample["tokens"], sample["mask"]
+
+@dataclass(frozen=True)
+class ChatRows:
+    """Turns rows into one sample each, several rows at once.
+
+    Fields:
+        tokenizer: of the conversations.
+        to_chat: makes a conversation of a row. Raises `Unusable` or UserError.
+    """
+
+    tokenizer: Tokenizer
+    to_chat: Callable[[Row], Chat]
+
+    def __call__(self, rows: Sequence[Row]) -> list[TokenizedRow]:
+        """For each row its sample, or why there is none."""
+        chats: dict[int, Chat] = {}
+        found: dict[int, TokenizedRow] = {}
+        for index, row in enumerate(rows):
+            try:
+                chats[index] = self.to_chat(row)
+            except (Unusable, UserError) as problem:
+                found[index] = TokenizedRow(problem=problem)
+        tokenized = self._tokenize(list(chats.values()))
+        found |= dict(zip(chats, map(self._sample, tokenized), strict=True))
+        return [found[index] for index in range(len(rows))]
+
+    def _tokenize(self, chats: list[Chat]) -> list[TokenizedChat | Unusable | UserError]:
+        if isinstance(self.tokenizer, HFTokenizer):
+            return list(self.tokenizer.tokenize_chats(chats))
+        found: list[TokenizedChat | Unusable | UserError] = []
+        for chat in chats:
+            try:
+                sample = self.tokenizer({"messages": _of_torchtune(chat)})
+                found.append(TokenizedChat(sample["tokens"], sample["mask"]))
+            except (Unusable, UserError) as problem:
+                found.append(problem)
+            except ValueError as error:  # torchtune's chat templates raise it
+                found.append(UserError(str(error)))
+        return found
+
+    def _sample(self, found: TokenizedChat | Unusable | UserError) -> TokenizedRow:
+        if not isinstance(found, TokenizedChat):
+            return TokenizedRow(problem=found)
+        tokens, mask = found.tokens, found.mask
         labels = [IGNORE_INDEX if m else t for t, m in zip(tokens, mask, strict=True)]
         # The first label is not a target: no token comes before it.
         if all(label == IGNORE_INDEX for label in islice(labels, 1, None)):
-            raise Unusable(f"no trained token (max_seq_len {max_seq_len})")
-        yield tokens, labels
+            limit: int | None = getattr(self.tokenizer, "max_seq_len", None)
+            return TokenizedRow(problem=Unusable(f"no trained token (max_seq_len {limit})"))
+        return TokenizedRow([(tokens, labels)], spelled=found.spelled)
 
-    return tokenize_rows(rows, source, samples_of, max_seq_len)
+
+def _of_torchtune(chat: Chat) -> list[Message]:
+    """A conversation for torchtune's tokenizers, which know no tools."""
+    from torchtune.data import Message
+
+    if chat.get("tools") or any("tool_calls" in message for message in chat["messages"]):
+        raise Unusable("tool calls")
+    names: dict[str, Any] = {"tool": "ipython", "developer": "system"}
+    return [
+        Message(names.get(m["role"], m["role"]), m["content"], masked=m["masked"])
+        for m in chat["messages"]
+    ]

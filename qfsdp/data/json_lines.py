@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+import stat
+import sys
+from collections.abc import Iterable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import not_written, to_json
+
+MAX_LINE = 2**28  # bytes of a line of JSON; a file without line ends must not fill the memory
 
 
 def read_rows(key: str, path: str | Path, *needed: str) -> list[dict[str, Any]]:
@@ -22,21 +28,9 @@ def read_rows(key: str, path: str | Path, *needed: str) -> list[dict[str, Any]]:
             needed column. The message names `key`, or the file and the line.
     """
     path = Path(path).expanduser()
-    try:
-        lines = path.read_text(encoding="utf-8-sig").split("\n")
-    except (OSError, UnicodeDecodeError) as error:
-        reason = getattr(error, "strerror", None) or "not UTF-8"
-        raise UserError(f"{key}: '{path}': {reason}; expected a .jsonl file") from None
+    check_regular(key, path, "expected a .jsonl file")
     rows = []
-    for number, line in enumerate(lines, start=1):
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: not valid JSON: {error.msg}; expected a JSON object"
-            ) from None
+    for number, row in json_values(path):
         for column in needed:
             if not isinstance(row, dict):
                 raise UserError(
@@ -53,9 +47,81 @@ def read_rows(key: str, path: str | Path, *needed: str) -> list[dict[str, Any]]:
     return rows
 
 
+def check_regular(key: str, path: Path, expected: str) -> None:
+    """Raises UserError unless `path` is a regular file that can be opened.
+
+    Others may have no end (/dev/zero) or no beginning (a named pipe that nobody writes).
+    """
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):
+            what = "a folder" if path.is_dir() else "no regular file"
+            raise UserError(f"{key}: '{path}' is {what}; {expected}")
+        path.open("rb").close()
+    except OSError as error:
+        name = str(path) if len(str(path)) < 100 else f"{str(path)[:100]}..."
+        raise UserError(f"{key}: '{name}': {error.strerror}; {expected}") from None
+
+
+def json_values(path: Path) -> Iterator[tuple[int, Any]]:
+    """Line number and value of every line of a .jsonl file that is not blank.
+
+    Raises:
+        UserError: a line is not UTF-8, not JSON or longer than 256 MiB. The message names it.
+    """
+    with path.open("rb") as stream:
+        for number in count(1):
+            line = stream.readline(MAX_LINE + 1)
+            if not line:
+                return
+            if len(line) > MAX_LINE:
+                raise UserError(
+                    f"{path}, line {number}: longer than {MAX_LINE >> 20} MiB; expected one JSON "
+                    "object per line"
+                )
+            text = decoded(path, line, number)
+            if text.strip():
+                yield number, parsed(path, text.rstrip(), number)
+
+
+def decoded(path: Path, data: bytes, line: int = 1) -> str:
+    """The text of a part of a file that begins with line `line`; UserError if it is not UTF-8."""
+    try:
+        return data.decode("utf-8-sig" if line == 1 else "utf-8")
+    except UnicodeDecodeError as error:
+        at = line + data.count(b"\n", 0, error.start)
+        found = f"byte 0x{data[error.start]:02x}"
+        raise UserError(f"{path}, line {at}: not UTF-8: {found}; expected UTF-8 text") from None
+
+
+def parsed(path: Path, text: str, line: int = 1) -> Any:
+    """The JSON value in a part of a file that begins with line `line`; UserError if it is none."""
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        at, reason = line + error.lineno - 1, error.msg
+    except RecursionError:
+        at, reason = line, "too many nested brackets"
+    except ValueError:  # what Python refuses to convert
+        at, reason = line, "an integer of over 4300 digits"
+    raise UserError(f"{path}, line {at}: not valid JSON: {reason}; expected a JSON object")
+
+
 def to_lines(rows: Iterable[dict[str, Any]]) -> str:
-    """The rows as JSON, one line each. Values that JSON cannot hold are written as text."""
-    return "".join(json.dumps(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+    """The rows as strict JSON, one line each, with null for NaN and infinity. Other values that
+    JSON cannot hold are written as text."""
+    return "".join(to_json(row, ensure_ascii=False, default=str) + "\n" for row in rows)
+
+
+def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> bool:
+    """Appends rows to a .jsonl file; prints a warning and returns False if it cannot be written."""
+    try:
+        with path.open("a", encoding="utf-8", errors="backslashreplace") as lines:
+            lines.write(to_lines(rows))
+        return True
+    except OSError as error:
+        text = f"warning: {not_written(path, error)}; the evaluation goes on without it"
+        print(text, file=sys.stderr, flush=True)
+        return False
 
 
 def check_new_file(key: str, path: Path, suffix: str = "") -> None:
@@ -74,6 +140,8 @@ def check_new_file(key: str, path: Path, suffix: str = "") -> None:
         raise UserError(f"{key}: '{path}'; expected a file that ends in {suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()  # a folder may exist and take no files, as /proc
+        path.unlink()
     except OSError as error:
         raise UserError(
             f"{key}: '{path}' cannot be written: {error.strerror}; expected a writable folder"

@@ -19,6 +19,7 @@ from qfsdp.data.conversations import (
     instruct_dataset,
     tokenize_conversations,
 )
+from qfsdp.data.reading import reads_rows
 from qfsdp.data.rows import Row, load_rows, require_column
 from qfsdp.data.tokenized_dataset import TokenizedDataset, Unusable
 
@@ -53,6 +54,7 @@ sharegpt_dataset = partial(chat_dataset, messages_column="conversations")
 """Conversations in ShareGPT's format: messages are `{"from", "value"}`."""
 
 
+@reads_rows
 def guanaco_dataset(
     tokenizer: Tokenizer,
     *,

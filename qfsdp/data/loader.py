@@ -7,15 +7,17 @@ ranks or larger micro-batches.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.shuffling import shuffled_indices
+
+T = TypeVar("T")
 
 IGNORE_INDEX = -100
 """Label of a position that is not trained. Also the default of `F.cross_entropy`."""
@@ -44,6 +46,8 @@ class Batch:
             tokens. A document is a sample, or the padding of a row. The last border is repeated
             until the length is a multiple of 64, so compiled code sees few lengths. None if no row
             is a pack.
+        samples: for each row, the indices of its samples in the dataset, as `StepLoader` sets them;
+            rows of padding are left out.
     """
 
     tokens: torch.Tensor
@@ -51,6 +55,12 @@ class Batch:
     num_tokens: int
     positions: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
+    samples: tuple[tuple[int, ...], ...] = ()
+
+    @property
+    def documents(self) -> Any:
+        """What `Decoder` takes as `cu_seqlens`."""
+        return self.cu_seqlens
 
     @property
     def num_slots(self) -> int:
@@ -161,14 +171,80 @@ def _mark_documents(batch: Batch, packs: list[list[int]]) -> Batch:
     return replace(batch, positions=positions.view(rows, seq), cu_seqlens=cu_seqlens)
 
 
+class Shares:
+    """Splits the items of each global step over ranks and micro-batches.
+
+    A rank takes every `world_size`-th item of a micro-batch. All ranks get the same number of
+    micro-batches, because forward and backward passes contain collectives. A rank without items
+    gets one row of padding without targets.
+
+    Attributes:
+        global_batch_size: items per global step, over all ranks and micro-batches.
+    """
+
+    def __init__(
+        self,
+        *,
+        batch_size: int,
+        gradient_accumulation_steps: int,
+        rank: int,
+        world_size: int,
+        pad_id: int,
+        max_seq_len: int | None,
+        pad_to_multiple_of: int = 8,
+        fill_rows: bool = False,
+        empty_pack: Mapping[str, Any] | None = None,
+        collate: Callable[..., Batch] = collate,
+    ) -> None:
+        """Args: as in `StepLoader`; `empty_pack` as in `PackedDataset`, None for samples."""
+        if min(batch_size, gradient_accumulation_steps, world_size) < 1:
+            raise ValueError(
+                f"batch_size {batch_size}, gradient_accumulation_steps "
+                f"{gradient_accumulation_steps}, world_size {world_size}; expected at least 1"
+            )
+        if not 0 <= rank < world_size:
+            raise ValueError(f"rank {rank}; expected 0 to {world_size - 1}")
+        self._rank, self._world_size = rank, world_size
+        self._no_items = [] if empty_pack is None else [empty_pack]
+        self._collate = partial(
+            collate,
+            pad_id=pad_id,
+            max_seq_len=max_seq_len,
+            pad_to_multiple_of=pad_to_multiple_of,
+            min_rows=batch_size if fill_rows or self._no_items else 1,
+        )
+        self._micro_batch = batch_size * world_size
+        self.global_batch_size = self._micro_batch * gradient_accumulation_steps
+
+    def of_rank(
+        self,
+        chosen: Sequence[T],
+        item: Callable[[T], Mapping[str, Any]],
+        samples: Callable[[T], tuple[int, ...]],
+    ) -> list[Batch]:
+        """This rank's micro-batches.
+
+        Args:
+            chosen: the items of the step, in order, by whatever names them.
+            item: reads an item for `collate`.
+            samples: the indices of the samples that an item holds.
+        """
+        batches = []
+        for begin in range(0, len(chosen), self._micro_batch):
+            # Every world_size-th item: a short micro-batch is spread over the ranks.
+            mine = chosen[begin : begin + self._micro_batch][self._rank :: self._world_size]
+            batch = self._collate([item(one) for one in mine] or self._no_items)
+            batches.append(replace(batch, samples=tuple(map(samples, mine))))
+        return batches
+
+
 class StepLoader:
     """This rank's micro-batches of any global step.
 
     A global step takes the next `batch_size * gradient_accumulation_steps * world_size` samples of
     the epoch's order, which depends on `seed` and the epoch only. The samples of a step depend on
     that product but not on its factors. Every sample comes once per epoch. The last step of an
-    epoch may be short. All ranks get the same number of micro-batches, because forward and backward
-    passes contain collectives. A rank without samples gets one row of padding without targets.
+    epoch may be short. `Shares` says what a rank gets.
 
     The samples of a `PackedDataset` are packs. Its batches all have the shape
     `[batch_size, max_seq_len]`; rows of padding are added where packs are missing.
@@ -193,43 +269,40 @@ class StepLoader:
         shuffle: bool = True,
         pad_to_multiple_of: int = 8,
         fill_rows: bool = False,
+        collate: Callable[..., Batch] = collate,
     ) -> None:
         """
         Args:
             batch_size: samples per rank and micro-batch.
             pad_id, max_seq_len, pad_to_multiple_of: as in `collate`.
             fill_rows: add rows of padding to short batches, up to `batch_size`.
+            collate: makes a batch of items, like the function of that name.
 
         Raises:
             UserError: the items are torchtune's packs.
             ValueError: the dataset is empty, a count is below 1 or `rank` is out of range.
         """
-        if min(batch_size, gradient_accumulation_steps, world_size, len(dataset)) < 1:
-            raise ValueError(
-                f"batch_size {batch_size}, gradient_accumulation_steps "
-                f"{gradient_accumulation_steps}, world_size {world_size} and the dataset's "
-                f"length {len(dataset)}; expected at least 1"
-            )
+        if not len(dataset):
+            raise ValueError("the dataset's length is 0; expected at least 1")
         if "seq_lens" in dataset[0]:  # torchtune's packs mark the borders in another way
             raise UserError(
                 "dataset.packed: true; expected packed=true at the top of the config instead"
             )
-        if not 0 <= rank < world_size:
-            raise ValueError(f"rank {rank}; expected 0 to {world_size - 1}")
         self.dataset = dataset
-        self._rank, self._world_size = rank, world_size
         self._seed, self._shuffle = seed, shuffle
-        empty_pack: Mapping[str, Any] | None = getattr(dataset, "empty_pack", None)
-        self._no_samples = [] if empty_pack is None else [empty_pack]
-        self._collate = partial(
-            collate,
+        self._shares = Shares(
+            batch_size=batch_size,
+            gradient_accumulation_steps=gradient_accumulation_steps,
+            rank=rank,
+            world_size=world_size,
             pad_id=pad_id,
             max_seq_len=max_seq_len,
             pad_to_multiple_of=pad_to_multiple_of,
-            min_rows=batch_size if fill_rows or self._no_samples else 1,
+            fill_rows=fill_rows,
+            empty_pack=getattr(dataset, "empty_pack", None),
+            collate=collate,
         )
-        self._micro_batch = batch_size * world_size
-        self.global_batch_size = self._micro_batch * gradient_accumulation_steps
+        self.global_batch_size = self._shares.global_batch_size
         self._order: tuple[int, list[int]] | None = None
         self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)
 
@@ -238,12 +311,21 @@ class StepLoader:
         epoch, index = divmod(step, self.steps_per_epoch)
         start = index * self.global_batch_size
         chosen = self._epoch_order(epoch)[start : start + self.global_batch_size]
-        batches = []
-        for begin in range(0, len(chosen), self._micro_batch):
-            # Every world_size-th sample: a short micro-batch is spread over the ranks.
-            mine = chosen[begin : begin + self._micro_batch][self._rank :: self._world_size]
-            batches.append(self._collate([self.dataset[i] for i in mine] or self._no_samples))
-        return batches
+        return self._shares.of_rank(chosen, self.dataset.__getitem__, self._samples)
+
+    def example(self, step: int) -> Batch:
+        """A micro-batch of a step, to look at."""
+        return self.step(step)[0]
+
+    def keep_in(self, progress: dict[str, Any]) -> dict[str, Any]:
+        """`progress`, the numbers that a checkpoint keeps: this loader needs none of its own."""
+        return progress
+
+    def _samples(self, index: int) -> tuple[int, ...]:
+        """The samples that item `index` of the dataset holds: itself, or those of a pack."""
+        packed = hasattr(self.dataset, "empty_pack")
+        of_pack = getattr(self.dataset, "samples", None) if packed else None
+        return (index,) if of_pack is None else tuple(of_pack(index))
 
     def _epoch_order(self, epoch: int) -> list[int]:
         """Sample indices of an epoch, in its order. Keeps the last epoch's."""

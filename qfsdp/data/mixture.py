@@ -8,10 +8,13 @@ from array import array
 from collections.abc import Mapping
 from typing import Any
 
+import numpy as np
+
 from qfsdp.cli.errors import UserError
 from qfsdp.data.components import build_dataset, parts_of
 from qfsdp.data.loader import MapDataset
 from qfsdp.data.packing import sample_lengths
+from qfsdp.data.reading import reads_rows
 from qfsdp.data.shuffling import shuffled_indices
 
 log = logging.getLogger("qfsdp")
@@ -28,11 +31,15 @@ class MixtureDataset:
         parts: name -> dataset.
         counts: name -> number of samples to choose. Samples repeat if the dataset has fewer.
         seed: seed of the choice and of the order.
+
+    Attributes:
+        parts: as given.
     """
 
     def __init__(
         self, parts: Mapping[str, MapDataset], counts: Mapping[str, int], seed: int
     ) -> None:
+        self.parts = dict(parts)
         self._parts = list(parts.values())
         chosen: list[tuple[int, int]] = []
         for at, (name, part) in enumerate(parts.items()):
@@ -48,6 +55,11 @@ class MixtureDataset:
         return len(self._part_numbers)
 
     @property
+    def chosen(self) -> np.ndarray[Any, np.dtype[np.int64]]:
+        """The number of the part and the index in it of every sample, int64 `[samples, 2]`."""
+        return np.stack([np.asarray(self._part_numbers), np.asarray(self._indices)], 1)
+
+    @property
     def lengths(self) -> list[int]:
         """Tokens of every sample."""
         part_lengths = [sample_lengths(part) for part in self._parts]
@@ -58,6 +70,7 @@ class MixtureDataset:
         return self._parts[self._part_numbers[index]][self._indices[index]]
 
 
+@reads_rows
 def mixed_dataset(
     tokenizer: Any,
     *,

@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 
+from qfsdp.cli.progress import moved
+from qfsdp.cli.slow import told_if_slow
 from qfsdp.data.loader import MapDataset, tokens_and_labels
 from qfsdp.data.shuffling import shuffled_indices
 
@@ -36,6 +38,7 @@ class PackedDataset:
     empty_pack: Mapping[str, Any] = {"tokens": [], "labels": [], "lengths": []}
     """`StepLoader` gives it to ranks for which no pack is left."""
 
+    @told_if_slow("packing: reading the length of every sample")
     def __init__(self, dataset: MapDataset, max_seq_len: int, seed: int) -> None:
         """Samples longer than `max_seq_len` lose their end.
 
@@ -74,7 +77,10 @@ def sample_lengths(dataset: MapDataset) -> Sequence[int]:
     """Tokens of every sample. Reads every item if the dataset has no `lengths`."""
     given: Sequence[int] | None = getattr(dataset, "lengths", None)
     if given is None:
-        given = [len(dataset[i]["tokens"]) for i in range(len(dataset))]
+        given = []
+        for i in range(len(dataset)):
+            given.append(len(dataset[i]["tokens"]))
+            moved()
     return given
 
 

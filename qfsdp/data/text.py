@@ -6,10 +6,18 @@ from collections.abc import Iterator
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.reading import reads_rows
 from qfsdp.data.rows import Row, load_rows, require_column
-from qfsdp.data.tokenized_dataset import Sample, TokenizedDataset, Unusable, tokenize_rows
+from qfsdp.data.tokenized_dataset import (
+    Sample,
+    TokenizedDataset,
+    Unusable,
+    one_by_one,
+    tokenize_rows,
+)
 
 
+@reads_rows
 def text_dataset(
     tokenizer: Any,
     *,
@@ -23,7 +31,8 @@ def text_dataset(
 ) -> TokenizedDataset:
     """Documents, one per row or per .txt file, for continued pretraining or perplexity.
 
-    Each document is tokenized as a whole, with bos and eos, and cut into windows. Each window is a
+    Each document is tokenized as a whole, with eos and with bos if the tokenizer puts it before
+    texts, and cut into windows. Each window is a
     sample. A window begins with the last token of the window before it, so every token of a
     document except the first is a target exactly once. The last window of a document may be short:
     set `packed: true` if documents are short.
@@ -61,4 +70,4 @@ def text_dataset(
             part = list(tokens[start : start + size])
             yield part, part
 
-    return tokenize_rows(rows, source, samples_of)
+    return tokenize_rows(rows, source, one_by_one(samples_of, tokenizer))

@@ -1,106 +1,145 @@
-"""Turns rows into a dataset of tokens and labels."""
+"""Tokenizes all rows of a dataset, once per machine if the tokens can be kept on disk."""
 
 from __future__ import annotations
 
-import logging
-from array import array
-from collections import Counter
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.progress import moved
+from qfsdp.data.reading import current
+from qfsdp.data.row_progress import RowProgress
+from qfsdp.data.row_stream import RowStream
+from qfsdp.data.row_tokenizer import (
+    ROWS_AT_ONCE,
+    Counts,
+    RowTokenizer,
+    Sample,
+    TokenizedDataset,
+    TokenizedRow,
+    Unusable,
+    one_by_one,
+)
 from qfsdp.data.rows import Row
+from qfsdp.data.stream import StreamedDataset
+from qfsdp.data.token_files import (
+    Arrays,
+    ArrayWriter,
+    cache_key,
+    locked,
+    partial_folder,
+    read_arrays,
+    warn_not_kept,
+)
+from qfsdp.data.tokenize_processes import in_order
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from datasets import Dataset
 
-Sample = tuple[list[int], list[int]]
-"""Tokens and labels of equal length. Labels are -100 where not trained, and *not* shifted."""
-
-log = logging.getLogger("qfsdp")
-
-
-class TokenizedDataset:
-    """Samples in flat arrays: 8 bytes per token. Lists of Python ints take over 60.
-
-    Fields:
-        tokens: int32 `[total]`, all samples one after the other.
-        labels: int32 `[total]`, the token or -100.
-        ends: int64 `[samples]`, the end of each sample in `tokens`.
-    """
-
-    def __init__(self) -> None:
-        self.tokens = array("i")
-        self.labels = array("i")
-        self.ends = array("q")
-
-    def append(self, tokens: list[int], labels: list[int]) -> None:
-        """Add one sample."""
-        self.tokens.extend(tokens)
-        self.labels.extend(labels)
-        self.ends.append(len(self.tokens))
-
-    def __len__(self) -> int:
-        return len(self.ends)
-
-    @property
-    def lengths(self) -> list[int]:
-        """Tokens of every sample."""
-        return [end - start for start, end in zip([0, *self.ends], self.ends, strict=False)]
-
-    def __getitem__(self, index: int) -> dict[str, list[int]]:
-        index = range(len(self))[index]  # negative indices, and IndexError
-        chosen = slice(self.ends[index - 1] if index else 0, self.ends[index])
-        return {"tokens": self.tokens[chosen].tolist(), "labels": self.labels[chosen].tolist()}
-
-
-class Unusable(Exception):
-    """A row that cannot be trained on. The message says why."""
+__all__ = [
+    "Sample",
+    "TokenizedDataset",
+    "TokenizedRow",
+    "Unusable",
+    "one_by_one",
+    "tokenize_rows",
+]
 
 
 def tokenize_rows(
     rows: Dataset,
     source: str,
-    samples_of: Callable[[Row], Iterable[Sample]],
+    tokenize: Callable[[Sequence[Row]], Sequence[TokenizedRow]],
     max_seq_len: int | None = None,
 ) -> TokenizedDataset:
-    """Tokenizes all rows. One log line counts the skipped rows and those that may be cut.
+    """Tokenizes all rows, or finds the tokens in the cache. With `dataset.streaming` it returns a
+    `StreamedDataset`, which tokenizes while training. One log line counts the skipped rows
+    and those that may be cut, and one the texts that spell special tokens.
+
+    How many processes tokenize, and where the cache lies, says `qfsdp.data.reading`. The samples
+    and their order do not depend on it.
 
     Args:
+        rows: of `load_rows`.
         source: of the rows, for messages.
-        samples_of: returns the samples of a row. Raises `Unusable` to skip the row.
+        tokenize: returns what becomes of each of some rows.
         max_seq_len: samples of this length are counted as possibly cut.
 
     Raises:
-        UserError: no row can be used, or `samples_of` raises UserError or ValueError. The message
-            names the row.
+        UserError: no row can be used, or `tokenize` returns a UserError. The message names the row.
     """
-    dataset = TokenizedDataset()
-    left_out: Counter[str] = Counter()
-    for number, row in enumerate(rows, start=1):
-        try:
-            for tokens, labels in list(samples_of(row)):
-                dataset.append(tokens, labels)
-        except Unusable as reason:
-            left_out[str(reason)] += 1
-        except (UserError, ValueError) as error:  # torchtune's chat templates raise ValueError
-            raise UserError(f"dataset.source: {source}, row {number}: {error}") from error
-    reasons = ", ".join(f"{count} with {reason}" for reason, count in left_out.items())
-    if not len(dataset):
-        raise UserError(
-            f"dataset.source: {source}: none of {len(rows)} rows can be used: "
-            f"{reasons or 'no row'}; expected at least one usable row"
-        )
-    full = sum(length == max_seq_len for length in dataset.lengths)
-    log.log(
-        logging.WARNING if left_out or full else logging.INFO,
-        "%s: %d of %d rows used, %d samples, %d tokens%s%s",
-        source,
-        len(rows) - left_out.total(),
-        len(rows),
-        len(dataset),
-        len(dataset.tokens),
-        f"; left out: {reasons}" if reasons else "",
-        f"; {full} reach max_seq_len {max_seq_len} and may be cut" if full else "",
-    )
+    how = current()
+    work = RowTokenizer(source, tokenize, max_seq_len)
+    if isinstance(rows, RowStream):
+        stream: Any = StreamedDataset(rows, work, how.shuffle_buffer)
+        return stream  # type: ignore[no-any-return]  # `step_loader` knows it
+    cache = how.cache_folder
+    if cache is None:
+        dataset, counts = _tokenize_into(None, rows, work)
+    else:
+        folder = cache / cache_key(how.builder, how.tokenizer, rows, source)
+        dataset, counts = _cached(folder, rows, work)
+    counts.tell(source, max_seq_len)
     return dataset
+
+
+def _cached(folder: Path, rows: Dataset, work: RowTokenizer) -> tuple[TokenizedDataset, Counts]:
+    """The dataset in `folder`, which the first process that comes here makes."""
+    found = read_arrays(folder)
+    if found is None:
+        try:
+            with locked(folder, work.source):
+                found = read_arrays(folder)  # another process may have made it meanwhile
+                if found is None:
+                    return _tokenize_into(folder, rows, work)
+        except OSError as error:
+            warn_not_kept(folder.parent, error)
+            return _tokenize_into(None, rows, work)
+    arrays, summary = found
+    counts = Counts(**summary)
+    return _with_id_range(arrays, counts), counts
+
+
+def _with_id_range(arrays: Arrays, counts: Counts) -> TokenizedDataset:
+    dataset = TokenizedDataset(**arrays)
+    dataset.id_range = (counts.smallest_id, counts.largest_id)
+    return dataset
+
+
+def _tokenize_into(
+    folder: Path | None, rows: Dataset, work: RowTokenizer
+) -> tuple[TokenizedDataset, Counts]:
+    """Tokenizes all rows into the cache's `folder`, or into memory (None)."""
+    how, counts = current(), Counts()
+    writer = ArrayWriter(folder and partial_folder(folder), warn_not_kept)
+    pieces = in_order(
+        partial(work, rows), len(rows), ROWS_AT_ONCE, how.most_processes, how.processes is not None
+    )
+    try:
+        with RowProgress(f"tokenizing {work.source}", len(rows)) as progress:
+            for part, found in pieces:
+                ends = np.asarray(part.ends) + counts.tokens
+                writer.append(
+                    {
+                        "tokens": part.tokens.tobytes(),
+                        "labels": part.labels.tobytes(),
+                        "ends": ends.astype(np.int64).tobytes(),
+                    }
+                )
+                counts.add(found)
+                progress.advance(found.rows)
+                moved()
+        if not counts.samples:
+            raise UserError(
+                f"dataset.source: {work.source}: none of {len(rows)} rows can be used: "
+                f"{counts.reasons or 'no row'}; expected at least one usable row"
+            )
+        return _with_id_range(writer.finish(vars(counts), folder), counts), counts
+    except BaseException:
+        writer.discard()
+        raise

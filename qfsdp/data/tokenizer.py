@@ -2,30 +2,32 @@
 
 `HFTokenizer` has the interface of torchtune's model tokenizers (`tokenize_messages` and a call
 on a sample), so it works with torchtune's dataset builders and with `qfsdp.data.conversations`.
-For sentencepiece and tiktoken models use torchtune's own tokenizers.
-
-How it finds the trained tokens: a chat template is a program and can write anything. But if the
-rendered first k messages are the beginning of the whole text, message k ends where they end. So the
-whole conversation is rendered once and tokenized once, which gives the ids that inference sees.
-The borders of messages are then looked up by character:
-
-    <|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\nHello<|im_end|>\n
-    |--- messages[:1] rendered with the generation prompt -|-- trained -|
+For sentencepiece and tiktoken models use torchtune's own tokenizers. How the trained tokens are
+found stands in `trained_spans.py`.
 """
 
 from __future__ import annotations
 
-import json
+import hashlib
+import logging
 from collections.abc import Mapping, Sequence
-from datetime import datetime
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, Literal
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.chat_template import Request
+from qfsdp.data.chat_tokenizer import ChatTokenizer, raised, spelled_as
+from qfsdp.data.choose_template import choose_template, say_once
+from qfsdp.data.special_tokens import SpecialTokens, added_tokens, turn_marks
+from qfsdp.data.tokenizer_folder import TokenizerFolder
+from qfsdp.data.trained_spans import Conversation, TokenizedChat, plain_message
 
 if TYPE_CHECKING:
-    from jinja2 import Template
     from tokenizers import Tokenizer
+
+SpecialText = Literal["special", "plain"]
+
+log = logging.getLogger("qfsdp")
 
 
 class HFTokenizer:
@@ -38,44 +40,69 @@ class HFTokenizer:
         stop_tokens: `[eos_id]`, the form that torchtune's generation expects.
         special_tokens: text -> id of every special token.
         vocab_size: number of ids, including added tokens.
+        base_vocab_size: number of ids without added tokens.
         max_seq_len: longest result of `tokenize_messages`. None means no limit.
+        chat_template: the chat template and where it came from.
+        spelled: for every message or document so far that spells a special token: the first one,
+            and what became of it.
     """
 
     def __init__(
         self,
         backend: Tokenizer,
-        token_names: Mapping[str, str],
+        folder: TokenizerFolder,
         chat_template: str | None,
         max_seq_len: int | None,
-        source: Path,
+        special_tokens_in_text: SpecialText | None = None,
     ) -> None:
         """
         Args:
-            token_names: `bos_token`, `eos_token`, ... -> text of the token.
-            source: the model folder, for messages.
+            folder: names of tokens and the model's chat template.
+            chat_template, special_tokens_in_text: see `hf_tokenizer`.
         """
         # Some tokenizer.json files contain truncation or padding settings.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
-        self._token_names = dict(token_names)
-        self._template = _compile_template(chat_template, source) if chat_template else None
-        self._source = source
+        self._token_names = folder.token_names()
+        self._source = folder.path
         self.max_seq_len = max_seq_len
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
-        self.special_tokens: dict[str, int] = {
-            token.content: index
-            for index, token in backend.get_added_tokens_decoder().items()
-            if token.special
-        }
+        self.base_vocab_size: int = backend.get_vocab_size(with_added_tokens=False)
+        self.special_tokens = added_tokens(backend, special_only=True)
         eos_id = self._token_id("eos_token")
         if eos_id is None:
-            raise UserError(f"{source}: tokenizer_config.json names no eos_token; expected one")
+            raise UserError(
+                f"{folder.path}: tokenizer_config.json names no eos_token; expected one"
+            )
         self.eos_id: int = eos_id
         self.bos_id: int | None = self._token_id("bos_token")
         pad_id = self._token_id("pad_token")
         self.pad_id: int = eos_id if pad_id is None else pad_id
         self.stop_tokens = [self.eos_id]
+        self._special_messages = special_tokens_in_text == "special"
+        self._special_documents = special_tokens_in_text != "plain"
+        self.spelled: list[str] = []
+        self._before, self._after = self._added_around()
+        puts_bos = bool(self._before) and self._before == [self.bos_id]
+        self.chat_template = choose_template(
+            chat_template, folder, self._token_names, puts_bos, added_tokens(backend)
+        )
+        self._marks = turn_marks(backend, self.chat_template.template)
+        self._special = SpecialTokens(backend, self._marks)
+        self._chats = ChatTokenizer(
+            backend, self._special, self.chat_template.template, folder.path, self._special_messages
+        )
+
+    @property
+    def fingerprint(self) -> str:
+        """A hash of everything that decides the ids of a text or a conversation."""
+        template = self.chat_template.template.fingerprint
+        parts = (
+            *(self._backend.to_str(), self._token_names, template, self.max_seq_len),
+            *(self._special_messages, self._special_documents),
+        )
+        return hashlib.sha256(repr(parts).encode(errors="backslashreplace")).hexdigest()
 
     def _token_id(self, name: str) -> int | None:
         text = self._token_names.get(name)
@@ -88,19 +115,37 @@ class HFTokenizer:
             )
         return index
 
+    def _added_around(self) -> tuple[list[int], list[int]]:
+        """The ids that the post-processor of `tokenizer.json` puts before and after every text."""
+        plain = self._backend.encode("a", add_special_tokens=False).ids
+        whole = self._backend.encode("a").ids
+        for at in range(len(whole) - len(plain) + 1):
+            if whole[at : at + len(plain)] == plain:
+                return whole[:at], whole[at + len(plain) :]
+        return [], []
+
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Ids of plain text, with bos (if the model has one) and eos."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
-        bos = [self.bos_id] if add_bos and self.bos_id is not None else []
-        return bos + ids + ([self.eos_id] if add_eos else [])
+        """Ids of a text that is not a message.
+
+        Special tokens that the text spells are special, unless `special_tokens_in_text` is "plain".
+
+        Args:
+            add_bos: begin with what the tokenizer puts before a text: bos, or nothing.
+            add_eos: end with eos.
+        """
+        token = self._special.first_in(text)
+        if token is not None:
+            self._note(token)
+        if token is None or self._special_documents:
+            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        else:
+            ids = self._special.encode_plain(text)
+        return (self._before if add_bos else []) + ids + ([self.eos_id] if add_eos else [])
 
     def encode_as_stored(self, text: str) -> list[int]:
-        """Ids of plain text with the special tokens that `tokenizer.json` adds.
-
-        transformers encodes text this way.
-        """
-        ids: list[int] = self._backend.encode(text).ids
-        return ids
+        """Ids of a text with all special tokens that the tokenizer adds, as transformers does."""
+        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        return self._before + ids + self._after
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of `ids`."""
@@ -109,43 +154,50 @@ class HFTokenizer:
         )
         return text
 
-    def render(self, messages: Sequence[Any], add_generation_prompt: bool = False) -> str:
+    def render(
+        self,
+        messages: Sequence[Any],
+        add_generation_prompt: bool = False,
+        tools: Sequence[Any] | None = None,
+    ) -> str:
         """The conversation as text by the chat template, with special tokens as text.
 
         Args:
-            messages: torchtune `Message` objects or `{"role": ..., "content": ...}` dicts.
+            messages: torchtune `Message` objects or `{"role": ..., "content": ...}` dicts, which
+                may have more keys for the template, such as `tool_calls`.
             add_generation_prompt: append the header that the template writes before an answer.
+            tools: JSON schemas of the functions that the assistant may call.
 
         Raises:
-            UserError: there is no chat template, or the template rejects the conversation.
+            UserError: the template rejects the conversation, fails or exceeds a limit.
         """
-        from jinja2 import TemplateError
+        plain = [plain_message(message) for message in messages]
+        request = Request(plain, [(len(plain), add_generation_prompt)], tools)
+        texts: list[str] = raised(self.chat_template.template.render([request])[0])
+        return texts[0]
 
-        if self._template is None:
-            raise UserError(
-                f"{self._source}: no chat template in tokenizer_config.json or "
-                "chat_template.jinja; expected one there or as tokenizer.chat_template"
-            )
-        try:
-            return self._template.render(
-                messages=[_plain_message(message) for message in messages],
-                tools=None,
-                documents=None,
-                add_generation_prompt=add_generation_prompt,
-                **self._token_names,
-            )
-        except TemplateError as error:
-            raise UserError(
-                f"{self._source}: the chat template rejects the conversation: {error}"
-            ) from error
+    def say_template(self) -> None:
+        """Says once what a user must know of the chosen chat template; on rank 0."""
+        if self.chat_template.remark is not None:
+            say_once(self.chat_template.remark)
 
-    def encode_chat(self, messages: Sequence[Any]) -> list[int]:
+    def encode_chat(self, messages: Sequence[Any], tools: Sequence[Any] | None = None) -> list[int]:
         """Ids of a conversation that the model is to answer. They end with the answer's header.
 
-        Arguments and errors are those of `render`.
+        Warns about the first message that spells a special token. Arguments and errors are those of
+        `render`.
         """
-        text = self.render(messages, add_generation_prompt=True)
-        return self.encode(text, add_bos=False, add_eos=False)
+        self.say_template()
+        told = bool(self.spelled)
+        plain = [plain_message(message) for message in messages]
+        asked = Conversation(plain, tools=tools, add_generation_prompt=True)
+        chat: TokenizedChat = raised(self._tokenize([asked])[0])
+        if self.spelled and not told:
+            log.warning("a message spells a special token: %s", self.spelled[0])
+        return chat.tokens
+
+    def _note(self, token: str) -> None:
+        self.spelled.append(spelled_as(token, plain=not self._special_documents))
 
     @property
     def end_of_turn_id(self) -> int | None:
@@ -153,27 +205,29 @@ class HFTokenizer:
 
         It may differ from `eos_id`: Llama 3 ends a turn with <|eot_id|> and a text with its eos.
         """
-        if self._template is None:
-            return None
         answer = {"role": "assistant", "content": "An answer."}
         text = self.render([{"role": "user", "content": "A question."}, answer])
         after = text.rpartition(answer["content"])[2].lstrip()
-        ends = [token for token in self.special_tokens if after.startswith(token)]
-        return self.special_tokens[max(ends, key=len)] if ends else None
+        ends = [token for token in self._marks if after.startswith(token)]
+        return self._marks[max(ends, key=len)] if ends else None
 
     def tokenize_messages(
-        self, messages: Sequence[Any], *, add_generation_prompt: bool = False
+        self,
+        messages: Sequence[Any],
+        *,
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
     ) -> tuple[list[int], list[bool]]:
         """Tokenizes a conversation and marks the tokens that are *not* trained.
 
         Messages with `masked` false are trained. A dict without `masked` is trained if its role is
-        assistant. The trained tokens of an assistant message are its text and the end-of-turn
-        token. Its header and white space after the end-of-turn token are not trained. A token that
-        crosses a border belongs to the message of its last character. An assistant message at the
-        start of a conversation trains its header too.
+        assistant. The trained tokens of an assistant message are its text, its tool calls and the
+        end-of-turn token. Its header and white space after the end-of-turn token are not trained. A
+        token that crosses a border belongs to the message of its last character. An assistant
+        message at the start of a conversation trains its header too.
 
         Args:
-            messages: the conversation; see `render`.
+            messages, tools: the conversation; see `render`.
             add_generation_prompt: end with the header of the answer to come, for inference.
 
         Returns:
@@ -184,45 +238,37 @@ class HFTokenizer:
             UserError: `render` raises it, or the template rewrites earlier turns, so a trained
                 message cannot be found in the text.
         """
-        text = self.render(messages, add_generation_prompt)
-        encoding = self._backend.encode(text, add_special_tokens=False)
-        # One extra slot, never trained: an empty token at offset 0 reads index -1.
-        trained = bytearray(len(text) + 1)
-        for start, stop in self._trained_spans(messages, text):
-            trained[start:stop] = b"\1" * (stop - start)
-        # The last character decides: byte-level tokenizers may leave the leading space out of a
-        # token's offsets.
-        mask = [not trained[stop - 1] for _, stop in encoding.offsets]
-        return encoding.ids[: self.max_seq_len], mask[: self.max_seq_len]
+        asked = Conversation.of(messages, tools, add_generation_prompt)
+        found: TokenizedChat = raised(self._cut(self._tokenize([asked])[0]))
+        return found.tokens, found.mask
 
-    def _trained_spans(self, messages: Sequence[Any], text: str) -> list[tuple[int, int]]:
-        """The trained character ranges of `text`, the rendered conversation."""
+    def tokenize_chats(self, chats: Sequence[Mapping[str, Any]]) -> list[TokenizedChat | UserError]:
+        """Tokenizes several conversations at once, which is faster.
 
-        def end_of(index: int) -> int:
-            """Where message `index` ends, including the header of an answer that follows."""
-            if index == len(messages) - 1:
-                return len(text)
-            answer_follows = _plain_message(messages[index + 1])["role"] == "assistant"
-            part = self.render(messages[: index + 1], add_generation_prompt=answer_follows)
-            if not text.startswith(part):
-                raise UserError(
-                    f"{self._source}: the chat template rewrites earlier turns, so message "
-                    f"{index + 1} of {len(messages)} cannot be found; expected training on the "
-                    "last turn only, or another tokenizer.chat_template"
-                )
-            return len(part)
+        Args:
+            chats: "messages" and maybe "tools", as in `tokenize_messages`.
 
-        spans = []
-        for index, message in enumerate(messages):
-            if _is_masked(message):
-                continue
-            start = end_of(index - 1) if index else 0
-            stop = end_of(index)
-            ended = text[:stop].rstrip()
-            if ended.endswith(tuple(self.special_tokens)):
-                stop = max(start, len(ended))
-            spans.append((start, stop))
-        return spans
+        Returns:
+            For each of them what `tokenize_messages` returns, or the error that it raises. After a
+            template has exceeded its time, the rest have that error.
+        """
+        asked = [Conversation.of(chat["messages"], chat.get("tools")) for chat in chats]
+        return [self._cut(found) for found in self._tokenize(asked)]
+
+    def _tokenize(self, asked: Sequence[Conversation]) -> list[TokenizedChat | UserError]:
+        found = self._chats.tokenize(asked)
+        self.spelled += [
+            chat.spelled
+            for chat in found
+            if isinstance(chat, TokenizedChat) and chat.spelled is not None
+        ]
+        return found
+
+    def _cut(self, found: TokenizedChat | UserError) -> TokenizedChat | UserError:
+        if isinstance(found, UserError) or self.max_seq_len is None:
+            return found
+        tokens, mask = found.tokens[: self.max_seq_len], found.mask[: self.max_seq_len]
+        return replace(found, tokens=tokens, mask=mask)
 
     def __call__(self, sample: Mapping[str, Any], inference: bool = False) -> dict[str, Any]:
         """torchtune's transform: replaces "messages" of `sample` by "tokens" and "mask".
@@ -233,150 +279,46 @@ class HFTokenizer:
         result = dict(sample)
         messages = list(result.pop("messages"))
         if inference and messages:
-            last = _plain_message(messages[-1])
+            last = plain_message(messages[-1])
             if last["role"] == "assistant" and not last["content"]:
                 messages.pop()
         result["tokens"], result["mask"] = self.tokenize_messages(
-            messages, add_generation_prompt=inference
+            messages, tools=result.pop("tools", None), add_generation_prompt=inference
         )
         return result
 
 
 def hf_tokenizer(
-    path: str, chat_template: str | None = None, max_seq_len: int | None = None
+    path: str,
+    chat_template: str | None = "auto",
+    max_seq_len: int | None = None,
+    special_tokens_in_text: SpecialText | None = None,
 ) -> HFTokenizer:
     """Reads the tokenizer of a Hugging Face model folder.
 
     Reads `tokenizer.json`, the special tokens of `tokenizer_config.json` and the chat template.
-    The chat template is the first of: the argument `chat_template`, the files
-    `chat_template.jinja` and `chat_template.json`, the one in `tokenizer_config.json`. A tokenizer
-    without a chat template can encode plain text only.
 
     Args:
         path: the model folder.
-        chat_template: a Jinja template, or the path of a file that ends in `.jinja`.
+        chat_template: how conversations are written. "auto": by the model's chat template, or as
+            "plain" if it has none. "plain": text with `### User:` and `### Assistant:`. "chatml":
+            with <|im_start|> and <|im_end|>. A file with a Jinja template, or the template itself.
         max_seq_len: cut conversations to this many tokens.
+        special_tokens_in_text: what becomes of text that spells a special token, such as
+            "<|im_end|>" in a question. "plain": it is text like any other. "special": it is the
+            special token, as in transformers, so data can end a turn and begin another. Null:
+            "plain" in messages, "special" in documents (`text_dataset`, prompts without the chat
+            template).
 
     Raises:
         UserError: a file is missing or unreadable, or names a token that does not exist.
     """
-    from tokenizers import Tokenizer
-
-    folder = Path(path).expanduser()
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        if not (folder / name).is_file():
-            raise UserError(
-                f"tokenizer.path: {path} has no {name}; expected a Hugging Face model folder (for "
-                "a tokenizer.model use torchtune.models.llama2.llama2_tokenizer (sentencepiece) "
-                "or torchtune.models.llama3.llama3_tokenizer (tiktoken))"
-            )
-    config = _read_json(folder / "tokenizer_config.json")
-    try:
-        backend = Tokenizer.from_file(str(folder / "tokenizer.json"))
-    except Exception as error:  # the library raises plain Exception
+    if max_seq_len is not None and max_seq_len < 1:
+        raise UserError(f"tokenizer.max_seq_len: {max_seq_len}; expected an integer of at least 1")
+    if special_tokens_in_text not in (None, "special", "plain"):
         raise UserError(
-            f"{folder / 'tokenizer.json'}: not readable: {error}; expected tokenizers JSON"
-        ) from error
-    token_names = {}
-    for name, value in config.items():
-        text = value.get("content") if isinstance(value, dict) else value
-        if name.endswith("_token") and isinstance(text, str):
-            token_names[name] = text
-    return HFTokenizer(
-        backend,
-        token_names,
-        _find_template(folder, config, chat_template),
-        max_seq_len,
-        source=folder,
-    )
-
-
-def _find_template(folder: Path, config: dict[str, Any], given: str | None) -> str | None:
-    if given is not None:
-        if not given.endswith(".jinja"):
-            return given
-        if not Path(given).expanduser().is_file():
-            raise UserError(f"tokenizer.chat_template: {given} does not exist; expected a file")
-        return Path(given).expanduser().read_text(encoding="utf-8")
-    if (folder / "chat_template.jinja").is_file():
-        return (folder / "chat_template.jinja").read_text(encoding="utf-8")
-    template: Any = config.get("chat_template")
-    if (folder / "chat_template.json").is_file():
-        template = _read_json(folder / "chat_template.json").get("chat_template")
-    if isinstance(template, list):  # several named templates
-        named = {entry["name"]: entry["template"] for entry in template}
-        if "default" not in named:
-            raise UserError(
-                f"{folder}: chat templates {sorted(named)} but no 'default'; "
-                "expected a default or tokenizer.chat_template"
-            )
-        template = named["default"]
-    if template is not None and not isinstance(template, str):
-        raise UserError(f"{folder}: chat_template is a {type(template).__name__}; expected text")
-    return template
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise UserError(f"{path}: not valid JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise UserError(f"{path}: a {type(content).__name__}; expected a JSON object")
-    return content
-
-
-def _plain_message(message: Any) -> dict[str, str]:
-    """A torchtune `Message` or a dict as `{"role", "content"}` with text content."""
-    if isinstance(message, Mapping):
-        role, content = message.get("role"), message.get("content")
-    else:
-        role = message.role
-        content = None if message.contains_media else message.text_content
-    if not isinstance(role, str) or not isinstance(content, str):
-        raise UserError(f"message {message!r}; expected a role and text content")
-    # torchtune calls the result of a tool call "ipython", chat templates call it "tool".
-    return {"role": "tool" if role == "ipython" else role, "content": content}
-
-
-def _is_masked(message: Any) -> bool:
-    if isinstance(message, Mapping):
-        return bool(message.get("masked", message.get("role") != "assistant"))
-    return bool(message.masked)
-
-
-def _compile_template(source_text: str, source: Path) -> Template:
-    """Compiles a chat template with the functions that Hugging Face templates may call."""
-    from jinja2 import TemplateError, TemplateSyntaxError
-    from jinja2.ext import Extension, loopcontrols
-    from jinja2.sandbox import ImmutableSandboxedEnvironment
-
-    class Generation(Extension):
-        """`{% generation %}` marks answers for other trainers. Here only its body counts."""
-
-        tags = {"generation"}
-
-        def parse(self, parser: Any) -> Any:
-            next(parser.stream)
-            return parser.parse_statements(("name:endgeneration",), drop_needle=True)
-
-    def raise_exception(message: str) -> NoReturn:
-        raise TemplateError(message)
-
-    def strftime_now(pattern: str) -> str:
-        return datetime.now().strftime(pattern)
-
-    def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
-        # Jinja's own filter escapes HTML.
-        return json.dumps(value, ensure_ascii=ensure_ascii, **options)
-
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
-    environment.filters["tojson"] = tojson
-    environment.globals["raise_exception"] = raise_exception
-    environment.globals["strftime_now"] = strftime_now
-    try:
-        return environment.from_string(source_text)
-    except TemplateSyntaxError as error:
-        raise UserError(f"{source}: chat template, line {error.lineno}: {error.message}") from error
+            f"tokenizer.special_tokens_in_text: {special_tokens_in_text!r}; expected special, plain"
+            " or null"
+        )
+    folder = TokenizerFolder(path)
+    return HFTokenizer(folder.backend(), folder, chat_template, max_seq_len, special_tokens_in_text)

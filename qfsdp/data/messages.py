@@ -1,0 +1,174 @@
+"""Messages and tool calls as datasets have them, in the one form that chat templates read.
+
+    {"role": "user", "content": "Weather in Paris?"}
+    {"role": "assistant", "content": None, "tool_calls": [
+        {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]}
+    {"role": "tool", "name": "weather", "content": "18 degrees"}
+
+The `datasets` library gives every row all keys that any row has, with None for those that are
+missing. So None is left out everywhere, except as the content of a message.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from qfsdp.cli.errors import UserError
+
+ROLES = {
+    "system": "system",
+    "developer": "developer",
+    "user": "user",
+    "human": "user",
+    "assistant": "assistant",
+    "gpt": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "ipython": "tool",
+    "function": "tool",
+    "observation": "tool",
+}
+"""Role in OpenAI's or ShareGPT's format, old or new -> role of a chat template."""
+
+_OWN_KEYS = ("role", "content", "from", "value", "weight", "masked", "function_call", "tool_calls")
+
+
+class NotText(UserError):
+    """A message has a picture or sound."""
+
+
+def as_message(turn: Any) -> dict[str, Any]:
+    """A message in OpenAI's or ShareGPT's format, in the form of chat templates.
+
+    Keys that are not named here, such as `reasoning_content`, pass as they are. The arguments of
+    tool calls become objects; OpenAI's are JSON text. `function_call` and the role `function`,
+    OpenAI's older names, become `tool_calls` and `tool`, as do ShareGPT's roles `function_call`
+    (whose value is a call, or a list of them, in JSON) and `observation`.
+
+    Raises:
+        NotText: the content has parts that are not text.
+        UserError: it is no message.
+    """
+    if not isinstance(turn, Mapping):
+        kind = type(turn).__name__
+        raise UserError(
+            f"a message that is a {kind}: {str(turn)[:60]!r}; expected an object with role and "
+            "content"
+        )
+    openai = bool(turn.get("role"))
+    given = turn.get("role") or turn.get("from")
+    role = ROLES.get(str(given))
+    if role is None:
+        raise UserError(
+            f"a message with role {given!r}; expected the keys role and content, or from and "
+            f"value, with one of the roles {', '.join(ROLES)}"
+        )
+    content, calls = turn.get("content" if openai else "value"), turn.get("tool_calls")
+    if given == "function_call":
+        calls, content = _from_json("a function_call", content), None
+        calls = calls if isinstance(calls, list) else [calls]
+    elif not calls and turn.get("function_call"):
+        calls = [{"type": "function", "function": turn["function_call"]}]
+    kept = {key: value for key, value in turn.items() if key not in _OWN_KEYS}
+    message = {"role": role, "content": _content(content), **without_none(kept)}
+    if calls:
+        message["tool_calls"] = _tool_calls(calls)
+    elif content is None:
+        message["content"] = ""
+    return message
+
+
+def as_tools(value: Any) -> list[Any] | None:
+    """The functions that the assistant may call: a list of JSON schemas, or None if there are none.
+
+    Args:
+        value: a list of schemas, or JSON text of one. A schema has OpenAI's form
+            `{"type": "function", "function": {"name": ...}}` or is the inner object alone.
+
+    Raises:
+        UserError: it is something else.
+    """
+    tools = None if value == "" else without_none(_from_json("tools", value))
+    if tools is None:
+        return None
+    if not isinstance(tools, list):
+        raise UserError(f"tools: {str(value)[:60]!r}; expected a list of functions")
+    for number, tool in enumerate(tools, start=1):
+        if function_name(tool) is None:
+            raise UserError(
+                f"tools: entry {number}: {str(tool)[:60]!r}; expected an object with the "
+                "function's name"
+            )
+    return tools or None
+
+
+def function_name(entry: Any) -> str | None:
+    """The name of the function in a tool or a tool call, or None if it has none."""
+    inner = entry.get("function", entry) if isinstance(entry, Mapping) else None
+    name = inner.get("name") if isinstance(inner, Mapping) else None
+    return name if isinstance(name, str) and name else None
+
+
+def without_none(value: Any) -> Any:
+    """The value without the keys that `datasets` has filled with None, at any depth."""
+    if isinstance(value, Mapping):
+        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+    if isinstance(value, list):
+        return [without_none(inner) for inner in value]
+    return value
+
+
+def _tool_calls(calls: Any) -> list[dict[str, Any]]:
+    if not isinstance(calls, list):
+        raise UserError(f"tool_calls: {str(calls)[:60]!r}; expected a list of calls")
+    found = []
+    for number, call in enumerate(calls, start=1):
+        place = f"tool_calls: call {number}"
+        if function_name(call) is None:
+            raise UserError(
+                f"{place}: {str(call)[:60]!r}; expected an object with the function's name"
+            )
+        call = without_none(call)
+        inner = call.get("function", call)
+        arguments = inner.get("arguments")
+        if isinstance(arguments, str) and arguments.strip():
+            arguments = _from_json(f"{place}: arguments", arguments)
+        if not isinstance(arguments or {}, dict):
+            raise UserError(f"{place}: arguments: {str(arguments)[:60]!r}; expected a JSON object")
+        inner = {**inner, "arguments": arguments or {}}
+        found.append({**call, "function": inner} if "function" in call else inner)
+    return found
+
+
+def _from_json(place: str, value: Any) -> Any:
+    """What JSON text says; a value that is no text as it is."""
+    if not isinstance(value, str):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{place}: {value[:60]!r}: not valid JSON: {error}") from None
+
+
+def _content(content: Any) -> str | None:
+    if isinstance(content, list):  # OpenAI's list of parts
+        parts = [part if isinstance(part, Mapping) else {} for part in content]
+        if any(part.get("type") != "text" for part in parts):
+            raise NotText("content that is not text")
+        return "".join(text_of(part.get("text")) for part in parts)
+    return None if content is None else text_of(content)
+
+
+def text_of(value: Any) -> str:
+    """A table cell as text. Null becomes "" and a number its digits.
+
+    Raises:
+        UserError: it is a list or an object.
+    """
+    if value is None:
+        return ""
+    if isinstance(value, str | int | float):
+        return str(value)
+    raise UserError(f"a {type(value).__name__}: {str(value)[:60]!r}; expected text")

@@ -1,0 +1,53 @@
+"""Prompts that two answers share: in packed rows they stand once.
+
+    row:      prompt chosen | rejected          documents:  prompt chosen | prompt rejected
+
+The rejected answer's part begins with the last token of the prompt, which stands twice: its target
+is the first token of the answer. Linears, norms and the loss run over the row. Attention runs over
+the documents (`attend_shared`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class SharedDocuments(NamedTuple):
+    """The documents of packed rows, some of which begin with tokens of the document before.
+
+    Fields:
+        cu_seqlens: int32 `[documents + 1]`, the borders of the documents written out one after the
+            other. The last one is repeated up to a multiple of 64, as in `Batch`.
+        sources: int64 `[total]`, the place among the `batch * seq` tokens of each token of these
+            documents. No place comes more than twice, so that gradients are added up in one order.
+        places: int64 `[batch * seq]`, where each token stands in its own document.
+    """
+
+    cu_seqlens: Tensor
+    sources: Tensor
+    places: Tensor
+
+
+def share_documents(lengths: Sequence[int], shared: Sequence[int]) -> SharedDocuments:
+    """Writes out documents.
+
+    Args:
+        lengths: tokens of each document that stand in the rows, in their order, padding included.
+        shared: tokens of each that stand at the beginning of the document before.
+    """
+    own, before = torch.tensor(lengths), torch.tensor(shared)
+    ends, starts = (own + before).cumsum(0), own.cumsum(0) - own
+    total = int(ends[-1])
+    places = torch.arange(int(own.sum())) + before.cumsum(0).repeat_interleave(own)
+    sources = torch.empty(total, dtype=torch.int64)
+    sources[places] = torch.arange(len(places))
+    for at in before.nonzero().squeeze(1).tolist():
+        begin, n = int(ends[at - 1]), int(before[at])
+        sources[begin : begin + n] = torch.arange(n) + starts[at - 1]
+    cu_seqlens = torch.full((-(-(len(ends) + 1) // 64) * 64,), total, dtype=torch.int32)
+    cu_seqlens[0], cu_seqlens[1 : len(ends) + 1] = 0, ends
+    return SharedDocuments(cu_seqlens, sources, places)

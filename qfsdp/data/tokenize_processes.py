@@ -1,0 +1,221 @@
+"""Tokenizes rows in several processes, in order.
+
+The processes are started afresh (spawned): a fork of a process in which torch, NCCL or a tokenizer
+have threads may hang. They import torch and torchtune, which takes seconds, so short work is done
+in this process, and longer work goes on here until they are ready.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import signal
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager, suppress
+from multiprocessing import get_context, parent_process
+from multiprocessing.connection import Connection
+from types import ModuleType
+from typing import Any, Protocol
+
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.cli.slow import told_if_slow
+
+ALONE_S = 5.0  # work that takes less is not worth new processes
+AHEAD = 4  # pieces per process that may wait for their turn
+
+
+class Work(Protocol):
+    """A long piece of work in numbered parts."""
+
+    def __call__(self, start: int, stop: int) -> Any: ...
+
+
+_work: Any = None  # of a worker process
+
+
+def in_order(work: Work, count: int, size: int, processes: int, at_once: bool) -> Iterator[Any]:
+    """The results of `work(start, stop)` for pieces of `size` of `count` items, in order.
+
+    Args:
+        work: must be picklable by dill; what it raises is raised here in its place.
+        at_once: use the processes from the first piece on, however short the work is.
+
+    Raises:
+        UserError: a process was ended from outside.
+    """
+    pieces = [(start, min(start + size, count)) for start in range(0, count, size)]
+    began, at = time.monotonic(), 0
+    if processes == 1:
+        yield from (work(*piece) for piece in pieces)
+        return
+    with _pool(processes) as pool:
+        while at < len(pieces) and not pool.is_ready(at_once):
+            if at_once or time.monotonic() - began > ALONE_S:
+                pool.start(work)
+            if at_once:
+                continue
+            yield work(*pieces[at])
+            at += 1
+        yield from pool.results(pieces[at:])
+
+
+class _Pool:
+    def __init__(self, processes: int) -> None:
+        self._processes = processes
+        self._executor: ProcessPoolExecutor | None = None
+        self.future: Future[Any] | None = None
+
+    def start(self, work: Work) -> None:
+        import dill
+
+        if self._executor is not None:
+            return
+        self._executor = ProcessPoolExecutor(
+            self._processes, get_context("spawn"), _start_worker, (dill.dumps(work), sys.path)
+        )
+        with _without_main():
+            self.future = self._executor.submit(_nothing)
+
+    def is_ready(self, wait: bool) -> bool:
+        if self.future is None or not (wait or self.future.done()):
+            return False
+        with told_if_slow(f"starting {self._processes} processes that tokenize"):
+            _result(self.future)
+        return True
+
+    def results(self, pieces: list[tuple[int, int]]) -> Iterator[Any]:
+        if not pieces:
+            return
+        assert self._executor is not None
+        waiting: deque[Future[Any]] = deque()
+        for piece in pieces:
+            waiting.append(self._executor.submit(_call, *piece))
+            if len(waiting) > AHEAD * self._processes:
+                yield _result(waiting.popleft())
+        while waiting:
+            yield _result(waiting.popleft())
+
+    def stop(self) -> None:
+        if self._executor is not None:
+            self._executor.shutdown(wait=False, cancel_futures=True)
+
+
+@contextmanager
+def _pool(processes: int) -> Iterator[_Pool]:
+    pool = _Pool(processes)
+    try:
+        yield pool
+    finally:
+        pool.stop()
+
+
+def _result(future: Future[Any]) -> Any:
+    try:
+        return future.result()
+    except BrokenProcessPool:
+        raise _ended() from None
+
+
+@contextmanager
+def _without_main() -> Iterator[None]:
+    """Keeps spawned processes from importing the main module: the whole recipe, for nothing."""
+    main, sys.modules["__main__"] = sys.modules["__main__"], ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+class Background:
+    """One process that does one piece of work after the other, on request.
+
+    Args:
+        work: what it does; must be picklable by dill.
+    """
+
+    def __init__(self, work: Any) -> None:
+        import dill
+
+        context = get_context("spawn")
+        self._connection, theirs = context.Pipe()
+        arguments = (dill.dumps(work), sys.path, theirs)
+        self._process = context.Process(target=_serve, args=arguments, daemon=True)
+        with _without_main():
+            self._process.start()
+        theirs.close()
+        atexit.register(self._process.kill)
+
+    def ask(self, *arguments: Any) -> None:
+        """Asks for `work(*arguments)`."""
+        with suppress(OSError):  # `answer` says that it has ended
+            self._connection.send(arguments)
+
+    def answer(self) -> Any:
+        """The result of the oldest request without an answer.
+
+        Raises:
+            UserError: the work did, or the process was ended from outside.
+        """
+        try:
+            found, problem = self._connection.recv()
+        except (EOFError, OSError):
+            raise _ended() from None
+        if problem is not None:
+            raise problem
+        return found
+
+
+def _serve(work: bytes, path: list[str], connection: Connection) -> None:
+    _start_worker(work, path)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank may still finish a step and save
+    while True:
+        try:
+            arguments = connection.recv()
+        except EOFError:
+            return
+        try:
+            answer: tuple[Any, UserError | None] = (_work(*arguments), None)
+        except UserError as error:
+            answer = (None, error)
+        connection.send(answer)
+
+
+def _ended() -> UserError:
+    return UserError(
+        "dataset: a process that tokenizes was ended from outside (out of memory?); expected it to "
+        "finish; dataset.processes=1 needs least memory"
+    )
+
+
+def _start_worker(work: bytes, path: list[str]) -> None:
+    global _work
+    import dill
+
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the rank hears it too, and ends this process
+    quiet_torchao()
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    sys.path[:] = path
+    os.environ["TOKENIZERS_PARALLELISM"] = "false"  # the processes are what runs side by side
+    _work = dill.loads(work)
+
+
+def _end_with_parent() -> None:
+    parent = parent_process()
+    if parent is not None:
+        parent.join()
+        os._exit(1)
+
+
+def _nothing() -> None:
+    """What a new process does first."""
+
+
+def _call(start: int, stop: int) -> Any:
+    return _work(start, stop)

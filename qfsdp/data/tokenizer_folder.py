@@ -1,0 +1,132 @@
+"""Reads the files of a Hugging Face tokenizer; every fault in them is one line."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.hub import local_folder
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+class TokenizerFolder:
+    """The files `tokenizer.json`, `tokenizer_config.json` and the chat template of a folder.
+
+    Raises:
+        UserError: one of the first two is missing, or the second is not a JSON object.
+    """
+
+    def __init__(self, path: str) -> None:
+        self.path = local_folder(path)
+        for name in ("tokenizer.json", "tokenizer_config.json"):
+            if not (self.path / name).is_file():
+                raise UserError(
+                    f"tokenizer.path: {path} has no {name}; expected a Hugging Face model folder "
+                    "(for a tokenizer.model use torchtune.models.llama2.llama2_tokenizer "
+                    "(sentencepiece) or torchtune.models.llama3.llama3_tokenizer (tiktoken))"
+                )
+        self._config = read_json(self.path / "tokenizer_config.json")
+
+    def backend(self) -> Tokenizer:
+        """The tokenizer. Raises UserError if `tokenizer.json` is damaged."""
+        from tokenizers import Tokenizer
+
+        file = self.path / "tokenizer.json"
+        try:
+            return Tokenizer.from_file(str(file))
+        except BaseException as error:  # Exception itself, or a panic of Rust code
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+            reason = " ".join(str(error).split())[:200]
+            raise UserError(f"{file}: {reason}; expected the JSON of `tokenizers`") from None
+
+    def token_names(self) -> dict[str, str]:
+        """`bos_token`, `eos_token`, ... -> text of the token."""
+        names = {}
+        for name, value in self._config.items():
+            if not name.endswith("_token"):
+                continue
+            text = value.get("content") if isinstance(value, dict) else value
+            if isinstance(text, str):
+                names[name] = text
+            elif text is not None and not isinstance(text, bool):  # add_bos_token is a bool
+                place = f"{self.path / 'tokenizer_config.json'}: {name}"
+                raise UserError(f"{place}: {str(value)[:60]!r}; expected the text of a token")
+        return names
+
+    def chat_template(self) -> tuple[str | None, str | None]:
+        """The model's chat template, and the one for conversations with tools if that is another.
+
+        The first of: the files `chat_template.jinja` and `chat_template.json`, the one in
+        `tokenizer_config.json`. Where there are several named templates, transformers takes the
+        one named "tool_use" for conversations with tools, and "default" for all others.
+
+        Raises:
+            UserError: it is not text, or there are several and none is named "default".
+        """
+        if (self.path / "chat_template.jinja").is_file():
+            return read_text(self.path / "chat_template.jinja"), None
+        template: Any = self._config.get("chat_template")
+        if (self.path / "chat_template.json").is_file():
+            template = read_json(self.path / "chat_template.json").get("chat_template")
+        with_tools = None
+        if isinstance(template, list):  # several named templates
+            pairs = [entry if isinstance(entry, dict) else {} for entry in template]
+            named = {str(entry.get("name")): entry.get("template") for entry in pairs}
+            if "default" not in named:
+                raise UserError(
+                    f"{self.path}: chat templates {sorted(named)} but no 'default'; "
+                    "expected a default or tokenizer.chat_template"
+                )
+            template, with_tools = named["default"], named.get("tool_use")
+        for text in (template, with_tools):
+            if text is not None and not isinstance(text, str):
+                kind = type(text).__name__
+                raise UserError(f"{self.path}: chat_template is a {kind}; expected text")
+            if text is not None and not text.strip():
+                raise UserError(f"{self.path}: chat_template is empty; expected a template or none")
+        return template, with_tools
+
+
+def given_template(given: str) -> tuple[str, Path]:
+    """A template from the config, and its place for messages.
+
+    Args:
+        given: the path of a file, or a Jinja template itself.
+
+    Raises:
+        UserError: the file does not exist or cannot be read.
+    """
+    file = Path(given).expanduser()
+    if os.path.isfile(file):  # Path.is_file raises OSError if the text is too long for a path
+        return read_text(file), file
+    if "{" in given:
+        return given, Path("tokenizer.chat_template")
+    raise UserError(
+        f"tokenizer.chat_template: {given!r} does not exist; expected auto, chatml, plain or a "
+        "file with a Jinja template"
+    )
+
+
+def read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        reason = getattr(error, "strerror", None) or "not UTF-8"
+        raise UserError(f"{path}: {reason}; expected a text file") from None
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The JSON object in a file; UserError, which names the file, if there is none."""
+    try:
+        content = json.loads(read_text(path))
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{path}: not valid JSON: {error}; expected a JSON object") from None
+    if not isinstance(content, dict):
+        raise UserError(f"{path}: a {type(content).__name__}; expected a JSON object")
+    return content
