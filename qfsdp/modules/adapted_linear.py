@@ -41,7 +41,7 @@ def _adapted_linear(
 ) -> tuple[Tensor, Tensor]:
     dtype = x.dtype
     z = (x if dropped is None else dropped).flatten(0, -2) @ a.to(dtype).t()
-    y = z @ _scaled(b, ratio, scaling, dtype).t()
+    y = z @ scaled_b(b, ratio, scaling, dtype).t()
     w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
     y.addmm_(x.flatten(0, -2), w.t())
     return y.view(*x.shape[:-1], -1), z
@@ -65,8 +65,8 @@ def _adapted_linear_backward(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dropped, a and b; empty tensors for those that do not exist."""
     dtype, g = grad.dtype, grad.flatten(0, -2)
-    grad_z = g @ _scaled(b, ratio, scaling, dtype)
-    grad_b = _scaled((g.t() @ z).float(), ratio, scaling, torch.float32)
+    grad_z = g @ scaled_b(b, ratio, scaling, dtype)
+    grad_b = scaled_b((g.t() @ z).float(), ratio, scaling, torch.float32)
     # Two empty tensors: outputs of a custom op must be different tensors.
     grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
     if wants_x:
@@ -80,7 +80,7 @@ def _adapted_linear_backward(
     return grad_x, grad_dropped, grad_a, grad_b
 
 
-def _scaled(b: Tensor, ratio: Tensor | None, scaling: float, dtype: torch.dtype) -> Tensor:
+def scaled_b(b: Tensor, ratio: Tensor | None, scaling: float, dtype: torch.dtype) -> Tensor:
     """scaling * ratio * B, multiplied in fp32 and rounded once."""
     b = b * scaling
     return (b if ratio is None else b * ratio.unsqueeze(1)).to(dtype)
@@ -184,6 +184,9 @@ def adapted_linear(
     metadata: Sequence[Tensor] = ()
     which = (scaling, "", 0)
     if isinstance(weight, QuantizedTensor):
+        # Traced into a compiled layer, the check made it keep weights of norms for backward.
+        if not torch.compiler.is_compiling():
+            weight.check_product()
         which = (scaling, weight.format, weight.row_offset)
         metadata, weight = weight.metadata, weight.qdata
     y = _AdaptedLinear.apply(x, dropped, weight, metadata, a, b, ratio, which)

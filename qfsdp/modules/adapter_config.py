@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from qfsdp.cli.errors import InvalidField
@@ -21,7 +21,8 @@ class AdapterConfig:
         alpha: the product is scaled by alpha / rank.
         dropout: probability, on the input of the low-rank product.
         targets: "all-linear" (every linear of every layer), or a list of names, which may contain
-            `lm_head`. null: "all-linear", or [k_proj, v_proj, down_proj] with ia3. IA3 scales the
+            `lm_head`, and the router of a mixture (`gate`; `router` in gpt-oss), which is frozen
+            otherwise. null: "all-linear", or [k_proj, v_proj, down_proj] with ia3. IA3 scales the
             inputs of down_proj and the outputs of the others.
         rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732): the
             product keeps its size at large ranks.
@@ -30,6 +31,11 @@ class AdapterConfig:
         lora_plus_ratio: learning rate of B as a multiple of the learning rate of the rest, e.g. 16
             (LoRA+, https://arxiv.org/abs/2402.12354); null: the same learning rate.
         start_from: a PEFT adapter folder to start from; null: fresh adapters.
+        expert_rank: rank of every expert of a mixture: a number, or "divided": rank / experts per
+            token, at least 1, so that a token meets as many numbers as in a dense model. null:
+            `rank`. The product of an expert is scaled by alpha / its own rank.
+        expert_sharing: "outer": the experts of a layer share the factors of the hidden size, A of
+            gate_up_proj and B of down_proj; the others are of each expert. null: all are.
     """
 
     method: Literal["lora", "dora", "ia3"] = "dora"
@@ -41,11 +47,19 @@ class AdapterConfig:
     init: Literal["default", "loftq"] = "default"
     lora_plus_ratio: float | None = None
     start_from: str | None = None
+    expert_rank: int | Literal["divided"] | None = None
+    expert_sharing: Literal["outer"] | None = None
 
     @property
     def scaling(self) -> float:
         """The factor of the low-rank product."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def of_experts(self, top_k: int) -> AdapterConfig:
+        """The config of the experts of a mixture in which a token has `top_k` of them."""
+        rank = self.expert_rank
+        rank = max(1, self.rank // top_k) if rank == "divided" else rank
+        return self if rank is None else replace(self, rank=rank)
 
     @property
     def linears(self) -> str | list[str]:
@@ -56,6 +70,9 @@ class AdapterConfig:
     def check(self) -> None:
         if self.rank < 1:
             raise InvalidField("rank", self.rank, "an integer of at least 1")
+        if isinstance(self.expert_rank, int) and self.expert_rank < 1:
+            expected = "an integer of at least 1, divided, or null"
+            raise InvalidField("expert_rank", self.expert_rank, expected)
         if not self.alpha > 0:
             raise InvalidField("alpha", self.alpha, "a number above 0")
         if not 0.0 <= self.dropout < 1.0:
@@ -66,8 +83,9 @@ class AdapterConfig:
         if self.init != "default" and self.start_from is not None:
             raise InvalidField("init", self.init, "default, as start_from gives the start")
         switches = {"dropout": 0.0, "rslora": False, "init": "default", "lora_plus_ratio": None}
+        switches |= {"expert_rank": None, "expert_sharing": None}
         for field, off in switches.items():
             if self.method == "ia3" and (value := getattr(self, field)) != off:
                 words = str("null" if off is None else off).lower()
                 raise InvalidField(field, value, f"{words}, as method ia3 has no low-rank product")
-        check_targets("adapter.targets", self.linears)
+        check_targets("adapter.targets", self.linears, routers=True)

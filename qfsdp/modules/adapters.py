@@ -30,26 +30,46 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Literal, cast
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from qfsdp.cli.errors import UserError
+from qfsdp.modules.adapted_experts import adapted_experts, of_all
 from qfsdp.modules.adapted_linear import adapted_linear
 from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.experts import ExpertLinear, bias_of_rows
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
-from qfsdp.modules.targets import replace_module, target_modules
-from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, whole_tensors
-from qfsdp.tensor_subclasses.kernels.compiled import compiled
-from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
+from qfsdp.modules.router import ChoosesExperts, Router
+from qfsdp.modules.row_norms import adapted_expert_norms, adapted_norms, held_rows, squared_norms
+from qfsdp.modules.targets import (
+    LINEAR_NAMES,
+    ROUTER_NAMES,
+    check_present,
+    replace_module,
+    target_modules,
+)
+from qfsdp.tensor_subclasses.dtensor import (
+    local_part,
+    local_rows,
+    on_mesh,
+    whole_tensor,
+    whole_tensors,
+)
 
-# Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache. On a GPU 128 MB:
-# with smaller pieces it would wait for kernel launches.
-NORM_CHUNK_WEIGHTS, NORM_CHUNK_ON_GPU = 1 << 22, 1 << 26
-SCALED_INPUTS = ("down_proj",)  # linears whose inputs IA3 scales; PEFT's `feedforward_modules`
+Adaptable = nn.Linear | QuantizedLinear | ExpertLinear | Router
+ADAPTABLE = (nn.Linear, QuantizedLinear, ExpertLinear, Router)
+# Of a module that is adapted: what is no part of its adapter.
+BASE_FIELDS = ("weight", "bias", "e_score_correction_bias")
+# Linears whose inputs IA3 scales; PEFT's `feedforward_modules`.
+SCALED_INPUTS = ("down_proj", "output_linear")
+# The factor of the hidden size, which experts share with `expert_sharing: outer`.
+SHARED_OUTER: dict[str, Literal["lora_A", "lora_B"]] = {
+    "gate_up_proj": "lora_A",
+    "down_proj": "lora_B",
+}
 
 
 class AdaptedLinear(nn.Module):
@@ -58,12 +78,18 @@ class AdaptedLinear(nn.Module):
     Fields:
         weight: `[out, in]`, frozen, quantized or plain.
         bias: `[out]` or None, frozen.
+        is_reference: compute what the linear computed at the start of the run, see
+            `qfsdp.modules.reference`.
+        start: frozen copies of the adapter's parameters at the start, by their names; empty: at
+            the start the adapter changed nothing.
     """
 
-    def __init__(self, base: nn.Linear | QuantizedLinear) -> None:
+    def __init__(self, base: Adaptable) -> None:
         super().__init__()
         self.weight = base.weight.requires_grad_(False)
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+        self.is_reference = False
+        self.start = nn.ParameterDict()
 
     def _fp32(self, *shape: int) -> nn.Parameter:
         """An unset fp32 parameter on the weight's device."""
@@ -80,12 +106,12 @@ class LowRankLinear(AdaptedLinear):
         base_squares: fp32, the squared norms of this rank's rows of W; None until they are needed.
     """
 
-    def __init__(self, base: nn.Linear | QuantizedLinear, config: AdapterConfig) -> None:
+    def __init__(self, base: Adaptable, config: AdapterConfig, count: int = 1) -> None:
         super().__init__(base)
         out_features, in_features = base.weight.shape
         self.scaling = config.scaling
         self.dropout = config.dropout
-        self.lora_A = self._fp32(config.rank, in_features)
+        self.lora_A = self._fp32(count * config.rank, in_features)
         self.lora_B = self._fp32(out_features, config.rank)
         dora = config.method == "dora"
         self.magnitude = self._fp32(out_features) if dora else None
@@ -93,12 +119,115 @@ class LowRankLinear(AdaptedLinear):
         self.base_squares: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        dropped = F.dropout(x, self.dropout) if self.dropout and self.training else None
-        ratio = None
-        if self.magnitude is not None and self.weight_norm is not None:
-            ratio = self.magnitude / self.weight_norm
-        y = adapted_linear(x, self.weight, self.lora_A, self.lora_B, self.scaling, ratio, dropped)
+        y = adapted_linear(x, self.weight, *self._adapter(), self._dropped(x))
         return y if self.bias is None else y + self.bias  # DoRA must not scale the bias
+
+    def _adapter(self) -> tuple[Tensor, Tensor, float, Tensor | None]:
+        """A, B, the factor of their product, and the factors of rows.
+
+        A reference without adapters multiplies by the same tensors, whose product counts nothing:
+        other operations would round differently, and the first loss would not be ln 2.
+        """
+        norm = self.weight_norm
+        ratio = None if self.magnitude is None or norm is None else self.magnitude / norm
+        if not self.is_reference:
+            return self.lora_A, self.lora_B, self.scaling, ratio
+        if not self.start:
+            ones = None if ratio is None else torch.ones_like(ratio)
+            return self.lora_A, self.lora_B, 0.0, ones
+        if ratio is not None:
+            ratio = self.start["magnitude"] / self.start["weight_norm"]
+        return self.start["lora_A"], self.start["lora_B"], self.scaling, ratio
+
+    def _dropped(self, x: Tensor) -> Tensor | None:
+        """The input of the product B A after dropout; None: x itself."""
+        return F.dropout(x, self.dropout) if self.dropout and self.training else None
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B, with every number as often as it is multiplied."""
+        return self.lora_A, self.lora_B
+
+    def held_b(self) -> Tensor:
+        """The rows of B that belong to this rank's rows of W. Every rank must call it."""
+        return on_mesh(self.lora_B)
+
+    def norms(self, weight: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
+        """Row norms of W + scaling * B A, of the rows that this rank holds in `weight` and `b`."""
+        return adapted_norms(weight, a, b, self.scaling, base_squares)
+
+
+class LowRankExpertLinear(LowRankLinear):
+    """The stacked linears of experts, each with its own LoRA or DoRA adapter.
+
+    Fields:
+        experts: their number; chunk_bytes: as of `ExpertLinear`.
+        weight: `[experts * out, in]`; bias: `[experts * out]` or None.
+        lora_A: fp32 `[experts * rank, in]`; lora_B: fp32 `[experts * out, rank]`.
+        magnitude, weight_norm: fp32 `[experts * out]`, or None.
+        shared: the factor that all experts share, `[rank, in]` or `[out, rank]`; None: none.
+    """
+
+    def __init__(
+        self,
+        base: ExpertLinear,
+        config: AdapterConfig,
+        shared: Literal["lora_A", "lora_B"] | None = None,
+    ) -> None:
+        super().__init__(base, config, 1 if shared == "lora_A" else base.experts)
+        self.experts, self.chunk_bytes, self.shared = base.experts, base.chunk_bytes, shared
+        if shared == "lora_B":
+            self.lora_B = self._fp32(base.weight.size(0) // base.experts, config.rank)
+
+    @property
+    def of_each(self) -> Tensor:
+        """The factor that every expert has for itself, B if it has both."""
+        return self.lora_A if self.shared == "lora_B" else self.lora_B
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        repeated = (
+            factor.expand(self.experts, -1, -1) if name == self.shared else factor
+            for name, factor in (("lora_A", self.lora_A), ("lora_B", self.lora_B))
+        )
+        return next(repeated), next(repeated)
+
+    def held_b(self) -> Tensor:
+        if self.shared != "lora_B":
+            return super().held_b()
+        b, held = whole_tensor(self.lora_B), local_rows(cast(Tensor, self.weight_norm))
+        return b[torch.arange(held.start, held.stop, device=b.device) % len(b)]
+
+    # A linear of a decoder has one input; that of experts also has their places.
+    def forward(  # type: ignore[override]
+        self, x: Tensor, ends: Tensor, factors: Tensor | None = None
+    ) -> Tensor:
+        """As `ExpertLinear.forward`."""
+        chunk, dropped = self.chunk_bytes, self._dropped(x)
+        y = adapted_experts(x, ends, self.weight, *self._adapter(), dropped, chunk)
+        return y if self.bias is None else y + bias_of_rows(self.bias, x, ends, factors)
+
+    def norms(self, weight: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
+        rows = cast(Tensor, self.weight_norm)
+        size, first = rows.size(0) // self.experts, local_rows(rows).start
+        ends = torch.arange(1, self.experts + 1, dtype=torch.int32, device=weight.device)
+        ends = ends * size - first
+        a = of_all(a, self.experts * b.size(1))
+        return adapted_expert_norms(weight, a, b, self.scaling, base_squares, ends)
+
+
+class LowRankRouter(ChoosesExperts, LowRankLinear):  # type: ignore[misc]  # two `forward`s
+    """A router with a LoRA or DoRA adapter; see `Router`. It has the `forward` of the first."""
+
+    def __init__(self, base: Router, config: AdapterConfig) -> None:
+        super().__init__(base, config)
+        self.top_k, self.config = base.top_k, base.config
+        self.e_score_correction_bias = base.e_score_correction_bias
+
+    def scores(self, x: Tensor) -> Tensor:
+        weight = self.weight.to(x.dtype)
+        y = adapted_linear(x, weight, *self._adapter(), self._dropped(x))
+        return y if self.bias is None else y + self.bias
 
 
 class ScaledLinear(AdaptedLinear):
@@ -116,6 +245,8 @@ class ScaledLinear(AdaptedLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         factors = self.ia3_l.flatten()
+        if self.is_reference:
+            factors = self.start["ia3_l"].flatten() if self.start else torch.ones_like(factors)
         if self.scales_input:
             return linear((x * factors).to(x.dtype), self.weight, self.bias)
         return (linear(x, self.weight, self.bias) * factors).to(x.dtype)
@@ -126,15 +257,58 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
 
     The new parameters are unset: call `init_adapters` once the base weights are loaded.
     """
+    names = (*LINEAR_NAMES, *ROUTER_NAMES)
+    check_present("adapter.targets", config.linears, model, names)
     model.requires_grad_(False)
-    for name, module in target_modules(model, config.linears, (nn.Linear, QuantizedLinear)):
-        assert isinstance(module, nn.Linear | QuantizedLinear)
-        adapted: AdaptedLinear
+    targets = target_modules(model, config.linears, ADAPTABLE)
+    of_experts = {name.rpartition(".")[2] for name, m in targets if isinstance(m, ExpertLinear)}
+    _check_sharing(config, of_experts)
+    for name, module in targets:
+        assert isinstance(module, ADAPTABLE)
+        replace_module(model, name, _adapted(model, name, module, config))
+
+
+def _adapted(
+    model: nn.Module, name: str, module: Adaptable, config: AdapterConfig
+) -> AdaptedLinear:
+    """`module` with an unset adapter."""
+    if isinstance(module, Router):
         if config.method == "ia3":
-            adapted = ScaledLinear(module, name.rpartition(".")[2] in SCALED_INPUTS)
-        else:
-            adapted = LowRankLinear(module, config)
-        replace_module(model, name, adapted)
+            expected = "lora or dora, or adapter.targets without it"
+            raise UserError(f"adapter.method: 'ia3' has no factors of routers ({name}); {expected}")
+        _check_rank("rank", name, config.rank, *module.weight.shape)
+        return LowRankRouter(module, config)
+    if not isinstance(module, ExpertLinear):
+        if config.method == "ia3":
+            return ScaledLinear(module, name.rpartition(".")[2] in SCALED_INPUTS)
+        _check_rank("rank", name, config.rank, *module.weight.shape)
+        return LowRankLinear(module, config)
+    if config.method == "ia3":
+        expected = "lora or dora, or adapter.targets without it"
+        raise UserError(f"adapter.method: 'ia3' has no factors of experts ({name}); {expected}")
+    config = config.of_experts(cast(Any, model).config.experts.top_k)
+    rows, cols = module.weight.shape
+    key = "rank" if config.expert_rank is None else "expert_rank"
+    _check_rank(key, name, config.rank, rows // module.experts, cols)
+    shared = SHARED_OUTER[name.rpartition(".")[2]] if config.expert_sharing == "outer" else None
+    return LowRankExpertLinear(module, config, shared)
+
+
+def _check_sharing(config: AdapterConfig, of_experts: set[str]) -> None:
+    """Checks that both linears of experts are adapted if they share factors. Files need both: the
+    number of experts is known from the factor that is not shared."""
+    if config.expert_sharing is not None and of_experts != SHARED_OUTER.keys():
+        expected = " and ".join(SHARED_OUTER)
+        raise UserError(
+            f"adapter.expert_sharing: {config.expert_sharing!r}, and adapter.targets selects "
+            f"{' and '.join(sorted(of_experts)) or 'no linear'} of experts; expected {expected}"
+        )
+
+
+def _check_rank(key: str, name: str, rank: int, *sides: int) -> None:
+    if rank > max(sides):
+        expected = f"at most {max(sides)}, the larger side of {name}"
+        raise UserError(f"adapter.{key}: {rank}; expected {expected}")
 
 
 def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
@@ -207,75 +381,19 @@ def refresh_dora_norms(model: nn.Module) -> None:
     modules = [module for _, module in low_rank_linears(model) if module.weight_norm is not None]
     for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
         assert module.weight_norm is not None
-        b = on_mesh(module.lora_B)
-        weight = held_rows(module.weight, module.lora_B, b.device)
+        b = module.held_b()
+        weight = held_rows(module.weight, module.weight_norm, b.device)
         if module.base_squares is None:
-            module.base_squares = _squared_norms(weight)
-        norms = _adapted_norms(weight, a, b, module.scaling, module.base_squares)
+            module.base_squares = squared_norms(weight)
+        norms = module.norms(weight, a, b, module.base_squares)
         local_part(module.weight_norm).copy_(norms)
-
-
-def held_rows(weight: Tensor, like: Tensor, device: torch.device) -> Tensor:
-    """The rows of a frozen weight that match this rank's rows of `like`, on `device`. Fewer than
-    the rank holds if the base is replicated and the adapters are sharded."""
-    if not isinstance(weight, DTensor):
-        whole = weight.detach()
-        return whole[local_rows(like)] if isinstance(like, DTensor) else whole
-    held = weight.to_local()
-    if isinstance(held, QuantizedTensor):
-        held = held.fetch()
-    return held.to(device)
-
-
-def row_chunks(weight: Tensor) -> Iterator[tuple[slice, Tensor]]:
-    """Yields a frozen weight in pieces, as the plain rows that forward multiplies by."""
-    chunk = NORM_CHUNK_WEIGHTS if on_cpu(weight) else NORM_CHUNK_ON_GPU
-    step = max(1, chunk // weight.size(1))
-    for start in range(0, weight.size(0), step):
-        part = slice(start, min(start + step, weight.size(0)))
-        rows = weight[part] if step < weight.size(0) else weight
-        if isinstance(rows, QuantizedTensor):
-            which = (rows.format, rows.cols, rows.row_offset, rows.dtype)
-            rows = frozen_weight(rows.qdata, rows.metadata, *which)
-        yield part, rows
-
-
-def _squared_norms(weight: Tensor) -> Tensor:
-    """fp32 `[rows]`, the squared norm of each row."""
-    squares = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
-    for part, rows in row_chunks(weight):
-        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32, out=squares[part])
-    return squares.square_()
-
-
-def _adapted_norms(
-    weight: Tensor, a: Tensor, b: Tensor, scaling: float, base_squares: Tensor
-) -> Tensor:
-    """fp32 `[rows]`, the row norms of W + scaling * B A."""
-    mixed = torch.empty_like(b, dtype=weight.dtype)  # W A^T, `[rows, rank]`
-    a = a.to(mixed.dtype)
-    for part, rows in row_chunks(weight):
-        torch.mm(rows, a.t(), out=mixed[part])
-    return _norms(mixed, a, b * scaling, base_squares)
-
-
-@compiled
-def _norms(mixed: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
-    """Row norms, without the product B A. `mixed` is w A^T of rows w, `base_squares` their squared
-    norms; b is scaled.
-
-    |w + b A|^2 = |w|^2 + (2 w A^T + b A A^T) . b
-    """
-    gram = a.float() @ a.t().float()
-    squares = base_squares + ((2 * mixed.float() + b @ gram) * b).sum(1)
-    # In a row of zeros (an unused vocabulary entry) magnitude and norm are equal: their ratio is 1.
-    return squares.clamp(min=0.0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
     """(Hugging Face name, parameter) of the model without its adapters."""
     adapted = {name for name, m in model.named_modules() if isinstance(m, AdaptedLinear)}
+    adapted |= {f"{name}.start" for name in adapted}
     for name, param in model.named_parameters():
         module, _, field = name.rpartition(".")
-        if module not in adapted or field in ("weight", "bias"):
+        if module not in adapted or field in BASE_FIELDS:
             yield name, param

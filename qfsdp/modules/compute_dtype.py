@@ -10,7 +10,9 @@ from contextlib import contextmanager
 
 import torch
 
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp32": torch.float32}
+from qfsdp.cli.errors import UserError, speaks_for_all
+
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _REPORTED = "QFSDP_FP32_REPORTED"  # in the environment, where the ranks of a run inherit it
 # Values of oneDNN's ONEDNN_MAX_CPU_ISA that allow AVX-512, but not its bf16 instructions.
 _ISA_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
@@ -22,14 +24,22 @@ def compute_dtype(name: str) -> torch.dtype:
 
     On a CPU without bf16 products "bf16" gives fp32. PyTorch multiplies bf16 there at 1 to 30
     GFLOP/s, and fp32 at 80 to 245 (two cores, AVX2 and AVX-512). The first call that does so
-    prints one line per run.
+    prints one line per run. A CPU computes "fp16" as asked, but
+    products take 4 to 28 times as long as in fp32 (one core of Zen 4): it is there to try out a few
+    steps of what a GPU will run.
 
     Args:
-        name: "bf16" or "fp32".
+        name: "bf16", "fp16" or "fp32".
+
+    Raises:
+        UserError: "bf16" on a GPU without it (before compute capability 8.0).
     """
-    if name == "bf16" and _device_kind() == "cpu" and not has_bf16_products():
+    if name == "bf16" and (kind := _device_kind()) == "cpu" and not has_bf16_products():
         _report()
         return torch.float32
+    if name == "bf16" and kind == "cuda" and _planned_device is None and not has_bf16_gpus():
+        gpu = torch.cuda.get_device_name()
+        raise UserError(f"model.dtype: 'bf16', which a {gpu} does not compute; expected fp16")
     return COMPUTE_DTYPES[name]
 
 
@@ -65,6 +75,13 @@ def has_bf16_products() -> bool:
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
 
 
+@functools.cache
+def has_bf16_gpus() -> bool:
+    """Whether this machine's GPUs multiply bf16 matrices. PyTorch emulates it on older ones, slower
+    than fp32."""
+    return torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def _device_kind() -> str:
     if _planned_device is not None:
         return _planned_device
@@ -73,6 +90,6 @@ def _device_kind() -> str:
 
 
 def _report() -> None:
-    if os.environ.get("RANK", "0") == "0" and _REPORTED not in os.environ:
+    if speaks_for_all() and _REPORTED not in os.environ:
         os.environ[_REPORTED] = "1"
         print("model.dtype: this CPU has no bf16 products; computing in fp32", flush=True)

@@ -21,7 +21,13 @@ from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 
 
 def attend_documents(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int | None = None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    window: int | None = None,
+    scale: float | None = None,
 ) -> Tensor:
     """Grouped-query attention, causal within each document and blind to all others.
 
@@ -34,6 +40,7 @@ def attend_documents(
         max_len: an upper bound of the documents' lengths. It is a constant of a compiled graph:
             give one that does not change from batch to batch.
         window: how many positions a token sees, itself included; None for all before it.
+        scale: multiplies the scores; None: 1 / sqrt(head_dim).
 
     Returns:
         q's shape and dtype.
@@ -46,10 +53,10 @@ def attend_documents(
         window = None
     batch, _, seq, head_dim = q.shape
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
-    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and _has_varlen(head_dim):
-        out = _varlen(q, k, v, cu_seqlens, max_len, window)
+    if q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and has_varlen(head_dim):
+        out = _varlen(q, k, v, cu_seqlens, max_len, window, scale)
     else:
-        out = _AttendEach.apply(q, k, v, cu_seqlens, window)
+        out = _AttendEach.apply(q, k, v, cu_seqlens, window, scale)
     return out.unflatten(0, (batch, seq)).transpose(1, 2)
 
 
@@ -57,7 +64,7 @@ def attend_documents(
 
 
 @torch.compiler.assume_constant_result
-def _has_varlen(head_dim: int) -> bool:
+def has_varlen(head_dim: int) -> bool:
     """Whether FlashAttention supports this GPU and head size."""
     return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0)
 
@@ -71,12 +78,20 @@ def _varlen_shares_heads() -> bool:
 
 
 def _varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, max_len: int, window: int | None
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    max_len: int,
+    window: int | None,
+    scale: float | None = None,
 ) -> Tensor:
     """`_attend_each` by `varlen_attn`; `[tokens, heads, head_dim]`."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
+    if scale is not None:
+        options["scale"] = scale
     if q.shape[1] != k.shape[1]:
         if _varlen_shares_heads():
             options["enable_gqa"] = True
@@ -92,31 +107,44 @@ def _varlen(
 
 
 @custom_op("qfsdp::attend_documents")
-def _attend_each(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None) -> Tensor:
+def _attend_each(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+    scale: float | None = None,
+) -> Tensor:
     """`[tokens, heads, head_dim]`, as q; k and v may have fewer heads."""
     out = q.new_empty(q.shape)
-    for document in _documents(cu_seqlens, len(q)):
-        out[document] = _attend_one(q[document], k[document], v[document], window)
+    for document in documents(cu_seqlens, len(q)):
+        out[document] = _attend_one(q[document], k[document], v[document], window, scale)
     return out
 
 
 @custom_op("qfsdp::attend_documents_backward")
 def _attend_each_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    window: int | None,
+    scale: float | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     grads = (q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape))
-    for document in _documents(cu_seqlens, len(q)):
+    for document in documents(cu_seqlens, len(q)):
         q1, k1, v1 = (t[document].detach().requires_grad_() for t in (q, k, v))
-        with torch.enable_grad(), _autograd_on():
-            out = _attend_one(q1, k1, v1, window)
+        with torch.enable_grad(), autograd_on():
+            out = _attend_one(q1, k1, v1, window, scale)
         parts = torch.autograd.grad(out, (q1, k1, v1), grad[document])
         for whole, part in zip(grads, parts, strict=True):
             whole[document] = part
     return grads
 
 
-def _autograd_on() -> Any:
+def autograd_on() -> Any:
     """Lets autograd record within an op, also where a dispatch mode has turned it off around it."""
     excluded = torch._C._dispatch_tls_local_exclude_set()
     autograd = torch._C.DispatchKeySet(torch._C.DispatchKey.AutogradFunctionality)
@@ -124,14 +152,15 @@ def _autograd_on() -> Any:
     return torch._C._ForceDispatchKeyGuard(included, excluded - autograd)
 
 
-def _documents(cu_seqlens: Tensor, tokens: int) -> Iterator[slice]:
+def documents(cu_seqlens: Tensor, tokens: int) -> Iterator[slice]:
+    """The tokens of each document that has some. Raises `ValueError`, see `attend_documents`."""
     ends = cu_seqlens.tolist()
     if ends[0] != 0 or ends[-1] != tokens:
         raise ValueError(f"cu_seqlens: {ends[0]} to {ends[-1]}; expected 0 to {tokens}")
     return (slice(a, b) for a, b in zip(ends, ends[1:], strict=False) if a < b)
 
 
-def _attend_one(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
+def _attend_one(q: Tensor, k: Tensor, v: Tensor, window: int | None, scale: float | None) -> Tensor:
     """Attention of one document, `[len, heads, head_dim]`."""
     q, k, v = (t.transpose(0, 1).unsqueeze(0) for t in (q, k, v))
     share = q.device.type == "cpu"  # only the CPU's flash kernel shares heads in every dtype
@@ -140,7 +169,9 @@ def _attend_one(q: Tensor, k: Tensor, v: Tensor, window: int | None) -> Tensor:
     mask, length = None, q.shape[2]
     if window is not None and window < length:
         mask = torch.ones(length, length, dtype=torch.bool, device=q.device).tril().triu(1 - window)
-    y = F.scaled_dot_product_attention(q, k, v, mask, is_causal=mask is None, enable_gqa=share)
+    y = F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, enable_gqa=share, scale=scale
+    )
     return y[0].transpose(0, 1)
 
 
@@ -159,13 +190,20 @@ class _AttendEach(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, window: int | None
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        cu_seqlens: Tensor,
+        window: int | None,
+        scale: float | None,
     ) -> Tensor:
-        ctx.window = window
+        ctx.window, ctx.scale = window, scale
         ctx.save_for_backward(q, k, v, cu_seqlens)
-        return _attend_each(q, k, v, cu_seqlens, window)
+        return _attend_each(q, k, v, cu_seqlens, window, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *_attend_each_backward(grad, *ctx.saved_tensors, ctx.window), None, None
+        grads = _attend_each_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
+        return *grads, None, None, None

@@ -5,6 +5,11 @@ fp32, and cross entropy keeps them and their gradient. Here the output layer and
 some hundred tokens at a time. The same pass computes the gradient of the hidden state: backward
 needs nothing else if the output layer is frozen. If its weight is trained, the gradients of the
 chunks are added up in fp32. Positions without a target (prompts, padding) are left out.
+
+Preference losses need the log-probability of every sample. Their gradient gives each sample a
+weight, which is known only after the whole batch. The gradient of a position is linear in the
+weight of its sample, so backward scales rows. Of a trained output layer it computes the logits
+again: one gradient per sample and weight would be too large.
 """
 
 from __future__ import annotations
@@ -18,6 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.data.loader import IGNORE_INDEX
+from qfsdp.modules.quantized_linear import QuantizedLinear
+from qfsdp.modules.row_norms import row_chunks
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 # Logits of a chunk: 128 MB in bf16, 512 tokens of a vocabulary of 128,256.
@@ -49,7 +56,13 @@ def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     )
 
 
-def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
+def head_loss(
+    head: nn.Module,
+    hidden: Tensor,
+    labels: Tensor,
+    sample_ids: Tensor | None = None,
+    num_samples: int = 0,
+) -> Tensor:
     """`summed_cross_entropy(head(hidden), labels)`, in chunks of `CHUNK_LOGITS` logits.
 
     Args:
@@ -57,12 +70,23 @@ def head_loss(head: nn.Module, hidden: Tensor, labels: Tensor) -> Tensor:
             called without hooks: gather a sharded one first (`FSDPModule.unshard`).
         hidden: `[batch, seq, hidden]`.
         labels: int64 `[batch, seq]`.
+        sample_ids: int64 `[batch, seq]`, the sample of each position; None: one sum of all.
+        num_samples: ids are below it.
 
     Returns:
-        fp32 scalar, with gradients for `hidden` and the trained parameters of `head`.
+        fp32 scalar, or fp32 `[num_samples]`, the sums of the samples (added up in fp64, in an order
+        that depends on nothing else). With gradients for `hidden` and the trained parameters of
+        `head`.
     """
-    trained = [p for p in head.parameters() if p.requires_grad and torch.is_grad_enabled()]
-    return _HeadLoss.apply(hidden.flatten(0, -2), labels.flatten(), head, *trained)
+    trained = _trained(head) if torch.is_grad_enabled() else []
+    ids = None if sample_ids is None else sample_ids.flatten()
+    return _HeadLoss.apply(
+        hidden.flatten(0, -2), labels.flatten(), ids, num_samples, head, *trained
+    )
+
+
+def _trained(head: nn.Module) -> list[Tensor]:
+    return [param for param in head.parameters() if param.requires_grad]
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -70,83 +94,175 @@ class _HeadLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, labels: Tensor, head: nn.Module, *given: Tensor
+        ctx: Any,
+        hidden: Tensor,
+        labels: Tensor,
+        ids: Tensor | None,
+        count: int,
+        head: nn.Module,
+        *given: Tensor,
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[3:])
+        wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[5:])
         # `nonzero` waits for the GPU to know the number of targets, once per micro-batch.
         chosen, ctx.tokens = (labels != IGNORE_INDEX).nonzero().squeeze(1), len(labels)
         hidden, labels = hidden[chosen], labels[chosen]
+        ids = None if ids is None else ids[chosen]
         trained = given if wanted else ()
-        loss = hidden.new_zeros((), dtype=torch.float32)
-        grad_hidden = torch.zeros_like(hidden) if wanted else None
-        grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
-        weight = cast(Tensor, head.weight)
-        step = CHUNK_LOGITS // weight.size(0) or 1
-        step -= step % TILE if step > TILE else 0
-        logits, gradients = head.forward, partial(_of_any, head, trained)
-        if isinstance(head, nn.Linear):
-            weight = weight.detach()
-            logits, gradients = partial(F.linear, weight=weight), partial(_of_plain, weight)
-        for start in range(0, len(hidden), step):
-            part = slice(start, start + step)
-            if grad_hidden is None:
-                loss += _loss_and_gradient_(logits(hidden[part]), labels[part])[0]
-                continue
-            of_chunk, grad_hidden[part] = gradients(hidden[part], labels[part], grads)
-            loss += of_chunk
-        ctx.dtypes = [param.dtype for param in trained]
-        ctx.save_for_backward(*([] if grad_hidden is None else [chosen, grad_hidden, *grads]))
-        return loss
+        ctx.head, ctx.dtypes = head, [param.dtype for param in trained]
+        ctx.again = ids is not None and bool(trained)
+        now = wanted and not ctx.again
+        losses, grad_hidden, grads = _in_chunks(head, trained if now else (), hidden, labels, now)
+        kept = [hidden, labels] if ctx.again else [grad_hidden, *grads]
+        ctx.save_for_backward(*([chosen, ids, *kept] if wanted else []))
+        if ids is None:
+            return sum((part.sum() for part in losses), hidden.new_zeros((), dtype=torch.float32))
+        return _sums(losses, ids, count)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        chosen, grad_hidden, *grads = ctx.saved_tensors
+        chosen, ids, *kept = ctx.saved_tensors
+        # Autograd's gradient of `hidden[chosen]` would find the chosen tokens again and sort them.
+        spread = kept[0].new_zeros(ctx.tokens, kept[0].size(1))
+        rest = (None, None, None, None)
+        if ctx.again:
+            trained, weights = _trained(ctx.head), grad[ids]
+            hidden, labels = kept
+            _, of_hidden, grads = _in_chunks(ctx.head, trained, hidden, labels, True, weights)
+            cast_to = zip(grads, ctx.dtypes, strict=True)
+            of_head = (of_param.to(dtype) for of_param, dtype in cast_to)
+            return spread.index_copy_(0, chosen, cast(Tensor, of_hidden)), *rest, *of_head
+        grad_hidden, *grads = kept
         scaled = (
             torch.mul(of_param, grad, out=torch.empty_like(of_param, dtype=dtype))
             for of_param, dtype in zip(grads, ctx.dtypes, strict=True)
         )
-        # Autograd's gradient of `hidden[chosen]` would find the chosen tokens again and sort them.
-        spread = grad_hidden.new_zeros(ctx.tokens, grad_hidden.size(1))
-        return spread.index_copy_(0, chosen, grad_hidden * grad), None, None, *scaled
+        weight = grad if ids is None else grad[ids].unsqueeze(1)
+        of_hidden = torch.mul(grad_hidden, weight, out=torch.empty_like(grad_hidden))
+        return spread.index_copy_(0, chosen, of_hidden), *rest, *scaled
+
+
+def _in_chunks(
+    head: nn.Module,
+    trained: Sequence[Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    wanted: bool,
+    weights: Tensor | None = None,
+) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
+    """Runs the output layer and the loss over `hidden` `[n, hidden]`, all of whose rows count.
+
+    Args:
+        trained: parameters of `head` that get gradients.
+        wanted: whether to compute gradients.
+        weights: fp32 `[n]`, factors of the gradients; None: ones.
+
+    Returns:
+        fp32 losses of the tokens, by chunk; the gradient of `hidden` or None; the gradients of
+        `trained`, fp32.
+    """
+    grad_hidden = torch.zeros_like(hidden) if wanted else None
+    grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
+    weight = cast(Tensor, head.weight)
+    step = CHUNK_LOGITS // weight.size(0) or 1
+    step -= step % TILE if step > TILE else 0
+    logits, gradients = head.forward, partial(_of_any, head, trained)
+    if isinstance(head, nn.Linear):
+        weight = weight.detach()
+        logits, gradients = partial(F.linear, weight=weight), partial(_of_plain, weight)
+    elif isinstance(head, QuantizedLinear) and head.bias is None:
+        logits, gradients = partial(_logits, weight), partial(_of_quantized, weight)
+    losses = []
+    for start in range(0, len(hidden), step):
+        part = slice(start, start + step)
+        if grad_hidden is None:
+            losses.append(_losses_and_gradient_(logits(hidden[part]), labels[part])[0])
+            continue
+        of_rows = None if weights is None else weights[part]
+        of_chunk, grad_hidden[part] = gradients(hidden[part], labels[part], of_rows, grads)
+        losses.append(of_chunk)
+    return losses, grad_hidden, grads
+
+
+def _sums(losses: list[Tensor], ids: Tensor, count: int) -> Tensor:
+    """The sums of the samples, fp32 `[count]`. `index_add_` adds in any order on a GPU."""
+    sums, at = ids.new_zeros(count, dtype=torch.float64), 0
+    if losses and count >= len(ids):  # a sample for each token: a table would be count * count
+        return sums.index_add_(0, ids, torch.cat(losses).double()).float()
+    numbers = torch.arange(count, device=ids.device).unsqueeze(1)
+    for part in losses:
+        mine = ids[at : at + len(part)] == numbers
+        sums += torch.where(mine, part.double(), 0.0).sum(1)
+        at += len(part)
+    return sums.float()
 
 
 def _of_any(
-    head: nn.Module, trained: Sequence[Tensor], hidden: Tensor, labels: Tensor, grads: list[Tensor]
+    head: nn.Module,
+    trained: Sequence[Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    grads: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
-    """The loss of a chunk and its hidden state's gradient; adds those of `trained` to `grads`."""
+    """The losses of a chunk and its hidden state's gradient; adds those of `trained` to `grads`."""
     chunk = hidden.detach().requires_grad_()
     with torch.enable_grad():
         logits = head.forward(chunk)
     # DoRA keeps its output for backward. No other output layer does: it may be overwritten.
     numbers = logits.detach().clone() if trained else logits.detach()
-    loss, grad_logits = _loss_and_gradient_(numbers, labels)
+    losses, grad_logits = _losses_and_gradient_(numbers, labels, weights)
     of_chunk, *of_params = torch.autograd.grad(logits, [chunk, *trained], grad_logits)
     for grad, of_param in zip(grads, of_params, strict=True):
         grad += of_param
-    return loss, of_chunk
+    return losses, of_chunk
 
 
 def _of_plain(
-    weight: Tensor, hidden: Tensor, labels: Tensor, grads: list[Tensor]
+    weight: Tensor, hidden: Tensor, labels: Tensor, weights: Tensor | None, grads: list[Tensor]
 ) -> tuple[Tensor, Tensor]:
     """`_of_any` for a plain weight, without another tensor of its size; `grads`: [] if frozen."""
     rows = max(1, GRADIENT_CHUNK_WEIGHTS // hidden.size(1))
-    loss, grad_logits = _loss_and_gradient_(F.linear(hidden, weight), labels)
+    losses, grad_logits = _losses_and_gradient_(F.linear(hidden, weight), labels, weights)
     for grad in grads:
         for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
             into += columns.t() @ hidden
-    return loss, grad_logits @ weight
+    return losses, grad_logits @ weight
 
 
-def _loss_and_gradient_(logits: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Summed cross entropy of `[n, vocab]`, and its gradient, which overwrites the logits."""
+def _of_quantized(
+    weight: Tensor, hidden: Tensor, labels: Tensor, weights: Tensor | None, grads: list[Tensor]
+) -> tuple[Tensor, Tensor]:
+    """`_of_any` for a quantized weight, dequantized some rows at a time: whole, that of a
+    vocabulary of 201,088 took 1.1 GiB. It is frozen, so `grads` is empty."""
+    losses, grad_logits = _losses_and_gradient_(_logits(weight, hidden), labels, weights)
+    of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
+    for part, rows in row_chunks(weight):
+        of_hidden += grad_logits[:, part] @ rows
+    return losses, of_hidden.to(hidden.dtype)
+
+
+def _logits(weight: Tensor, hidden: Tensor) -> Tensor:
+    """`hidden @ weight.T` of a quantized weight, dequantized some rows at a time."""
+    logits = hidden.new_empty(hidden.size(0), weight.size(0))
+    for part, rows in row_chunks(weight):
+        logits[:, part] = hidden @ rows.t()
+    return logits
+
+
+def _losses_and_gradient_(
+    logits: Tensor, labels: Tensor, weights: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
+    """Cross entropy of each row of `[n, vocab]`, fp32 `[n]`, and the gradient of its sum, whose
+    rows `weights` scale; it overwrites the logits."""
     labels = labels.unsqueeze(1)
     targets = logits.gather(1, labels).float()
     total = _softmax_(logits)
     rows = torch.arange(len(logits), device=logits.device).unsqueeze(1)
     # `scatter_` copied all logits: 59 ms per chunk, a quarter of the loss.
     logits.index_put_((rows, labels), torch.expm1(targets - total).to(logits.dtype))
-    return (total - targets).sum(), logits
+    if weights is not None:
+        logits *= weights.unsqueeze(1)
+    return (total - targets).squeeze(1), logits
 
 
 @compiled

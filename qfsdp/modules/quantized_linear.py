@@ -12,10 +12,20 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qfsdp.cli.errors import UserError
-from qfsdp.modules.targets import ALL_LINEAR, check_targets, replace_module, target_modules
-from qfsdp.tensor_subclasses import hqq, nf4, nf4_fp32_absmax  # noqa: F401  (registers formats)
+from qfsdp.cli.sizes import parse_size
+from qfsdp.modules.experts import ExpertLinear
+from qfsdp.modules.targets import (
+    ALL_LINEAR,
+    check_present,
+    check_targets,
+    replace_module,
+    target_modules,
+)
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor, frozen_weight
+
+LINEARS = (nn.Linear, ExpertLinear)
+"""What can be quantized."""
 
 
 @dataclass
@@ -24,17 +34,25 @@ class QuantizationConfig:
 
     Fields:
         format: "nf4" (4.127 bits per weight), "nf4_fp32_absmax" (without double quantization, 4.5
-            bits), "hqq" (affine, 4.5 bits), or "none". Weights that are stored quantized in the
-            model folder stay as they are.
+            bits), "hqq" (affine, 4.5 bits), "mxfp4" (floating point, 4.25 bits, as gpt-oss is
+            published), or "none". Weights that are stored quantized in the model folder stay as
+            they are.
         targets: "all-linear" (every linear of every layer), or a list of names. A list may also
             name `lm_head`: `[all-linear, lm_head]`.
+        expert_chunk: memory for the dequantized experts of a layer, such as 256MiB. If all of them
+            need more, they are dequantized in parts, and on GPUs the host waits for each.
     """
 
-    format: Literal["nf4", "nf4_fp32_absmax", "hqq", "none"] = "nf4"
+    format: Literal["nf4", "nf4_fp32_absmax", "hqq", "mxfp4", "none"] = "nf4"
     targets: str | list[str] = ALL_LINEAR
+    expert_chunk: str | int = "1GiB"
 
     def check(self) -> None:
         check_targets("quantization.targets", self.targets)
+        try:
+            parse_size(self.expert_chunk)
+        except ValueError as error:
+            raise UserError(f"quantization.expert_chunk: {error}") from None
 
 
 class QuantizedLinear(nn.Module):
@@ -60,7 +78,8 @@ def quantize_linears(
     stored: Mapping[str, str] | None = None,
     plain: Collection[str] = (),
 ) -> None:
-    """Replaces the targeted `nn.Linear`s of `model` by `QuantizedLinear`s with unset bytes.
+    """Replaces the targeted `nn.Linear`s of `model` by `QuantizedLinear`s with unset bytes, and the
+    weights of targeted `ExpertLinear`s by unset bytes.
 
     Quantizes nothing itself: the loader writes the bytes. So `model` may be on the meta device.
 
@@ -71,11 +90,15 @@ def quantize_linears(
             quantized.
 
     Raises:
-        UserError: `lm_head` is a target, but its weight is the token embedding; or weights are
-            stored in a format of another kind than `config.format`.
+        UserError: `lm_head` is a target, but its weight is the token embedding; or a target is not
+            a linear of the model; or weights are stored in a format of another kind than
+            `config.format` and it is not mxfp4.
     """
     stored = {n: f for n, f in (stored or {}).items() if n.removesuffix(".weight") not in plain}
     for name, quantized_as in stored.items():
+        # gpt-oss is published with experts in MXFP4 and other weights in bf16, which take `format`.
+        if quantized_as == "mxfp4" and config.format != "none":
+            continue
         if quantized_as.partition("_")[0] != config.format.partition("_")[0]:
             kind = quantized_as.partition("_")[0]
             raise UserError(
@@ -86,17 +109,22 @@ def quantize_linears(
     formats: dict[str, str] = {name: config.format for name in targeted}
     formats |= {name.removesuffix(".weight"): quantized_as for name, quantized_as in stored.items()}
     for name, module in list(model.named_modules()):
-        if name in formats and name not in plain and isinstance(module, nn.Linear):
+        if name in formats and name not in plain and isinstance(module, LINEARS):
             rows, cols = module.weight.shape
             weight = module.weight
             qdata = FORMATS[formats[name]].empty(rows, cols, weight.dtype, weight.device)
-            replace_module(model, name, QuantizedLinear(qdata, module.bias))
+            if isinstance(module, ExpertLinear):
+                module.requires_grad_(False).weight = nn.Parameter(qdata, requires_grad=False)
+                module.chunk_bytes = parse_size(config.expert_chunk)
+            else:
+                replace_module(model, name, QuantizedLinear(qdata, module.bias))
 
 
 def _targeted(model: nn.Module, config: QuantizationConfig) -> Iterator[str]:
     """Names of the linears that `config.targets` selects."""
+    check_present("quantization.targets", config.targets, model)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
-    for name, module in target_modules(model, config.targets, nn.Linear):
+    for name, module in target_modules(model, config.targets, LINEARS):
         if id(module.weight) in embeddings:
             raise UserError(
                 f"quantization.targets: {name!r} is tied to the token embeddings in this model "
@@ -170,9 +198,15 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
     Returns:
         `[..., rows]`, of x's dtype.
+
+    Raises:
+        ValueError: `weight` is flat, holds no weights yet, or requires a gradient.
     """
     if not isinstance(weight, QuantizedTensor):
         return F.linear(x, weight, bias)
+    # Traced into a compiled layer, the check made it keep weights of norms for backward.
+    if not torch.compiler.is_compiling():
+        weight.check_product()
     which = (weight.format, weight.cols, weight.row_offset)
     y = _QuantizedProduct.apply(x, weight.qdata, weight.metadata, which)
     return y if bias is None else y + bias

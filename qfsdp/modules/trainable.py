@@ -16,6 +16,8 @@ from torch import nn
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
 from qfsdp.modules.decoder_config import EXPANDED
+from qfsdp.modules.quantized_linear import LINEARS
+from qfsdp.modules.router import Router
 from qfsdp.modules.transformer import Decoder
 
 
@@ -29,9 +31,9 @@ class TrainableConfig:
         embeddings: whether token embeddings, last norm and output layer are trained too; null:
             only if all layers are.
         dtype: of trained parameters, and so of their gradients and the optimizer's state. "fp32"
-            with `model.dtype: bf16` computes in bf16 (every rank casts its rows before they are
-            gathered). Use "bf16" with optimizers that round stochastically or keep state in 8
-            bits (torchao.optim).
+            with `model.dtype: bf16` or fp16 computes in that (every rank casts its rows before
+            they are gathered). Use "bf16" with optimizers that round stochastically or keep state
+            in 8 bits (torchao.optim).
     """
 
     layers: Literal["all", "expanded"] | list[int] = "all"
@@ -62,8 +64,15 @@ def check_trainable(cfg: Any) -> None:
         if cfg.optimizer_in_backward and (value := getattr(cfg, name)) != only:
             expected = f"{only or 'null'}, as optimizer_in_backward keeps no gradients"
             raise InvalidField(name, value, expected)
-    if trainable.dtype == "bf16" and model.dtype == "fp32":
-        raise UserError("trainable.dtype: 'bf16' is coarser than model.dtype, fp32; expected fp32")
+    if cfg.optimizer_in_backward and getattr(cfg, "on_nonfinite", "stop") == "skip":
+        expected = "stop, as optimizer_in_backward uses gradients before all of them are known"
+        raise InvalidField("on_nonfinite", "skip", expected)
+    if trainable.dtype == "bf16" and model.dtype != "bf16":
+        coarser = f"'bf16' is coarser than model.dtype, {model.dtype}"
+        raise UserError(f"trainable.dtype: {coarser}; expected fp32")
+    if cfg.optimizer_in_backward and model.dtype == "fp16":
+        expected = "false, as a step of fp16 is left out if any gradient overflows"
+        raise InvalidField("optimizer_in_backward", True, expected)
     whole = trainable.layers == "all"
     if whole and cfg.sharding.offload_base != "none":
         raise UserError(
@@ -106,7 +115,7 @@ def set_trainable(model: Decoder, config: TrainableConfig, folder: Path) -> set[
         UserError: the model has no such layers.
     """
     body, held = model.model, COMPUTE_DTYPES[config.dtype]
-    model.compute_dtype = body.norm.weight.dtype
+    model.compute_dtype = body.embed_tokens.weight.dtype
     model.requires_grad_(False)
     trained: list[nn.Module] = [
         body.layers[index] for index in trained_layers(config, folder, len(body.layers))
@@ -115,7 +124,10 @@ def set_trainable(model: Decoder, config: TrainableConfig, folder: Path) -> set[
         trained += [body.embed_tokens, body.norm, model.lm_head]
     for module in trained:
         module.to(held).requires_grad_(True)
-    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear))
+    for module in model.modules():
+        if isinstance(module, Router) and module.e_score_correction_bias is not None:
+            module.e_score_correction_bias.requires_grad_(False)
+    linears = ((name, m) for name, m in model.named_modules() if isinstance(m, LINEARS))
     return {name for name, linear in linears if linear.weight.requires_grad}
 
 

@@ -1,74 +1,76 @@
-"""The decoder that every recipe trains: Llama, Mistral and Qwen from a Hugging Face `config.json`.
+"""The decoder that every recipe trains, put together from the parts of a `DecoderConfig`.
 
-Modules have the names that Hugging Face gives them, and rotary embeddings use its rotate-half
-layout. So checkpoint keys are parameter names, and no weight is renamed or permuted. One class
-serves all architectures: they differ in biases, q/k norms, sliding window and rope scaling only.
-
-Papers: Llama 2 (arXiv:2307.09288), Mistral's sliding window (2310.06825).
+Modules have the names that Hugging Face gives them, and rotary embeddings use its layout. So
+checkpoint keys are parameter names, and no weight is renamed or permuted. One class serves all
+families; `families` says which parts each has.
 """
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
+from qfsdp.data.shared_prompts import SharedDocuments
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
-from qfsdp.modules.attention import Attention, RMSNorm
+from qfsdp.modules.attention import Attention
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.kv_cache import KVCache, LayerCache
 from qfsdp.modules.loss import head_loss
+from qfsdp.modules.mixture import MixtureMLP
+from qfsdp.modules.mlp import MLP
+from qfsdp.modules.rope import RopeConfig
+from qfsdp.modules.routing import Routing, counted_tokens
 
-
-class MLP(nn.Module):
-    """SwiGLU feed-forward (arXiv:2002.05202)."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        hidden, intermediate, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
-        self.gate_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.up_proj = nn.Linear(hidden, intermediate, bias=bias)
-        self.down_proj = nn.Linear(intermediate, hidden, bias=bias)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+Documents = Tensor | SharedDocuments | None
+RotaryTables = dict[RopeConfig | None, tuple[Tensor | None, Tensor | None]]
 
 
 def _mark_lengths(
-    x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cu_seqlens: Tensor | None
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens: Documents,
+    counted: Tensor | None,
 ) -> None:
     """Tells the compiler which sizes vary. Without it the compiler builds everything for the first
     batch, and again for the first batch of another length (20 s each for SmolLM2 on a CPU)."""
     if cu_seqlens is not None:  # packed rows have one length, but any number of documents
-        torch._dynamo.maybe_mark_dynamic(cu_seqlens, 0)
+        shared = isinstance(cu_seqlens, SharedDocuments)
+        for tensor in cu_seqlens[:2] if shared else (cu_seqlens,):  # and tokens written out
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
         return
-    for tensor in (x, cos, sin):
-        torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    for tensor in (x, cos, sin, counted):
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
     if mask is not None:
         torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
 
 
 class DecoderLayer(nn.Module):
-    """Attention and feed-forward, each behind a norm and added to the residual.
+    """Attention and feed-forward, each behind a norm, before a norm, or both, and added to the
+    residual.
 
     `block` is the computation. `forward` adds what a run chooses around it: checkpointing and
     offloading of activations, and the cache of generation.
 
     Args:
         config: of the decoder.
-        windowed: whether the model's sliding window applies to this layer.
+        kind: what this layer has of its own.
     """
 
-    def __init__(self, config: DecoderConfig, windowed: bool) -> None:
+    def __init__(self, config: DecoderConfig, kind: LayerConfig) -> None:
         super().__init__()
-        self.self_attn = Attention(config, config.sliding_window if windowed else None)
-        self.mlp = MLP(config)
-        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
-        self.windowed = windowed
+        self.norms, self.mlp_name = config.norms, config.mlp.module
+        self.residual_multiplier = config.multipliers.residual
+        self.self_attn = Attention(config, kind)
+        setattr(self, self.mlp_name, MixtureMLP(config) if kind.mixture else MLP(config))
+        for name in config.norms.names():
+            setattr(self, name, config.norm.build(config.hidden_size))
         self.checkpointing: Checkpointing = "none"
         self.offload: Offload | None = None
         self.compiled = False
@@ -87,48 +89,76 @@ class DecoderLayer(nn.Module):
     def block(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         mask: Tensor | None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Documents = None,
         cache: LayerCache | None = None,
-    ) -> Tensor:
-        y = self.self_attn(self.input_layernorm(x), cos, sin, mask, cu_seqlens, cache)
-        z = self.mlp(self.post_attention_layernorm(x + y))
+        counted: Tensor | None = None,
+    ) -> Any:
+        norms, attention, mlp = self.norms, self.self_attn, self.feed_forward
+        y = attention(self._norm(norms.before_attention, x), cos, sin, mask, cu_seqlens, cache)
+        y = self._added(self._norm(norms.after_attention, y))
+        z, routing = self._norm(norms.before_mlp, x + y), None
+        if counted is None:
+            z = mlp(z)
+        else:
+            z, routing = mlp(z, counted)
+        z = self._added(self._norm(norms.after_mlp, z))
         # A second x + y. With a single one, backward adds the gradients of norm and residual in
         # another order, and fp32 runs differ from earlier ones in the last bits.
-        return x + y + z
+        return x + y + z if routing is None else (x + y + z, routing)
+
+    @property
+    def feed_forward(self) -> MLP | MixtureMLP:
+        return cast(MLP | MixtureMLP, getattr(self, self.mlp_name))
+
+    def _norm(self, name: str | None, x: Tensor) -> Tensor:
+        return x if name is None else getattr(self, name)(x)
+
+    def _added(self, y: Tensor) -> Tensor:
+        """What attention or feed-forward adds to the residual."""
+        return y if self.residual_multiplier == 1.0 else y * self.residual_multiplier
 
     def forward(
         self,
         x: Tensor,
-        cos: Tensor,
-        sin: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
         mask: Tensor | None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Documents = None,
         cache: LayerCache | None = None,
-    ) -> Tensor:
+        counted: Tensor | None = None,
+    ) -> Any:
+        """`[batch, seq, hidden]`; with `counted`, of a mixture, also its `routing_sums`."""
         if cache is not None:
             return self._cached_block(x, cos, sin, mask, cache)
         if self.compiled:  # marked here: FSDP2's hooks pass other tensors than the caller's
-            _mark_lengths(x, cos, sin, mask, cu_seqlens)
-        args = (x, cos, sin, mask, cu_seqlens)
+            _mark_lengths(x, cos, sin, mask, cu_seqlens, counted)
+        args = (x, cos, sin, mask, cu_seqlens, None, counted)
         if not torch.is_grad_enabled():
             return self.block(*args)
         if self.offload is None:
             return checkpointed(self.block, self.recomputed, *args)
-        with self.offload.layer((*self.parameters(), cos, sin)):
+        tables = (table for table in (cos, sin) if table is not None)
+        with self.offload.layer((*self.parameters(), *tables)):
             return checkpointed(self.block, self.recomputed, *args)
 
     def _cached_block(
-        self, x: Tensor, cos: Tensor, sin: Tensor, mask: Tensor | None, cache: LayerCache
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Tensor | None,
+        cache: LayerCache,
     ) -> Tensor:
         """`block` with a cache. A prompt runs uncompiled: one call does not pay for a build."""
         if self.compiled and cache.slots is None:
             return DecoderLayer.block(self, x, cos, sin, mask, None, cache)
         if self.compiled:
             for tensor in (x, cos, sin, cache.slots):
-                torch._dynamo.maybe_mark_dynamic(tensor, 0)
+                if tensor is not None:
+                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
             for tensor, dim in ((mask, 3), (cache.keys, 2), (cache.values, 2)):
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, dim])
         return self.block(x, cos, sin, mask, None, cache)
@@ -139,21 +169,24 @@ class Backbone(nn.Module):
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
-        window = config.sliding_window
-        windowed = [
-            window is not None and index >= config.max_window_layers
-            for index in range(config.num_hidden_layers)
-        ]
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, in_window) for in_window in windowed)
-        self.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.layers = nn.ModuleList(DecoderLayer(config, kind) for kind in config.layers)
+        self.norm = config.norm.build(config.hidden_size)
 
 
 class OutputLayer(nn.Linear):
-    """Logits `[..., vocab]` of hidden states or, given labels, their summed cross entropy."""
+    """Logits `[..., vocab]` of hidden states or, given labels, their `head_loss`."""
 
-    def forward(self, x: Tensor, labels: Tensor | None = None) -> Tensor:
-        return super().forward(x) if labels is None else head_loss(self, x, labels)
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        num_samples: int = 0,
+    ) -> Tensor:
+        if labels is None:
+            return super().forward(x)
+        return head_loss(self, x, labels, sample_ids, num_samples)
 
 
 class Decoder(nn.Module):
@@ -165,12 +198,14 @@ class Decoder(nn.Module):
 
     Fields:
         compute_dtype: FSDP2 casts trained weights to it as it gathers them; None: no cast.
+        routing: what the routers of a mixture of experts do in training.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
+        self.routing = Routing(config.experts.router.aux_loss if config.experts else 0.0)
         self.model = Backbone(config)
         self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
@@ -192,12 +227,16 @@ class Decoder(nn.Module):
     def compile_layers(self) -> None:
         """Compiles the computation of every layer; FSDP2's hooks stay outside of it.
 
-        Two builds serve all layers and all lengths of batches: one for the first layer, whose input
-        needs no gradient, and one for the others.
+        Two builds serve all layers of a kind and all lengths of batches: one for the first layer,
+        whose input needs no gradient, and one for the others.
         """
         # Backward computes pointwise results (norms, rotations, silu) again instead of keeping
         # them: 731 MB kept instead of 1059 for 2048 tokens of SmolLM2, in 1 % more time.
         torch._functorch.config.ban_recompute_materialized_backward = False
+        # Each kind of layer has its builds; at the limit PyTorch would go on without compiling.
+        kinds = len(set(self.config.layers))
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, 8 * kinds)
         for layer in self.model.layers:
             cast(DecoderLayer, layer).compile_block()
 
@@ -207,8 +246,10 @@ class Decoder(nn.Module):
         positions: Tensor | None = None,
         mask: Tensor | None = None,
         labels: Tensor | None = None,
-        cu_seqlens: Tensor | None = None,
+        cu_seqlens: Documents = None,
         cache: KVCache | None = None,
+        sample_ids: Tensor | None = None,
+        num_samples: int = 0,
     ) -> Tensor:
         """Logits, or with labels the loss.
 
@@ -220,76 +261,126 @@ class Decoder(nn.Module):
                 be causal. None: causal attention. That serves right-padded batches too, as padding
                 comes after every real token; the loss must ignore its logits.
             labels: int64 `[batch, seq]`, -100 for none.
-            cu_seqlens: int32 bounds of the samples packed into rows, see `attend_documents`.
-                `positions` must then start at 0 in each sample.
+            cu_seqlens: int32 bounds of the samples packed into rows, see `attend_documents`, or
+                `SharedDocuments`. `positions` must then start at 0 in each sample.
             cache: for generation, without gradients; only `tokens` may be given with it.
+            sample_ids: with `labels`: int64 `[batch, seq]`, the sample of each position.
+            num_samples: `sample_ids` are below it.
 
         Returns:
             `[batch, seq, vocab]` in the dtype of the weights. With `labels`: their summed cross
-            entropy, an fp32 scalar; the logits never exist whole. With a `cache`: `[batch, vocab]`,
-            the logits of the token after each row's last one.
+            entropy, an fp32 scalar, or of each sample, fp32 `[num_samples]`; the logits never exist
+            whole. With a `cache`: `[batch, vocab]`, the logits of the token after each row's last.
 
         Raises:
-            ValueError: `cu_seqlens` is given with a mask or without positions.
+            ValueError: `cu_seqlens` is given with a mask or without positions, or a mask to a model
+                with attention sinks.
         """
         if cache is not None:
             return self._next_logits(tokens, cache)
         if cu_seqlens is not None and (mask is not None or positions is None):
             raise ValueError("cu_seqlens takes positions with it, and no mask")
-        x = self.model.embed_tokens(tokens)
+        if mask is not None and self.config.attention.sinks:
+            raise ValueError("attention with sinks takes no mask")
+        x = self._embedded(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        cos, sin = self._rotary_tables(positions, x.dtype)
-        windowed_mask = self._within_window(mask, tokens) if cu_seqlens is None else None
-        for layer in self.model.layers:
-            seen = windowed_mask if layer.windowed else mask
-            x = layer(x, cos, sin, seen, cu_seqlens)
-        x = self.model.norm(x)
-        return self.lm_head(x) if labels is None else self._loss(x, labels)
+        tables = self._rotary_tables(positions, x.dtype)
+        masks = {kind.window: mask for kind in self.config.layers}
+        if cu_seqlens is None:
+            masks = self._within_windows(mask, tokens)
+        # Routing is followed in training only.
+        followed = self.config.experts and self.training and torch.is_grad_enabled()
+        counted = counted_tokens(labels) if followed and labels is not None else None
+        x, routed = self._layers(x, tables, masks, cu_seqlens, counted)
+        x = self._final(x)
+        if labels is None:
+            return self.lm_head(x)
+        loss = self._loss(x, labels, sample_ids, num_samples)
+        return loss if counted is None else self.routing.follow(loss, routed, counted, labels)
+
+    def _layers(
+        self,
+        x: Tensor,
+        tables: RotaryTables,
+        masks: dict[int | None, Tensor | None],
+        cu_seqlens: Documents,
+        counted: Tensor | None = None,
+    ) -> tuple[Tensor, list[Tensor]]:
+        """The last layer's output and, with `counted`, the routing of every mixture."""
+        routed: list[Tensor] = []
+        for layer, kind in zip(self.model.layers, self.config.layers, strict=True):
+            args = (x, *tables[kind.rope], masks[kind.window], cu_seqlens)
+            if counted is None or not kind.mixture:
+                x = layer(*args)
+            else:
+                x, sums = layer(*args, None, counted)
+                routed.append(sums)
+        return x, routed
 
     def _next_logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        x = self.model.embed_tokens(tokens)
+        x = self._embedded(tokens)
         rows, columns = (torch.arange(size, device=tokens.device) for size in tokens.shape)
         positions, last = columns.unsqueeze(0), cache.lengths - 1
-        mask, windowed_mask = None, self._within_window(None, tokens)
+        masks = {} if cache.filled else self._within_windows(None, tokens)
         if cache.filled:
             positions, last = cache.lengths.unsqueeze(1), torch.zeros_like(rows)
-            mask, windowed_mask = cache.mask(), cache.mask(self.config.sliding_window)
-        cos, sin = self._rotary_tables(positions, x.dtype)
-        for layer, kept in zip(self.model.layers, cache.layers(x.dtype), strict=True):
-            x = layer(x, cos, sin, windowed_mask if layer.windowed else mask, None, kept)
+            masks = {kind.window: cache.mask(kind.window) for kind in self.config.layers}
+        tables = self._rotary_tables(positions, x.dtype)
+        layers = zip(self.model.layers, self.config.layers, cache.layers(x.dtype), strict=True)
+        for layer, kind, kept in layers:
+            x = layer(x, *tables[kind.rope], masks[kind.window], None, kept)
         cache.advance()
-        return self.lm_head(self.model.norm(x[rows, last]))
+        return self.lm_head(self._final(x[rows, last]))
 
-    def _loss(self, hidden: Tensor, labels: Tensor) -> Tensor:
+    def _within_windows(
+        self, mask: Tensor | None, tokens: Tensor
+    ) -> dict[int | None, Tensor | None]:
+        """The mask of every window; attention with sinks needs none."""
+        windows = {kind.window for kind in self.config.layers}
+        if self.config.attention.sinks:
+            return dict.fromkeys(windows)
+        return {window: _within_window(mask, window, tokens) for window in windows}
+
+    def _embedded(self, tokens: Tensor) -> Tensor:
+        x, factors = self.model.embed_tokens(tokens), self.config.multipliers
+        if factors.rounds_embedding:
+            return x * torch.tensor(factors.embedding, dtype=x.dtype, device=x.device)
+        return x if factors.embedding == 1.0 else x * factors.embedding
+
+    def _final(self, x: Tensor) -> Tensor:
+        """Input of the output layer. It is linear, so its input takes the logits' multiplier."""
+        x, factor = self.model.norm(x), self.config.multipliers.logits
+        return x if factor == 1.0 else x * factor
+
+    def _loss(self, hidden: Tensor, labels: Tensor, *samples: Any) -> Tensor:
         head = self.lm_head
         if not isinstance(head, FSDPModule):
-            return head_loss(head, hidden, labels)
+            return head_loss(head, hidden, labels, *samples)
         if isinstance(head, OutputLayer) and head.weight.requires_grad:
             # One call for FSDP2, which reduces and frees the gradient as backward begins.
-            return head(hidden, labels)
+            return head(hidden, labels, *samples)
         # Gathered by hand, as the loss calls it chunk by chunk. A frozen one is freed after that;
         # FSDP2 would keep it until backward.
         head.unshard()
-        loss = head_loss(head, hidden, labels)
+        loss = head_loss(head, hidden, labels, *samples)
         if not any(param.requires_grad for param in head.parameters()):
             head.reshard()
         return loss
 
-    def _rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Cosine and sine, `[batch or 1, seq, 1, head_dim]` of `dtype`, computed in fp32. The first
-        half of sine is negated, for `attention._Rotate`."""
-        inverse = self.config.rope.inverse_frequencies(self.config.head_dim, positions.device)
-        angles = positions[:, :, None, None].float() * inverse
-        cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
-        return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+    def _rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
+        """The tables of every rotary embedding of the model; (None, None) for none."""
+        ropes, head_dim = {kind.rope for kind in self.config.layers}, self.config.head_dim
+        tables: RotaryTables = {None: (None, None)}
+        return tables | {rope: rope.tables(head_dim, positions, dtype) for rope in ropes if rope}
 
-    def _within_window(self, mask: Tensor | None, tokens: Tensor) -> Tensor | None:
-        """`mask` narrowed to the sliding window; unchanged where the window hides nothing."""
-        window, seq = self.config.sliding_window, tokens.shape[1]
-        if window is None or seq <= window:
-            return mask
-        distance = torch.arange(seq, device=tokens.device)
-        distance = distance[:, None] - distance
-        near = ((distance >= 0) & (distance < window))[None, None]
-        return near if mask is None else mask & near
+
+def _within_window(mask: Tensor | None, window: int | None, tokens: Tensor) -> Tensor | None:
+    """`mask` narrowed to a sliding window; unchanged where the window hides nothing."""
+    seq = tokens.shape[1]
+    if window is None or seq <= window:
+        return mask
+    distance = torch.arange(seq, device=tokens.device)
+    distance = distance[:, None] - distance
+    near = ((distance >= 0) & (distance < window))[None, None]
+    return near if mask is None else mask & near

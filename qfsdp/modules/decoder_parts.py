@@ -1,0 +1,227 @@
+"""The parts that a decoder is put together from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from qfsdp.modules.norms import NormConfig
+from qfsdp.modules.rope import RopeConfig
+
+MOST_LAYERS = 10_000  # the meta device builds them in seconds; models have a hundredth of it
+
+
+@dataclass(frozen=True)
+class LayerConfig:
+    """What differs among the layers of one decoder.
+
+    Fields:
+        window: the number of positions that a token sees, itself included; None: all before it.
+        rope: its rotary embedding; None: positions are not embedded.
+        mixture: its feed-forward is a mixture of experts, see `ExpertsConfig`.
+    """
+
+    window: int | None = None
+    rope: RopeConfig | None = RopeConfig()
+    mixture: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionConfig:
+    """The projections of attention.
+
+    Fields:
+        inner: names of the linears that make queries, keys and values: three, or one for all.
+        qk_norm: norms of queries and keys: of every head, or of the whole projection.
+        scale: multiplies scores; None: 1 / sqrt(head_dim).
+        sinks: every head has a logit that no token stands for, see `qfsdp.modules.sink_attention`.
+    """
+
+    inner: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
+    qkv_bias: bool = False
+    o_bias: bool = False
+    qk_norm: Literal["head", "projection"] | None = None
+    scale: float | None = None
+    sinks: bool = False
+
+
+@dataclass(frozen=True)
+class MLPConfig:
+    """The gated feed-forward (arXiv:2002.05202): `outer(activation(gate) * up)`.
+
+    Fields:
+        module: its name in a layer.
+        inner: names of the linears that make gate and up: two, or one for both, gate first.
+        outer: name of the last linear.
+        activation: silu, or the tanh approximation of gelu.
+    """
+
+    module: str = "mlp"
+    inner: tuple[str, ...] = ("gate_proj", "up_proj")
+    outer: str = "down_proj"
+    bias: bool = False
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+
+
+@dataclass(frozen=True)
+class RouterConfig:
+    """How a token chooses its experts (`qfsdp.modules.router`).
+
+    Fields:
+        kind: "softmax" weighs all experts and chooses those with the largest weights; "chosen"
+            chooses first, and its softmax is over the chosen ones only; "sigmoid" weighs every
+            expert by itself, and adds a stored correction for the choice alone (DeepSeek-V3,
+            arXiv:2412.19437).
+        normalised: except with "chosen", the weights of the chosen experts are divided by their
+            sum.
+        bias: added to the scores.
+        groups, chosen_groups: with "sigmoid", experts are in groups of one size, and a token
+            chooses among those of its best groups.
+        factor: multiplies the weights.
+        name: of the router in the feed-forward.
+        family_aux_loss: the family's factor of the load-balancing loss (`router_aux_loss_coef`).
+        aux_loss: the factor in training (`model.router_aux_loss`); 0: without that loss.
+    """
+
+    kind: Literal["softmax", "chosen", "sigmoid"] = "softmax"
+    normalised: bool = False
+    bias: bool = False
+    groups: int = 1
+    chosen_groups: int = 1
+    factor: float = 1.0
+    name: str = "gate"
+    family_aux_loss: float = 0.0
+    aux_loss: float = 0.0
+
+
+@dataclass(frozen=True)
+class SharedExpert:
+    """The feed-forward that every token uses beside its experts.
+
+    Fields:
+        name: in the feed-forward.
+        intermediate_size: of it.
+        gate: name of a linear with one row; the sigmoid of its result multiplies. None: no gate.
+    """
+
+    name: str
+    intermediate_size: int
+    gate: str | None = None
+
+
+@dataclass(frozen=True)
+class ExpertsConfig:
+    """The mixture of experts that replaces the feed-forward of a layer (arXiv:1701.06538).
+
+    Fields:
+        count: experts of a layer.
+        top_k: experts of a token.
+        intermediate_size: of one expert.
+        activation: of the gate, as in `MLPConfig`.
+        bias: both linears of every expert have one.
+        interleaved: rows of gate and up alternate; otherwise all rows of gate come first.
+        clamp: limit and gain of the activation that replaces `activation` (`qfsdp.modules.mlp`).
+        shared: what all tokens use; None: nothing.
+        stored: names of an expert's linears in files with one tensor for each expert: gate, up and
+            down. Files with one 3-D tensor for all experts have `gate_up_proj` and `down_proj`.
+        transposed: files have 3-D tensors `[experts, in, out]`.
+    """
+
+    count: int
+    top_k: int
+    intermediate_size: int
+    router: RouterConfig = RouterConfig()
+    activation: Literal["silu", "gelu_tanh"] = "silu"
+    bias: bool = False
+    interleaved: bool = False
+    clamp: tuple[float, float] | None = None
+    shared: SharedExpert | None = None
+    stored: tuple[str, str, str] = ("gate_proj", "up_proj", "down_proj")
+    transposed: bool = False
+
+
+@dataclass(frozen=True)
+class LayerNorms:
+    """Names of a layer's norms, before and after attention and feed-forward; None: no norm there.
+
+    What comes after is normalised before it is added to the residual.
+    """
+
+    before_attention: str | None = "input_layernorm"
+    after_attention: str | None = None
+    before_mlp: str | None = "post_attention_layernorm"
+    after_mlp: str | None = None
+
+    def names(self) -> list[str]:
+        """The names, in the order in which the norms run."""
+        norms = (self.before_attention, self.after_attention, self.before_mlp, self.after_mlp)
+        return [name for name in norms if name is not None]
+
+
+@dataclass(frozen=True)
+class Multipliers:
+    """Fixed factors.
+
+    Fields:
+        embedding: of the embedded tokens.
+        rounds_embedding: `embedding` is rounded to the dtype of the weights first, as in Gemma.
+        residual: of what attention and feed-forward add to the residual.
+        logits: of the logits.
+    """
+
+    embedding: float = 1.0
+    rounds_embedding: bool = False
+    residual: float = 1.0
+    logits: float = 1.0
+
+
+@dataclass(frozen=True)
+class DecoderParts:
+    """The parts of a decoder; sizes are named as in `config.json`.
+
+    Fields:
+        intermediate_size: of dense layers.
+        layers: one entry for every layer.
+        experts: of the layers that are mixtures; None: no layer is one.
+        norm: what all norms compute.
+        predictors: layers after the last one that files may hold and that are neither computed nor
+            loaded: they predict further tokens (multi-token prediction, arXiv:2412.19437).
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_attention_heads: int
+    num_key_value_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    layers: tuple[LayerConfig, ...]
+    norm: NormConfig = NormConfig()
+    norms: LayerNorms = LayerNorms()
+    attention: AttentionConfig = AttentionConfig()
+    mlp: MLPConfig = MLPConfig()
+    experts: ExpertsConfig | None = None
+    multipliers: Multipliers = Multipliers()
+    tie_word_embeddings: bool = False
+    predictors: int = 0
+
+    @property
+    def num_hidden_layers(self) -> int:
+        return len(self.layers)
+
+    @property
+    def pattern(self) -> tuple[int, int]:
+        """The number of first layers, such as dense ones, and the length of the pattern that the
+        layers after them repeat; (0, 1): all are alike. The two with the smallest sum."""
+        kinds = self.layers
+        return next(
+            (first, both - first)
+            for both in range(1, len(kinds) + 1)
+            for first in range(both)
+            if kinds[both:] == kinds[first : len(kinds) - (both - first)]
+        )
+
+    @property
+    def shortest_window(self) -> int | None:
+        """Of all layers; None: no layer has a window."""
+        return min((kind.window for kind in self.layers if kind.window is not None), default=None)
