@@ -1,4 +1,4 @@
-"""Gradients over all ranks: clipping by their global norm."""
+"""Loss and gradients over all ranks: the sum of one, and clipping by the other's global norm."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part, mesh_device, shard_group
 
 # Attribute of a parameter whose gradient was used in backward: its norm on this rank, fp32.
@@ -20,11 +21,22 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tensor:
+def total_loss(part: Tensor, world: World) -> Tensor:
+    """The sum of every rank's part of the loss, fp64 `[]`; the host does not wait for it."""
+    total = part.detach().double()
+    if world.mesh is not None:
+        dist.all_reduce(total)
+    return total
+
+
+def clip_grad_norm(
+    parameters: Iterable[Tensor], max_norm: float | None, loss_scale: float = 1.0
+) -> Tensor:
     """Scales the gradients in place so that their global L2 norm is at most `max_norm`.
 
     Args:
         max_norm: None clips nothing.
+        loss_scale: the gradients are too large by this factor, and are divided by it.
 
     Returns:
         The norm before clipping, over all parameters of all ranks, fp32 `[]`. It is a tensor, so
@@ -46,7 +58,10 @@ def clip_grad_norm(parameters: Iterable[Tensor], max_norm: float | None) -> Tens
         norm = norm.to(mesh_device(mesh))
         dist.all_reduce(norm, group=shard_group(mesh))
         norm = norm.sqrt()
+    norm = norm / loss_scale
+    factor = torch.full_like(norm, 1 / loss_scale)
     if max_norm is not None:
-        scale = torch.clamp(max_norm / (norm + 1e-6), max=1.0)
-        torch._foreach_mul_(rows, scale.to(rows[0].device) if rows else scale)
+        factor *= torch.clamp(max_norm / (norm + 1e-6), max=1.0)
+    if rows and (max_norm is not None or loss_scale != 1):
+        torch._foreach_mul_(rows, factor.to(rows[0].device))
     return norm

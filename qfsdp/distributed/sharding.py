@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import (
     CPUOffloadPolicy,
     FSDPModule,
@@ -14,17 +16,27 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from qfsdp.distributed.expert_parallel import (
+    check_expert_parallel,
+    expert_mesh,
+    keep_own_experts,
+    see_all_rows,
+)
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import AdaptedLinear, base_parameters
+from qfsdp.modules.adapters import AdaptedLinear, LowRankRouter, base_parameters
+from qfsdp.modules.experts import ExpertLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import replace_module
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+
+LINEARS = (AdaptedLinear, QuantizedLinear, ExpertLinear, nn.Linear)
+"""Units with `wrap: linear`."""
 
 
 def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
@@ -36,19 +48,26 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
     cast themselves, so gathering casts nothing and one rank computes the same as many. Trained
     weights are cast to `model.compute_dtype`, and their gradients are reduced in fp32.
 
+    With expert parallelism the experts of a layer, or their linears, are units of their own,
+    gathered over fewer ranks.
+
     A single process that offloads and casts nothing wraps nothing: FSDP2 would copy every
     parameter. With strategy "ddp" the units have trained parameters only.
     """
+    if config.expert_parallel > 1:
+        check_expert_parallel(model, config, world.size)
     if not needs_fsdp(config, world.size, _casts(model)):
         return
     if config.offload_base != "none":
         _offload_base(model, config, world)
     unit = _unit_options(model, config, world)
+    if config.expert_parallel > 1:
+        _shard_experts(model, config, world, unit)
     body = model.model
     for layer in body.layers:
         if config.wrap == "linear":
             for module in layer.modules():
-                if isinstance(module, AdaptedLinear | QuantizedLinear | nn.Linear):
+                if isinstance(module, LINEARS) and not isinstance(module, FSDPModule):
                     _shard_unit(module, **unit)
         _shard_unit(layer, **unit)
     if model.lm_head.weight is not body.embed_tokens.weight:
@@ -62,7 +81,21 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
             # whole step.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _set_prefetch([m for m in body.modules() if isinstance(m, FSDPModule)], config.prefetch)
+    _set_prefetch(body, config.prefetch)
+
+
+def _shard_experts(
+    model: Decoder, config: ShardingConfig, world: World, unit: dict[str, Any]
+) -> None:
+    """Shards the experts of every mixture over the ranks of one part."""
+    assert world.mesh is not None
+    mesh = expert_mesh(config, world)
+    for experts in keep_own_experts(model, mesh):
+        of_unit = unit | {"mesh": mesh["rows"]}
+        linears = experts.children() if config.wrap == "linear" else [experts]
+        for module in linears:
+            _shard_unit(module, **of_unit)
+        see_all_rows(experts, world.mesh, config.expert_parallel)
 
 
 def _casts(model: Decoder) -> bool:
@@ -82,6 +115,9 @@ def _unit_options(model: Decoder, config: ShardingConfig, world: World) -> dict[
         shape = mesh_shape(config, world.size, world.local_size)
         names = ("replicate", "shard")
         options["mesh"] = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+        if world.timeout is not None:
+            for group in options["mesh"].get_all_groups():
+                _set_pg_timeout(world.timeout, group)  # a new group has PyTorch's limit
     if config.strategy == "ddp":
         frozen = {param for _, param in base_parameters(model) if not param.requires_grad}
         options["ignored_params"] = frozen
@@ -103,20 +139,36 @@ def _shard_unit(module: nn.Module, ignored_params: set[nn.Parameter] | None = No
         fully_shard(module, ignored_params=ignored, **unit)
 
 
-def _set_prefetch(units: list[FSDPModule], depth: int) -> None:
-    """Sets how many of `units` (in the order of forward) are gathered ahead.
+def _set_prefetch(body: nn.Module, depth: int) -> None:
+    """Sets how many units of `body` are gathered ahead.
 
     FSDP2 gathers one ahead by default: in forward the host runs ahead of the device and requests
-    the next unit while one computes; in backward FSDP2 requests it explicitly.
+    the next unit while one computes; in backward FSDP2 requests the one before.
+
+    Backward ends at the first unit with a trained parameter. The units before it must not be
+    gathered again. If only adapters are trained, that is the embedding: at 70B on 8 ranks it costs
+    2.1 GB of memory and 1.84 GB sent, per rank and micro-batch.
     """
-    if depth == 1:
-        return
-    for index, unit in enumerate(units):
-        if depth > 1:
-            unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + depth])
-        before = units[max(0, index - depth) : index][::-1]
-        # For FSDP2 an empty list means the default; a unit that lists itself prefetches nothing.
-        unit.set_modules_to_backward_prefetch(before if before else [unit])
+    entered: list[FSDPModule] = [m for m in body.modules() if isinstance(m, FSDPModule)]
+    left: list[Any] = list(_units_as_left(body))
+    if depth > 1:
+        for index, unit in enumerate(entered):
+            unit.set_modules_to_forward_prefetch(entered[index + 1 : index + 1 + depth])
+    trains = [any(param.requires_grad for param in unit.parameters()) for unit in left]
+    first = trains.index(True) if True in trains else len(left)
+    for index, unit in enumerate(left):
+        if depth != 1 or index == first:
+            before = left[max(first, index - depth) : index][::-1]
+            # For FSDP2 an empty list means the default. A unit that lists itself gathers nothing.
+            unit.set_modules_to_backward_prefetch(before if before else [unit])
+
+
+def _units_as_left(module: nn.Module) -> Iterator[FSDPModule]:
+    """The units in the order in which forward leaves them; backward enters them in reverse."""
+    for child in module.children():
+        yield from _units_as_left(child)
+    if isinstance(module, FSDPModule):
+        yield module
 
 
 def shard_rank(config: ShardingConfig, world: World) -> int:
@@ -142,7 +194,9 @@ def _offload_base(model: Decoder, config: ShardingConfig, world: World) -> None:
         if isinstance(module, nn.Linear) and name != "lm_head" and not module.weight.requires_grad:
             module = QuantizedLinear(module.weight, module.bias)
             replace_module(model, name, module)
-        if not isinstance(module, AdaptedLinear | QuantizedLinear):
+        if not isinstance(module, AdaptedLinear | QuantizedLinear | ExpertLinear):
+            continue
+        if isinstance(module, LowRankRouter):
             continue
         weight = module.weight.data
         if not isinstance(weight, QuantizedTensor):

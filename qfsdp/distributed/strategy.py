@@ -31,6 +31,10 @@ class ShardingConfig:
         offload_base: where the frozen weights of the linears are: "none": on the device; "cpu": in
             host memory; "disk": in the files of a quantized model folder.
         ring_memory: host memory for reading ahead with offload_base "disk", per rank.
+        expert_parallel: into how many parts the experts of a mixture are divided. Every part has
+            an equal number of experts and of ranks, which gather these experts only; tokens travel
+            to the ranks of their experts and back. 1: every rank gathers all experts. A divisor of
+            the number of ranks and of the number of experts.
     """
 
     strategy: Literal[
@@ -43,6 +47,7 @@ class ShardingConfig:
     cpu_offload: bool = False
     offload_base: Literal["none", "cpu", "disk"] = "none"
     ring_memory: str = "4GiB"
+    expert_parallel: int = 1
 
     def check(self) -> None:
         for name in ("replicate", "shard"):
@@ -58,6 +63,11 @@ class ShardingConfig:
             raise InvalidField("offload_base", self.offload_base, why)
         if self.strategy == "ddp" and (self.offload_base != "none" or self.cpu_offload):
             raise InvalidField("strategy", "ddp", "full_shard, if anything is offloaded")
+        if self.expert_parallel < 1:
+            raise InvalidField("expert_parallel", self.expert_parallel, "an integer of at least 1")
+        if self.expert_parallel > 1 and self.strategy not in ("full_shard", "shard_grad_op"):
+            why = "full_shard or shard_grad_op with expert_parallel"
+            raise InvalidField("strategy", self.strategy, why)
         try:
             parse_size(self.ring_memory)
         except ValueError:

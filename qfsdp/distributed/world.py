@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -11,6 +14,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.watchdog import DistributedConfig
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
 
 T = TypeVar("T")
@@ -26,6 +31,7 @@ class World:
         size: number of processes.
         mesh: 1-D device mesh of all processes; None if FSDP2 is not used.
         local_size: number of processes on this machine.
+        timeout: the limit of one collective; None: PyTorch's.
     """
 
     device: torch.device
@@ -33,6 +39,7 @@ class World:
     size: int = 1
     mesh: DeviceMesh | None = None
     local_size: int = 1
+    timeout: timedelta | None = None
 
     def sum(self, value: float) -> float:
         """The sum of `value` over all ranks (in fp64)."""
@@ -41,6 +48,12 @@ class World:
         total = torch.tensor(value, dtype=torch.float64, device=self.device)
         dist.all_reduce(total)
         return total.item()
+
+    def sum_of(self, values: torch.Tensor) -> torch.Tensor:
+        """The sum of a tensor over all ranks, in place."""
+        if self.mesh is not None:
+            dist.all_reduce(values)
+        return values
 
     def max(self, value: float) -> float:
         """The largest `value` of any rank (in fp64)."""
@@ -66,14 +79,35 @@ class World:
         dist.all_gather_object(values, value)
         return values
 
+    @contextmanager
+    def same_error(self) -> Iterator[None]:
+        """A part that every rank does: a UserError of one rank is raised on every rank.
 
-def init_world(sharding: ShardingConfig | None = None, casts: bool = False) -> World:
+        Without it the others would wait in their next collective for the one that failed.
+        """
+        failed = None
+        try:
+            yield
+        except UserError as error:
+            failed = str(error)
+        for text in self.gather(failed):
+            if text is not None:
+                raise UserError(text)
+
+
+@told_if_slow("distributed: waiting for all ranks")
+def init_world(
+    sharding: ShardingConfig | None = None,
+    distributed: DistributedConfig | None = None,
+    casts: bool = False,
+) -> World:
     """Joins the processes that torchrun started (`RANK`, `WORLD_SIZE`, `LOCAL_RANK`).
 
     Uses the accelerator with index `LOCAL_RANK`, or the CPU if the machine has none. A single
     process gets no process group and no mesh unless FSDP2 is needed (`needs_fsdp`).
 
     Args:
+        distributed: gives every group its limit of a collective.
         casts: trained weights are held in another dtype than they are computed in.
 
     Raises:
@@ -96,10 +130,13 @@ def init_world(sharding: ShardingConfig | None = None, casts: bool = False) -> W
         device = torch.device(kind.type, local_rank)
     if not needs_fsdp(sharding or ShardingConfig(), size, casts):
         return World(device)
+    timeout = (distributed or DistributedConfig()).for_collectives
     if not dist.is_initialized():
         # With an explicit device NCCL connects now, not in the first collective.
         options: dict[str, Any] = {"device_id": device if device.type != "cpu" else None}
+        options["timeout"] = timeout
         if size == 1:
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(**options)
-    return World(device, rank, size, init_device_mesh(device.type, (size,)), local_size)
+    mesh = init_device_mesh(device.type, (size,))
+    return World(device, rank, size, mesh, local_size, timeout)
