@@ -9,16 +9,16 @@ names of the linears:
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector    [out]
     base_model.model.model.layers.0.self_attn.k_proj.ia3_l                    [out, 1] or [1, in]
 
+Experts: see `expert_adapter_files`. Until they are written, their keys are formed like the others.
+
 `save_adapter` writes one. `check_adapter` and `load_adapter` read one, ours or PEFT's, as the start
-of a run. PEFT has options that qfsdp/modules/adapters.py does not; those that would change the
-results are refused by name.
+of a run.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,36 +27,39 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from qfsdp.checkpoint.adapter_config_file import (
+    CONFIG_FILE,
+    KEY_ENDS,
+    SHARED_FIELDS,
+    WEIGHTS_FILE,
+    missing_files,
+    peft_config,
+    read_peft_config,
+)
+from qfsdp.checkpoint.expert_adapter_files import (
+    StoredTensor,
+    expert_rank,
+    from_peft,
+    is_of_experts,
+    to_peft,
+)
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import not_written, to_json, whole_file, why, write_text
+from qfsdp.cli.hub import local_folder
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import SCALED_INPUTS, adapted_linears, low_rank_linears
-from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES
+from qfsdp.modules.adapters import LowRankExpertLinear, adapted_linears, low_rank_linears
+from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES, ROUTER_NAMES, linears_of
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
+from qfsdp.tensor_subclasses.finite import is_finite
 
-CONFIG_FILE = "adapter_config.json"
-WEIGHTS_FILE = "adapter_model.safetensors"
-PICKLE_FILE = "adapter_model.bin"
+STORED_FLOATS = ("F64", "F32", "F16", "BF16", "F8_E4M3", "F8_E5M2")  # safetensors' names
 PEFT_FIELDS = {
     "lora_A": "lora_A.weight",
     "lora_B": "lora_B.weight",
     "magnitude": "lora_magnitude_vector",
     "ia3_l": "ia3_l",
 }
-# `peft_type` -> end of the key that every adapted linear has exactly once.
-KEY_ENDS = {"LORA": ".lora_A.weight", "IA3": ".ia3_l"}
-# Settings that a run must share with the adapter that it starts from: our field -> PEFT's key.
-SHARED_FIELDS = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
-# PEFT's keys with any value: names, training options, and the adapted linears, which the tensors
-# show. Any other key that turns something on is refused.
-IGNORED_KEYS = {
-    *("auto_mapping", "inference_mode", "runtime_config", "velora_config"),
-    *("target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"),
-    *("feedforward_modules", "init_ia3_weights"),
-    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see UNCHANGED_BASE_INIT
-}
-# Initializations that leave the base unchanged. PiSSA, LoftQ and others change it.
-UNCHANGED_BASE_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
@@ -71,7 +74,12 @@ def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def save_adapter(
-    model: nn.Module, config: AdapterConfig, base: str, folder: Path, world: World
+    model: nn.Module,
+    config: AdapterConfig,
+    base: str,
+    folder: Path,
+    world: World,
+    files: Mapping[str, str] | None = None,
 ) -> None:
     """Gathers the adapters of `model`, one tensor at a time, and writes them on rank 0.
 
@@ -80,57 +88,60 @@ def save_adapter(
     Args:
         base: the base model's path or name, recorded in `adapter_config.json`.
         folder: is created if it is missing.
+        files: name -> text of files beside it, such as the chat template.
+
+    Raises:
+        UserError: on every rank; see `write_adapter`.
     """
     tensors = {}
     for key, param in adapter_parameters(model).items():
         tensor = whole_tensor(param)
         if world.rank == 0:
             tensors[key] = tensor.cpu().contiguous()
-    if world.rank == 0:
-        write_adapter(tensors, config, base, folder)
+    with world.same_error():
+        if world.rank == 0:
+            write_adapter(tensors, config, base, folder, files)
 
 
 def write_adapter(
-    tensors: dict[str, Tensor], config: AdapterConfig, base: str, folder: Path
+    tensors: dict[str, Tensor],
+    config: AdapterConfig,
+    base: str,
+    folder: Path,
+    files: Mapping[str, str] | None = None,
 ) -> None:
-    """Writes adapter tensors (PEFT's key -> CPU tensor) in PEFT's format."""
-    targets = _adapted_names(tensors)
-    folder.mkdir(parents=True, exist_ok=True)
-    # The config is written last and renamed: a folder with a config is complete.
-    save_file(tensors, folder / WEIGHTS_FILE, metadata={"format": "pt"})
-    partial = folder / (CONFIG_FILE + ".partial")
-    partial.write_text(json.dumps(_peft_config(config, targets, base), indent=2) + "\n")
-    partial.replace(folder / CONFIG_FILE)
+    """Writes adapter tensors (PEFT's key -> CPU tensor) in PEFT's format, and `files` beside them.
+
+    Raises:
+        UserError: a number is not finite, or the folder cannot be written (a full disk). The folder
+            is then as it was before.
+    """
+    for key, tensor in tensors.items():
+        if not is_finite(tensor):
+            raise UserError(f"'{folder}': tensor {key!r} holds NaN or infinity; nothing is written")
+    linears = _adapted_names(key for key in tensors if not is_of_experts(key))
+    settings = peft_config(config, linears, base, tensors)
+    tensors = to_peft(tensors, config)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in (files or {}).items():
+            write_text(folder / name, content)
+        # The config is renamed last: a folder with a config is complete.
+        with whole_file(folder / CONFIG_FILE) as text, whole_file(folder / WEIGHTS_FILE) as weights:
+            text.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
+            save_file(tensors, weights, metadata={"format": "pt"})
+    except (OSError, SafetensorError) as error:
+        with suppress(OSError):
+            folder.rmdir()  # if it is empty
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise UserError(not_written(folder, error, size)) from None
 
 
-def adapter_export(config: AdapterConfig, base: str) -> Callable[[dict[str, Tensor], Path], None]:
-    """The `export` of a `Checkpointer`: writes `adapter/` in PEFT's format."""
-    return lambda tensors, folder: write_adapter(tensors, config, base, folder / "adapter")
-
-
-def _peft_config(config: AdapterConfig, targets: list[str], base: str) -> dict[str, object]:
-    settings: dict[str, object] = {
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
-        "target_modules": targets,
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "modules_to_save": None,
-    }
-    if config.method == "ia3":
-        scaled = [name for name in targets if name in SCALED_INPUTS]
-        more = {"peft_type": "IA3", "feedforward_modules": scaled, "init_ia3_weights": True}
-        return more | settings
-    return {
-        "peft_type": "LORA",
-        "r": config.rank,
-        "lora_alpha": config.alpha,
-        "lora_dropout": config.dropout,
-        "use_dora": config.method == "dora",
-        "use_rslora": config.rslora,
-        "bias": "none",
-        "init_lora_weights": True,
-    } | settings
+def adapter_export(
+    config: AdapterConfig, base: str, files: Mapping[str, str] | None = None
+) -> Callable[[dict[str, Tensor], Path], None]:
+    """The `export` of a `Checkpointer`: writes `adapter/` in PEFT's format; see `write_adapter`."""
+    return lambda tensors, folder: write_adapter(tensors, config, base, folder / "adapter", files)
 
 
 def _adapted_names(keys: Iterable[str]) -> list[str]:
@@ -150,27 +161,37 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     Raises:
         UserError: a file is missing or broken, or the adapter is not LoRA, DoRA or IA3.
     """
-    folder = Path(folder).expanduser()
-    written, tensors = _read_settings(folder), read_adapter_header(folder)
+    folder = local_folder(folder)
+    written, tensors = read_peft_config(folder), read_adapter_header(folder)
     targets = _adapted_names(tensors)
+    if not targets:
+        raise UserError(f"{folder / WEIGHTS_FILE}: no tensor of a LoRA, DoRA or IA3 adapter")
     if written["peft_type"] == "IA3":
         return AdapterConfig("ia3", targets=targets)
-    try:
-        config = AdapterConfig(
-            method="dora" if written.get("use_dora") else "lora",
-            rank=int(written["r"]),
-            alpha=float(written["lora_alpha"]),
-            targets=targets,
-            rslora=bool(written.get("use_rslora")),
-        )
-        replace(config, targets=ALL_LINEAR).check()  # callers check the targets
-        return config
-    except (KeyError, TypeError, ValueError) as error:  # InvalidField is a ValueError
-        raise UserError(f"{folder / CONFIG_FILE}: not an adapter's config ({error!r})") from None
+    rank = int(written["r"])
+    for key, stored in tensors.items():
+        if is_of_experts(key) or not key.endswith(KEY_ENDS["LORA"]):
+            continue
+        if stored.shape[:1] != (rank,):
+            shape = list(stored.shape)
+            raise UserError(
+                f"{folder / CONFIG_FILE}: r {rank}, but tensor {stored.name!r} has shape {shape}; "
+                f"expected [{rank}, in]"
+            )
+    has_experts = any(map(is_of_experts, tensors))
+    experts = expert_rank(folder / CONFIG_FILE, written) if has_experts else rank
+    return AdapterConfig(
+        method="dora" if written.get("use_dora") else "lora",
+        rank=rank,
+        alpha=float(written["lora_alpha"]),
+        targets=targets,
+        rslora=bool(written.get("use_rslora")),
+        expert_rank=experts if experts != rank else None,
+    )
 
 
 def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -> None:
-    """The preflight of `load_adapter`; reads settings and a header, no tensors.
+    """The preflight of `load_adapter`; reads the whole adapter, one tensor at a time.
 
     Args:
         config: the run's section `adapter`.
@@ -179,7 +200,7 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
 
     Raises:
         UserError: see `read_adapter_config`; or the adapter's settings differ from the run's, or
-            its tensors from those of the model's adapters.
+            its tensors from those of the model's adapters; or a number is not finite.
     """
     theirs = read_adapter_config(folder)
     fields = ["method"] if "ia3" in (config.method, theirs.method) else list(SHARED_FIELDS)
@@ -189,14 +210,36 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
         trained = ", ".join(_as_peft(theirs, field) for field in differing)
         fix = " ".join(f"adapter.{field}={_as_yaml(theirs, field)}" for field in differing)
         raise UserError(f"{mine}, but {folder} was trained with {trained}; expected {fix}")
+    _check_expert_rank(theirs, folder, model)
     adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
-    found = set(theirs.linears)
-    if found != adapted and found <= set(LINEAR_NAMES):
+    found, known = set(theirs.linears), linears_of(model)
+    if found != adapted and found <= {*LINEAR_NAMES, *ROUTER_NAMES}:
         raise UserError(
-            f"adapter.targets: {_as_targets(adapted)}, but {folder} adapts "
-            f"{_as_targets(found)}; expected adapter.targets={_as_targets(found)}"
+            f"adapter.targets: {_as_targets(adapted, known)}, but {folder} adapts "
+            f"{_as_targets(found, known)}; expected adapter.targets={_as_targets(found, known)}"
         )
-    _matching_tensors(model, Path(folder).expanduser())
+    file = local_folder(folder) / WEIGHTS_FILE
+    names, params = _matching_tensors(model, file.parent), adapter_parameters(model)
+    with _opened(file) as tensors:
+        for key, stored in names.items():
+            values = stored.rows(tensors)
+            _check_finite(file, stored.name, values.float())
+            experts = values.view(-1, *params[key].shape)
+            if not torch.equal(experts, experts[:1].expand_as(experts)):
+                raise UserError(
+                    f"{file}: tensor {stored.name!r} differs between experts, which share it with "
+                    f"adapter.expert_sharing={config.expert_sharing}; expected null"
+                )
+
+
+def _check_expert_rank(theirs: AdapterConfig, folder: str | Path, model: nn.Module) -> None:
+    rank = theirs.of_experts(1).rank
+    for _, module in low_rank_linears(model):
+        if isinstance(module, LowRankExpertLinear) and module.lora_B.size(1) != rank:
+            raise UserError(
+                f"adapter.expert_rank: experts get rank {module.lora_B.size(1)}, but those of "
+                f"{folder} have {rank}; expected adapter.expert_rank={rank}"
+            )
 
 
 @torch.no_grad()
@@ -206,24 +249,51 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     Call `refresh_dora_norms` afterwards: DoRA's norms depend on the loaded tensors.
 
     Raises:
-        UserError: the folder's tensors or their scaling differ from the model's.
+        UserError: the folder's tensors or their scaling differ from the model's, or a number is
+            not finite.
     """
-    folder = Path(folder).expanduser()
+    folder = local_folder(folder)
     names = _matching_tensors(model, folder)
-    scaling = read_adapter_config(folder).scaling
+    config = read_adapter_config(folder)
     for name, module in low_rank_linears(model):
+        of_experts = isinstance(module, LowRankExpertLinear)
+        scaling = (config.of_experts(1) if of_experts else config).scaling
         if module.scaling != scaling:
             raise UserError(
                 f"{folder / CONFIG_FILE}: lora_alpha and r make a scaling of {scaling:g}; expected "
                 f"{module.scaling:g}, as in this model ({name})"
             )
-    with safe_open(folder / WEIGHTS_FILE, framework="pt") as file:
+    file = folder / WEIGHTS_FILE
+    with _opened(file) as tensors:
         for key, param in adapter_parameters(model).items():
-            local_part(param).copy_(file.get_slice(names[key])[local_rows(param)])
+            local = local_part(param)
+            local.copy_(names[key].rows(tensors, local_rows(param)))
+            _check_finite(file, names[key].name, local)
 
 
-def read_adapter_header(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """PEFT's key -> the tensor's name in the file, and its shape.
+@contextmanager
+def _opened(file: Path) -> Iterator[Any]:
+    """A safetensors file that is read within a `with` block.
+
+    Raises:
+        UserError: it cannot be read, or is damaged.
+    """
+    try:
+        with safe_open(file, framework="pt") as tensors:
+            yield tensors
+    except SafetensorError as error:
+        raise UserError(f"{file}: truncated or not a safetensors file ({error})") from None
+    except OSError as error:
+        raise UserError(f"{file}: cannot be read: {why(error)}") from None
+
+
+def _check_finite(file: Path, name: str, values: Tensor) -> None:
+    if not is_finite(values):
+        raise UserError(f"{file}: tensor {name!r} holds NaN or infinity; expected finite numbers")
+
+
+def read_adapter_header(folder: Path) -> dict[str, StoredTensor]:
+    """Key as in `adapter_parameters` -> where the tensor is, and its shape in a model.
 
     Leaves out base weights: PEFT writes a copy of an `lm_head` that it adapts. Some files name
     `lora_magnitude_vector` by its module, `lora_magnitude_vector.weight`.
@@ -231,27 +301,28 @@ def read_adapter_header(folder: Path) -> dict[str, tuple[str, tuple[int, ...]]]:
     Raises:
         UserError: the folder or the file is missing or broken, or a tensor has no float dtype.
     """
-    file, found = folder / WEIGHTS_FILE, {}
+    file, shapes = folder / WEIGHTS_FILE, {}
     if not file.is_file():
-        raise UserError(_missing_files(folder))
-    try:
-        with safe_open(file, framework="pt") as tensors:
-            for name in tensors.keys():  # noqa: SIM118  (not a dict)
-                part = tensors.get_slice(name)
-                if ".base_layer." in name:
-                    continue
-                if not part.get_dtype().startswith(("F", "BF")):
-                    kind = part.get_dtype()
-                    raise UserError(f"{file}: tensor {name!r} is of type {kind}; expected floats")
-                key = name.removesuffix(".weight") if "magnitude_vector" in name else name
-                found[key] = name, tuple(part.get_shape())
-    except SafetensorError as error:
-        raise UserError(f"{file}: truncated or not a safetensors file ({error})") from None
+        raise UserError(missing_files(folder))
+    with _opened(file) as tensors:
+        for name in tensors.keys():  # noqa: SIM118  (not a dict)
+            part = tensors.get_slice(name)
+            if ".base_layer." in name and ".lora_" not in name:
+                continue
+            if (kind := part.get_dtype()) not in STORED_FLOATS:
+                raise UserError(f"{file}: tensor {name!r} is of type {kind}; expected floats")
+            shapes[name] = tuple(part.get_shape())
+    written = read_peft_config(folder) if any(".experts." in name for name in shapes) else {}
+    found = from_peft(folder / CONFIG_FILE, written, shapes)
+    of_experts = {stored.name for stored in found.values()}
+    for name in (name for name in shapes if name not in of_experts):
+        key = name.removesuffix(".weight") if "magnitude_vector" in name else name
+        found[key] = StoredTensor(name, shapes[name])
     return found
 
 
-def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
-    """PEFT's key -> name in the file, of every adapter tensor of `model`.
+def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
+    """Key -> tensor in the file, of every adapter tensor of `model`.
 
     Raises:
         UserError: the file lacks a tensor, has another one, or a tensor has another shape.
@@ -261,69 +332,18 @@ def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, str]:
     for key in sorted(params.keys() ^ found.keys()):
         where = "is missing" if key in params else "is not among this model's adapters"
         raise UserError(f"{file}: tensor {key!r} {where}")
+    shared = {
+        f"base_model.model.{name}.{PEFT_FIELDS[module.shared]}": module.experts
+        for name, module in low_rank_linears(model)
+        if isinstance(module, LowRankExpertLinear) and module.shared is not None
+    }
     for key, param in params.items():
-        if (shape := found[key][1]) != tuple(param.shape):
+        repeated = (param.size(0) * shared.get(key, 1), *param.shape[1:])
+        if (shape := found[key].shape) != repeated:
             raise UserError(
-                f"{file}: tensor {key!r} has shape {list(shape)}; expected {list(param.shape)}"
+                f"{file}: tensor {key!r} has shape {list(shape)}; expected {list(repeated)}"
             )
-    return {key: name for key, (name, _) in found.items()}
-
-
-def _read_settings(folder: Path) -> dict[str, Any]:
-    """The content of `adapter_config.json`.
-
-    Raises:
-        UserError: the file is missing or broken, or has an option that qfsdp lacks.
-    """
-    file = folder / CONFIG_FILE
-    if not file.is_file():
-        raise UserError(_missing_files(folder))
-    try:
-        written = json.loads(file.read_text())
-        kind = written["peft_type"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{file}: not an adapter's config ({error!r})") from None
-    if kind not in KEY_ENDS:
-        raise UserError(f"{file}: peft_type {kind!r}; expected 'LORA' or 'IA3'")
-    if written.get("modules_to_save"):
-        raise UserError(
-            f"{file}: modules_to_save {written['modules_to_save']}; expected none: qfsdp does not "
-            "load modules that were trained as a whole"
-        )
-    for key, value in written.items():
-        if (reason := _unsupported(key, value, written)) is not None:
-            raise UserError(f"{file}: {key} {value!r}: {reason}")
-    return written
-
-
-def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
-    """Why an adapter with this setting cannot be loaded; None if it can."""
-    if key == "bias":
-        return None if value == "none" else "qfsdp trains no biases"
-    if key == "init_lora_weights":
-        kept = value in UNCHANGED_BASE_INIT
-        return None if kept else "this initialization changed the base that the adapter belongs to"
-    if key in ("rank_pattern", "alpha_pattern"):
-        usual = written.get("r" if key == "rank_pattern" else "lora_alpha")
-        same = not value or (isinstance(value, dict) and set(value.values()) == {usual})
-        return None if same else f"qfsdp has one {key.partition('_')[0]} for all linears"
-    # Switches, lists and sections turn options on; numbers and names are their parameters.
-    turned_on = value is True or (bool(value) and isinstance(value, list | dict))
-    known = {*IGNORED_KEYS, *SHARED_FIELDS.values()}
-    return "qfsdp does not have this option" if turned_on and key not in known else None
-
-
-def _missing_files(folder: Path) -> str:
-    """The message for a folder that is not a whole adapter."""
-    expected = f"expected an adapter in PEFT's format, {CONFIG_FILE} and {WEIGHTS_FILE}"
-    if (folder / PICKLE_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
-        return f"{folder / PICKLE_FILE}: a pickle file, which can run code; {expected}"
-    if (folder / "adapter" / CONFIG_FILE).is_file():
-        return f"{folder}: not an adapter's folder; did you mean {folder / 'adapter'}?"
-    for file in (folder, folder / CONFIG_FILE):
-        if not file.exists():
-            return f"{file} does not exist; {expected}"
-    return f"{folder / WEIGHTS_FILE} does not exist; {expected}"
+    return found
 
 
 def _as_yaml(config: AdapterConfig, field: str) -> str:
@@ -340,9 +360,10 @@ def _as_peft(config: AdapterConfig, field: str) -> str:
     return f"{SHARED_FIELDS[field]} {value}"
 
 
-def _as_targets(names: set[str]) -> str:
-    """The shortest `adapter.targets` for these linears."""
+def _as_targets(names: set[str], known: list[str]) -> str:
+    """The shortest `adapter.targets` for these linears of a model that has `known` ones."""
     rest = [name for name in LINEAR_NAMES if name in names]
-    if set(LINEAR_NAMES) - {"lm_head"} <= names:
+    if set(known) - {"lm_head"} <= names:
         rest = [ALL_LINEAR, *(["lm_head"] if "lm_head" in names else [])]
+    rest += [name for name in ROUTER_NAMES if name in names]
     return rest[0] if rest == [ALL_LINEAR] else f"[{','.join(rest)}]"

@@ -7,8 +7,10 @@ from torch import nn
 from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter
 from qfsdp.checkpoint.loftq import check_loftq, init_loftq
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.cli.slow import told_if_slow
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
+from qfsdp.modules.reference import keeps_start, set_start
 
 
 def check_start(config: AdapterConfig, model: nn.Module, weights: ModelWeights) -> None:
@@ -27,6 +29,7 @@ def check_start(config: AdapterConfig, model: nn.Module, weights: ModelWeights) 
         check_loftq(model, weights)
 
 
+@told_if_slow("adapters: computing their start")
 def start_adapters(
     model: nn.Module, config: AdapterConfig, path: str, seed: int, resumed: bool = False
 ) -> None:
@@ -34,13 +37,15 @@ def start_adapters(
 
     Args:
         path: `model.path`, whose weights are read again with `config.init` "loftq".
-        resumed: a checkpoint will overwrite the adapters; skips the expensive initialization.
+        resumed: a checkpoint will overwrite the adapters; skips the expensive initialization,
+            unless the model keeps its start (`qfsdp.modules.reference`).
     """
     init_adapters(model, seed)
-    if resumed:
+    if resumed and not keeps_start(model):
         return
     if config.start_from is not None:
         load_adapter(model, config.start_from)
         refresh_dora_norms(model)
     if config.init == "loftq":
         init_loftq(model, ModelWeights(path), seed)
+    set_start(model)

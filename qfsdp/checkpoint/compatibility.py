@@ -16,14 +16,19 @@ from typing import Any
 import torch
 from omegaconf import OmegaConf
 
+from qfsdp.checkpoint.adapter_config_file import WEIGHTS_FILE
+from qfsdp.checkpoint.digests import Damaged, read_sealed, sealed_json
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.config import to_yaml
 from qfsdp.cli.errors import UserError
-from qfsdp.data import StepLoader
+from qfsdp.cli.files import sha256, to_json
+from qfsdp.cli.hub import SMALL_FILES, hub_name, local_folder
+from qfsdp.data import StepLoader, StreamLoader
+from qfsdp.data.reading import NOT_IN_RESULTS
 
 SHARED_SECTIONS = (
     *("adapter", "trainable", "quantization", "optimizer", "lr_scheduler"),
-    *("tokenizer", "dataset"),
+    *("tokenizer", "dataset", "loss", "reference"),
 )
 SHARED_KEYS = ("model.dtype", "seed", "max_seq_len")
 SETTINGS_FILE = "facts.json"
@@ -43,14 +48,21 @@ def config_settings(cfg: Any) -> dict[str, Any]:
     settings = {
         key: _content(value)
         for key, value in flat.items()
-        if key in SHARED_KEYS or key.partition(".")[0] in SHARED_SECTIONS
+        if key in SHARED_KEYS
+        or (key.partition(".")[0] in SHARED_SECTIONS and key.split(".")[-1] not in NOT_IN_RESULTS)
     }
+    if getattr(cfg, "reference", None) == "start" and cfg.adapter.start_from is not None:
+        weights = local_folder(cfg.adapter.start_from) / WEIGHTS_FILE  # the reference; read again
+        settings["adapter.start_from (its weights)"] = sha256(weights)[:16]
     return settings | {"model (its weights)": ModelWeights(cfg.model.folder).fingerprint[:16]}
 
 
-def data_settings(loader: StepLoader) -> dict[str, Any]:
+def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
     """The number of samples, the samples per step, and a hash of the tokens of a few samples: what
     a step number refers to."""
+    split = {"batch_size * gradient_accumulation_steps * ranks": loader.global_batch_size}
+    if isinstance(loader, StreamLoader):
+        return loader.settings | split
     dataset, digest = loader.dataset, hashlib.sha256()
     size = len(dataset)
     for index in range(0, size, -(-size // SAMPLED_ROWS)):
@@ -61,8 +73,7 @@ def data_settings(loader: StepLoader) -> dict[str, Any]:
     return {
         "dataset (its length)": size,
         "dataset (its tokens)": digest.hexdigest()[:16],
-        "batch_size * gradient_accumulation_steps * ranks": loader.global_batch_size,
-    }
+    } | split
 
 
 def check_settings(mine: Mapping[str, Any], folder: Path) -> None:
@@ -74,7 +85,9 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> None:
     Raises:
         UserError: some differ; names all of them, with both values.
     """
-    theirs = read_settings(folder)["facts"]
+    # As JSON: what is not finite is null there.
+    mine = json.loads(to_json(dict(mine)))
+    theirs = json.loads(to_json(read_settings(folder)["facts"]))
     # A setting that only the checkpoint's optimizer, dataset, ... has is a difference too.
     sections = {key.partition(".")[0] for key in mine} & set(SHARED_SECTIONS)
     keys = [*mine, *(k for k in theirs if k.partition(".")[0] in sections and k not in mine)]
@@ -92,20 +105,28 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> None:
 
 def write_settings(folder: Path, settings: Mapping[str, Any], **more: Any) -> None:
     """Writes settings and more JSON values to a checkpoint's folder."""
-    (folder / SETTINGS_FILE).write_text(json.dumps({**more, "facts": settings}, indent=2) + "\n")
+    (folder / SETTINGS_FILE).write_text(sealed_json({**more, "facts": settings}))
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
     """The values that `write_settings` wrote; the settings are at "facts".
 
     Raises:
-        UserError: the file is missing or broken.
+        Damaged: the file is missing or broken.
     """
-    try:
-        written = json.loads((folder / SETTINGS_FILE).read_text())
-        return {**written, "facts": dict(written["facts"])}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{folder / SETTINGS_FILE}: cannot be read ({error!r})") from None
+    if not folder.is_dir():
+        raise Damaged("a file, not a folder" if folder.is_file() else "missing")
+    values = read_sealed(folder / SETTINGS_FILE)
+    numbers = [values.get("step"), values.get("world_size")]
+    files = values.get("files", {})
+    if (
+        not isinstance(values.get("facts"), dict)
+        or not all(type(number) is int and number >= 0 for number in numbers)
+        or not isinstance(files, dict)
+        or not all(isinstance(f, dict) and type(f.get("bytes")) is int for f in files.values())
+    ):
+        raise Damaged(f"{SETTINGS_FILE}: not the facts of a checkpoint")
+    return values
 
 
 # ---- content instead of paths --------------------------------------------------------------------
@@ -122,10 +143,12 @@ def _sampled_hash(stream: Any, begin: int, end: int) -> str:
 
 def _content(value: Any) -> Any:
     """`value`, or a hash of the files if it names a file or a folder; weights are left out."""
-    path = Path(value).expanduser() if isinstance(value, str) and value else None
+    path = local_folder(value) if isinstance(value, str) and value else None
     if path is None or not path.exists():
         return value
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
+    if hub_name(value):  # other programs may have put other files into the cache
+        files = [file for file in files if file.name in SMALL_FILES]
     digest = hashlib.sha256()
     for file in files:
         if path.is_file() or not (file.suffix in WEIGHT_FILES or file.name.startswith(".")):

@@ -6,10 +6,12 @@ import fcntl
 import os
 import socket
 import sys
+from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import not_written, why
 
 LOCK_FILE = ".lock"
 
@@ -32,8 +34,9 @@ class FolderLock:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(folder / LOCK_FILE, "a+")  # noqa: SIM115
+            descriptor = self._file.fileno()
         except OSError as error:
-            raise UserError(f"{key}: '{folder}' cannot be written: {error}") from None
+            raise UserError(f"{key}: {not_written(folder, error)}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -45,11 +48,11 @@ class FolderLock:
                 f"{key}"
             ) from None
         except OSError as error:  # some network file systems have no locks
-            print(f"warning: {key}: '{folder}' cannot be locked: {error}", file=sys.stderr)
+            print(f"warning: {key}: '{folder}' cannot be locked: {why(error)}", file=sys.stderr)
             return
-        self._file.truncate(0)
-        self._file.write(f"process {os.getpid()} on {socket.gethostname()}\n")
-        self._file.flush()
+        with suppress(OSError):  # a full disk: the folder is locked, only without a name
+            os.ftruncate(descriptor, 0)
+            os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
 
     def release(self) -> None:
         """Unlocks the folder."""

@@ -34,13 +34,13 @@ from qfsdp.checkpoint.weights.progress import streamed
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, Read
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapters import (
+    LowRankExpertLinear,
     LowRankLinear,
-    held_rows,
     low_rank_linears,
-    row_chunks,
     seeded,
     start_magnitudes,
 )
+from qfsdp.modules.row_norms import held_rows, row_chunks
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, shard_group
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -56,13 +56,20 @@ def check_loftq(model: nn.Module, weights: ModelWeights) -> None:
     """The preflight of `init_loftq`; `model` may be on the meta device.
 
     Raises:
-        UserError: no adapted linear is quantized, or the original weights are not available.
+        UserError: an expert is adapted, no adapted linear is quantized, or the original weights are
+            not available.
     """
     if weights.quantized:
         raise UserError(
             f"adapter.init: 'loftq' needs the original weights, and model.path "
             f"'{weights.folder}' holds quantized ones; expected the folder that they come from "
             "(model.quantize_cache quantizes it only once), or adapter.init=default"
+        )
+    experts = [n for n, m in low_rank_linears(model) if isinstance(m, LowRankExpertLinear)]
+    if experts:
+        raise UserError(
+            f"adapter.init: 'loftq' has no start for experts ({experts[0]}); expected "
+            "adapter.init=default, or adapter.targets without gate_up_proj and down_proj"
         )
     if not list(_quantized_linears(model)):
         raise UserError(
@@ -102,7 +109,7 @@ def init_loftq(model: nn.Module, weights: ModelWeights, seed: int) -> None:
 def _quantized_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
     for name, module in low_rank_linears(model):
         weight = local_part(module.weight)
-        if isinstance(weight, QuantizedTensor) and weight.format != PlainRows.format:
+        if isinstance(weight, QuantizedTensor) and not isinstance(weight, PlainRows):
             yield name, module
 
 

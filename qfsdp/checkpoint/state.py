@@ -19,15 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
+from qfsdp.checkpoint.safe_reader import load_entries
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, sharded
@@ -139,9 +138,9 @@ class Stager:
             "scheduler": copy.deepcopy(state.scheduler.state_dict()) if state.scheduler else None,
             "progress": dict(state.progress or {}),
         }
-        random = _random_state(self._world.device)
+        random = random_state(self._world.device)
         only = {name: fields for name, fields in alone.items() if fields}
-        return entries | {_rank_entry(self._world.rank): {"random": random, "alone": only}}
+        return entries | {rank_entry(self._world.rank): {"random": random, "alone": only}}
 
     def _fill(self, key: str, tensors: list[Tensor]) -> Tensor:
         shape = (len(tensors), *tensors[0].shape)
@@ -154,20 +153,35 @@ class Stager:
         return buffer
 
 
-@torch.no_grad()
-def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> None:
-    """Loads a checkpoint written from `Stager.copy` into `state`, and sets the random state.
+@dataclass
+class ReadState:
+    """The content of a checkpoint for one rank, on the CPU.
 
-    Every rank reads its own rows, without communication. If the number of ranks is not
-    `saved_ranks`, new random states are seeded.
+    Fields:
+        host: everything that is no tensor.
+        mine: this rank's random state and tensors that only it can read.
+        stacks, local: the stacked tensors, and this rank's part of them.
+        same_ranks: whether as many ranks have written it.
+    """
+
+    host: dict[str, Any]
+    mine: dict[str, Any]
+    stacks: dict[str, StackedTensors]
+    local: dict[str, Tensor]
+    same_ranks: bool
+
+
+def read_state(folder: Path, saved_ranks: int, model: nn.Module, world: World) -> ReadState:
+    """Reads this rank's rows of a `state` folder, without communication. Changes nothing.
 
     Raises:
-        UserError: part of the optimizer's state can be read only by `saved_ranks` ranks.
+        UserError: part of the optimizer's state can be read only by `saved_ranks` ranks, or a file
+            asks for code (`safe_reader.UnsafeFile`). Damaged files raise errors of any kind.
     """
-    params = trained_tensors(state.model)
+    params = trained_tensors(model)
     same = saved_ranks == world.size
-    own = _rank_entry(world.rank if same else 0)
-    parts = _load(folder, {HOST: None, own: None})
+    own = rank_entry(world.rank if same else 0)
+    parts = load_entries(folder, {HOST: None, own: None})
     host, mine = parts[HOST], parts[own]
     if mine["alone"] and not same:
         raise UserError(
@@ -175,17 +189,31 @@ def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> 
             f"read; expected as many, not {world.size}"
         )
     stacks = {key: StackedTensors(**fields) for key, fields in host["stacks"].items()}
-    local = {key: torch.empty(s.local_shape(params), dtype=s.dtype) for key, s in stacks.items()}
-    _load(folder, {key: stack.entry(local[key], params) for key, stack in stacks.items()})
-    states: dict[str, dict[str, Any]] = {name: dict(host["values"][name]) for name in params}
     for key, stack in stacks.items():
-        for name, value in zip(stack.names, local[key].unbind(), strict=True):
+        shapes = {tuple(params[name].shape) for name in stack.names}
+        if stack.field == TRAINED and shapes != {tuple(stack.shape)}:
+            raise ValueError(f"'{key}' are not the model's shapes {sorted(shapes)}")
+    local = {key: torch.empty(s.local_shape(params), dtype=s.dtype) for key, s in stacks.items()}
+    load_entries(folder, {key: stack.entry(local[key], params) for key, stack in stacks.items()})
+    return ReadState(host, mine, stacks, local, same)
+
+
+@torch.no_grad()
+def restore(read: ReadState, state: TrainState, world: World) -> None:
+    """Puts the content of a checkpoint into `state`, and sets the random state.
+
+    If another number of ranks has written it, new random states are seeded.
+    """
+    params, host = trained_tensors(state.model), read.host
+    states: dict[str, dict[str, Any]] = {name: dict(host["values"][name]) for name in params}
+    for key, stack in read.stacks.items():
+        for name, value in zip(stack.names, read.local[key].unbind(), strict=True):
             if stack.field == TRAINED:
                 local_part(params[name]).copy_(value)
             else:
                 like = params[name] if stack.rows else None
                 states[name][stack.field] = _restored(value, like)
-    for name, fields in mine["alone"].items():
+    for name, fields in read.mine["alone"].items():
         for field, kept in fields.items():
             states[name][field] = _RankTensor(**kept).like(params[name])
     _restore_optimizer(state.optimizer, params, states, host["groups"])
@@ -193,19 +221,25 @@ def restore(folder: Path, saved_ranks: int, state: TrainState, world: World) -> 
         state.scheduler.load_state_dict(host["scheduler"])
     if state.progress is not None:
         state.progress.update(host.get("progress", {}))
-    if same:
-        _set_random_state(mine["random"], world.device)
+    if read.same_ranks:
+        set_random_state(read.mine["random"], world.device)
     else:  # seeded, but not with the numbers of the run's start
         torch.manual_seed(torch.initial_seed() + 1_000_003 * host["step"])
 
 
+def read_host(folder: Path) -> dict[str, Any]:
+    """Everything that is no tensor, from the `state` folder of a checkpoint."""
+    host: dict[str, Any] = load_entries(folder, {HOST: None})[HOST]
+    return host
+
+
 def read_trained(folder: Path) -> dict[str, Tensor]:
     """Name -> whole trained tensor, from the `state` folder of a checkpoint."""
-    stored = _load(folder, {HOST: None})[HOST]["stacks"]
+    stored = read_host(folder)["stacks"]
     stacks = {key: StackedTensors(**fields) for key, fields in stored.items()}
     trained = {key: stack for key, stack in stacks.items() if stack.field == TRAINED}
     whole = {k: torch.empty(len(s.names), *s.shape, dtype=s.dtype) for k, s in trained.items()}
-    _load(folder, dict(whole))
+    load_entries(folder, dict(whole))
     return {
         name: tensor
         for key, stack in trained.items()
@@ -312,26 +346,18 @@ def _restore_optimizer(
                 optimizer.state[params[name]][field] = value.to(loaded.device)
 
 
-def _random_state(device: torch.device) -> dict[str, Tensor]:
+def random_state(device: torch.device) -> dict[str, Tensor]:
     state = {"cpu": torch.get_rng_state()}
     if device.type != "cpu":
         state["device"] = torch.get_device_module(device).get_rng_state(device)
     return state
 
 
-def _set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
+def set_random_state(state: dict[str, Tensor], device: torch.device) -> None:
     torch.set_rng_state(state["cpu"])
     if device.type != "cpu" and "device" in state:
         torch.get_device_module(device).set_rng_state(state["device"], device)
 
 
-def _rank_entry(rank: int) -> str:
+def rank_entry(rank: int) -> str:
     return f"rank_{rank}"
-
-
-def _load(folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
-    """Loads entries: fills tensors in place, and returns all entries."""
-    planner = DefaultLoadPlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
-    reader = dcp.FileSystemReader(folder)
-    dcp.load(entries, storage_reader=reader, planner=planner, no_dist=True)
-    return entries

@@ -15,6 +15,7 @@ and the rows of absmax are the two byte columns of `QuantizedTensor.qdata`.
 from __future__ import annotations
 
 import json
+import math
 from typing import Any
 
 import torch
@@ -50,10 +51,10 @@ def _read_weight(files: SafetensorsFolder, state_name: str) -> StoredQuantizedWe
     where = f"{files.tensors[state_name].file}: tensor {name!r}"
     if kind != "nf4":
         raise UserError(f"{where} is quantized as {kind!r}; expected nf4")
-    state = json.loads(bytes(files.read(files.tensors[state_name]).tolist()))
+    state = _read_state(files, state_name, where)
     rows, cols = state["shape"]
     nested = "nested_blocksize" in state
-    blocks = (state["blocksize"], state.get("nested_blocksize", SCALE_BLOCK))
+    blocks = (state.get("blocksize"), state.get("nested_blocksize", SCALE_BLOCK))
     if blocks != (BLOCK, SCALE_BLOCK):
         raise UserError(f"{where} has blocks of {blocks}; expected {(BLOCK, SCALE_BLOCK)}")
     if cols % BLOCK:
@@ -76,6 +77,29 @@ def _read_weight(files: SafetensorsFolder, state_name: str) -> StoredQuantizedWe
         [tensors[f"{name}.nested_absmax"], state["nested_offset"]] if nested else [],
         [*(name + field for field in fields), state_name],
     )
+
+
+def _read_state(files: SafetensorsFolder, name: str, where: str) -> dict[str, Any]:
+    """The JSON object in a `quant_state` tensor; the values that are used have their types.
+
+    Raises UserError, which begins with `where`.
+    """
+    stored = files.tensors[name]
+    try:
+        state = json.loads(bytes(files.read(stored).tolist()) if stored.dtype == "U8" else b"")
+    except (ValueError, RecursionError):
+        state = None
+    state = state if isinstance(state, dict) else {}
+    shape: Any = state.get("shape")
+    sizes = shape if isinstance(shape, list) else []
+    offset: Any = state.get("nested_offset", math.nan if "nested_blocksize" in state else 0.0)
+    if (
+        [type(size) is int and size > 0 for size in sizes] != [True, True]
+        or type(offset) not in (int, float)
+        or not math.isfinite(offset)
+    ):
+        raise UserError(f"{where}: its quant_state is damaged; expected that of bitsandbytes")
+    return state
 
 
 def _check_tensor(files: SafetensorsFolder, name: str, shape: tuple[int, ...]) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import nullcontext
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.lock import FolderLock
+from qfsdp.checkpoint.weights.experts import stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite, fill_quantized
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.progress import Pieces, streamed
 from qfsdp.checkpoint.weights.read import Read, StoredTensor
 from qfsdp.checkpoint.weights.write import (
-    Entry,
     Group,
     PlannedFile,
     SafetensorsFile,
@@ -32,10 +32,11 @@ from qfsdp.checkpoint.weights.write import (
     plan_files,
     write_file,
     write_index,
-    write_json,
 )
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import not_written, warn_of_space, write_json, write_text
 from qfsdp.distributed.world import World
+from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 CHUNK_NUMBERS = 1 << 20  # numbers per chunk: fp32 temporaries of 4 MB
@@ -79,27 +80,76 @@ def convert_folder(
         progress: show a bar on rank 0.
 
     Raises:
-        UserError: the output folder holds something else, is being written by another process or
-            cannot be written; or a weight holds NaN or infinity.
+        UserError: on every rank: the output folder holds something else, is being written by
+            another process or cannot be written; or a weight holds NaN or infinity.
     """
     groups = {name: conversion.tensors for name, conversion in conversions.items()}
     files, folder = plan_files(groups, max_file_bytes), output.path
-    with FolderLock(folder, output.key) if world.rank == 0 else nullcontext():
-        known = world.broadcast(output.begin() if world.rank == 0 else {})
-        mine = files[world.rank :: world.size]
-        todo = [file for file in mine if not output.is_done(file, known.get(file.name))]
-        shown = progress and world.rank == 0 and bool(todo)
+    known: dict[str, str] = {}
+    with ExitStack() as held:
+        with _same_error(world, source, output):
+            if world.rank == 0:
+                held.enter_context(FolderLock(folder, output.key))
+                known = output.begin()
         try:
-            _write_weights(conversions, folder, files, {file.name for file in todo}, shown)
-        except ValueError as error:
-            raise UserError(f"{source.folder}: {error}") from None
-        parts = world.gather(output.checksums(mine))  # waits until all ranks have written
+            known = world.broadcast(known)
+            _write_all(conversions, files, known, source, output, config, world, progress)
+        except UserError:
+            if world.rank == 0:
+                output.abandon()
+            raise
+
+
+def _write_all(
+    conversions: Mapping[str, WeightConversion],
+    files: Sequence[PlannedFile],
+    known: Mapping[str, str],
+    source: ModelWeights,
+    output: OutputFolder,
+    config: dict[str, Any],
+    world: World,
+    progress: bool,
+) -> None:
+    """Writes everything to the folder that rank 0 has begun.
+
+    Args:
+        known: file name -> SHA-256, of files that an earlier conversion wrote.
+    """
+    folder = output.path
+    mine = files[world.rank :: world.size]
+    todo = [file for file in mine if not output.is_done(file, known.get(file.name))]
+    size = sum(world.gather(sum(file.size for file in todo)))
+    if world.rank == 0:
+        warn_of_space(output.key, folder, size)
+    shown = progress and world.rank == 0 and bool(todo)
+    done: set[str] = set()
+    with _same_error(world, source, output):
+        try:
+            _write_weights(conversions, folder, files, {f.name for f in todo}, done, shown)
+        except (UserError, ValueError, OSError):
+            _join_others(conversions, done)
+            raise
+    parts = world.gather(output.checksums(mine))
+    with _same_error(world, source, output):  # no rank opens the folder before it is complete
         if world.rank == 0:
             copy_companions(source.folder, folder)
+            for name, text in output.texts.items():
+                write_text(folder / name, text)
             write_index(folder, files)
             write_json(folder / "config.json", config)
             output.finish({name: digest for part in parts for name, digest in part.items()})
-        world.gather(None)  # no rank opens the folder before it is complete
+
+
+@contextmanager
+def _same_error(world: World, source: ModelWeights, output: OutputFolder) -> Iterator[None]:
+    """A part that every rank does; an error of any rank is raised on every rank, as a UserError."""
+    with world.same_error():
+        try:
+            yield
+        except ValueError as error:
+            raise UserError(f"{source.folder}: {error}") from None
+        except OSError as error:
+            raise UserError(f"{output.key}: {not_written(output.path, error)}") from None
 
 
 def _write_weights(
@@ -107,34 +157,51 @@ def _write_weights(
     folder: Path,
     files: Sequence[PlannedFile],
     mine: set[str],
+    done: set[str],
     progress: bool,
 ) -> None:
-    """Writes the files named in `mine`, and joins the conversions in the others."""
+    """Writes the files named in `mine`, and joins the conversions in the others. Adds the name of
+    every weight to `done` as its turn comes."""
     names = [name for file in files if file.name in mine for name in file.groups]
     reads = [read for name in names for read in conversions[name].reads]
+
     with streamed(reads, progress) as pieces:
+
+        def write(name: str, file: SafetensorsFile) -> None:
+            done.add(name)
+            conversions[name].write(file, pieces)
+
         for planned in files:
             if planned.name in mine:
-                write_file(
-                    folder, planned, lambda name, file: conversions[name].write(file, pieces)
-                )
+                write_file(folder, planned, write)
                 continue
             for name in planned.groups:
+                done.add(name)
                 if (join := conversions[name].join) is not None:
                     join()
+
+
+def _join_others(conversions: Mapping[str, WeightConversion], done: set[str]) -> None:
+    """After an error on this rank: has its part in the conversions of other ranks that follow."""
+    for name, conversion in conversions.items():
+        if name not in done and conversion.join is not None:
+            with suppress(UserError):  # the first error counts
+                conversion.join()
 
 
 # ---- conversions and their parts -----------------------------------------------------------------
 
 
-def copied(name: str, stored: StoredTensor) -> WeightConversion:
-    """A plain tensor, stored under `name` with the bytes that it has."""
+def copied(name: str, stored: StoredTensor, parts: DecoderParts) -> WeightConversion:
+    """A plain tensor, stored under `name` with the bytes that it has; experts as their family
+    stores them."""
+    target = stored_as(name, stored.shape, parts)
 
     def write(file: SafetensorsFile, pieces: Pieces) -> None:
-        file.write_pieces(name, _checked(name, next(pieces)))
+        target.write(file, _checked(name, next(pieces)))
 
-    tensors = {name: Entry(stored.dtype, stored.shape)}
-    return WeightConversion(tensors, [Read(stored, range(stored.rows), CPU)], write)
+    reads = [Read(stored, range(stored.rows), CPU)]
+    return WeightConversion(target.group(stored.dtype), reads, write)
 
 
 def _checked(name: str, pieces: Iterator[Tensor]) -> Iterator[Tensor]:

@@ -22,18 +22,26 @@ from typing import Any
 import torch
 
 from qfsdp.checkpoint.weights.convert import WeightConversion, convert_folder, copied
+from qfsdp.checkpoint.weights.experts import stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.read import StoredTensor
-from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, Entry
+from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.decoder_config import EXPANDED, DecoderConfig
+from qfsdp.modules.decoder_parts import DecoderParts
+from qfsdp.modules.families.keys import FULL, SLIDING
 from qfsdp.modules.transformer import Decoder
 
 # The outputs of these linears are what a block adds to the residual stream.
-ZEROED = re.compile(r"model\.layers\.(\d+)\.(self_attn\.o_proj|mlp\.down_proj)\.(weight|bias)")
+PER_LAYER = ("layer_types", "layers_block_type", "no_rope_layers")  # lists in config.json
+ZEROED = re.compile(
+    r"model\.layers\.(\d+)\.(self_attn\.o_proj|(mlp|block_sparse_moe)\.([a-z_]+\.)?down_proj"
+    r"|shared_mlp\.output_linear)"
+    r"\.(weight|bias)"
+)
 
 
 # ---- where new blocks go ---------------------------------------------------------------------
@@ -83,12 +91,18 @@ def expanded_config(config: dict[str, Any], new_blocks: int) -> dict[str, Any]:
     depth = decoder.num_hidden_layers
     sources = block_sources(depth, new_blocks)
     expanded = dict(config, num_hidden_layers=len(sources))
-    if isinstance(kinds := config.get("layer_types"), list):
-        expanded["layer_types"] = [kinds[source] for source in sources]
+    for key in PER_LAYER:
+        if isinstance(kinds := config.get(key), list):
+            expanded[key] = [kinds[source] for source in sources]
     # The first `max_window_layers` blocks attend without the window, and so do their copies.
-    unwindowed = config.get("max_window_layers", decoder.max_window_layers)
-    if unwindowed:
+    if unwindowed := config.get("max_window_layers"):
         expanded["max_window_layers"] = sum(source < unwindowed for source in sources)
+    layers = tuple(decoder.layers[source] for source in sources)
+    if DecoderConfig.from_dict(expanded).layers != layers:
+        # Without those keys a family's rule says which layers are which, for another depth.
+        expanded["layer_types"] = [FULL if kind.window is None else SLIDING for kind in layers]
+        if any(kind.rope is None for kind in layers):
+            expanded["no_rope_layers"] = [int(kind.rope is not None) for kind in layers]
     return expanded | {EXPANDED: expanded_positions(depth, new_blocks)}
 
 
@@ -126,17 +140,18 @@ def expand_folder(
     """
     check_plain(weights)
     config = json.loads((weights.folder / "config.json").read_text(encoding="utf-8"))
-    conversions = {}
+    new_config = expanded_config(config, new_blocks)
+    parts, conversions = DecoderConfig.from_dict(new_config), {}
     for name, (source, zero) in _tensor_sources(config, new_blocks).items():
         stored = weights.plain[source]
-        conversions[name] = zeros(name, stored) if zero else copied(name, stored)
-    new_config = expanded_config(config, new_blocks)
+        conversions[name] = zeros(name, stored, parts) if zero else copied(name, stored, parts)
     convert_folder(conversions, weights, OutputFolder(folder), new_config, world, max_file_bytes)
 
 
-def zeros(name: str, like: StoredTensor) -> WeightConversion:
+def zeros(name: str, like: StoredTensor, parts: DecoderParts) -> WeightConversion:
     """A tensor of zeros: what a new file holds where nothing is written."""
-    return WeightConversion({name: Entry(like.dtype, like.shape)}, [], lambda file, pieces: None)
+    group = stored_as(name, like.shape, parts).group(like.dtype)
+    return WeightConversion(group, [], lambda file, pieces: None)
 
 
 def _tensor_sources(config: dict[str, Any], new_blocks: int) -> dict[str, tuple[str, bool]]:

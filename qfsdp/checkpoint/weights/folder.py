@@ -10,6 +10,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import json
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -17,16 +18,19 @@ from typing import Any
 from torch import nn
 
 from qfsdp.checkpoint.weights.bnb_layout import read_bnb
+from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_experts
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.hub import whole_folder
 from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
 SAMPLE_BYTES = 4096
-_LAYOUTS = {"qfsdp": read_quantized, "bitsandbytes": read_bnb}
+_LAYOUTS = {"qfsdp": read_quantized, "bitsandbytes": read_bnb, "mxfp4": read_mxfp4}
 """`quant_method` of config.json -> the function that finds the quantized weights."""
 
 
@@ -37,7 +41,8 @@ class ModelWeights:
         folder: its path.
         files: all tensors of the folder.
         quantized: name -> weight, of the weights that are stored quantized.
-        plain: name -> tensor, of all others.
+        plain: name -> tensor, of all others. Experts are stacked, see `experts.py`. Layers that
+            only predict further tokens (`DecoderParts.predictors`) are left out.
 
     Raises:
         UserError: see `SafetensorsFolder`; or the quantization method is unknown.
@@ -49,8 +54,11 @@ class ModelWeights:
         config = self._quantization_config()
         self.quantized: dict[str, StoredQuantizedWeight] = {}
         if config is not None:
+            if not isinstance(config, dict):
+                found = f"quantization_config {config!r:.50}; expected a JSON object"
+                raise UserError(f"{self.folder / 'config.json'}: {found}")
             method = config.get("quant_method", "bitsandbytes")
-            if method not in _LAYOUTS:
+            if not isinstance(method, str) or method not in _LAYOUTS:
                 raise UserError(
                     f"{self.folder / 'config.json'}: quant_method {method!r}; expected "
                     f"{', '.join(_LAYOUTS)}, or weights that are not quantized"
@@ -58,12 +66,26 @@ class ModelWeights:
             self.quantized = _LAYOUTS[method](self.files, config)
         used = {name for weight in self.quantized.values() for name in weight.tensor_names}
         self.plain = {n: tensor for n, tensor in self.files.tensors.items() if n not in used}
+        parts = None
+        with suppress(UserError):  # those who build the model report it
+            parts = DecoderConfig.from_dir(self.folder)
+        if single := next((name for name in self.quantized if OF_SINGLE.search(name)), None):
+            raise UserError(
+                f"{self.folder}: {single!r} is quantized by itself; expected the model in 16 bits: "
+                "its experts are quantized while they are loaded"
+            )
+        if parts is not None:
+            after = range(parts.num_hidden_layers, parts.num_hidden_layers + parts.predictors)
+            unread = tuple(f"model.layers.{layer}." for layer in after)
+            self.plain = {n: t for n, t in self.plain.items() if not n.startswith(unread)}
+            self.plain = stacked_experts(self.plain, parts, self.folder)
 
     def _quantization_config(self) -> dict[str, Any] | None:
         file = self.folder / "config.json"
         try:
-            return json.loads(file.read_text(encoding="utf-8")).get("quantization_config")
-        except (OSError, ValueError, AttributeError):
+            text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
+            return json.loads(text).get("quantization_config")
+        except (OSError, ValueError, AttributeError, RecursionError):
             return None  # DecoderConfig reports the error
 
     @property
@@ -78,6 +100,8 @@ class ModelWeights:
         for weight in self.quantized.values():
             if weight.source_fingerprint:
                 return weight.source_fingerprint
+        if (whole := whole_folder(self.folder)) != self.folder:  # the bytes are not here yet
+            return ModelWeights(whole).fingerprint
         digest = hashlib.sha256()
         for name, tensor in sorted(self.files.tensors.items()):
             digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
@@ -105,7 +129,8 @@ class ModelWeights:
                 self._check_plain(name, tuple(param.shape))
         for name in (self.plain.keys() | self.quantized.keys()) - expected.keys():
             if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight":
-                file = self.files.tensors[name].file
+                stored = self.plain[name] if name in self.plain else self.files.tensors[name]
+                file = stored.file
                 raise UserError(f"{file}: tensor {name!r} is not part of this architecture")
 
     def _check_plain(self, name: str, shape: tuple[int, ...]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -16,14 +17,17 @@ from qfsdp.checkpoint.weights.huge_pages import use_huge_pages
 from qfsdp.checkpoint.weights.progress import Pieces, streamed
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles, Read, StoredTensor
-from qfsdp.cli.errors import UserError
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.hub import local_folder
 from qfsdp.cli.sizes import parse_size
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.stores import DiskStore
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, local_rows
+from qfsdp.tensor_subclasses.finite import is_finite
 from qfsdp.tensor_subclasses.kernels.host_memory import return_freed_memory
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
@@ -35,22 +39,45 @@ class ModelConfig:
 
     Fields:
         path: a Hugging Face model folder (`config.json` and safetensors), a bitsandbytes 4-bit
-            one, or one that `recipes/quantize` wrote.
+            one, or one that `recipes/quantize` wrote; or the name of such a model on the Hugging
+            Face hub, `org/model` or `org/model@revision`. A folder wins.
         dtype: the compute dtype, and the dtype of weights that are not quantized. Adapters and
-            the optimizer are always fp32. The files may have any dtype. A CPU without bf16 products
-            computes "bf16" in fp32.
+            the optimizer are always fp32. The files may have any dtype. "fp16" is for GPUs without
+            bf16 (V100, T4); gradients are computed times a loss scale
+            (`qfsdp.training.loss_scale`). A CPU without bf16 products computes "bf16" in fp32.
         quantize_cache: a folder that all ranks see; the first run writes its quantized weights
             there and later runs load them. null: quantize in every run.
+        router_aux_loss: factor of the load-balancing loss of a mixture of experts in training, or
+            "family": `router_aux_loss_coef` of its `config.json`. It is computed for each row of a
+            batch (`qfsdp.modules.routing`). null: without it.
     """
 
     path: str
-    dtype: Literal["bf16", "fp32"] = "bf16"
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
     quantize_cache: str | None = None
+    router_aux_loss: float | Literal["family"] | None = None
 
     @property
     def folder(self) -> Path:
-        """`path` with a leading `~` expanded."""
-        return Path(self.path).expanduser()
+        """Where the model is on this machine."""
+        return local_folder(self.path)
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder to train. Raises UserError, also for a `router_aux_loss` without experts."""
+        config, factor = DecoderConfig.from_dir(self.folder), self.router_aux_loss
+        if factor is None:
+            return config
+        if config.experts is None:
+            why = "but this model has no mixture of experts"
+            raise UserError(f"model.router_aux_loss: {factor!r}, {why}; expected null")
+        router = config.experts.router
+        router = replace(router, aux_loss=router.family_aux_loss if factor == "family" else factor)
+        return replace(config, experts=replace(config.experts, router=router))
+
+    def check(self) -> None:
+        factor = self.router_aux_loss
+        if isinstance(factor, float) and not 0 <= factor < math.inf:
+            raise InvalidField("router_aux_loss", factor, 'a number of at least 0, or "family"')
 
 
 @torch.no_grad()
@@ -159,6 +186,8 @@ def fill_quantized(
     for into in local.qdata.split([column.row_bytes for column in weight.columns], dim=1):
         for _ in _copied_pieces(into, next(pieces)):
             pass
+    if not type(local).has_finite_scales(local.qdata, local.cols):
+        raise ValueError(f"{weight.name}: its scales hold NaN or infinity")
     _fill_metadata(local, source, weight)
 
 
@@ -170,7 +199,7 @@ def _fill_metadata(
             tensor.copy_(source.files.read(stored))
         else:
             tensor.fill_(stored)
-        if not torch.isfinite(tensor).all():
+        if not is_finite(tensor):
             raise ValueError(f"{weight.name}: its scales hold NaN or infinity")
 
 
@@ -199,7 +228,7 @@ def _copied_pieces(into: Tensor, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
 
 def check_finite(name: str, values: Tensor) -> None:
     """Raises ValueError if one of the numbers is NaN or infinite."""
-    if values.numel() and not torch.isfinite(torch.stack(values.aminmax())).all():
+    if not is_finite(values):
         raise ValueError(f"{name}: holds NaN or infinity")
 
 
@@ -218,7 +247,7 @@ def check_disk(model: Decoder, source: ModelWeights) -> None:
         offloaded = name.endswith("_proj.weight") and not param.requires_grad
         if not offloaded and not isinstance(local, QuantizedTensor):
             continue
-        if isinstance(local, QuantizedTensor) and local.format != PlainRows.format:
+        if isinstance(local, QuantizedTensor) and not isinstance(local, PlainRows):
             weight = source.quantized.get(name)
             if weight is None or len(weight.columns) != 1:
                 raise UserError(

@@ -33,6 +33,8 @@ from qfsdp.checkpoint.adapter_files import (
     read_adapter_config,
     read_adapter_header,
 )
+from qfsdp.checkpoint.expert_adapter_files import StoredTensor, expert_scaling
+from qfsdp.checkpoint.saved_template import model_template, read_template
 from qfsdp.checkpoint.weights.bnb_layout import bnb_config, bnb_group, write_bnb
 from qfsdp.checkpoint.weights.convert import (
     WeightConversion,
@@ -42,20 +44,22 @@ from qfsdp.checkpoint.weights.convert import (
     read_as_quantized,
     whole_reads,
 )
+from qfsdp.checkpoint.weights.experts import PARAMETER, StoredAs, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.progress import Pieces
 from qfsdp.checkpoint.weights.quantize import quantized_model
+from qfsdp.checkpoint.weights.read import Read
 from qfsdp.checkpoint.weights.write import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
-    Entry,
     Group,
     SafetensorsFile,
 )
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
+from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import ScaledLinear, adapted_linears, add_adapters, base_parameters
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
@@ -106,6 +110,7 @@ class MergedWeight:
         held: the quantized format in which training held it, or None.
         written: the quantized format in which it is written, or None.
         adapted: whether it has an adapter.
+        stored: how it is written if it is plain.
     """
 
     name: str
@@ -114,6 +119,7 @@ class MergedWeight:
     held: str | None
     written: str | None
     adapted: bool
+    stored: StoredAs
 
 
 @dataclass(frozen=True)
@@ -124,7 +130,7 @@ class Merge:
         weights: the base.
         quantization: of the base in training.
         base_dtype: of the other base weights in training (`model.dtype`).
-        adapter: a folder in PEFT's format.
+        adapter: a folder in PEFT's format. None: the base's weights, dequantized.
         dtype: of the written weights.
         requantize: "nf4-bnb" writes the weights that `quantization` targets as bitsandbytes' NF4;
             those in NF4 without an adapter keep their bytes.
@@ -133,7 +139,7 @@ class Merge:
     weights: ModelWeights
     quantization: QuantizationConfig
     base_dtype: torch.dtype
-    adapter: Path
+    adapter: Path | None
     dtype: torch.dtype
     requantize: Requantize = "none"
 
@@ -147,9 +153,10 @@ class Merge:
         model = quantized_model(self.weights, self.quantization)
         self.weights.check(model)
         formats = _formats(model)
-        config = read_adapter_config(self.adapter)
-        add_adapters(model, config)
-        check_adapter(config, self.adapter, model)
+        if self.adapter is not None:
+            config = read_adapter_config(self.adapter)
+            add_adapters(model, config)
+            check_adapter(config, self.adapter, model)
         adapted = {f"{name}.weight" for name, _ in adapted_linears(model)}
         for name, module in adapted_linears(model):
             scales_output = isinstance(module, ScaledLinear) and not module.scales_input
@@ -165,10 +172,23 @@ class Merge:
             written = formats or _formats(quantized_model(self.weights, nf4))
             written = {n: f if f.startswith("nf4") else "nf4" for n, f in written.items()}
         plan = [
-            MergedWeight(n, s, shapes[n], formats.get(n), written.get(n), n in adapted)
+            MergedWeight(
+                n,
+                s,
+                shapes[n],
+                formats.get(n),
+                written.get(n),
+                n in adapted,
+                stored_as(n, shapes[n], model.config),
+            )
             for n, s in sources.items()
         ]
         for weight in plan:
+            if weight.written is not None and PARAMETER.fullmatch(weight.name):
+                raise UserError(
+                    "requantize: nf4-bnb has no form for the experts of a mixture "
+                    f"({weight.name!r}); expected requantize=none"
+                )
             if weight.written is not None and weight.shape[1] % BLOCK:
                 raise UserError(
                     f"requantize: nf4-bnb stores whole blocks of {BLOCK} columns, and "
@@ -184,34 +204,59 @@ class Merge:
         """
         plan = self.plan()
         conversions = {weight.name: self._conversion(weight, world.device) for weight in plan}
-        config = self._model_config(plan)
-        convert_folder(
-            conversions, self.weights, OutputFolder(folder), config, world, max_file_bytes
-        )
+        config = self.model_config(plan)
+        template = read_template(self.adapter) if self.adapter is not None else {}
+        texts = model_template(template, self.weights.folder)
+        output = OutputFolder(folder, texts=texts)
+        convert_folder(conversions, self.weights, output, config, world, max_file_bytes)
 
     def _conversion(self, weight: MergedWeight, device: torch.device) -> WeightConversion:
-        tensors: Group = {weight.name: Entry(DTYPE_NAMES[self.dtype], weight.shape)}
+        tensors: Group = weight.stored.group(DTYPE_NAMES[self.dtype])
         if weight.written is not None:
             tensors = bnb_group(weight.name, weight.written, *weight.shape)
-        reads = whole_reads(self.weights, weight.source, device)
-        return WeightConversion(tensors, reads, partial(self._write_weight, weight, device))
+        write = partial(self._write_weight, weight, device)
+        return WeightConversion(tensors, self.reads(weight, device), write)
+
+    def reads(self, weight: MergedWeight, device: torch.device) -> list[Read]:
+        """The stored rows that a weight is made from."""
+        return whole_reads(self.weights, weight.source, device)
+
+    def rows(self, weight: MergedWeight, device: torch.device, pieces: Pieces) -> Iterator[Tensor]:
+        """All rows of a merged weight in chunks, not yet rounded to `dtype`.
+
+        Args:
+            pieces: of `reads`.
+        """
+        return self._rows(weight, self._held(weight, device, pieces), device)
+
+    def _held(
+        self, weight: MergedWeight, device: torch.device, pieces: Pieces
+    ) -> QuantizedTensor | Iterator[Tensor]:
+        """The base's weight as training held it."""
+        if weight.held is None:
+            return next(pieces)
+        name, format = weight.source, weight.held
+        return read_as_quantized(self.weights, name, format, self.dtype, device, pieces)
+
+    def _rows(
+        self,
+        weight: MergedWeight,
+        held: QuantizedTensor | Iterator[Tensor],
+        device: torch.device,
+    ) -> Iterator[Tensor]:
+        rows = compute_rows(weight.name, held, self.base_dtype)
+        return self._merged(weight.name, rows, device) if weight.adapted else rows
 
     def _write_weight(
         self, weight: MergedWeight, device: torch.device, file: SafetensorsFile, pieces: Pieces
     ) -> None:
-        held: QuantizedTensor | Iterator[Tensor]  # the base's weight as training held it
-        if weight.held is None:
-            held = next(pieces)
-        else:
-            name, format = weight.source, weight.held
-            held = read_as_quantized(self.weights, name, format, self.dtype, device, pieces)
-            if format == weight.written and not weight.adapted:
-                return write_bnb(file, weight.name, held)
-        rows = compute_rows(weight.name, held, self.base_dtype)
-        if weight.adapted:
-            rows = self._merged(weight.name, rows, device)
+        held = self._held(weight, device, pieces)
+        unchanged = weight.held == weight.written and not weight.adapted
+        if isinstance(held, QuantizedTensor) and unchanged:
+            return write_bnb(file, weight.name, held)
+        rows = self._rows(weight, held, device)
         if weight.written is None:
-            return file.write_pieces(weight.name, (chunk.to(self.dtype) for chunk in rows))
+            return weight.stored.write(file, (chunk.to(self.dtype) for chunk in rows))
         height, width = weight.shape
         quantized = FORMATS[weight.written].empty(height, width, self.dtype, device)
         quantized.quantize_(rows, weight.name)
@@ -219,37 +264,55 @@ class Merge:
 
     def _merged(self, name: str, rows: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
         """All rows of a weight, merged with its adapter."""
+        assert self.adapter is not None
         stem, found = f"base_model.model.{name.rpartition('.')[0]}", self._adapter_tensors
         with safe_open(self.adapter / WEIGHTS_FILE, framework="pt") as file:
             tensors = {
-                field: file.get_tensor(found[key][0]).to(device, torch.float32)
+                field: found[key].rows(file).to(device, torch.float32)
                 for field, peft_field in PEFT_FIELDS.items()
                 if (key := f"{stem}.{peft_field}") in found
             }
-        # Every row needs all of A, and all factors of the inputs.
-        whole = {n for n, t in tensors.items() if n == "lora_A" or (n == "ia3_l" and len(t) == 1)}
         at = 0
         for chunk in rows:
-            some = slice(at, at + len(chunk))
-            parts = {n: t if n in whole else t[some] for n, t in tensors.items()}
-            if "ia3_l" in parts:
-                merged = scaled_rows(chunk, parts["ia3_l"])
+            if "ia3_l" in tensors:
+                factors = tensors["ia3_l"]
+                of_inputs = len(factors) == 1  # every row needs all of them
+                merged = scaled_rows(chunk, factors if of_inputs else factors[at : at + len(chunk)])
             else:
-                a, b, magnitude = parts["lora_A"], parts["lora_B"], parts.get("magnitude")
-                merged = merged_rows(chunk, a, b, self._scaling, magnitude)
+                merged = self._low_rank(name, chunk, at, tensors)
             check_finite(f"{name} with its adapter", merged)
             yield merged
             at += len(chunk)
 
+    def _low_rank(self, name: str, chunk: Tensor, at: int, tensors: dict[str, Tensor]) -> Tensor:
+        """The rows from `at` on, merged with LoRA or DoRA; those of an expert with its own A."""
+        a, b, magnitude = tensors["lora_A"], tensors["lora_B"], tensors.get("magnitude")
+        rank = b.size(1)
+        of_experts = ".experts." in name
+        scaling = expert_scaling(self._config, rank) if of_experts else self._config.scaling
+        per_expert = len(b) * rank // len(a)  # rows; of a linear all
+        merged, end = [], at + len(chunk)
+        while at < end:
+            expert = at // per_expert
+            some = slice(at, min(end, (expert + 1) * per_expert))
+            rows = chunk[some.start - end : some.stop - end or None]
+            own_a = a[expert * rank : (expert + 1) * rank]
+            lengths = None if magnitude is None else magnitude[some]
+            merged.append(merged_rows(rows, own_a, b[some], scaling, lengths))
+            at = some.stop
+        return torch.cat(merged) if len(merged) > 1 else merged[0]
+
     @cached_property
-    def _adapter_tensors(self) -> dict[str, tuple[str, tuple[int, ...]]]:
+    def _adapter_tensors(self) -> dict[str, StoredTensor]:
+        assert self.adapter is not None
         return read_adapter_header(self.adapter)
 
     @cached_property
-    def _scaling(self) -> float:
-        return read_adapter_config(self.adapter).scaling
+    def _config(self) -> AdapterConfig:
+        assert self.adapter is not None
+        return read_adapter_config(self.adapter)
 
-    def _model_config(self, plan: list[MergedWeight]) -> dict[str, Any]:
+    def model_config(self, plan: list[MergedWeight]) -> dict[str, Any]:
         config = plain_config(self.weights.folder, self.dtype)
         if any(weight.name != weight.source for weight in plan):
             config["tie_word_embeddings"] = False

@@ -7,7 +7,8 @@ interruption; `ResumableFolder` keeps the files that are complete.
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from typing import Any
 from qfsdp.checkpoint.lock import LOCK_FILE
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.read import INDEX
-from qfsdp.checkpoint.weights.write import PlannedFile, is_complete, sha256, write_json
+from qfsdp.checkpoint.weights.write import PlannedFile, is_complete
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import PARTIAL, sha256, write_json
 
 BEGUN = "qfsdp_model.begun"
 RESUMABLE_BEGUN = MANIFEST + ".begun"
@@ -38,10 +40,13 @@ class OutputFolder:
     Fields:
         path: a new folder, or one that an interrupted conversion left.
         key: the config key that names it, for messages.
+        texts: name -> text of files that replace those of the converted model, such as the chat
+            template.
     """
 
     path: Path
     key: str = "output_dir"
+    texts: Mapping[str, str] = field(default_factory=dict)
 
     def begin(self) -> dict[str, str]:
         """Prepares the folder; rank 0 calls it with the folder locked.
@@ -54,10 +59,18 @@ class OutputFolder:
         """
         check_output(self.path)
         write_json(self.path / BEGUN, {})
-        left = [*self.path.glob("*.partial"), *self.path.glob("model*.safetensors")]
+        self._remove_weights()
+        return {}
+
+    def _remove_weights(self) -> None:
+        left = [*self.path.glob(f"*{PARTIAL}"), *self.path.glob("model*.safetensors")]
         for file in (self.path / "config.json", self.path / INDEX, *left):
             file.unlink(missing_ok=True)
-        return {}
+
+    def abandon(self) -> None:
+        """Frees the disk after an error, where the next conversion starts over; rank 0 calls it."""
+        with suppress(OSError):
+            self._remove_weights()
 
     def is_done(self, planned: PlannedFile, checksum: str | None) -> bool:
         """Whether the file is there already and need not be written."""
@@ -96,17 +109,30 @@ class ResumableFolder(OutputFolder):
                 raise UserError(f"{self.key}: '{self.path}' is not empty; expected a new folder")
             write_json(self.path / RESUMABLE_BEGUN, self.settings)
             return {}
-        earlier = json.loads(file.read_text())
-        for setting in self.settings:
-            was, now = earlier.get(setting), self.settings[setting]
-            if setting == "source":  # the path may differ
-                was, now = was["fingerprint"], now["fingerprint"]
+        try:
+            earlier = json.loads(file.read_bytes())
+            settings = {name: earlier[name] for name in self.settings}
+            if "source" in settings:  # the path may differ
+                settings["source"] = settings["source"]["fingerprint"]
+            checksums = dict(earlier.get("files", {}))
+        except (ValueError, KeyError, TypeError, RecursionError) as error:
+            raise UserError(
+                f"{self.key}: '{file}' is damaged ({error!r}); expected another folder, or remove "
+                "this one"
+            ) from None
+        for setting, was in settings.items():
+            now = self.settings[setting]
+            if setting == "source":
+                now = now["fingerprint"]
             if was != now:
                 raise UserError(
                     f"{self.key}: '{self.path}' was made with {setting} {was!r}; expected "
                     f"{now!r}, or another folder"
                 )
-        return earlier.get("files", {})
+        return checksums
+
+    def abandon(self) -> None:
+        """Keeps the files that are complete."""
 
     def is_done(self, planned: PlannedFile, checksum: str | None) -> bool:
         file = self.path / planned.name

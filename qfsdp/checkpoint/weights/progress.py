@@ -5,11 +5,14 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.read import Read, RowStream
+from qfsdp.cli.progress import moved
+from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import bar
 
 Pieces = Iterator[Iterator[Tensor]]
 """For each read, in order, the iterator over its pieces."""
@@ -30,30 +33,30 @@ def streamed(reads: Sequence[Read], progress: bool) -> Iterator[Pieces]:
 
 
 class Progress:
-    """Bytes read by this rank: a bar with rate and time left, or one line at the end."""
+    """Bytes read by this rank: a bar with rate and time left where there is a terminal, a line if
+    it takes long where there is none, and a line at the end."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._total, self._shown = total, shown
         self._since = time.perf_counter()
-        self._bar = None
-        if shown and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total,
-                desc="loading",
-                unit="B",
-                unit_scale=True,
-                dynamic_ncols=True,
-                leave=False,
-            )
+        self._bar = bar(
+            total=total,
+            desc="loading",
+            unit="B",
+            unit_scale=True,
+            leave=False,
+            disable=not shown,
+        )
+        self._open = ExitStack()
 
     def __enter__(self) -> Progress:
+        if self._shown and self._bar.disable:
+            self._open.enter_context(told_if_slow(f"loading {self._total / 2**30:.2f} GiB"))
         return self
 
     def __exit__(self, error: type | None, *_: object) -> None:
-        if self._bar is not None:
-            self._bar.close()
+        self._open.close()
+        self._bar.close()
         if self._shown and error is None:
             seconds = max(time.perf_counter() - self._since, 1e-9)
             rate = self._total / 1e6 / seconds
@@ -64,5 +67,5 @@ class Progress:
         """The same pieces, counted as they pass."""
         for piece in pieces:
             yield piece
-            if self._bar is not None:
-                self._bar.update(piece.numel() * piece.element_size())
+            moved()
+            self._bar.update(piece.numel() * piece.element_size())

@@ -95,15 +95,23 @@ def read_manifest(files: SafetensorsFolder) -> dict[str, Any]:
         raise UserError(
             f"{file} does not exist; the folder is not complete: run recipes/quantize again"
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{file}: cannot be read: {error}") from None
+    manifest = manifest if isinstance(manifest, dict) else {}
     if manifest.get("version") != VERSION:
         raise UserError(f"{file}: version {manifest.get('version')!r}; expected {VERSION}")
-    for name, weight in manifest["weights"].items():
-        if weight["format"] not in FORMATS:
-            raise UserError(
-                f"{file}: format of {name!r}: {weight['format']!r}; expected {', '.join(FORMATS)}"
-            )
+    weights, source = manifest.get("weights"), manifest.get("source")
+    if not (isinstance(weights, dict) and isinstance(source, dict) and "fingerprint" in source):
+        raise UserError(f"{file}: expected the weights and the source of a quantized model")
+    for name, weight in weights.items():
+        entry = weight if isinstance(weight, dict) else {}
+        format, shape = entry.get("format"), entry.get("shape")
+        if not isinstance(format, str) or format not in FORMATS:
+            known = ", ".join(FORMATS)
+            raise UserError(f"{file}: format of {name!r}: {format!r}; expected {known}")
+        sizes = shape if isinstance(shape, list) else []
+        if [type(size) is int and size > 0 for size in sizes] != [True, True]:
+            raise UserError(f"{file}: shape of {name!r}: {shape!r:.50}; expected rows and columns")
     return manifest
 
 

@@ -23,6 +23,7 @@ from qfsdp.checkpoint.weights.convert import (
     read_as_quantized,
     whole_reads,
 )
+from qfsdp.checkpoint.weights.experts import PARAMETER
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.output_folder import ResumableFolder
@@ -35,9 +36,11 @@ from qfsdp.checkpoint.weights.qfsdp_layout import (
 )
 from qfsdp.checkpoint.weights.read import STORED_DTYPES
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, SafetensorsFile
+from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -71,7 +74,7 @@ def quantize_folder(
     model = quantized_model(weights, quantization)
     weights.check(model)
     conversions = {
-        name: _conversion(weights, name, param.data, layout, world.device)
+        name: _conversion(weights, name, param.data, layout, world.device, model.config)
         for name, param in base_parameters(model)
     }
     params = {name: param.data for name, param in model.named_parameters()}
@@ -85,7 +88,7 @@ def quantize_folder(
         "source": {"path": str(weights.folder), "fingerprint": weights.fingerprint},
     }
     entries = {n: {"format": w.format, "shape": list(w.shape)} for n, w in quantized.items()}
-    output = ResumableFolder(folder, key, settings, entries)
+    output = ResumableFolder(folder, key, settings=settings, weights=entries)
     config = json.loads((weights.folder / "config.json").read_text())
     if layout == "qfsdp":
         section = {"quant_method": "qfsdp", "format": quantization.format}
@@ -107,11 +110,21 @@ def quantized_model(weights: ModelWeights, quantization: QuantizationConfig) -> 
 
 
 def _conversion(
-    weights: ModelWeights, name: str, param: Tensor, layout: Layout, device: torch.device
+    weights: ModelWeights,
+    name: str,
+    param: Tensor,
+    layout: Layout,
+    device: torch.device,
+    parts: DecoderParts,
 ) -> WeightConversion:
     """How a base parameter is stored; it is on the meta device, and quantized if it is to be."""
     if not isinstance(param, QuantizedTensor):
-        return copied(name, weights.plain[name])
+        return copied(name, weights.plain[name], parts)
+    if layout == "bnb" and PARAMETER.fullmatch(name):
+        raise UserError(
+            f"layout: bnb has no form for the experts of a mixture ({name!r}): transformers keeps "
+            "them in 16 bits; expected layout=qfsdp"
+        )
     format, (rows, cols) = param.format, param.shape
     dtype = _source_dtype(weights, name)
 

@@ -23,6 +23,8 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import why
+from qfsdp.cli.hub import local_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -80,6 +82,38 @@ class StoredTensor:
         return StoredTensor(self.name, self.file, "U8", shape, self.start, self.size)
 
 
+@dataclass(frozen=True)
+class StackedTensor(StoredTensor):
+    """Matrices of equal shape as one: the rows of one after those of another.
+
+    Fields:
+        parts: where they are; in any files.
+        transposed: the rows of this tensor are the columns of the parts.
+    """
+
+    parts: tuple[StoredTensor, ...] = ()
+    transposed: bool = False
+
+    @classmethod
+    def of(
+        cls, name: str, parts: Sequence[StoredTensor], transposed: bool = False
+    ) -> StackedTensor:
+        """The stack of `parts`, all of one shape and dtype."""
+        first, size = parts[0], sum(part.size for part in parts)
+        rows, cols = first.shape[::-1] if transposed else first.shape
+        shape = (rows * len(parts), cols)
+        return cls(name, first.file, first.dtype, shape, 0, size, tuple(parts), transposed)
+
+    def split(self, row: int, into: Tensor) -> Iterator[tuple[StoredTensor, int, Tensor]]:
+        """(part, its first row, its slice of `into`) for the rows from `row` on."""
+        height, at = self.rows // len(self.parts), 0
+        while at < len(into):
+            index, first = divmod(row + at, height)
+            some = into[at : at + height - first]
+            yield self.parts[index], first, some
+            at += len(some)
+
+
 class SafetensorsFolder:
     """The tensors of a folder, in one `model.safetensors` or in the files that an index lists.
 
@@ -95,8 +129,8 @@ class SafetensorsFolder:
     """
 
     def __init__(self, folder: str | Path) -> None:
-        self.folder = Path(folder).expanduser()
-        expected = "expected a Hugging Face model folder"
+        self.folder = local_folder(folder)
+        expected = "expected a Hugging Face model folder, or org/model of the hub"
         if not self.folder.exists():
             raise UserError(f"model.path: '{folder}' does not exist; {expected}")
         if not self.folder.is_dir():
@@ -118,10 +152,17 @@ class SafetensorsFolder:
         if not index.is_file():
             return {}
         try:
-            weight_map = json.loads(index.read_text())["weight_map"]
-            return {name: self.folder / file for name, file in weight_map.items()}
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            weight_map = json.loads(index.read_bytes())["weight_map"]
+            found = {name: self.folder / file for name, file in weight_map.items()}
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{index}: not a safetensors index ({error})") from None
+        for name, path in found.items():
+            if path.parent != self.folder:
+                raise UserError(
+                    f"{index}: tensor {name!r} is said to be in '{weight_map[name]}'; expected a "
+                    "file of this folder"
+                )
+        return found
 
     def _read_header(self, file: Path) -> None:
         if not file.is_file():
@@ -159,15 +200,41 @@ class OpenFiles:
         """Fills a contiguous CPU tensor with the bytes of `tensor` from row `row` on.
 
         Raises:
-            UserError: the file ends within the tensor.
+            UserError: the file cannot be read, or ends within the tensor.
         """
         if not into.numel():
             return
+        if isinstance(tensor, StackedTensor):
+            for part, first, some in tensor.split(row, into):
+                if tensor.transposed:
+                    self._read_columns(part, first, some)
+                else:
+                    self.read_rows(part, first, some)
+            return
+        self._read_bytes(tensor, tensor.start + row * tensor.row_bytes, into)
+
+    def _read_columns(self, tensor: StoredTensor, first: int, into: Tensor) -> None:
+        """Fills `into` with columns of `tensor` from `first` on, as rows."""
+        columns = torch.empty(tensor.rows, len(into), dtype=into.dtype)
+        start = tensor.start + first * into.element_size()
+        if len(into) == tensor.shape[1]:
+            self._read_bytes(tensor, start, columns)
+        else:
+            for row, values in enumerate(columns):
+                self._read_bytes(tensor, start + row * tensor.row_bytes, values)
+        into.copy_(columns.t())
+
+    def _read_bytes(self, tensor: StoredTensor, offset: int, into: Tensor) -> None:
+        try:
+            self._read_file(tensor, offset, into)
+        except OSError as error:
+            raise UserError(f"{tensor.file}: cannot be read: {why(error)}") from None
+
+    def _read_file(self, tensor: StoredTensor, offset: int, into: Tensor) -> None:
         if tensor.file not in self._descriptors:
             self._descriptors[tensor.file] = os.open(tensor.file, os.O_RDONLY)
         descriptor = self._descriptors[tensor.file]
         view = into.reshape(-1).view(torch.uint8).numpy().data
-        offset = tensor.start + row * tensor.row_bytes
         while len(view):
             got = os.preadv(descriptor, [view], offset)
             if not got:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -17,12 +18,17 @@ from qfsdp.checkpoint.weights.convert import (
     read_as_quantized,
     whole_reads,
 )
+from qfsdp.checkpoint.weights.experts import stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.progress import Pieces
-from qfsdp.checkpoint.weights.write import DTYPE_NAMES, MAX_FILE_BYTES, Entry, SafetensorsFile
+from qfsdp.checkpoint.weights.write import DTYPE_NAMES, MAX_FILE_BYTES, SafetensorsFile
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import PARTIAL, not_written, recover_folder, replace_folder
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 
@@ -35,6 +41,7 @@ def save_model(
     folder: Path,
     world: World,
     max_file_bytes: int = MAX_FILE_BYTES,
+    texts: Mapping[str, str] | None = None,
 ) -> None:
     """Replaces `folder` by a model folder with the weights of `model`.
 
@@ -45,46 +52,75 @@ def save_model(
     Args:
         weights: what the run loaded.
         dtype: of all written weights.
+        texts: name -> text of files that replace the base's, such as the chat template.
 
     Raises:
-        UserError: `folder` cannot be written, or a frozen weight holds NaN or infinity.
+        UserError: on every rank: `folder` cannot be written, or a weight holds NaN or infinity. The
+            earlier `folder` is then unchanged.
     """
     conversions = {}
     for name, param in base_parameters(model):
         if param.requires_grad:
-            conversions[name] = _trained(name, param, dtype)
+            conversions[name] = _trained(name, param, dtype, model.config)
         else:
-            conversions[name] = _frozen(name, tuple(param.shape), weights, dtype)
-    unfinished = folder.with_name(f"{folder.name}.partial")
-    convert_folder(
-        conversions,
-        weights,
-        OutputFolder(unfinished),
-        plain_config(weights.folder, dtype),
-        world,
-        max_file_bytes,
-        progress=False,
-    )
+            conversions[name] = _frozen(name, param.shape, weights, dtype, model.config)
+    unfinished = folder.with_name(folder.name + PARTIAL)
     if world.rank == 0:
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed here
+    try:
+        convert_folder(
+            conversions,
+            weights,
+            OutputFolder(unfinished, texts=texts or {}),
+            plain_config(weights.folder, dtype),
+            world,
+            max_file_bytes,
+            progress=False,
+        )
+        with world.same_error():
+            if world.rank == 0:
+                _replace(unfinished, folder)
+    except UserError:
+        if world.rank == 0:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            recover_folder(folder)
+        raise
 
 
-def _trained(name: str, param: nn.Parameter, dtype: torch.dtype) -> WeightConversion:
+def _replace(unfinished: Path, folder: Path) -> None:
+    try:
+        replace_folder(unfinished, folder)
+    except OSError as error:
+        raise UserError(not_written(folder, error)) from None
+
+
+def _trained(
+    name: str, param: nn.Parameter, dtype: torch.dtype, parts: DecoderParts
+) -> WeightConversion:
+    target = stored_as(name, tuple(param.shape), parts)
+
     def gather() -> torch.Tensor:
-        return whole_tensor(param.to(dtype))
+        whole = whole_tensor(param.to(dtype))
+        try:
+            check_finite(name, whole)
+        except ValueError as error:  # on every rank: each has the whole weight
+            raise UserError(f"the trained model is not written: {error}") from None
+        return whole
 
     def write(file: SafetensorsFile, pieces: Pieces) -> None:
-        file.write(name, gather())
+        target.write(file, [gather()])
 
-    return WeightConversion(
-        {name: Entry(DTYPE_NAMES[dtype], tuple(param.shape))}, [], write, join=gather
-    )
+    return WeightConversion(target.group(DTYPE_NAMES[dtype]), [], write, join=gather)
 
 
 def _frozen(
-    name: str, shape: tuple[int, ...], weights: ModelWeights, dtype: torch.dtype
+    name: str,
+    shape: Sequence[int],
+    weights: ModelWeights,
+    dtype: torch.dtype,
+    parts: DecoderParts,
 ) -> WeightConversion:
+    target = stored_as(name, tuple(shape), parts)
     stored = weights.quantized.get(name)
 
     def write(file: SafetensorsFile, pieces: Pieces) -> None:
@@ -93,7 +129,7 @@ def _frozen(
         else:
             weight = read_as_quantized(weights, name, stored.format, dtype, CPU, pieces)
             rows = compute_rows(name, weight, dtype)
-        file.write_pieces(name, (chunk.to(dtype) for chunk in rows))
+        target.write(file, (chunk.to(dtype) for chunk in rows))
 
     reads = whole_reads(weights, name, CPU)
-    return WeightConversion({name: Entry(DTYPE_NAMES[dtype], shape)}, reads, write)
+    return WeightConversion(target.group(DTYPE_NAMES[dtype]), reads, write)

@@ -7,12 +7,12 @@ file is laid out first, and its rows are written to their positions in any order
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import shutil
 import struct
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE, STORED_DTYPES
-from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import PARTIAL, whole_file, write_json
+from qfsdp.cli.progress import moved
 
 MAX_FILE_BYTES = 5_000_000_000  # the limit that Hugging Face uses
 # Files of a model folder besides its weights.
@@ -65,30 +66,38 @@ class PlannedFile:
         """Every tensor of the file."""
         return {name: entry for group in self.groups.values() for name, entry in group.items()}
 
+    @property
+    def size(self) -> int:
+        """Bytes of all tensors."""
+        return sum(entry.size for entry in self.entries.values())
+
 
 class SafetensorsFile:
-    """A file that is being written; `finish` completes it.
+    """A file that is being written; `finish` completes it, and `discard` removes it.
 
     Args:
         path: its final name.
         entries: all of its tensors, in the order of their bytes.
+
+    Raises:
+        OSError: the file cannot be written (a full disk); all methods do.
     """
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
-        self._path, self._partial = path, path.with_name(path.name + ".partial")
+        self._path, self._partial = path, path.with_name(path.name + PARTIAL)
         header, self._starts = file_header(entries)
         self._entries = entries
         self._descriptor = os.open(self._partial, os.O_RDWR | os.O_CREAT | os.O_TRUNC, 0o644)
-        self._write_bytes(memoryview(header), 0)
         size = len(header) + sum(entry.size for entry in entries.values())
-        os.ftruncate(self._descriptor, size)
+        try:
+            self._write_bytes(memoryview(header), 0)
+            os.ftruncate(self._descriptor, size)
+        except OSError:
+            self.discard()
+            raise
 
     def write(self, name: str, values: Tensor, row: int = 0) -> None:
-        """Writes `values` as rows of tensor `name` from `row` on, or as the whole of a scalar.
-
-        Raises:
-            UserError: the file cannot be written (a full disk).
-        """
+        """Writes `values` as rows of tensor `name` from `row` on, or as the whole of a scalar."""
         entry = self._entries[name]
         rest = entry.shape[1:] if entry.shape else ()
         assert DTYPE_NAMES[values.dtype] == entry.dtype and tuple(values.shape[1:]) == rest, name
@@ -109,13 +118,18 @@ class SafetensorsFile:
         os.close(self._descriptor)
         self._partial.replace(self._path)
 
+    def discard(self) -> None:
+        """Removes what is written."""
+        with suppress(OSError):
+            os.close(self._descriptor)
+        with suppress(OSError):
+            self._partial.unlink()
+
     def _write_bytes(self, view: memoryview, offset: int) -> None:
         while len(view):
-            try:
-                written = os.pwrite(self._descriptor, view, offset)
-            except OSError as error:
-                raise UserError(f"{self._partial}: cannot be written: {error.strerror}") from None
+            written = os.pwrite(self._descriptor, view, offset)
             view, offset = view[written:], offset + written
+            moved()
 
 
 def file_header(entries: Mapping[str, Entry]) -> tuple[bytes, dict[str, int]]:
@@ -165,17 +179,24 @@ def write_file(
     Args:
         write: `write(weight, file)` writes every tensor of that weight's group; called in the
             order of the plan.
+
+    Raises:
+        OSError: the file cannot be written. No part of it is left, as after any other error.
     """
     file = SafetensorsFile(folder / planned.name, planned.entries)
-    for weight in planned.groups:
-        write(weight, file)
-    file.finish()
+    try:
+        for weight in planned.groups:
+            write(weight, file)
+        file.finish()
+    except BaseException:
+        file.discard()
+        raise
 
 
 def is_complete(path: Path, planned: PlannedFile) -> bool:
     """Whether the file exists with the planned header and length."""
     header, _ = file_header(planned.entries)
-    size = len(header) + sum(entry.size for entry in planned.entries.values())
+    size = len(header) + planned.size
     if not path.is_file() or path.stat().st_size != size:
         return False
     with open(path, "rb") as handle:
@@ -187,18 +208,8 @@ def write_index(folder: Path, files: Iterable[PlannedFile]) -> None:
     files = list(files)
     if len(files) > 1:
         weight_map = {name: file.name for file in files for name in file.entries}
-        size = sum(entry.size for file in files for entry in file.entries.values())
+        size = sum(file.size for file in files)
         write_json(folder / INDEX, {"metadata": {"total_size": size}, "weight_map": weight_map})
-
-
-def write_json(file: Path, content: object) -> None:
-    """Writes a JSON file atomically."""
-    partial = file.with_name(file.name + ".partial")
-    with open(partial, "w") as handle:
-        handle.write(json.dumps(content, indent=2) + "\n")
-        handle.flush()
-        os.fsync(handle.fileno())
-    partial.replace(file)
 
 
 def copy_companions(source: Path, folder: Path) -> None:
@@ -207,10 +218,5 @@ def copy_companions(source: Path, folder: Path) -> None:
     for pattern in COPIED:
         for file in sorted(source.glob(pattern)):
             if file.name not in NOT_COPIED and file.is_file():
-                shutil.copyfile(file, folder / file.name)
-
-
-def sha256(file: Path) -> str:
-    """Hex digest of a file's bytes."""
-    with open(file, "rb") as handle:
-        return hashlib.file_digest(handle, "sha256").hexdigest()
+                with whole_file(folder / file.name) as partial:
+                    shutil.copyfile(file, partial)

@@ -1,0 +1,166 @@
+"""`adapter_config.json`: the settings of an adapter in PEFT's format.
+
+Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. PEFT has options that
+qfsdp/modules/adapters.py does not; those that would change the results are refused by name.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from qfsdp.checkpoint.expert_adapter_files import patterns_of_experts, target_settings
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import why
+from qfsdp.cli.hub import hub_name
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import SCALED_INPUTS
+
+CONFIG_FILE = "adapter_config.json"
+WEIGHTS_FILE = "adapter_model.safetensors"
+PICKLE_FILE = "adapter_model.bin"
+LARGEST_ALPHA = 1e30  # it is used in fp32
+# `peft_type` -> end of the key that every adapted linear has exactly once.
+KEY_ENDS = {"LORA": ".lora_A.weight", "IA3": ".ia3_l"}
+# Settings that a run must share with the adapter that it starts from: our field -> PEFT's key.
+SHARED_FIELDS = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
+# PEFT's keys with any value: names, training options, and the adapted linears, which the tensors
+# show. Any other key that turns something on is refused.
+IGNORED_KEYS = {
+    *("auto_mapping", "inference_mode", "runtime_config", "velora_config"),
+    *(
+        "target_modules",
+        "target_parameters",
+        "exclude_modules",
+        "layers_to_transform",
+        "layers_pattern",
+    ),
+    *("feedforward_modules", "init_ia3_weights"),
+    *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see UNCHANGED_BASE_INIT
+}
+# Initializations that leave the base unchanged. PiSSA, LoftQ and others change it.
+UNCHANGED_BASE_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
+
+
+def peft_config(
+    config: AdapterConfig, linears: list[str], base: str, tensors: Mapping[str, Tensor]
+) -> dict[str, object]:
+    """The content of `adapter_config.json`.
+
+    Args:
+        linears: names of the adapted linears, without experts.
+        base: a folder or a hub name.
+        tensors: the adapters, by our keys.
+    """
+    repository, revision = hub_name(base) or (base, None)
+    settings: dict[str, object] = {
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": repository,
+        "revision": revision,
+        "target_modules": linears,
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "modules_to_save": None,
+    }
+    if config.method == "ia3":
+        scaled = [name for name in linears if name in SCALED_INPUTS]
+        more = {"peft_type": "IA3", "feedforward_modules": scaled, "init_ia3_weights": True}
+        return more | settings
+    return {
+        "peft_type": "LORA",
+        "r": config.rank,
+        "lora_alpha": config.alpha,
+        "lora_dropout": config.dropout,
+        "use_dora": config.method == "dora",
+        "use_rslora": config.rslora,
+        "bias": "none",
+        "init_lora_weights": True,
+    } | (settings | target_settings(config, linears, tensors))
+
+
+def read_peft_config(folder: Path) -> dict[str, Any]:
+    """The content of `adapter_config.json`, checked: "r", "lora_alpha", "use_dora" and "use_rslora"
+    have values of their types, except for IA3, which has none of them.
+
+    Raises:
+        UserError: the file is missing or broken, or has an option that qfsdp lacks.
+    """
+    file = folder / CONFIG_FILE
+    if not file.is_file():
+        raise UserError(missing_files(folder))
+    try:
+        written = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not an adapter's config ({why(error)}); expected JSON") from None
+    if not isinstance(written, dict):
+        raise UserError(f"{file}: {written!r:.50} is no JSON object; expected an adapter's config")
+    kind = written.get("peft_type")
+    if not isinstance(kind, str) or kind not in KEY_ENDS:
+        raise UserError(f"{file}: peft_type {kind!r}; expected 'LORA' or 'IA3'")
+    if written.get("modules_to_save"):
+        raise UserError(
+            f"{file}: modules_to_save {written['modules_to_save']}; expected none: qfsdp does not "
+            "load modules that were trained as a whole"
+        )
+    for key, value in written.items():
+        if (reason := _unsupported(key, value, written)) is not None:
+            raise UserError(f"{file}: {key} {value!r}: {reason}")
+    if kind == "LORA":
+        _check_types(file, written)
+    return written
+
+
+def _check_types(file: Path, written: dict[str, Any]) -> None:
+    """Checks the values that `read_adapter_config` uses."""
+
+    def wrong(key: str, expected: str) -> UserError:
+        return UserError(f"{file}: {key} {written.get(key)!r:.50}; expected {expected}")
+
+    rank, alpha = written.get("r"), written.get("lora_alpha")
+    if type(rank) is not int or rank < 1:
+        raise wrong("r", "an integer of at least 1")
+    if (
+        not isinstance(alpha, int | float)
+        or isinstance(alpha, bool)
+        or not 0 < alpha < LARGEST_ALPHA
+    ):
+        raise wrong("lora_alpha", "a number above 0")
+    for key in ("use_dora", "use_rslora"):
+        if written.get(key) not in (None, True, False):
+            raise wrong(key, "true or false")
+
+
+def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
+    """Why an adapter with this setting cannot be loaded; None if it can."""
+    if key == "bias":
+        return None if value == "none" else "qfsdp trains no biases"
+    if key == "init_lora_weights":
+        kept = value in UNCHANGED_BASE_INIT
+        return None if kept else "this initialization changed the base that the adapter belongs to"
+    if key in ("rank_pattern", "alpha_pattern"):
+        usual = written.get("r" if key == "rank_pattern" else "lora_alpha")
+        same = not value or (isinstance(value, dict) and all(v == usual for v in value.values()))
+        of_experts = isinstance(value, dict) and patterns_of_experts(written, value)
+        numbers = of_experts and all(type(v) in (int, float) and v > 0 for v in value.values())
+        return None if same or numbers else f"qfsdp has one {key.partition('_')[0]} for all linears"
+    # Switches, lists and sections turn options on; numbers and names are their parameters.
+    turned_on = value is True or (bool(value) and isinstance(value, list | dict))
+    known = {*IGNORED_KEYS, *SHARED_FIELDS.values()}
+    return "qfsdp does not have this option" if turned_on and key not in known else None
+
+
+def missing_files(folder: Path) -> str:
+    """The message for a folder that is not a whole adapter."""
+    expected = f"expected an adapter in PEFT's format, {CONFIG_FILE} and {WEIGHTS_FILE}"
+    if (folder / PICKLE_FILE).is_file() and not (folder / WEIGHTS_FILE).is_file():
+        return f"{folder / PICKLE_FILE}: a pickle file, which can run code; {expected}"
+    if (folder / "adapter" / CONFIG_FILE).is_file():
+        return f"{folder}: not an adapter's folder; did you mean {folder / 'adapter'}?"
+    if not folder.exists():
+        return f"{folder} does not exist; {expected}"
+    file = next(f for f in (folder / CONFIG_FILE, folder / WEIGHTS_FILE) if not f.is_file())
+    return f"{file} {'is no file' if file.exists() else 'does not exist'}; {expected}"

@@ -1,0 +1,161 @@
+"""The metadata of a GGUF file: what llama.cpp has to know to compute a model.
+
+llama.cpp has one graph for every architecture, with fewer switches than `DecoderParts`. What its
+graph does not compute is refused here, in one line and before any weight is read.
+
+Keys: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from qfsdp.cli.errors import UserError
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.rope import LinearScaling, Llama3Scaling, RopeConfig, Unscaled, YarnScaling
+
+if TYPE_CHECKING:
+    import gguf
+
+ARCHITECTURES = {
+    "LlamaForCausalLM": "llama",
+    "MistralForCausalLM": "llama",
+    "Qwen2ForCausalLM": "qwen2",
+    "Qwen3ForCausalLM": "qwen3",
+}
+"""`architectures` of config.json -> llama.cpp's name."""
+
+
+@dataclass(frozen=True)
+class GgufModel:
+    """A model as llama.cpp computes it.
+
+    Fields:
+        architecture: llama.cpp's name.
+        parts: the decoder.
+        rope: the rotary embedding of all layers.
+        name: of the model, for people.
+    """
+
+    architecture: str
+    parts: DecoderConfig
+    rope: RopeConfig
+    name: str
+
+    @property
+    def context(self) -> int:
+        """The longest row that llama.cpp computes as training did: it has no sliding window for
+        these architectures, so a window ends the context."""
+        window = self.parts.shortest_window
+        most = self.parts.max_position_embeddings
+        return most if window is None else min(window, most)
+
+    @property
+    def permutes(self) -> bool:
+        """Whether llama.cpp rotates neighbours in a head, and not the numbers i and i + half."""
+        return self.architecture == "llama"
+
+    def rope_factors(self) -> Tensor | None:
+        """By what each frequency of Llama 3's scaling is divided, fp32 `[head_dim // 2]`; None for
+        scalings that llama.cpp has a key for."""
+        if not isinstance(self.rope.scaling, Llama3Scaling):
+            return None
+        positions = torch.zeros(1, 1)
+        args = (self.rope.theta, self.parts.head_dim, positions)
+        return Unscaled().inverse(*args) / self.rope.scaling.inverse(*args)
+
+    def add_to(self, writer: gguf.GGUFWriter) -> None:
+        """Adds sizes, norms and the rotary embedding to a file's metadata."""
+        import gguf
+
+        parts, scaling = self.parts, self.rope.scaling
+        writer.add_type(gguf.GGUFType.MODEL)
+        writer.add_name(self.name)
+        writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+        writer.add_vocab_size(parts.vocab_size)
+        writer.add_context_length(self.context)
+        writer.add_embedding_length(parts.hidden_size)
+        writer.add_feed_forward_length(parts.intermediate_size)
+        writer.add_block_count(parts.num_hidden_layers)
+        writer.add_head_count(parts.num_attention_heads)
+        writer.add_head_count_kv(parts.num_key_value_heads)
+        writer.add_key_length(parts.head_dim)
+        writer.add_value_length(parts.head_dim)
+        writer.add_layer_norm_rms_eps(parts.norm.eps)
+        writer.add_rope_dimension_count(parts.head_dim)
+        writer.add_rope_freq_base(self.rope.theta)
+        if isinstance(scaling, LinearScaling):
+            writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
+            writer.add_rope_scaling_factor(scaling.factor)
+        if isinstance(scaling, YarnScaling):
+            writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
+            writer.add_rope_scaling_factor(scaling.factor)
+            writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+
+
+def gguf_model(folder: Path) -> GgufModel:
+    """The model in a folder. Reads `config.json` only.
+
+    Raises:
+        UserError: llama.cpp's graph of this architecture computes something else, or the
+            architecture is not in `ARCHITECTURES`.
+    """
+    file = folder / "config.json"
+    parts = DecoderConfig.from_dir(folder)  # checks that the file is a config
+    names = json.loads(file.read_text(encoding="utf-8"))["architectures"]
+    name = names[0] if isinstance(names, list) else names
+    if name not in ARCHITECTURES:
+        raise UserError(f"{file}: gguf has no {name} here; expected {', '.join(ARCHITECTURES)}")
+    model = GgufModel(ARCHITECTURES[name], parts, _rope(file, parts), folder.resolve().name)
+    if model.architecture == "qwen3" and parts.attention.qkv_bias:
+        raise UserError(f"{file}: attention_bias true; expected false: llama.cpp's qwen3 has none")
+    if isinstance(model.rope.scaling, Llama3Scaling) and model.architecture != "llama":
+        raise UserError(
+            f"{file}: rope type 'llama3'; expected another: llama.cpp's {model.architecture} has "
+            "no such scaling"
+        )
+    return model
+
+
+def _rope(file: Path, parts: DecoderConfig) -> RopeConfig:
+    """The rotary embedding of all layers; refuses what llama.cpp has no key for."""
+    ropes = {layer.rope for layer in parts.layers}
+    rope = next(iter(ropes))
+    expected = "expected one rotary embedding of whole heads for all layers"
+    if len(ropes) > 1 or rope is None or rope.share != 1 or rope.query_scaling is not None:
+        raise UserError(f"{file}: rotary embeddings that llama.cpp does not have; {expected}")
+    kinds = (Unscaled, LinearScaling, Llama3Scaling, YarnScaling)
+    scaling = rope.scaling
+    if not isinstance(scaling, kinds):
+        raise UserError(
+            f"{file}: rope type {type(scaling).__name__.removesuffix('Scaling').lower()!r}; "
+            "expected default, linear, llama3 or yarn: llama.cpp has no other"
+        )
+    if isinstance(scaling, YarnScaling):
+        usual = YarnScaling(scaling.factor, scaling.original_max_position_embeddings, 0.0)
+        # llama.cpp computes the magnitude from the factor, as the paper does.
+        magnitude = 1.0 if scaling.factor <= 1 else 0.1 * math.log(scaling.factor) + 1.0
+        if scaling != replace(usual, magnitude=magnitude):
+            raise UserError(
+                f"{file}: yarn with settings of its own; expected factor and "
+                "original_max_position_embeddings only"
+            )
+    return rope
+
+
+def warn_of_window(model: GgufModel) -> None:
+    """Says on standard error where a sliding window ends the context."""
+    if model.context < model.parts.max_position_embeddings:
+        print(
+            f"warning: the context is {model.context} tokens, the model's sliding window: "
+            f"llama.cpp's {model.architecture} has none",
+            file=sys.stderr,
+        )

@@ -1,0 +1,194 @@
+"""The tokenizer of a model folder as metadata of a GGUF file.
+
+llama.cpp has its own tokenizers. The file tells it the tokens, their types, the merges (byte-level
+BPE) or scores (SentencePiece), and the name of the rule that cuts text into words. llama.cpp knows
+that rule by name only, so a tokenizer with any other rule is refused: it would cut text in another
+way than training did, without an error.
+
+Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qfsdp.cli.errors import UserError
+from qfsdp.data import hf_tokenizer
+from qfsdp.data.tokenizer_folder import read_text
+
+if TYPE_CHECKING:
+    import gguf
+
+TEMPLATE_FILE = "chat_template.jinja"
+BYTE_LEVEL_BPE, SENTENCE_PIECE = "gpt2", "llama"  # llama.cpp's names of the two kinds
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.cpp's types of tokens
+ADDED_SCORE = -1000.0  # of tokens that no merge makes
+
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
+_REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_TEKKEN = (
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_PLAIN = "ByteLevel"  # with the pattern of GPT-2
+PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, bool]] = {
+    (f"{_WORDS}|\\p{{N}}{{1,3}}{_REST}",): ("llama-bpe", True),
+    (f"{_WORDS}|\\p{{N}}{_REST}",): ("qwen2", False),
+    (_TEKKEN,): ("tekken", True),
+    ("Digits", _PLAIN): ("smollm", False),
+    (_PLAIN,): ("gpt-2", False),
+}
+"""How text is cut into words -> llama.cpp's name, and whether a word that is a token is kept whole
+(`ignore_merges`)."""
+
+
+@dataclass(frozen=True)
+class GgufTokenizer:
+    """Fields:
+    kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece).
+    pre_tokenizer: llama.cpp's name of the rule that cuts text into words.
+    tokens, scores, types: one for each row of the embeddings; `scores` of SentencePiece only.
+    """
+
+    kind: str
+    pre_tokenizer: str
+    tokens: list[str]
+    scores: list[float]
+    types: list[int]
+
+    def add_to(self, writer: gguf.GGUFWriter, folder: Path, template: dict[str, str]) -> None:
+        """Adds the tokenizer, its special tokens and the chat template to a file's metadata.
+
+        Args:
+            folder: of the model.
+            template: of the adapter, as `saved_template.read_template` returns it.
+        """
+        import gguf
+
+        writer.add_tokenizer_model(self.kind)
+        writer.add_tokenizer_pre(self.pre_tokenizer)
+        writer.add_token_list(self.tokens)
+        if self.scores:
+            writer.add_token_scores(self.scores)
+        writer.add_token_types(self.types)
+        has_merges = self.kind == BYTE_LEVEL_BPE
+        special = gguf.SpecialVocab(folder, load_merges=has_merges, n_vocab=len(self.tokens))
+        if has_merges:
+            # llama.cpp would put a first token before every text where `pre_tokenizer` is Llama's.
+            special.add_special_token.setdefault("bos", False)
+            writer.add_add_space_prefix(False)
+        special.chat_template = template.get(TEMPLATE_FILE, special.chat_template)
+        special.add_to_gguf(writer, quiet=True)
+        if template and (folder / "tokenizer.json").is_file():
+            # llama.cpp finds the ends of well-known templates by their text, others by this key.
+            end = hf_tokenizer(str(folder), template[TEMPLATE_FILE]).end_of_turn_id
+            if end is not None and "eot" not in special.special_token_ids:
+                writer.add_eot_token_id(end)
+
+
+def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
+    """The tokenizer of a model folder.
+
+    Args:
+        rows: of the embeddings; those without a token get an unused one.
+
+    Raises:
+        UserError: there is no tokenizer, or one that llama.cpp does not have.
+    """
+    described = _json(folder / "tokenizer.json")
+    if (described.get("decoder") or {}).get("type") == _PLAIN:
+        name = _pre_tokenizer(folder / "tokenizer.json", described)
+        pieces = {token: (i, 0.0, NORMAL) for token, i in described["model"]["vocab"].items()}
+        found = {i: (token, score, kind) for token, (i, score, kind) in pieces.items()}
+        kind = BYTE_LEVEL_BPE
+    elif (folder / "tokenizer.model").is_file():
+        name, found, kind = "default", _sentence_pieces(folder / "tokenizer.model"), SENTENCE_PIECE
+    else:
+        raise UserError(
+            f"{folder}: no tokenizer that llama.cpp has; expected a tokenizer.json with byte-level "
+            "BPE, or a tokenizer.model of SentencePiece"
+        )
+    for index, text, special in _added(folder, described):
+        if index not in found or found[index][0] != text or kind == BYTE_LEVEL_BPE:
+            found[index] = (text, ADDED_SCORE, CONTROL if special else USER_DEFINED)
+    if (last := max(found)) >= rows:
+        raise UserError(
+            f"{folder}: the tokenizer has token {last}, the embeddings {rows} rows; expected a row "
+            "for every token"
+        )
+    all_tokens = [found.get(i, (f"[PAD{i}]", ADDED_SCORE, UNUSED)) for i in range(rows)]
+    tokens, scores, types = map(list, zip(*all_tokens, strict=True))
+    return GgufTokenizer(kind, name, tokens, scores if kind == SENTENCE_PIECE else [], types)
+
+
+def _pre_tokenizer(file: Path, described: dict[str, Any]) -> str:
+    """llama.cpp's name of the rule by which a byte-level BPE tokenizer cuts text into words."""
+    section, model = described.get("pre_tokenizer") or {}, described.get("model") or {}
+    steps = section.get("pretokenizers", [section])
+    known = PRE_TOKENIZERS.get(tuple(filter(None, map(_step, steps))))
+    normalizer = (described.get("normalizer") or {"type": "NFC"}).get("type")
+    ignores = bool(model.get("ignore_merges"))
+    if model.get("type") != "BPE" or normalizer != "NFC" or known is None or known[1] != ignores:
+        names = ", ".join(name for name, _ in PRE_TOKENIZERS.values())
+        raise UserError(
+            f"{file}: cuts text into words as no tokenizer of llama.cpp is known to do; expected "
+            f"the rules of {names}"
+        )
+    return known[0]
+
+
+def _step(step: dict[str, Any]) -> str:
+    """One step of a pre-tokenizer in a word: a pattern, or its type; "" if it cuts nothing."""
+    if step.get("type") == "Split" and step.get("behavior") == "Isolated" and not step["invert"]:
+        return str(step["pattern"].get("Regex"))
+    if step.get("type") == _PLAIN and not step.get("add_prefix_space"):
+        return _PLAIN if step.get("use_regex", True) else ""
+    if step.get("type") == "Digits" and step.get("individual_digits"):
+        return "Digits"
+    return f"unknown {step.get('type')}"
+
+
+def _sentence_pieces(file: Path) -> dict[int, tuple[str, float, int]]:
+    """Token id -> text, score and type, of a SentencePiece model."""
+    from sentencepiece import SentencePieceProcessor
+
+    model = SentencePieceProcessor()
+    try:
+        model.LoadFromFile(str(file))
+    except (OSError, RuntimeError):
+        raise UserError(f"{file}: cannot be read; expected a model of SentencePiece") from None
+    kinds = {
+        UNKNOWN: model.IsUnknown,
+        CONTROL: model.IsControl,
+        UNUSED: model.IsUnused,
+        BYTE: model.IsByte,
+    }
+    found = {}
+    for i in range(model.vocab_size()):
+        kind = next((kind for kind, is_kind in kinds.items() if is_kind(i)), NORMAL)
+        found[i] = (model.IdToPiece(i), model.GetScore(i), kind)
+    return found
+
+
+def _added(folder: Path, described: dict[str, Any]) -> list[tuple[int, str, bool]]:
+    """(id, text, whether it is special) of the tokens that the folder adds to its vocabulary."""
+    if described:
+        entries = {entry["id"]: entry for entry in described.get("added_tokens", [])}
+    else:
+        entries = _json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+    return [(int(i), entry["content"], bool(entry.get("special"))) for i, entry in entries.items()]
+
+
+def _json(file: Path) -> dict[str, Any]:
+    """The content of a JSON file, {} if it does not exist."""
+    if not file.is_file():
+        return {}
+    try:
+        content = json.loads(read_text(file))
+    except ValueError as error:
+        raise UserError(f"{file}: not valid JSON: {error}; expected a JSON object") from None
+    return content if isinstance(content, dict) else {}

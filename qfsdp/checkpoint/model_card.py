@@ -1,0 +1,182 @@
+"""The model card (`README.md`) of adapters and merged models, and their upload.
+
+A card tells the base, method, data, steps, losses and how to load the result. It is made from what
+the run has written: `config.yaml` and `metrics.jsonl`. Format of its head:
+https://huggingface.co/docs/hub/model-cards. Paths of this machine are left out, and so is the
+license, which the owner of the result has to choose.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE
+from qfsdp.cli.config import get_key, to_yaml
+from qfsdp.cli.files import not_written, write_text
+from qfsdp.cli.hub import hub_name, local_folder
+from qfsdp.cli.hub_upload import KEY, push_later
+from qfsdp.distributed.world import World
+
+CARD_FILE = "README.md"
+
+
+def publish(cfg: Any, folder: Path, world: World) -> None:
+    """Writes the card of a result on rank 0, and has `push_to_hub` upload it after the run.
+
+    A card that cannot be written is a warning: the result is there.
+
+    Args:
+        cfg: the config of a training recipe, or of recipes/merge.
+        folder: of the adapter or model.
+    """
+    if world.rank != 0:
+        return
+    try:
+        write_text(folder / CARD_FILE, model_card(cfg, folder))
+    except OSError as error:
+        print(f"warning: {not_written(folder / CARD_FILE, error)}", file=sys.stderr, flush=True)
+    if (name := get_key(cfg, KEY)) is not None:
+        push_later(name, folder)
+
+
+def model_card(cfg: Any, folder: Path) -> str:
+    """The text of the card; see `publish`."""
+    merged_from = get_key(cfg, "adapter")
+    run = Path(get_key(cfg, "output_dir") or ".").expanduser()
+    if isinstance(merged_from, str):  # recipes/merge
+        run = local_folder(merged_from).parent
+    trained = _run_config(run) or yaml.safe_load(to_yaml(cfg))
+    is_adapter = (folder / CONFIG_FILE).is_file()
+    base, name = hub_name(cfg.model.path), get_key(cfg, KEY) or folder.absolute().parent.name
+    shown = cfg.model.path if base else local_folder(cfg.model.path).name
+    head: dict[str, Any] = {"library_name": "peft" if is_adapter else "transformers"}
+    if base:
+        head |= {"base_model": base[0]}
+        head |= {"base_model_relation": "adapter" if is_adapter else "finetune"}
+    head |= {"pipeline_tag": "text-generation", "tags": _tags(trained)}
+    lines = [
+        f"# {name}",
+        "",
+        f"Finetuned from `{shown}` with [qfsdp](https://github.com/qfsdp/qfsdp).",
+    ]
+    lines += ["", "| | |", "|---|---|"]
+    lines += [f"| {key} | {value} |" for key, value in _facts(trained, run)]
+    lines += ["", "## Load it", "", *_how_to_load(shown, trained, is_adapter, name)]
+    return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
+
+
+def _run_config(run: Path) -> dict[str, Any] | None:
+    try:
+        found = yaml.safe_load((run / "config.yaml").read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _get(tree: Any, key: str) -> Any:
+    for name in key.split("."):
+        tree = tree.get(name) if isinstance(tree, dict) else None
+    return tree
+
+
+def _tags(trained: dict[str, Any]) -> list[str]:
+    method = _get(trained, "adapter.method")
+    return ["qfsdp", *([str(method)] if method else [])]
+
+
+def _facts(trained: dict[str, Any], run: Path) -> Iterator[tuple[str, str]]:
+    """What the run was, as rows of a table; what is not known is left out."""
+    method = _get(trained, "adapter.method")
+    if method is None:
+        yield "method", "full finetuning" if "trainable" in trained else "merged adapter"
+    elif method == "ia3":
+        yield "method", "IA3"
+    else:
+        rank, alpha = _get(trained, "adapter.rank"), _get(trained, "adapter.alpha")
+        yield "method", f"{'DoRA' if method == 'dora' else 'LoRA'}, rank {rank}, alpha {alpha:g}"
+    if (targets := _get(trained, "adapter.targets")) is not None:
+        yield "trained linears", targets if isinstance(targets, str) else ", ".join(targets)
+    if (format := _get(trained, "quantization.format")) is not None:
+        yield "base weights", "not quantized" if format == "none" else str(format)
+    if data := ", ".join(dict.fromkeys(_sources(_get(trained, "dataset")))):
+        yield "data", data
+    for key, title in (
+        ("optimizer.lr", "learning rate"),
+        ("max_seq_len", "tokens per sample, at most"),
+        ("seed", "seed"),
+    ):
+        if (value := _get(trained, key)) is not None:
+            yield title, str(value)
+    yield from _figures(run)
+
+
+def _sources(dataset: Any) -> Iterator[str]:
+    """The data of a dataset or of the parts of a mixture: hub names, and files without folders."""
+    if not isinstance(dataset, dict):
+        return
+    if isinstance(source := dataset.get("source"), str):
+        local = Path(source).expanduser().exists() or source.startswith(("/", "~", "."))
+        yield Path(source).name if local else source
+    for part in (dataset.get("sets") or {}).values():
+        yield from _sources(part)
+
+
+def _figures(run: Path) -> Iterator[tuple[str, str]]:
+    """Steps, the last loss, and the last value of each held-out loss."""
+    last: dict[str, tuple[int, float]] = {}
+    try:
+        for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            entry = json.loads(line)
+            # NaN is written as null, e.g. of an update that was left out.
+            known = ((key, value) for key, value in entry.items() if value is not None)
+            last |= {key: (entry["step"], value) for key, value in known}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    if "loss" in last:
+        step, loss = last["loss"]
+        yield "updates", str(step)
+        yield "training loss, last", f"{loss:.4g}"
+    for key, (step, value) in last.items():
+        if key.endswith("/loss"):
+            name = key.removeprefix("validation/").removesuffix("/loss")
+            yield f"held-out loss, {name}", f"{value:.4g} (update {step})"
+
+
+def _how_to_load(base: str, trained: dict[str, Any], is_adapter: bool, name: str) -> list[str]:
+    """The section on loading: transformers or PEFT, and qfsdp."""
+    where = "FOLDER"
+    library, kind = "transformers", "AutoModelForCausalLM"
+    if is_adapter:
+        library, kind = "peft", "AutoPeftModelForCausalLM"
+    lines = [
+        f"`{where}` is this folder, or its name on the hub.",
+        "",
+        "```python",
+        f"from {library} import {kind}",
+        "",
+        f'model = {kind}.from_pretrained("{where}")',
+        "```",
+        "",
+        "```sh",
+        "# qfsdp: one answer",
+        "qfsdp run recipes/generate --config configs/generate.yaml \\",
+    ]
+    format = _get(trained, "quantization.format") or "none"
+    dtype = _get(trained, "model.dtype") or "bf16"
+    if not is_adapter:
+        return [*lines, f'    model.path={where} quantization.format=none prompt="..."', "```"]
+    common = f"model.path={base} model.dtype={dtype} quantization.format={format} adapter={where}"
+    return [
+        *lines,
+        f'    {common} prompt="..."',
+        "# qfsdp: one model folder that needs no adapter",
+        "qfsdp run recipes/merge --config configs/merge.yaml \\",
+        f"    {common} output_dir=merged",
+        "```",
+    ]

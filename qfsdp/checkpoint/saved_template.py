@@ -1,0 +1,99 @@
+"""The chat template beside an adapter or a model: what it was trained with is what it answers with.
+
+A run that does not use the model's own template writes `chat_template.jinja`, the name that
+transformers reads, into the adapter's folder. `recipes/generate` and `recipes/evaluate` take it
+from there, and `recipes/merge` puts it into the merged model.
+"""
+
+from __future__ import annotations
+
+import inspect
+from pathlib import Path
+from typing import Any
+
+from qfsdp.cli.component import Component
+from qfsdp.cli.files import to_json
+from qfsdp.data import HFTokenizer, hf_tokenizer
+from qfsdp.data.choose_template import say_once
+from qfsdp.data.components import parts_of
+from qfsdp.data.tokenizer_folder import read_json, read_text
+
+TEMPLATE_FILE = "chat_template.jinja"
+GENERATION_FILE = "generation_config.json"
+
+
+def adapter_template(tokenizer: Component, dataset: Component) -> dict[str, str]:
+    """The files that a run writes beside its adapter: name -> text.
+
+    Args:
+        tokenizer, dataset: of the run's config.
+
+    Returns:
+        `chat_template.jinja`; or nothing if the template is the model's own, or `plain` because the
+        model has none and the run has no conversations.
+    """
+    built = tokenizer.build()
+    if not isinstance(built, HFTokenizer) or built.chat_template.of_model:
+        return {}
+    if built.chat_template.by_default and not _has_chats(dataset):
+        return {}
+    return {TEMPLATE_FILE: built.chat_template.template.text}
+
+
+def model_template(template: dict[str, str], folder: Path) -> dict[str, str]:
+    """The files for a model that was trained with a template: name -> text.
+
+    `generation_config.json` gets the token that ends an answer, so that generation ends there.
+
+    Args:
+        template: as `adapter_template` returns it.
+        folder: the base model, whose tokenizer the model has.
+    """
+    if not template or not (folder / "tokenizer.json").is_file():
+        return template
+    file = folder / GENERATION_FILE
+    settings = read_json(file) if file.is_file() else {}
+    tokenizer = hf_tokenizer(str(folder), template[TEMPLATE_FILE])
+    eos = settings.get("eos_token_id", tokenizer.eos_id)
+    ends = eos if isinstance(eos, list) else [eos]
+    if tokenizer.end_of_turn_id is None or tokenizer.end_of_turn_id in ends:
+        return template
+    settings["eos_token_id"] = [tokenizer.end_of_turn_id, *ends]
+    return template | {GENERATION_FILE: to_json(settings, indent=2) + "\n"}
+
+
+def read_template(adapter: Path) -> dict[str, str]:
+    """The template in an adapter's folder, as `adapter_template` returns it."""
+    file = adapter / TEMPLATE_FILE
+    return {TEMPLATE_FILE: read_text(file)} if file.is_file() else {}
+
+
+def build_tokenizer(tokenizer: Component, adapter: str | None) -> Any:
+    """Builds the tokenizer for a model with an adapter: with the adapter's chat template.
+
+    A `tokenizer.chat_template` other than `auto` in the config wins; one line says so.
+
+    Args:
+        tokenizer: of the config.
+        adapter: a folder in PEFT's format, or None.
+    """
+    file = None if adapter is None else Path(adapter).expanduser() / TEMPLATE_FILE
+    takes_template = "chat_template" in inspect.signature(tokenizer.resolve()).parameters
+    if file is None or not file.is_file() or not takes_template:
+        return tokenizer.build()
+    if tokenizer.kwargs.get("chat_template") in (None, "auto"):
+        return tokenizer.build(chat_template=str(file))
+    built = tokenizer.build()
+    used = built.chat_template.template.text if isinstance(built, HFTokenizer) else None
+    if used != read_text(file):
+        given = str(tokenizer.kwargs["chat_template"])[:60]
+        say_once(f"tokenizer.chat_template: {given}; the adapter was trained with {file}")
+    return built
+
+
+def _has_chats(dataset: Component) -> bool:
+    """Whether a dataset may have conversations: all but documents and random tokens have."""
+    parts = parts_of("dataset", dataset.kwargs.get("sets"))
+    if parts:
+        return any(map(_has_chats, parts.values()))
+    return not dataset.path.endswith((".text_dataset", ".dummy_dataset"))
