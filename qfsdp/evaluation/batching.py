@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from typing import TypeVar
 
-from tqdm import tqdm
-
+from qfsdp.cli.progress import moved
+from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import bar
 from qfsdp.distributed.world import World
 
 T = TypeVar("T")
@@ -32,9 +33,12 @@ def batches_of_rank(batches: Sequence[list[int]], world: World, title: str) -> I
     starts = range(0, len(batches), world.size)
     for first in progress_bar(starts, title, world, len(starts)):
         yield batches[first + world.rank] if first + world.rank < len(batches) else []
+        moved()
 
 
-def progress_bar(items: Iterable[T], title: str, world: World, total: int) -> Iterable[T]:
-    """Iterates over `items` and shows a progress bar on rank 0 if stderr is a terminal."""
-    hidden = world.rank != 0 or not sys.stderr.isatty()
-    return tqdm(items, title, total, unit="batch", disable=hidden, dynamic_ncols=True)
+def progress_bar(items: Iterable[T], title: str, world: World, total: int) -> Iterator[T]:
+    """Iterates over `items` and shows a progress bar on rank 0. If stderr is no terminal, a line
+    says what takes long."""
+    shown = bar(items, title, total, unit="batch", disable=world.rank != 0)
+    with told_if_slow(title) if shown.disable else nullcontext():
+        yield from shown

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.data import check_source
-from qfsdp.data.json_lines import read_rows, to_lines
+from qfsdp.data.json_lines import append_rows, read_rows
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.answers import parse_answer, same_answer
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
@@ -53,8 +53,7 @@ class ExactMatchConfig:
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidField(name, value, "an integer of at least 1")
-        if self.shots < 0:
-            raise InvalidField("shots", self.shots, "an integer of at least 0")
+        check_bounds(self, "shots", "seed", least=0)
         if self.shots and self.examples is None:
             raise InvalidField("examples", None, f"a file to draw {self.shots} shots from")
 
@@ -163,7 +162,7 @@ def exact_match(
     batches = batches_by_length([len(question.prompt) for question in questions], batch_size)
     results: list[dict[str, Any]] = []
     if file is not None and world.rank == 0:
-        file.write_text("")
+        file.unlink(missing_ok=True)
     for chosen in batches_of_rank(batches, world, title):
         prompts = [questions[index].prompt for index in chosen]
         answers = generate(model, prompts, sampling, stops, world)
@@ -173,9 +172,8 @@ def exact_match(
         ]
         new = [result for of_rank in world.gather(mine) for result in of_rank]
         results += new
-        if file is not None and world.rank == 0:
-            with file.open("a", encoding="utf-8") as lines:
-                lines.write(to_lines(new))
+        if file is not None and world.rank == 0 and not append_rows(file, new):
+            file = None
     right = sum(result["right"] for result in results)
     unanswered = sum(result["number"] is None for result in results if "number" in result)
     interval = wilson(right, len(results))

@@ -7,14 +7,16 @@ and the prompt's tokens, not on its batch or rank.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError, check_bounds
+from qfsdp.cli.progress import moved
+from qfsdp.data.token_ids import check_ids
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.inference_model import evaluating
@@ -40,8 +42,8 @@ class SamplingConfig:
     seed: int = 0
 
     def check(self) -> None:
-        if self.max_new_tokens < 1:
-            raise InvalidField("max_new_tokens", self.max_new_tokens, "an integer of at least 1")
+        check_bounds(self, "max_new_tokens", least=1)
+        check_bounds(self, "seed", least=0)
         if not 0.0 <= self.temperature < float("inf"):
             raise InvalidField("temperature", self.temperature, "a number of at least 0")
         if not 0.0 < self.top_p <= 1.0:
@@ -55,6 +57,8 @@ def generate(
     stop_ids: set[int],
     world: World,
     on_tokens: Callable[[list[int | None]], None] | None = None,
+    draws: Sequence[int] | None = None,
+    keep_stop: bool = False,
 ) -> list[list[int]]:
     """Answers a batch of prompts.
 
@@ -67,6 +71,9 @@ def generate(
         stop_ids: tokens that end an answer.
         on_tokens: called after each step with the new token of each prompt, or None for a prompt
             whose answer has ended.
+        draws: for each prompt, which draw of that prompt it is: two draws have other random
+            numbers. None: 0.
+        keep_stop: answers keep the token that ended them.
 
     Returns:
         The new tokens of each prompt, without the token that ended it.
@@ -78,7 +85,11 @@ def generate(
     check_lengths(prompts, sampling, model)
     together = any(isinstance(module, FSDPModule) for module in model.modules())
     with evaluating(model):  # dropout must be off
-        return _generate(model, prompts, sampling, stop_ids, world, together, on_tokens)
+        randoms = prompt_randoms(prompts, sampling, draws)
+        kept = stop_ids if keep_stop else set()
+        return _generate(
+            model, prompts, sampling, stop_ids, world, together, on_tokens, randoms, kept
+        )
 
 
 def generate_all(
@@ -89,6 +100,8 @@ def generate_all(
     world: World,
     batch_size: int,
     title: str = "answers",
+    draws: Sequence[int] | None = None,
+    keep_stop: bool = False,
 ) -> list[list[int]]:
     """Answers any number of prompts, with a progress bar.
 
@@ -99,12 +112,17 @@ def generate_all(
         prompts: the same on every rank.
         batch_size: prompts that a rank answers at a time.
         title: title of the progress bar.
+        draws, keep_stop: as in `generate`.
     """
+    draws = draws or [0] * len(prompts)
     found: dict[int, list[int]] = {}
     batches = batches_by_length([len(prompt) for prompt in prompts], batch_size)
     for chosen in batches_of_rank(batches, world, title):
         mine = [prompts[index] for index in chosen]
-        answers = generate(model, mine, sampling, stop_ids, world)
+        of_mine = [draws[index] for index in chosen]
+        answers = generate(
+            model, mine, sampling, stop_ids, world, draws=of_mine, keep_stop=keep_stop
+        )
         found.update(zip(chosen, answers, strict=True))
     for of_rank in world.gather(found):
         found.update(of_rank)
@@ -117,6 +135,7 @@ def check_lengths(prompts: list[list[int]], sampling: SamplingConfig, model: Dec
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
             raise UserError(f"prompt {number} of {len(prompts)}: no tokens; expected at least one")
+        check_ids(f"prompt {number}", prompt, model.config.vocab_size)
         if len(prompt) + sampling.max_new_tokens > positions:
             raise UserError(
                 f"sampling.max_new_tokens: {sampling.max_new_tokens} after {len(prompt)} tokens "
@@ -132,10 +151,12 @@ def _generate(
     world: World,
     together: bool,
     on_tokens: Callable[[list[int | None]], None] | None,
+    randoms: Tensor,
+    kept: set[int],
 ) -> list[list[int]]:
     answers: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # the prompt of each row of the batch
-    draws = _draws(prompts, sampling).to(world.device)
+    randoms = randoms.to(world.device)
     cache, tokens = _start(model, prompts, sampling, world)
     for step in range(sampling.max_new_tokens):
         if not (world.max(len(rows)) if together else rows):
@@ -143,15 +164,19 @@ def _generate(
         if not rows:
             cache, tokens = _start(model, [], sampling, world)  # runs along with the other ranks
         logits = model(tokens, cache=cache)
+        moved()
         if not rows:
             continue
-        tokens = sample_tokens(logits, draws[rows, step], sampling)
+        tokens = sample_tokens(logits, randoms[rows, step], sampling)
         found = tokens.tolist()
         going = [at for at, token in enumerate(found) if token not in stop_ids]
         new: list[int | None] = [None] * len(prompts)
         for at in going:
             new[rows[at]] = found[at]
             answers[rows[at]].append(found[at])
+        for at, token in enumerate(found):
+            if token in kept:
+                answers[rows[at]].append(token)
         if on_tokens is not None:
             on_tokens(new)
         if going and len(going) < len(rows):
@@ -174,14 +199,17 @@ def _start(
     return cache, tokens.to(world.device)
 
 
-def _draws(prompts: list[list[int]], sampling: SamplingConfig) -> Tensor:
+def prompt_randoms(
+    prompts: list[list[int]], sampling: SamplingConfig, draws: Sequence[int] | None = None
+) -> Tensor:
     """A random number in [0, 1) for each token of each answer: fp32 `[prompts, max_new_tokens]`."""
-    draws = torch.empty(len(prompts), sampling.max_new_tokens)
-    for row, prompt in zip(draws, prompts, strict=True):
-        digest = hashlib.sha256(f"{sampling.seed}/{prompt}".encode()).digest()
+    randoms = torch.empty(len(prompts), sampling.max_new_tokens)
+    for row, prompt, draw in zip(randoms, prompts, draws or [0] * len(prompts), strict=True):
+        key = f"{sampling.seed}/{prompt}" + (f"/{draw}" if draw else "")
+        digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "little"))
         row.uniform_(generator=generator)
-    return draws
+    return randoms
 
 
 def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Tensor:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
+from qfsdp.cli.progress import moved
 from qfsdp.data.loader import Batch, MapDataset, StepLoader
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import evaluating
@@ -59,6 +60,7 @@ def batch_losses(
             b = batch.to(world.device)
             losses.append(model(b.tokens, b.positions, labels=b.labels, cu_seqlens=b.cu_seqlens))
             targets.append(batch.num_targets)
+            moved()
     # Reading the losses waits for the accelerator, so it happens once, at the end.
     sums = torch.stack(losses).tolist() if losses else []
     return list(zip(sums, targets, strict=True))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
 import torch
@@ -16,9 +16,15 @@ from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import add_adapters, refresh_dora_norms
+from qfsdp.modules.adapters import (
+    adapted_linears,
+    add_adapters,
+    base_parameters,
+    refresh_dora_norms,
+)
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.folded_linear import fold_adapters
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 
@@ -75,7 +81,47 @@ def load_for_inference(
     if adapter is not None:
         load_adapter(decoder, adapter)
         refresh_dora_norms(decoder)
+    if sharding.strategy == "ddp":
+        fold_adapters(decoder)
     return decoder.eval()
+
+
+def load_adapters_of_one_base(
+    model: ModelConfig,
+    quantization: QuantizationConfig,
+    base_name: str,
+    adapters: Mapping[str, str],
+    world: World,
+) -> dict[str, Decoder]:
+    """The base and, for each adapter, a decoder that shares the base's weights.
+
+    The base is in memory once. Each decoder adds its own adapter to it.
+
+    Args:
+        base_name: key of the base itself in the result.
+        adapters: name -> folder in PEFT's format.
+
+    Raises:
+        UserError: as `load_for_inference`.
+    """
+    base = load_for_inference(model, quantization, None, ShardingConfig(strategy="ddp"), world)
+    decoders, weights = {base_name: base}, ModelWeights(model.path)
+    for name, folder in adapters.items():
+        decoder = _build(model, quantization, folder, weights)
+        for key, param in base_parameters(base):
+            owner, _, field = key.rpartition(".")
+            setattr(decoder.get_submodule(owner), field, param)
+        decoder.tie_weights()
+        for _, module in adapted_linears(decoder):
+            for field, param in list(module.named_parameters(recurse=False)):
+                if param.is_meta:
+                    empty = torch.empty_like(param, device=world.device)
+                    setattr(module, field, torch.nn.Parameter(empty, requires_grad=False))
+        load_adapter(decoder, folder)
+        refresh_dora_norms(decoder)
+        fold_adapters(decoder)
+        decoders[name] = decoder.eval()
+    return decoders
 
 
 @contextmanager

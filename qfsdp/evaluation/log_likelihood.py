@@ -84,7 +84,7 @@ def _longest_row(model: Decoder) -> int:
 
     The sliding window is measured in the row, where other continuations lie in between.
     """
-    return model.config.sliding_window or 1 << 30
+    return model.config.shortest_window or 1 << 30
 
 
 def _rows(pairs: list[Pair], longest: int) -> list[_Row]:

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.data.json_lines import check_regular
 from qfsdp.data.loader import IGNORE_INDEX, MapDataset
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import progress_bar
@@ -54,18 +55,21 @@ class TextWindows:
     (`stride == window`) the first token of each window is not a target.
 
     Items are `{"tokens", "labels"}`, each int64 `[window]`. The last may be shorter.
+
+    Attributes:
+        tokens: int32, the whole text.
     """
 
     def __init__(self, tokens: list[int], window: int, stride: int) -> None:
-        self._tokens = torch.tensor(tokens, dtype=torch.int32)
+        self.tokens = torch.tensor(tokens, dtype=torch.int32)
         self._window, self._stride = window, stride
 
     def __len__(self) -> int:
-        return 1 + max(0, math.ceil((len(self._tokens) - self._window) / self._stride))
+        return 1 + max(0, math.ceil((len(self.tokens) - self._window) / self._stride))
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         start = range(len(self))[index] * self._stride  # negative indices, and IndexError
-        tokens = self._tokens[start : start + self._window].long()
+        tokens = self.tokens[start : start + self._window].long()
         labels = tokens.clone()
         if start:
             labels[: self._window - self._stride] = IGNORE_INDEX  # targets of the window before
@@ -82,12 +86,15 @@ def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
     Raises:
         UserError: the file cannot be read, or has fewer than two tokens.
     """
+    check_regular(f"{key}.file", Path(config.file).expanduser(), "expected a text file")
     try:
         text = Path(config.file).expanduser().read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(f"{key}.file: '{config.file}': {reason}; expected a text file") from None
-    tokens = tokenizer.encode(text, add_bos=config.add_bos, add_eos=False)[: config.max_tokens]
+    bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
+    tokens = bos + list(tokenizer.encode(text, add_bos=False, add_eos=False))
+    tokens = tokens[: config.max_tokens]
     if len(tokens) < 2:
         raise UserError(
             f"{key}.file: '{config.file}' has {len(tokens)} tokens; expected at least two"

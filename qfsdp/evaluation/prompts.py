@@ -7,23 +7,25 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.messages import as_message, as_tools
 from qfsdp.data.tokenizer import HFTokenizer
 
-Messages = list[dict[str, str]]
-"""`{"role": ..., "content": ...}` each."""
+Messages = list[dict[str, Any]]
+"""`{"role": ..., "content": ...}` each, in one of the forms of `qfsdp.data.messages`."""
 
 
-def chat_tokens(tokenizer: Any, messages: Messages) -> list[int]:
+def chat_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:
     """The tokens of a conversation by the chat template, ending with the answer's header.
 
     Args:
         tokenizer: `hf_tokenizer(...)` or one of torchtune's.
+        tools: the functions that the model may call: a list of JSON schemas, JSON text, or None.
 
     Raises:
-        UserError: there is no chat template, or it rejects the conversation.
+        UserError: a message or a tool is wrong, or the chat template rejects the conversation.
     """
     if isinstance(tokenizer, HFTokenizer):
-        return tokenizer.encode_chat(messages)
+        return tokenizer.encode_chat([as_message(message) for message in messages], as_tools(tools))
     from torchtune.data import Message
 
     turns: list[Any] = [Message(m["role"], m["content"]) for m in messages]  # type: ignore[arg-type]
@@ -32,7 +34,11 @@ def chat_tokens(tokenizer: Any, messages: Messages) -> list[int]:
 
 
 def prompt_tokens(
-    tokenizer: Any, prompt: str | Messages, chat_template: bool, system_prompt: str | None
+    tokenizer: Any,
+    prompt: str | Messages,
+    chat_template: bool,
+    system_prompt: str | None,
+    tools: Any = None,
 ) -> list[int]:
     """The tokens of a prompt.
 
@@ -41,6 +47,7 @@ def prompt_tokens(
         chat_template: use the chat template. If false, the prompt is text for the model to
             continue, after its beginning-of-text token.
         system_prompt: a system message for the start of the chat, or None.
+        tools: as in `chat_tokens`.
 
     Raises:
         UserError: `chat_tokens` raises it, the prompt has the wrong type, ends with an answer, or
@@ -62,7 +69,7 @@ def prompt_tokens(
         if "system" in roles:
             raise UserError("a system message and system_prompt; expected only one of them")
         messages = [{"role": "system", "content": system_prompt}, *messages]
-    return chat_tokens(tokenizer, messages)
+    return chat_tokens(tokenizer, messages, tools)
 
 
 def stop_ids(tokenizer: Any, folder: str | Path) -> set[int]:
@@ -77,9 +84,12 @@ def stop_ids(tokenizer: Any, folder: str | Path) -> set[int]:
         if file.is_file():
             try:
                 ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            except (ValueError, AttributeError):
+            except (OSError, ValueError, AttributeError, RecursionError):
                 raise UserError(f"{file}: not readable; expected a JSON object") from None
-            found |= set(ids) if isinstance(ids, list) else {ids}
+            listed = ids if isinstance(ids, list) else [ids]
+            if not all(token is None or type(token) is int for token in listed):
+                raise UserError(f"{file}: eos_token_id: {ids!r:.50}; expected ids of tokens")
+            found |= set(listed)
     if isinstance(tokenizer, HFTokenizer):
         found.add(tokenizer.end_of_turn_id)
     return {token for token in found if token is not None}

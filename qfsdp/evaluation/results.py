@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import not_written, write_json
 from qfsdp.evaluation.exact_match import ExactMatch
 from qfsdp.evaluation.intervals import CONFIDENCE_LEVEL, Interval
 from qfsdp.evaluation.perplexity import MeanLoss
@@ -74,13 +74,16 @@ def _count(result: Result) -> str:
 def write_results(path: Path, results: Sequence[Result], about: dict[str, Any]) -> None:
     """Writes a JSON object: the keys of `about`, "level" and "results", a list of the results.
 
-    An unknown interval is null.
+    An unknown interval and a value that is not finite are null.
+
+    Raises:
+        UserError: the file cannot be written.
     """
     found = [asdict(result) for result in results]
     for entry in found:
         if entry["interval"] is not None and any(map(math.isnan, entry["interval"])):
             entry["interval"] = None
-    partial = path.with_name(f"{path.name}.partial")
-    report = about | {"level": CONFIDENCE_LEVEL, "results": found}
-    partial.write_text(json.dumps(report, indent=2) + "\n")
-    os.replace(partial, path)
+    try:
+        write_json(path, about | {"level": CONFIDENCE_LEVEL, "results": found})
+    except OSError as error:
+        raise UserError(f"output: {not_written(path, error)}") from None

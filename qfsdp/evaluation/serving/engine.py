@@ -1,0 +1,285 @@
+"""Runs decoders for many requests together, which join and leave between two tokens.
+
+One thread does all the computing. In each round it admits waiting requests, whose prompts run one
+by one, and then makes one token for every running request:
+
+    round 1   prompt a          a
+    round 2   prompt b          a b
+    round 3                     a b        a ends: its row is free
+    round 4   prompt c          b c
+
+A prompt runs alone, and rows of a batch do not see each other. So an answer is the one that
+`qfsdp.evaluation.generation.generate` gives, up to the rounding of products of other sizes. The
+requests of one model (the base, or an adapter) form a batch; several models take turns.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from qfsdp.evaluation.generation import SamplingConfig, prompt_randoms, sample_tokens
+from qfsdp.evaluation.serving.answer_text import AnswerText
+from qfsdp.modules.kv_cache import KVCache
+from qfsdp.modules.request_cache import RequestCache
+from qfsdp.modules.transformer import Decoder
+
+log = logging.getLogger("qfsdp")
+
+Finish = Literal["stop", "length", "timeout", "failed"]
+PROMPT_TOKENS_PER_ROUND = 2048  # while others wait for their next token
+
+
+class Busy(Exception):
+    """Too many requests wait."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A decoder in eval mode, its tokenizer, and the tokens that end its answers."""
+
+    decoder: Decoder
+    tokenizer: Any
+    stop_ids: set[int]
+
+
+@dataclass
+class Piece:
+    """A part of an answer.
+
+    Fields:
+        text: may be empty.
+        finish: why the answer ends with this piece; None if it goes on.
+        tokens: number of the answer's tokens so far.
+    """
+
+    text: str
+    finish: Finish | None
+    tokens: int
+
+
+@dataclass(eq=False)
+class Request:
+    """A prompt and how to answer it.
+
+    Fields:
+        model: name of the decoder.
+        prompt: token ids, at least one.
+        stops: texts that end the answer.
+        tell: called with every piece, in the engine's thread; it must return at once.
+        deadline: `time.monotonic()` at which the request is given up.
+        cancelled: set it to free the request's row; nothing more is told.
+    """
+
+    model: str
+    prompt: list[int]
+    sampling: SamplingConfig
+    stops: Sequence[str]
+    tell: Callable[[Piece], None]
+    deadline: float
+    cancelled: threading.Event = field(default_factory=threading.Event)
+
+
+class _Row:
+    """A running request and its answer so far."""
+
+    def __init__(self, request: Request, model: Model) -> None:
+        self.request, self._stop_ids = request, model.stop_ids
+        self._text = AnswerText(model.tokenizer, request.stops)
+        self._draws = prompt_randoms([request.prompt], request.sampling)[0]
+        self.tokens = 0
+        self.last = 0  # the newest token
+
+    def sampled(self, logits: Tensor) -> int:
+        """The next token from logits `[vocab]`."""
+        draw = self._draws[self.tokens : self.tokens + 1].to(logits.device)
+        return int(sample_tokens(logits.unsqueeze(0), draw, self.request.sampling))
+
+    def take(self, token: int) -> bool:
+        """Adds a token to the answer, and tells the text; returns whether the answer goes on."""
+        if token in self._stop_ids:
+            return self.finish("stop")
+        self.last, self.tokens = token, self.tokens + 1
+        text = self._text.push(token)
+        if self._text.stopped:
+            return self.finish("stop", text)
+        if self.tokens == self.request.sampling.max_new_tokens:
+            return self.finish("length", text)
+        self.request.tell(Piece(text, None, self.tokens))
+        return True
+
+    def finish(self, why: Finish, text: str = "") -> bool:
+        self.request.tell(Piece(text + self._text.end(), why, self.tokens))
+        return False
+
+
+class _Batch:
+    """The running requests of one decoder, a row of the cache each."""
+
+    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+        self._decoder, self._device = decoder, device
+        self._cache = RequestCache(decoder.config, device)
+        self.rows: list[_Row] = []
+
+    def run_prompt(self, row: _Row) -> tuple[KVCache, Tensor]:
+        """The cache of a prompt, and the logits `[vocab]` of the token after it."""
+        prompt = row.request.prompt
+        cache = KVCache(self._decoder.config, [len(prompt)], 0, self._device)
+        tokens = torch.tensor([prompt], device=self._device)
+        return cache, self._decoder(tokens, cache=cache)[0]
+
+    def join(self, row: _Row, cache: KVCache, logits: Tensor) -> None:
+        """Tells a prompt's first token; the row stays if the answer goes on."""
+        if row.take(row.sampled(logits)):
+            self._cache.add(cache, row.request.sampling.max_new_tokens)
+            self.rows.append(row)
+
+    def step(self) -> None:
+        """One token for every row."""
+        tokens = torch.tensor([[row.last] for row in self.rows], device=self._device)
+        logits = self._decoder(tokens, cache=self._cache)
+        likeliest = logits.argmax(-1).tolist()
+        going = []
+        for row, of_row, token in zip(self.rows, logits, likeliest, strict=True):
+            greedy = row.request.sampling.temperature == 0
+            going.append(row.take(token if greedy else row.sampled(of_row)))
+        self._keep(going)
+
+    def drop_ended(self, now: float) -> None:
+        """Frees the rows of requests that are cancelled or too late."""
+        self._keep([_goes_on(row.request, row.finish, now) for row in self.rows])
+
+    def clear(self) -> None:
+        """Frees all rows after an error, and tells their requests."""
+        for row in self.rows:
+            row.finish("failed")
+        self.rows, self._cache = [], RequestCache(self._decoder.config, self._device)
+
+    def _keep(self, going: Sequence[bool]) -> None:
+        for at in reversed([at for at, goes_on in enumerate(going) if not goes_on]):
+            last = self.rows.pop()
+            if at < len(self.rows):
+                self.rows[at] = last
+            self._cache.remove(at)
+
+
+def _goes_on(request: Request, finish: Callable[[Finish], Any], now: float) -> bool:
+    if request.cancelled.is_set():
+        return False
+    if now >= request.deadline:
+        finish("timeout")
+        return False
+    return True
+
+
+class Engine:
+    """Answers requests in a thread of its own, from `start` to `stop`.
+
+    Args:
+        models: by the names that requests use.
+        most_running: requests that have a row at the same time.
+        most_waiting: requests that wait for a row.
+    """
+
+    def __init__(
+        self,
+        models: Mapping[str, Model],
+        device: torch.device,
+        most_running: int,
+        most_waiting: int,
+    ) -> None:
+        self._models = models
+        self._batches = {name: _Batch(model.decoder, device) for name, model in models.items()}
+        self._most_running, self._most_waiting = most_running, most_waiting
+        self._waiting: deque[Request] = deque()
+        self._changed = threading.Condition()
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Ends the thread after the round that it is in; requests are left unanswered."""
+        with self._changed:
+            self._stopped = True
+            self._changed.notify()
+        self._thread.join()
+
+    def submit(self, request: Request) -> None:
+        """Raises `Busy` if `most_waiting` requests wait already."""
+        with self._changed:
+            if len(self._waiting) >= self._most_waiting:
+                raise Busy
+            self._waiting.append(request)
+            self._changed.notify()
+
+    @property
+    def running(self) -> int:
+        """The number of requests that have a row."""
+        return sum(len(batch.rows) for batch in self._batches.values())
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopped or self._waiting or self.running)
+                if self._stopped:
+                    return
+            for request in self._admitted():
+                self._admit(request)
+            for batch in self._batches.values():
+                batch.drop_ended(time.monotonic())
+                if batch.rows:
+                    self._guarded(batch, batch.step)
+
+    def _admitted(self) -> list[Request]:
+        """Takes the requests whose prompts run in this round out of the queue."""
+        chosen: list[Request] = []
+        tokens, now = 0, time.monotonic()
+        with self._changed:
+            while self._waiting and self.running + len(chosen) < self._most_running:
+                request = self._waiting[0]
+                tokens += len(request.prompt)
+                if chosen and tokens > PROMPT_TOKENS_PER_ROUND:
+                    break
+                self._waiting.popleft()
+                chosen.append(request)
+            late = [r for r in self._waiting if r.cancelled.is_set() or now >= r.deadline]
+            self._waiting = deque(r for r in self._waiting if r not in late)
+        return [r for r in chosen + late if _goes_on(r, _teller(r), now)]
+
+    def _admit(self, request: Request) -> None:
+        """Runs a prompt; if that fails, this request fails and no other."""
+        row = _Row(request, self._models[request.model])
+        batch = self._batches[request.model]
+        try:
+            cache, logits = batch.run_prompt(row)
+        except Exception:
+            log.exception("serve: a prompt of %d tokens failed", len(request.prompt))
+            row.finish("failed")
+            return
+        self._guarded(batch, lambda: batch.join(row, cache, logits), row)
+
+    def _guarded(self, batch: _Batch, work: Callable[[], None], row: _Row | None = None) -> None:
+        """Works on a batch. After an error its requests (and that of `row`) fail, and the engine
+        goes on: the cache may be half written."""
+        try:
+            work()
+        except Exception:
+            log.exception("serve: %d requests failed", len(batch.rows))
+            if row is not None and row not in batch.rows:
+                row.finish("failed")
+            batch.clear()
+
+
+def _teller(request: Request) -> Callable[[Finish], None]:
+    return lambda why: request.tell(Piece("", why, 0))
