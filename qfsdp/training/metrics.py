@@ -2,29 +2,31 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
-from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from tqdm import tqdm
+import torch
+from torch import nn
 
-from qfsdp.cli.component import Component
+import qfsdp
 from qfsdp.cli.config import to_yaml
 from qfsdp.cli.errors import UserError
-
-
-class MetricLogger(Protocol):
-    """The interface of torchtune's metric loggers (TensorBoard, disk, stdout, W&B, ...)."""
-
-    def log_dict(self, payload: dict[str, Any], step: int) -> None: ...
-    def close(self) -> None: ...
+from qfsdp.cli.files import not_written, write_json, write_text
+from qfsdp.cli.terminal import close_bar, keep_below
+from qfsdp.data.stream import Loader
+from qfsdp.distributed.world import World
+from qfsdp.training.metric_logger import MetricLogger
+from qfsdp.training.metrics_file import MetricsFile
+from qfsdp.training.report.at_end import report_at_end
+from qfsdp.training.step_display import step_display
+from qfsdp.training.summary import summary
 
 
 def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0) -> None:
-    """Writes the whole config and the recipe's file to the run's directory, on rank 0.
+    """Writes the whole config, the recipe's file and where it runs (`machine.json`) to the run's
+    directory, on rank 0.
 
     Raises:
         UserError: the directory cannot be written.
@@ -32,22 +34,37 @@ def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0)
     if rank != 0:
         return
     try:
-        (output_dir / "config.yaml").write_text(to_yaml(cfg))
-        (output_dir / "recipe.py").write_text(Path(recipe_file).read_text())
+        write_text(output_dir / "config.yaml", to_yaml(cfg))
+        write_text(output_dir / "recipe.py", Path(recipe_file).read_text(encoding="utf-8"))
+        about = {"recipe": Path(recipe_file).stem} | machine()
+        write_json(output_dir / "machine.json", about)
     except OSError as error:
-        raise UserError(f"output_dir: '{output_dir}' cannot be written: {error}") from None
+        raise UserError(f"output_dir: {not_written(output_dir, error)}") from None
+
+
+def machine() -> dict[str, Any]:
+    """Where this process runs: numbers of ranks, the device, and versions."""
+    accelerated = torch.accelerator.is_available()
+    return {
+        "world_size": int(os.environ.get("WORLD_SIZE", 1)),
+        "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        "device": torch.get_device_module().get_device_name() if accelerated else "cpu",
+        "qfsdp": qfsdp.__version__,
+        "torch": torch.__version__,
+    }
 
 
 class RunLog:
     """Logs the metrics of one run on rank 0; does nothing on other ranks.
 
-    Each logged step is a line of `<output_dir>/metrics.jsonl`, a call of the metric logger, and the
-    text beside a progress bar, or a printed line if standard error is not a terminal. The text
-    leaves out metrics with a `/` in their name.
+    Each logged step is a line of `<output_dir>/metrics.jsonl`, a call of the metric logger, and
+    five fields beside a progress bar, or a printed line if standard error is not a terminal
+    (`qfsdp.training.step_display`). What is printed until `close` goes above the bar. A full disk
+    or a metric logger that fails costs a warning, and training goes on.
 
     Args:
         output_dir: exists already.
-        logger: a torchtune metric logger as the config names it, or None.
+        logger: as `build_logger` returns it; closed by `close`.
         first_step: number of steps before a resumed run, 0 for a new one. Lines of later steps,
             left by a killed run, are removed: these steps run again.
         total_steps: of the whole run.
@@ -57,74 +74,63 @@ class RunLog:
     def __init__(
         self,
         output_dir: Path,
-        logger: Component | None,
+        logger: MetricLogger | None,
         first_step: int,
         total_steps: int,
         rank: int = 0,
     ) -> None:
         self._silent = rank != 0
-        self._bar: tqdm[Any] | None = None
         if self._silent:
-            return
-        _drop_after(first_step, output_dir / "metrics.jsonl")
-        self._file = open(output_dir / "metrics.jsonl", "a", buffering=1)  # noqa: SIM115
-        self._logger: MetricLogger | None = logger.build() if logger is not None else None
-        self._total = total_steps
-        if sys.stderr.isatty():
-            self._bar = tqdm(total=total_steps, initial=first_step, unit="step", dynamic_ncols=True)
+            return keep_below(None)
+        self._output_dir, self._first, self._total = output_dir, first_step, total_steps
+        self._file = MetricsFile(output_dir / "metrics.jsonl", first_step)
+        self._logger = logger
+        self._display = step_display(total_steps, first_step)
+
+    def introduce(self, cfg: Any, model: nn.Module, loader: Loader, world: World) -> None:
+        """Prints what is trained, on which data and in how many steps (`summary`)."""
+        if not self._silent:
+            lines = summary(cfg, model, loader, world, self._first, self._total)
+            print(lines, file=sys.stderr, flush=True)
 
     def advance(self) -> None:
         """Moves the progress bar by one step."""
-        if self._bar is not None:
-            self._bar.update()
+        if not self._silent:
+            self._display.advance()
 
     def log(self, step: int, metrics: dict[str, float]) -> None:
         """Records the metrics of a step; steps count from 1."""
-        if self._silent:
-            return
-        self._record(step, metrics)
-        shown = ((name, value) for name, value in metrics.items() if "/" not in name)
-        text = "  ".join(f"{name} {value:.4g}" for name, value in shown)
-        if self._bar is not None:
-            self._bar.set_postfix_str(text)
-        else:
-            print(f"step {step}/{self._total}  {text}", file=sys.stderr, flush=True)
+        if not self._silent:
+            self._record(step, metrics)
+            self._display.show(step, metrics)
 
     def log_apart(self, step: int, metrics: dict[str, float], text: str) -> None:
         """Records metrics that belong to no training step, and prints `text`."""
         if not self._silent:
             self._record(step, metrics)
-            tqdm.write(text, file=sys.stderr)  # above the bar, if there is one
+            print(text, file=sys.stderr, flush=True)
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
-        with suppress(OSError):  # a full disk: the line stays in the buffer for the next write
-            self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.add(step, metrics)
         if self._logger is not None:
             self._logger.log_dict(metrics, step=step)
 
     def say(self, text: str) -> None:
         """Prints a line on rank 0."""
         if not self._silent:
-            print(text)
+            print(text, flush=True)
 
-    def close(self) -> None:
-        """Flushes everything."""
+    def close(self, report: bool = False) -> None:
+        """Ends the progress bar, closes the metric logger, and writes what is left.
+
+        Args:
+            report: also write the run's page and the picture of its losses (`report_at_end`).
+        """
+        close_bar()
         if self._silent:
             return
-        if self._bar is not None:
-            self._bar.close()
         if self._logger is not None:
             self._logger.close()
         self._file.close()
-
-
-def _drop_after(step: int, file: Path) -> None:
-    """Removes the lines of later steps, and a line that was not written to its end."""
-    if not file.exists():
-        return
-    lines = file.read_text().splitlines()
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    if kept != lines:
-        partial = file.with_name(f"{file.name}.partial")
-        partial.write_text("".join(f"{line}\n" for line in kept))
-        os.replace(partial, file)
+        if report:
+            report_at_end(self._output_dir)

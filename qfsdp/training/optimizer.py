@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -15,8 +16,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import UserError
-from qfsdp.distributed.gradients import USED_GRAD_NORM
+from qfsdp.cli.kinds import check_built, kind_at
+from qfsdp.cli.messages import first_line
+from qfsdp.distributed.gradients import USED_GRAD_NORM, total_loss
+from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import sharded
+from qfsdp.training.loss_scale import loss_scale
 
 TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a schedule
 
@@ -35,7 +40,7 @@ def build_optimizer(
         parameters: or groups of them; `lr_ratio` of a group multiplies its learning rate.
         in_backward: update each parameter as soon as its gradient exists (`StepsInBackward`).
     """
-    optimizer = component.build(list(parameters))
+    optimizer = component.call(list(parameters))
     for group in optimizer.param_groups:
         if "lr_ratio" in group:
             group["lr"] = group["lr"] * group.pop("lr_ratio")
@@ -67,10 +72,14 @@ class StepsInBackward(Optimizer):
 
     Args:
         optimizer: one that updates a parameter from its own gradient and state alone.
+
+    Attributes:
+        grad_norms: parameter -> norm of this rank's rows of its last gradient, fp32 `[]`.
     """
 
     def __init__(self, optimizer: Optimizer) -> None:
         self._optimizer = optimizer
+        self.grad_norms: dict[Tensor, Tensor] = {}
         for group in optimizer.param_groups:
             for param in group["params"]:
                 # FSDP2 calls these hooks of a sharded parameter once its gradient is reduced.
@@ -81,6 +90,7 @@ class StepsInBackward(Optimizer):
         assert param.grad is not None
         norm = torch.linalg.vector_norm(_rows(param.grad), dtype=torch.float32)
         setattr(param, USED_GRAD_NORM, norm)
+        self.grad_norms[param] = norm
         groups = self._optimizer.param_groups
         group = next(group for group in groups if any(param is p for p in group["params"]))
         every, group["params"] = group["params"], [param]
@@ -114,6 +124,17 @@ class StepsInBackward(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: backward has freed the gradients."""
+
+
+def backward(loss: Tensor, optimizer: Optimizer, world: World) -> None:
+    """`loss.backward()`, times the loss scale of fp16. If it would update weights
+    (`StepsInBackward`), it is left out for a loss that is NaN or infinite on some rank. To know it,
+    the host waits for the loss."""
+    if isinstance(optimizer, StepsInBackward):
+        optimizer.grad_norms.clear()
+        if not math.isfinite(total_loss(loss, world).item()):
+            return
+    (loss * loss_scale(optimizer)).backward()  # type: ignore[no-untyped-call]
 
 
 class LocalSteps:
@@ -207,27 +228,53 @@ def build_scheduler(
         return None
     takes_total = TOTAL_STEPS in inspect.signature(component.resolve()).parameters
     if takes_total and TOTAL_STEPS not in component.kwargs:
-        return component.build(optimizer, num_training_steps=total_steps)
-    return component.build(optimizer)
+        return component.call(optimizer, num_training_steps=total_steps)
+    return component.call(optimizer)
 
 
 def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
     """Builds both for a dummy parameter, to find mistakes before anything is loaded.
 
     Raises:
-        UserError: an unknown name or argument, or a value that they refuse (a negative lr).
+        UserError: an unknown name or argument, a value that they refuse (a negative lr), or a
+            `step` that needs an argument, such as the closure of L-BFGS.
     """
     optimizer.check("optimizer", provided=["params"])
     dummy = torch.nn.Parameter(torch.zeros(1, 1))
-    try:
+
+    def build() -> Optimizer:
         built = build_optimizer(optimizer, [dummy])
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise UserError(f"optimizer: {optimizer.path} refuses its arguments: {error}") from None
+        if type(built).__module__.startswith("torch.optim") and "closure" not in _needed(built):
+            dummy.grad = torch.zeros_like(dummy)
+            built.step()  # SparseAdam refuses every gradient that is not sparse
+        return built
+
+    built = _tried("optimizer", optimizer, build)
     if scheduler is None:
         return
     provided = ["optimizer"] if TOTAL_STEPS in scheduler.kwargs else ["optimizer", TOTAL_STEPS]
     scheduler.check("lr_scheduler", provided=provided)
+    _tried("lr_scheduler", scheduler, lambda: build_scheduler(scheduler, built, total_steps=1))
+
+
+def _tried(key: str, component: Component, build: Callable[[], Any]) -> Any:
+    """What `build` returns, if a recipe can use it."""
     try:
-        build_scheduler(scheduler, built, total_steps=1)
-    except (TypeError, ValueError) as error:
-        raise UserError(f"lr_scheduler: {scheduler.path} refuses its arguments: {error}") from None
+        built = build()
+    except UserError:
+        raise
+    except Exception as error:  # a constructor may raise anything
+        reason = first_line(error)
+        raise UserError(f"{key}: {component.path} refuses its arguments: {reason}") from None
+    check_built(key, component.path, built, kind_at(key))
+    for name in _needed(built):
+        needs = f"needs '{name}' in every step"
+        raise UserError(f"{key}: {component.path} {needs}; expected a step without arguments")
+    return built
+
+
+def _needed(built: Optimizer | LRScheduler) -> list[str]:
+    """The arguments without which `step` cannot be called."""
+    arguments = inspect.signature(built.step).parameters.values()
+    by_place = inspect.Parameter.POSITIONAL_OR_KEYWORD
+    return [a.name for a in arguments if a.default is a.empty and a.kind is by_place]

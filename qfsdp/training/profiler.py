@@ -23,6 +23,7 @@ import torch
 from torch.profiler import profile
 
 from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.files import not_written, whole_file
 from qfsdp.distributed.world import World
 
 FOLDER = "profile"
@@ -110,11 +111,12 @@ class Profiler:
         path = self._folder / name
         try:
             path.parent.mkdir(parents=True, exist_ok=True)
-            write(str(path))
+            with whole_file(path) as partial:
+                write(str(partial))
         except (OSError, RuntimeError) as error:  # a full disk, in Python or in PyTorch
-            print(f"warning: '{path}' cannot be written: {error}", file=sys.stderr, flush=True)
             with suppress(OSError):
-                path.unlink()
+                path.parent.rmdir()  # if it is empty
+            print(f"warning: {not_written(path, error)}", file=sys.stderr, flush=True)
             return []
         return [str(path)]
 

@@ -14,8 +14,9 @@ import math
 import time
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import cast
 
 import torch
@@ -23,13 +24,17 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
+from qfsdp.cli import progress
+from qfsdp.cli.slow import told_if_slow
 from qfsdp.data.loader import Batch
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import LowRankLinear, ScaledLinear
+from qfsdp.modules.routing import routing_metrics
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.training.memory_usage import MemoryUsage
 
-RATE_SECONDS = 0.3  # `matmul_rate` repeats the product for so long
+# `matmul_rate` repeats the product for so long. An idle GPU takes a part of it to raise its clocks.
+RATE_SECONDS, GPU_RATE_SECONDS = 0.3, 1.0
 
 
 # ---- time ----------------------------------------------------------------------------------
@@ -62,7 +67,7 @@ class StepClock:
     def phase(self, name: str) -> Iterator[None]:
         """Adds the time of a `with` block to the phase `name`, unless the block raises."""
         outer, self.now = self.now, name
-        with record_function(name):
+        with record_function(name), self._told(name), progress.phase(name):
             if self._device.type == "cpu":
                 since = time.perf_counter()
                 yield
@@ -74,6 +79,11 @@ class StepClock:
                 end.record()
                 self._events.append((name, begin, end))
         self.now = outer
+
+    def _told(self, name: str) -> AbstractContextManager[None]:
+        """Says so if a phase takes long that has not ended before: it may compile kernels."""
+        known = name in progress.NOW.ended
+        return nullcontext() if known else told_if_slow(f"step {progress.NOW.step}: {name}")
 
     def seconds(self) -> dict[str, float]:
         """Seconds of each phase that ended since the last call; waits for the device."""
@@ -100,16 +110,19 @@ class StepFlops:
     Fields:
         model: needed by forward and backward.
         hardware: the same plus recomputation.
+        forward: of the forward pass alone.
     """
 
     model: int
     hardware: int
+    forward: int
 
 
 def document_lengths(batch: Batch) -> list[int]:
     """Tokens of each row, or of each document of packed rows: the parts that attend to themselves.
 
-    Padding is included, as it is computed like other tokens.
+    Padding is included, as it is computed like other tokens. A prompt that two documents share
+    counts in both, as attention computes it.
     """
     if batch.cu_seqlens is None:
         rows, seq = batch.tokens.shape
@@ -117,7 +130,9 @@ def document_lengths(batch: Batch) -> list[int]:
     return [n for n in batch.cu_seqlens.diff().tolist() if n]
 
 
-def step_flops(model: Decoder, lengths: Iterable[int], targets: int) -> StepFlops:
+def step_flops(
+    model: Decoder, lengths: Iterable[int], targets: int, tokens: int | None = None
+) -> StepFlops:
     """The FLOPs of one rank's forward and backward passes over any number of batches.
 
     Not counted: everything but matrix products, dequantization, and DoRA's norms. A refresh of the
@@ -127,9 +142,10 @@ def step_flops(model: Decoder, lengths: Iterable[int], targets: int) -> StepFlop
         model: sharded or not; its trained parameters and checkpointing decide.
         lengths: tokens of each document (`document_lengths`).
         targets: number of positions with a target; only these reach the output layer.
+        tokens: of the rows, if documents share some; None: those of all documents.
     """
     lengths = list(lengths)
-    tokens = sum(lengths)
+    tokens = sum(lengths) if tokens is None else tokens
     layers = [cast(DecoderLayer, layer) for layer in model.model.layers]
     pairs = {
         window: _attended(lengths, window)
@@ -137,16 +153,17 @@ def step_flops(model: Decoder, lengths: Iterable[int], targets: int) -> StepFlop
     }
     work = _Work(model.model.embed_tokens.weight.requires_grad)
     for layer in layers:
-        attention, mlp, forward = layer.self_attn, layer.mlp, work.forward
-        work.linears(tokens, attention.q_proj, attention.k_proj, attention.v_proj)
-        work.attention(attention.q_proj.weight.size(0), pairs[attention.window])
+        attention, mlp, forward = layer.self_attn, layer.feed_forward, work.forward
+        work.linears(tokens, *(attention.get_submodule(name) for name in attention.inner))
+        work.attention(attention.widths[0], pairs[attention.window])
         work.linears(tokens, attention.o_proj)
-        work.linears(tokens, mlp.gate_proj, mlp.up_proj)
-        work.linears(tokens, mlp.down_proj)
+        for share, linears in mlp.stages():
+            work.linears(tokens, *linears, share=share)
         if layer.checkpointing == "full" and work.trained:
             work.again += work.forward - forward
     work.linears(targets, model.lm_head)
-    return StepFlops(work.forward + work.backward, work.forward + work.backward + work.again)
+    both = work.forward + work.backward
+    return StepFlops(both, both + work.again, work.forward)
 
 
 class _Work:
@@ -161,8 +178,8 @@ class _Work:
         self.forward = self.backward = self.again = 0
         self.trained = trained
 
-    def linears(self, tokens: int, *linears: nn.Module) -> None:
-        """Adds linears that have the same input."""
+    def linears(self, tokens: int, *linears: nn.Module, share: Fraction = Fraction(1)) -> None:
+        """Adds linears that have the same input, and multiply it by a share of their rows."""
         trained = self.trained
         for linear in linears:
             # Each weight, and whether backward needs the gradient of the weight's input.
@@ -171,9 +188,9 @@ class _Work:
                 weights = [(linear.weight, self.trained or linear.scales_input)]
                 trained = True
             if isinstance(linear, LowRankLinear):
-                weights += [(linear.lora_A, self.trained), (linear.lora_B, True)]
+                weights += zip(linear.factors, (self.trained, True), strict=True)
             for weight, wanted in weights:
-                product = 2 * tokens * weight.numel()
+                product = int(2 * tokens * weight.numel() * share)
                 self.forward += product
                 self.backward += product * (weight.requires_grad + wanted)
                 trained = trained or weight.requires_grad
@@ -235,7 +252,8 @@ class Meter:
     def paused(self, phase: str) -> Iterator[None]:
         """A phase that is not part of training steps: its time does not lower their rates."""
         since = time.perf_counter()
-        with self._clock.phase(phase):
+        again = phase in progress.NOW.ended  # the clock tells of the first time
+        with told_if_slow(phase) if again else nullcontext(), self._clock.phase(phase):
             yield
         self._since += time.perf_counter() - since
 
@@ -244,22 +262,32 @@ class Meter:
 
         tokens_per_second_per_rank   padding not counted
         slot_efficiency              share of tokens that are not padding
+        seconds_per_step             by the wall clock, without evaluations
         peak_memory_gib, memory/NAME see `MemoryUsage.read`
         model_flops_utilization, hardware_flops_utilization
-                                     of this rank, over its own rate of matrix products
+                                     of this rank, over its own rate of matrix products, or over
+                                     the best rate of a step if that was higher; so at most 1
         seconds/NAME                 of a phase of this rank, per step
+        routing/NAME                 of mixtures of experts, see `routing_metrics`
         """
         world, elapsed = self._world, time.perf_counter() - self._since
         tokens, slots = world.sum(self._tokens), world.sum(self._slots)
         metrics = {
             "tokens_per_second_per_rank": tokens / elapsed / world.size,
             "slot_efficiency": tokens / slots,
+            "seconds_per_step": elapsed / self._steps,
         }
         metrics |= self._memory.read()
-        flops = step_flops(self._model, self._lengths, self._targets)
+        flops = step_flops(self._model, self._lengths, self._targets, self._slots)
+        # The measured rate is too low if clocks were, or if other processes kept the CPU busy.
+        self._rate = max(self._rate, flops.hardware / elapsed)
         metrics |= utilization(flops, elapsed, self._rate)
         for name, spent in self._clock.seconds().items():
             metrics[f"seconds/{name}"] = spent / self._steps
+        if (totals := self._model.routing.take()) is not None:
+            experts = self._model.config.experts
+            assert experts is not None
+            metrics |= routing_metrics(world.sum_of(totals), experts.top_k)
         self._start()
         return metrics
 
@@ -270,8 +298,8 @@ class Meter:
 @functools.cache
 @torch.no_grad()
 def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s of large square products on `device`, in `dtype`: the best of as many as 0.3 s hold,
-    measured once per process.
+    """FLOP/s of large square products on `device`, in `dtype`: the best of as many as 0.3 s hold
+    (1 s on an accelerator), measured once per process.
 
     The product is `a @ b.T`, as in a linear. The values are random: with zeros a GPU draws less
     power and keeps higher clocks.
@@ -282,7 +310,8 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
     a, b = (torch.randn(size, size, device=device, dtype=dtype, generator=seeded) for _ in range(2))
     out, clock = torch.empty_like(a), StepClock(device)
     torch.mm(a, b.T, out=out)  # libraries load their kernels
-    best, end = math.inf, time.perf_counter() + RATE_SECONDS
+    seconds = RATE_SECONDS if device.type == "cpu" else GPU_RATE_SECONDS
+    best, end = math.inf, time.perf_counter() + seconds
     while best == math.inf or time.perf_counter() < end:
         with clock.phase("matmul"):
             torch.mm(a, b.T, out=out)

@@ -11,28 +11,30 @@ import json
 import math
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import Subset
 
-from qfsdp.checkpoint.resume import sync_folder
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.files import not_written, recover_folder, replace_folder, why, write_json
+from qfsdp.cli.progress import at_step
 from qfsdp.data import PackedDataset, build_dataset
 from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.training.metrics import RunLog
 from qfsdp.training.throughput import Meter
 
 FOLDER = "best"
 BEST_FILE = "best.json"
-PARTIAL, REPLACED = "best.partial", "best.replaced"
+PARTIAL = "best.partial"
 _NO_EVALUATION = {"metric": None, "best": None, "best_step": None, "kept_in": None, "waited": 0}
 
 
@@ -47,7 +49,8 @@ class ValidationConfig:
         max_batches: evaluate only the first batches of each set, counted over all ranks; null: all.
         at_start: also evaluate before the first update.
         keep_best: keep the state with the lowest loss in `output_dir/best`.
-        metric: name of the set whose loss decides; null: the first set.
+        metric: name of the set whose loss decides; null: the first set. Of preference tuning also
+            `SET/rewards/accuracy` or `SET/rewards/margin`, where the highest is the best.
         patience: end the run after this many evaluations without a lower loss; null: never.
     """
 
@@ -70,7 +73,7 @@ class ValidationConfig:
         for name in self.sets:
             if not re.fullmatch(r"[\w.-]+", name):  # it is part of a metric's name
                 raise InvalidField("sets", name, "names of letters, digits, '_', '-' and '.'")
-        if self.metric is not None and self.metric not in self.sets:
+        if self.metric is not None and self.metric.partition("/")[0] not in self.sets:
             raise InvalidField("metric", self.metric, f"one of {', '.join(self.sets)}, or null")
 
 
@@ -90,34 +93,51 @@ class Validation:
             "kept_in", the step and the folder of that loss; "waited", evaluations since then.
     """
 
+    highest: tuple[str, ...] = ()
+    """Further numbers of a set that `validation.metric` may name; their highest is the best."""
+
     def __init__(self, cfg: Any, world: World, output_dir: Path, total_steps: int) -> None:
         self._config: ValidationConfig = cfg.validation
         self._world, self._output_dir = world, output_dir
         self._batch_size: int = self._config.batch_size or cfg.batch_size
-        self._max_seq_len: int = cfg.max_seq_len
-        self._fill_rows: bool = cfg.compile
+        self._cfg = cfg
         self._sets: dict[str, MapDataset] = {}
         self._total_steps = total_steps
         self.progress: dict[str, Any] = {"step": None} | _NO_EVALUATION
         if not self._config.sets:
             return
+        if "/" in self.metric and self.metric.partition("/")[2] not in self.highest:
+            expected = [*self._config.sets, *(f"SET/{number}" for number in self.highest)]
+            raise UserError(
+                f"validation.metric: '{self.metric}'; expected {', '.join(expected)} or null"
+            )
         tokenizer = cfg.tokenizer.build()
+        rows = DecoderConfig.from_dir(cfg.model.folder).vocab_size
         self._pad_id: int = tokenizer.pad_id
         for name, component in self._config.sets.items():
-            dataset = build_dataset(f"validation.sets.{name}", component, tokenizer)
-            if self._config.max_batches is not None:
-                size = min(len(dataset), self._config.max_batches * self._batch_size)
-                dataset = Subset(dataset, range(size))
-            if cfg.packed:
-                dataset = PackedDataset(dataset, cfg.max_seq_len, cfg.seed)
-            self._sets[name] = dataset
+            self._sets[name] = self._read(f"validation.sets.{name}", component, tokenizer, rows)
         if world.rank == 0:
-            _recover(output_dir)
+            recover_folder(output_dir / FOLDER)
+
+    def _read(self, key: str, component: Component, tokenizer: Any, rows: int) -> MapDataset:
+        """A held-out set; samples, or packs."""
+        dataset = self._first(build_dataset(key, component, tokenizer, rows))
+        if self._cfg.packed:
+            return PackedDataset(dataset, self._cfg.max_seq_len, self._cfg.seed)
+        return dataset
+
+    def _first(self, dataset: MapDataset) -> MapDataset:
+        """The samples of the first `max_batches` batches."""
+        if self._config.max_batches is None:
+            return dataset
+        size = min(len(dataset), self._config.max_batches * self._batch_size)
+        return Subset(dataset, range(size))  # type: ignore[arg-type,return-value]
 
     @property
     def metric(self) -> str:
-        """The name of the set that decides."""
-        return self._config.metric or next(iter(self._sets))
+        """The name of the set that decides, and of one of its numbers: "SET/NUMBER"; "SET": its
+        loss."""
+        return self._config.metric or next(iter(self._config.sets))
 
     @property
     def is_over(self) -> bool:
@@ -128,10 +148,12 @@ class Validation:
         return bool(progress["waited"] >= patience)
 
     def steps(self, first_step: int) -> Iterator[int]:
-        """The numbers of the updates after `first_step`, up to `total_steps` or until `is_over`."""
+        """The numbers of the updates after `first_step`, up to `total_steps` or until `is_over`;
+        tells the watchdog of each."""
         for step in range(first_step + 1, self._total_steps + 1):
             if self.is_over:
                 return
+            at_step(step)
             yield step
 
     def is_due(self, step: int) -> bool:
@@ -152,31 +174,39 @@ class Validation:
     ) -> None:
         """Evaluates all sets if an evaluation is due; keeps the state if its loss is the lowest.
 
-        The model is not changed.
+        The model is not changed. If the state cannot be written (a full disk), a warning is
+        printed, and the best is the earlier one.
 
         Args:
             step: the last update.
-            log: gets `validation/<set>/loss` (mean over target tokens, in nats) and `perplexity`.
+            log: gets `validation/<set>/<number>` of every set; see `_numbers`.
             meter: leaves out the time of the evaluation.
-            save: writes the model's state to a folder; every rank calls it.
+            save: writes the model's state to a folder; every rank calls it. It raises UserError
+                on every rank or on none.
 
         Raises:
-            UserError: a set has no target tokens, or the state cannot be written.
+            UserError: a set has no target tokens.
         """
         if self.is_due(step):
             with meter.paused("validation"):
                 self._run(step, model, log, save)
 
     def _run(self, step: int, model: nn.Module, log: RunLog, save: Callable[[Path], None]) -> None:
-        losses = {name: self._loss(name, model) for name in self._sets}
-        lower = self._update_progress(step, losses[self.metric])
-        metrics = {}
-        for name, loss in losses.items():
-            metrics[f"validation/{name}/loss"] = loss
-            metrics[f"validation/{name}/perplexity"] = _perplexity(loss)
-        log.log_apart(step, metrics, self._sentence(step, losses))
-        if lower and self._config.keep_best:
-            self._keep(step, losses, save)
+        numbers = {name: self._numbers(name, model) for name in self._sets}
+        if self.progress["metric"] != self.metric:  # a resumed run may use another set
+            self.progress.update(_NO_EVALUATION, metric=self.metric)
+        earlier = {key: self.progress[key] for key in ("best", "best_step")}
+        name, _, number = self.metric.partition("/")
+        value = numbers[name][number or "loss"]
+        better = self._update_progress(step, value, -1 if number else 1)
+        metrics = {
+            f"validation/{name}/{number}": value
+            for name, of_set in numbers.items()
+            for number, value in of_set.items()
+        }
+        log.log_apart(step, metrics, self._sentence(step, numbers, value))
+        if better and self._config.keep_best:
+            self._keep(step, numbers, save, earlier)
         elif self._config.keep_best and self._world.rank == 0:
             _copy_best(self.progress, self._output_dir)
         if self.is_over and step < self._total_steps:
@@ -185,71 +215,95 @@ class Validation:
                 f"evaluations; the run ends after step {step}"
             )
 
-    def _loss(self, name: str, model: nn.Module) -> float:
+    def _numbers(self, name: str, model: nn.Module) -> dict[str, float]:
+        """What is logged of a set: `loss`, the mean over target tokens in nats, and `perplexity`.
+
+        Every rank must call it.
+        """
         batches = held_out_batches(
             self._sets[name],
             self._batch_size,
             self._world,
             self._pad_id,
-            self._max_seq_len,
-            fill_rows=self._fill_rows,
+            self._cfg.max_seq_len,
+            fill_rows=self._cfg.compile,
         )
         total, targets = held_out_loss(model, batches, self._world)
         if targets == 0:
             raise UserError(
-                f"validation.sets.{name}: no target token within max_seq_len {self._max_seq_len}; "
-                "expected at least one"
+                f"validation.sets.{name}: no target token within max_seq_len "
+                f"{self._cfg.max_seq_len}; expected at least one"
             )
-        return total / targets
+        loss = total / targets
+        return {"loss": loss, "perplexity": _perplexity(loss)}
 
-    def _update_progress(self, step: int, loss: float) -> bool:
-        """Updates `progress`; returns whether `loss` is the lowest so far, which NaN never is."""
+    def _update_progress(self, step: int, value: float, sign: int) -> bool:
+        """Updates `progress`; returns whether `value` is the best so far, which NaN never is.
+
+        Args:
+            sign: 1 if the lowest value is the best, -1 if the highest is.
+        """
         progress = self.progress
-        if progress["metric"] != self.metric:  # a resumed run may use another set
-            progress.update(_NO_EVALUATION, metric=self.metric)
-        lower = loss < (math.inf if progress["best"] is None else progress["best"])
-        if lower:
-            progress.update(best=loss, best_step=step)
-        progress.update(step=step, waited=0 if lower else progress["waited"] + 1)
-        return lower
+        best = math.inf if progress["best"] is None else sign * progress["best"]
+        better = sign * value < best
+        if better:
+            progress.update(best=value, best_step=step)
+        progress.update(step=step, waited=0 if better else progress["waited"] + 1)
+        return better
 
-    def _sentence(self, step: int, losses: dict[str, float]) -> str:
-        parts = (f"{n} loss {x:.4g} (perplexity {_perplexity(x):.4g})" for n, x in losses.items())
+    def _words(self, numbers: dict[str, float]) -> str:
+        """The numbers of a set in a line."""
+        return f"loss {numbers['loss']:.4g} (perplexity {numbers['perplexity']:.4g})"
+
+    def _sentence(self, step: int, numbers: dict[str, dict[str, float]], value: float) -> str:
+        parts = (f"{name} {self._words(of_set)}" for name, of_set in numbers.items())
         best = self.progress["best_step"]
         which = "the best so far" if best == step else f"the best was step {best}"
+        if not math.isfinite(value):
+            before = "there is no best yet" if best is None else which
+            which = f"{self.metric} is not finite and never the best; {before}"
         return f"validation at step {step}: {', '.join(parts)}; {which}"
 
-    def _keep(self, step: int, losses: dict[str, float], save: Callable[[Path], None]) -> None:
-        partial = self._output_dir / PARTIAL
+    def _keep(
+        self,
+        step: int,
+        numbers: dict[str, dict[str, float]],
+        save: Callable[[Path], None],
+        earlier: dict[str, Any],
+    ) -> None:
+        """Keeps the state in `best`, or goes back to the `earlier` best if it cannot be written."""
+        partial, failed = self._output_dir / PARTIAL, None
+        if self._world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+        self._world.sum(0)  # a barrier: any rank may write in `save`
         try:
-            if self._world.rank == 0:
-                shutil.rmtree(partial, ignore_errors=True)
-            self._world.sum(0)  # a barrier: any rank may write in `save`
             save(partial)
-            self._world.sum(0)
             if self._world.rank == 0:
+                losses = {name: of_set["loss"] for name, of_set in numbers.items()}
                 best = {"step": step, "metric": self.metric, "loss": losses}
-                (partial / BEST_FILE).write_text(json.dumps(best, indent=2) + "\n")
-                _replace(partial, self._output_dir)
+                write_json(partial / BEST_FILE, best)
+                replace_folder(partial, self._output_dir / FOLDER)
+        except (UserError, OSError) as error:
+            failed = str(error) if isinstance(error, UserError) else not_written(partial, error)
+        failed = self._world.broadcast(failed)
+        if failed is None:
             self.progress["kept_in"] = str((self._output_dir / FOLDER).resolve())
-        except (OSError, SafetensorError) as error:
-            folder = self._output_dir / FOLDER
-            raise UserError(f"validation: '{folder}' cannot be written: {error}") from None
+            return
+        self.progress.update(earlier)
+        if self._world.rank == 0:
+            shutil.rmtree(partial, ignore_errors=True)
+            recover_folder(self._output_dir / FOLDER)
+            kept = f"the best is still step {earlier['best_step']}"
+            kept = "no best state is kept" if earlier["best_step"] is None else kept
+            _warn(f"{failed}; training goes on, and {kept}")
+
+
+def _warn(text: str) -> None:
+    print(f"warning: validation: {text}", file=sys.stderr, flush=True)
 
 
 def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 else math.inf
-
-
-def _replace(partial: Path, output_dir: Path) -> None:
-    """Renames `partial` to `best`. At any time `best` or `best.replaced` is complete."""
-    sync_folder(partial)
-    best, replaced = output_dir / FOLDER, output_dir / REPLACED
-    if best.exists():
-        shutil.rmtree(replaced, ignore_errors=True)
-        best.rename(replaced)
-    partial.rename(best)
-    shutil.rmtree(replaced, ignore_errors=True)
+    return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
 
 
 def _copy_best(progress: dict[str, Any], output_dir: Path) -> None:
@@ -258,15 +312,12 @@ def _copy_best(progress: dict[str, Any], output_dir: Path) -> None:
     source = Path(progress["kept_in"] or "")
     if (output_dir / FOLDER).exists() or not (source / BEST_FILE).is_file():
         return
-    if json.loads((source / BEST_FILE).read_text())["step"] == progress["best_step"]:
-        partial = output_dir / PARTIAL
+    partial = output_dir / PARTIAL
+    try:
+        if json.loads((source / BEST_FILE).read_bytes())["step"] == progress["best_step"]:
+            shutil.rmtree(partial, ignore_errors=True)
+            shutil.copytree(source, partial)
+            replace_folder(partial, output_dir / FOLDER)
+    except (OSError, ValueError, KeyError, TypeError) as error:  # a full disk, a damaged file
         shutil.rmtree(partial, ignore_errors=True)
-        shutil.copytree(source, partial)
-        _replace(partial, output_dir)
-
-
-def _recover(output_dir: Path) -> None:
-    """Repairs the folders after a run that was killed in `_replace`."""
-    best, replaced = output_dir / FOLDER, output_dir / REPLACED
-    if replaced.exists() and not best.exists():
-        replaced.rename(best)
+        _warn(f"'{source}' cannot be copied to '{output_dir / FOLDER}': {why(error)}")

@@ -1,0 +1,172 @@
+"""NaN and infinity in training: an update that has them is not applied, and the run stops or skips.
+
+`train_step` reads the loss and the gradient norm before the optimizer runs (`step_metrics`), so all
+ranks decide alike and the weights are still those of the step before. `NonFiniteWatch` says where
+the numbers come from (`qfsdp.training.second_look`), saves the state, and ends the run, or lets it
+go on with the next step (`on_nonfinite`). A gradient of fp16 that overflows is no such case as long
+as a smaller loss scale may help (`qfsdp.training.loss_scale`).
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from qfsdp.checkpoint.resume import Checkpointer, TrainState
+from qfsdp.checkpoint.state import random_state, set_random_state
+from qfsdp.cli.errors import UserError
+from qfsdp.data.loader import Batch
+from qfsdp.distributed.gradients import total_loss
+from qfsdp.distributed.world import World
+from qfsdp.training.gradient_watch import GradientWatch
+from qfsdp.training.loss_scale import (
+    LEAST,
+    has_loss_scale,
+    loss_scale,
+    skipped_by_overflow,
+    update_loss_scale,
+)
+from qfsdp.training.optimizer import StepsInBackward
+from qfsdp.training.second_look import StepParts, second_look
+
+OnNonFinite = Literal["stop", "skip"]
+"""What a run does after an update with NaN or infinity, which is never applied: end with an error,
+or leave it out (at most `MAX_SKIPPED` in a row)."""
+
+# One bad sample costs one update of an epoch. Weights that have diverged fail in every update.
+MAX_SKIPPED = 5
+
+DECIDE = ("loss", "grad_norm", "lr")
+
+
+def step_metrics(
+    loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, world: World
+) -> dict[str, float]:
+    """The loss of all ranks, the gradient norm and the learning rate of an update.
+
+    Called before `optimizer.step()`. Nothing else in a step makes the host wait for gradients: one
+    all-reduce and one read. The numbers are the same on every rank.
+
+    Args:
+        loss: this rank's part of it, `[]`.
+        grad_norm: over all ranks (`clip_grad_norm`), `[]`.
+    """
+    total = total_loss(loss, world)
+    read = torch.stack([total, grad_norm.to(total)]).tolist()
+    lr = float(optimizer.param_groups[0]["lr"])  # a tensor in some optimizers
+    return {"loss": read[0], "grad_norm": read[1], "lr": lr}
+
+
+def are_finite(metrics: Mapping[str, float]) -> bool:
+    """Whether an update may be applied: its loss, gradient norm and learning rate are neither NaN
+    nor infinite. Other metrics, as rewards, are only logged."""
+    return all(math.isfinite(metrics[name]) for name in DECIDE)
+
+
+class NonFiniteWatch:
+    """Looks at the metrics of every update, and acts on those that are not finite; and at the
+    gradients of the first updates (`GradientWatch`).
+
+    Every rank makes one after a checkpoint is loaded, and calls `after` after every `train_step`.
+
+    Args:
+        then: what to do.
+        state: of the run.
+        checkpoints: save the state when the run stops.
+        parts: compute the losses of a step again; None: cross entropy.
+    """
+
+    def __init__(
+        self,
+        then: OnNonFinite,
+        state: TrainState,
+        checkpoints: Checkpointer,
+        world: World,
+        parts: StepParts | None = None,
+    ) -> None:
+        self._then, self._state, self._checkpoints = then, state, checkpoints
+        self._world, self._parts = world, parts
+        self._gradients = GradientWatch(state.model, state.optimizer, world)
+        self._skipped = self._in_a_row = 0
+        self._random = random_state(world.device)  # as the next step begins
+
+    def after(
+        self, step: int, batches: Sequence[Batch], metrics: dict[str, float]
+    ) -> dict[str, float]:
+        """Returns the metrics, with `skipped_steps`, their number so far, if there are any, and
+        with the loss scale of fp16, which it updates.
+
+        Args:
+            batches: this rank's micro-batches of the step.
+            metrics: of `step_metrics`.
+
+        Raises:
+            UserError: they are not finite, and the run is to stop; or an adapter is not trained.
+        """
+        optimizer = self._state.optimizer
+        scale = loss_scale(optimizer)
+        overflow = math.isfinite(metrics["loss"]) and not math.isfinite(metrics["grad_norm"])
+        if are_finite(metrics):
+            self._in_a_row = 0
+            update_loss_scale(optimizer, overflow=False)
+            self._gradients.after(batches)
+        elif overflow and scale > LEAST:  # of fp16; a smaller scale may help
+            update_loss_scale(optimizer, overflow=True)
+        else:
+            self._act(step, batches, metrics)
+        self._random = random_state(self._world.device)
+        skipped = self._skipped + skipped_by_overflow(optimizer)
+        scaled = {"loss_scale": scale} if has_loss_scale(optimizer) else {}
+        return metrics | scaled | ({"skipped_steps": skipped} if skipped else {})
+
+    def _act(self, step: int, batches: Sequence[Batch], metrics: dict[str, float]) -> None:
+        wrong = [f"{name} {metrics[name]}" for name in DECIDE if not math.isfinite(metrics[name])]
+        numbers = ", ".join(wrong)
+        if has_loss_scale(self._state.optimizer):
+            numbers += f" at loss scale {loss_scale(self._state.optimizer):g}"
+        now = random_state(self._world.device)
+        set_random_state(self._random, self._world.device)
+        model, optimizer = self._state.model, self._state.optimizer
+        found = second_look(model, optimizer, batches, self._world, self._parts)
+        first = f"first not finite: {found}" if found else "a second look found finite numbers only"
+        text = f"step {step}: {numbers}; {first}"
+        if self._then == "stop" or self._in_a_row == MAX_SKIPPED:
+            after = f" after {MAX_SKIPPED} skipped updates" if self._in_a_row else ""
+            raise UserError(f"{text}; stopped{after}: {self._save(step)}; {self._expected()}")
+        self._skipped, self._in_a_row = self._skipped + 1, self._in_a_row + 1
+        if self._world.rank == 0:
+            print(f"warning: {text}; the update is skipped", file=sys.stderr, flush=True)
+        set_random_state(now, self._world.device)
+
+    def _expected(self) -> str:
+        """What the user may do. A resumed run must have its checkpoint's optimizer and dataset."""
+        expected = "expected another optimizer.lr or dataset in a new run"
+        if has_loss_scale(self._state.optimizer):
+            expected = f"fp16 holds numbers up to 65,504; {expected}, or model.dtype=fp32"
+        if self._then == "skip" or isinstance(self._state.optimizer, StepsInBackward):
+            return expected
+        resume = "resume=auto with " if self._checkpoints.saved_step else ""
+        return f"{expected}, or {resume}on_nonfinite=skip"
+
+    def _save(self, step: int) -> str:
+        """Saves the state of the step before, unless it is saved or damaged. Returns words for the
+        last step that is saved."""
+        before, checkpoints = step - 1, self._checkpoints
+        optimizer = self._state.optimizer
+        damaged = isinstance(optimizer, StepsInBackward) and bool(optimizer.grad_norms)
+        try:
+            if before > checkpoints.saved_step and not damaged:
+                set_random_state(self._random, self._world.device)
+                checkpoints.save(before, self._state)
+            checkpoints.close()
+        except UserError as error:
+            return str(error)
+        if checkpoints.saved_step == 0:
+            return "there is no checkpoint yet"
+        return f"step {checkpoints.saved_step} is saved"

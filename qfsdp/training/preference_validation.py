@@ -1,0 +1,85 @@
+"""Held-out preferences during training: loss, rewards, and how often the better answer wins."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from qfsdp.cli.component import Component
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.progress import moved
+from qfsdp.data.loader import MapDataset
+from qfsdp.data.preference_loader import PreferenceLoader
+from qfsdp.data.preferences import RowLimit, build_preferences, is_paired
+from qfsdp.distributed.world import World
+from qfsdp.evaluation.inference_model import evaluating
+from qfsdp.training.preference import Objective, sequence_logprobs
+from qfsdp.training.reference_cache import reference_of_batch
+from qfsdp.training.validation import Validation
+
+
+class PreferenceValidation(Validation):
+    """`Validation` on sets of preferences. It logs what is logged of an update (`Update.metrics`).
+
+    The reference's log-probabilities of the sets are computed once and kept in memory.
+    """
+
+    highest = ("rewards/accuracy", "rewards/margin")
+
+    def __init__(self, cfg: Any, world: World, output_dir: Path, total_steps: int) -> None:
+        self._objective = Objective(cfg.loss, cfg.reference)
+        self._loaders: dict[str, PreferenceLoader] = {}
+        super().__init__(cfg, world, output_dir, total_steps)
+
+    def _read(self, key: str, component: Component, tokenizer: Any, rows: int) -> MapDataset:
+        first = self._config.max_batches and self._config.max_batches * self._batch_size
+        limit = RowLimit.of(self._cfg)
+        dataset: MapDataset = build_preferences(key, component, tokenizer, rows, limit, first)
+        try:
+            Objective(self._cfg.loss, self._cfg.reference, is_paired(dataset))
+        except UserError as error:
+            raise UserError(f"{key}: {error}") from None
+        return dataset
+
+    def _loader(self, name: str, model: nn.Module) -> PreferenceLoader:
+        """The loader of a set, with what the reference says of this rank's batches."""
+        if name in self._loaders:
+            return self._loaders[name]
+        self._loaders[name] = loader = PreferenceLoader(
+            self._sets[name],
+            batch_size=self._batch_size,
+            gradient_accumulation_steps=1,
+            rank=self._world.rank,
+            world_size=self._world.size,
+            seed=0,
+            pad_id=self._pad_id,
+            max_seq_len=self._cfg.max_seq_len,
+            shuffle=False,
+            fill_rows=self._cfg.compile,
+        )
+        if self._cfg.reference != "none":
+            known = torch.full((len(loader.items), 2), torch.nan)
+            for batch in loader.epoch():
+                reference = reference_of_batch(model, self._objective, batch, self._world)
+                known[loader.items_of(batch)] = reference
+                moved()
+            loader.reference = known
+        return loader
+
+    def _numbers(self, name: str, model: nn.Module) -> dict[str, float]:
+        with evaluating(model):
+            batches = list(self._loader(name, model).epoch())
+            update = self._objective.begin(model, batches, self._world)
+            for batch in (batch.to(self._world.device) for batch in batches):
+                logprobs = sequence_logprobs(model, batch)
+                update.loss(batch, self._objective.reference(model, batch), logprobs)
+                moved()
+            return update.metrics()
+
+    def _words(self, numbers: dict[str, float]) -> str:
+        accuracy = numbers.get("rewards/accuracy")
+        words = "" if accuracy is None else f"accuracy {accuracy:.4g}, "
+        return f"loss {numbers['loss']:.4g} ({words}margin {numbers['rewards/margin']:.4g})"

@@ -1,0 +1,163 @@
+"""What a chart shows, and where its axes have ticks. `svg` and `png` draw it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Literal
+
+# Paul Tol's "bright" scheme (https://sronpersonalpages.nl/~pault/), which colour-blind readers can
+# distinguish; each has a contrast of at least 2 to white and to the page's dark ground.
+COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#E0812C")
+MOST_POINTS = 400  # of a line: a chart is 360 pixels wide
+LOG_RANGE = 20.0  # values that differ by more than this factor are shown on a logarithmic axis
+
+Value = float | None
+Point = tuple[float, Value]
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a chart; a value of None, NaN or infinity leaves a gap.
+
+    Fields:
+        name: for the legend; "" for none.
+        points: x and y, in the order of x.
+        dots: draw the points too.
+    """
+
+    name: str
+    points: Sequence[Point]
+    dots: bool = False
+
+
+@dataclass(frozen=True)
+class Chart:
+    """Lines over common axes, or areas that are stacked on each other.
+
+    Fields:
+        title: what is shown.
+        x, y: names of the axes, with units.
+        lines: of an area chart, all have the same x.
+        kind: "lines" or "areas".
+        log_x, log_y: whether an axis is logarithmic. Values of 0 or less are left out there.
+        ticks: x of the ticks; (): chosen.
+        names: of the ticks, for values that are no numbers; (): the numbers.
+        from_zero: the y axis begins at 0 even if all values are far from it.
+        limit: y and name of a horizontal line, such as the memory of a device; None: none.
+    """
+
+    title: str
+    x: str
+    y: str
+    lines: Sequence[Line]
+    kind: Literal["lines", "areas"] = "lines"
+    log_x: bool = False
+    log_y: bool = False
+    ticks: Sequence[float] = field(default=())
+    names: Sequence[str] = field(default=())
+    from_zero: bool = False
+    limit: tuple[float, str] | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is nothing to draw."""
+        return not any(True for line in self.lines for _ in drawable(line.points))
+
+
+def drawable(points: Sequence[Point]) -> Iterator[tuple[float, float]]:
+    """The points whose value is a finite number."""
+    for x, y in points:
+        if y is not None and math.isfinite(y):
+            yield x, y
+
+
+def is_geometric(values: Sequence[float]) -> bool:
+    """Whether values in ascending order grow by about the same factor, as 1, 2, 4, 8 do.
+
+    The factor of three values or more must be at least 1.5, and equal within a tenth.
+    """
+    if len(values) < 3 or any(value <= 0 for value in values):
+        return False
+    factors = [b / a for a, b in pairwise(values)]
+    return min(factors) >= 1.5 and max(factors) / min(factors) < 1.1
+
+
+def needs_log(lines: Sequence[Line]) -> bool:
+    """Whether the values are all positive and differ by more than `LOG_RANGE`."""
+    values = [y for line in lines for _, y in drawable(line.points)]
+    return bool(values) and min(values) > 0 and max(values) / min(values) > LOG_RANGE
+
+
+def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
+    """At most about `most` points: of every part of a long line its first, lowest and highest.
+
+    Single spikes of the loss stay visible.
+    """
+    if len(points) <= most:
+        return list(points)
+    size = -(-len(points) * 3 // most)
+    kept: list[Point] = []
+    for start in range(0, len(points), size):
+        part = points[start : start + size]
+        known = sorted(
+            (y, at) for at, (_, y) in enumerate(part) if y is not None and math.isfinite(y)
+        )
+        chosen = {0, *(at for _, at in (*known[:1], *known[-1:]))}
+        kept += [part[at] for at in sorted(chosen)]
+    return kept
+
+
+# ---- axes ----------------------------------------------------------------------------------
+
+
+def limits(values: Sequence[float], log: bool, from_zero: bool = False) -> tuple[float, float]:
+    """The ends of an axis that shows all values, with a margin.
+
+    It begins at 0 if `from_zero`, or if 0 is near: the least value is at most half of the highest.
+    """
+    values = [value for value in values if not log or value > 0] or [1.0]
+    low, high = min(values), max(values)
+    if log:
+        return low / 1.15, high * 1.15
+    if low >= 0 and (from_zero or low <= high / 2):
+        return 0.0, high * 1.06 or 1.0
+    margin = max((high - low) * 0.05, abs(high) * 0.02) or 1.0
+    return low - margin, high + margin
+
+
+def ticks(low: float, high: float, log: bool, whole: bool = False, count: int = 5) -> list[float]:
+    """About `count` round numbers from `low` to `high`; integers if `whole`."""
+    if not log or high / low < 8:
+        return _even_ticks(low, high, count, whole)
+    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
+    steps: tuple[int, ...] = (1, 2, 5) if high / low < 300 else (1,)
+    found = [step * 10.0**power for power in powers for step in steps]
+    found = [value for value in found if low <= value <= high]
+    return found[:: -(-len(found) // (2 * count))]
+
+
+def _even_ticks(low: float, high: float, count: int, whole: bool) -> list[float]:
+    rough = max((high - low) / count, 1.0 if whole else 0.0)
+    power = 10.0 ** math.floor(math.log10(rough))
+    steps = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
+    step = next(step * power for step in steps if step * power >= rough * 0.999)
+    first = math.ceil(low / step - 1e-9)
+    return [at * step for at in range(first, math.floor(high / step + 1e-9) + 1)]
+
+
+def number(value: float) -> str:
+    """A number in few characters: "0.0012", "3.5", "12,000", "5e-4"."""
+    if value == 0:
+        return "0"
+    if not math.isfinite(value):
+        return str(value)
+    size = abs(value)
+    if size >= 1e6 or size < 1e-3:
+        digits, _, power = f"{value:.2e}".partition("e")
+        return f"{digits.rstrip('0').rstrip('.')}e{int(power)}"
+    if size >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.4g}"

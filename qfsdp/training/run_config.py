@@ -1,0 +1,58 @@
+"""Checks of the keys that training recipes have in common."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qfsdp.cli.errors import InvalidField, UserError, check_bounds
+from qfsdp.tensor_subclasses.kernels.compiled import has_compiler
+from qfsdp.training.preference import step_options
+
+
+def check_run_config(cfg: Any) -> None:
+    """Checks the counts and limits of a training recipe's `Config`.
+
+    Raises:
+        InvalidField: a number is out of its bounds.
+        UserError: a run without adapters is to publish some.
+        UserError: a loss of preference tuning cannot be used (`Objective.check`).
+    """
+    for objective in step_options(cfg).values():
+        objective.check()
+        if cfg.model.router_aux_loss is not None:
+            expected = "null, as preference tuning has no such loss"
+            raise InvalidField("model.router_aux_loss", cfg.model.router_aux_loss, expected)
+    where = getattr(cfg, "reference_logprobs", "live")
+    if where not in ("live", "cache") and "/" not in where:
+        raise InvalidField("reference_logprobs", where, "live, cache, or a folder with a /")
+    check_bounds(cfg, "batch_size", "gradient_accumulation_steps", least=1, most=2**20)
+    check_bounds(cfg, "epochs", "log_every_n_steps", least=1)
+    check_bounds(cfg, "max_seq_len", least=2)
+    check_bounds(cfg, "seed", least=0)
+    if cfg.max_steps is not None and cfg.max_steps < 1:
+        raise InvalidField("max_steps", cfg.max_steps, "an integer of at least 1, or null")
+    if cfg.max_steps is None and cfg.dataset.kwargs.get("streaming") is True:
+        expected = "an integer: the number of rows of dataset.streaming=true is not known"
+        raise InvalidField("max_steps", None, expected)
+    if cfg.checkpoint.publish is not None and not hasattr(cfg, "adapter"):
+        raise UserError(
+            f"checkpoint.publish: {cfg.checkpoint.publish}; expected null: no adapters are trained"
+        )
+    if cfg.clip_grad_norm is not None and not cfg.clip_grad_norm > 0:
+        raise InvalidField("clip_grad_norm", cfg.clip_grad_norm, "a number above 0, or null")
+
+
+def check_with_model(cfg: Any, positions: int) -> None:
+    """Checks what depends on the machine and on the model.
+
+    Args:
+        positions: the largest length of a sample that the model knows.
+
+    Raises:
+        UserError: no compiler for `compile: true`, or samples longer than that.
+    """
+    if cfg.compile and not has_compiler():
+        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
+    if cfg.max_seq_len > positions:
+        limit = f"at most {positions}, the model's positions"
+        raise UserError(f"max_seq_len: {cfg.max_seq_len}; expected {limit}")

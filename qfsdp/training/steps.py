@@ -1,0 +1,107 @@
+"""One update on one screen, for recipes and for training loops of your own.
+
+    loss = forward_backward(loss_of, batches, optimizer, world)
+    metrics = optim_step(model, optimizer, loss, world, clip=1.0)
+
+The first adds up gradients, the second uses them. Between them they do what fails silently if it
+is left out: the loss scale of fp16, the gradient norm over all ranks, no update from NaN, DoRA's
+norms. What a batch's loss is stands in the recipe.
+
+`save` writes the adapters in PEFT's format (`save_adapter`). `sample` (`qfsdp.training.rollouts`)
+draws answers from the model that trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from qfsdp.checkpoint.adapter_files import save_adapter as save
+from qfsdp.data.loader import Batch
+from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
+from qfsdp.distributed.world import World
+from qfsdp.modules.adapters import refresh_dora_norms
+from qfsdp.training.loss_scale import loss_scale
+from qfsdp.training.nonfinite import are_finite, step_metrics
+from qfsdp.training.optimizer import backward
+from qfsdp.training.throughput import StepClock
+
+__all__ = ["forward_backward", "optim_step", "save"]
+
+AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+
+def forward_backward(
+    loss_of: Callable[[AnyBatch], Tensor],
+    batches: Sequence[AnyBatch],
+    optimizer: Optimizer,
+    world: World,
+    clock: StepClock | None = None,
+) -> Tensor:
+    """Adds the gradients of a loss over all micro-batches of all ranks to those of the model.
+
+    Every rank must call it, with the same number of micro-batches: passes contain collectives.
+
+    Args:
+        loss_of: the part of the loss that is a micro-batch's, a floating point scalar with
+            gradients. The loss is the sum of all parts. For a mean, divide by the number of tokens
+            or samples of *all* ranks and micro-batches: then nothing depends on how they are split.
+        batches: this rank's micro-batches, on any device; `loss_of` gets them on the rank's.
+        clock: takes the time of the phases "forward" and "backward".
+
+    Returns:
+        The parts of this rank, summed; `[]`, without gradients. `optim_step` adds up the ranks'.
+    """
+    clock = clock or StepClock(world.device)
+    loss = torch.zeros((), device=world.device)
+    for batch in batches:
+        moved = cast(AnyBatch, batch.to(world.device))
+        with clock.phase("forward"):
+            part = loss_of(moved)
+        with clock.phase("backward"):
+            backward(part, optimizer, world)
+        loss = loss + part.detach()
+    return loss
+
+
+def optim_step(
+    model: nn.Module,
+    optimizer: Optimizer,
+    loss: Tensor,
+    world: World,
+    *,
+    clip: float | None = None,
+    scheduler: LRScheduler | None = None,
+    clock: StepClock | None = None,
+) -> dict[str, float]:
+    """Updates the weights from the gradients that `forward_backward` has added up, and frees them.
+
+    Nothing is updated if the loss or a gradient is NaN or infinite on any rank. `NonFiniteWatch`
+    acts on such metrics, and adapts the loss scale of fp16: a loop that trains in fp16 needs one.
+
+    Args:
+        loss: of `forward_backward`.
+        clip: largest norm of all gradients together; None: not clipped.
+        scheduler: steps once, if the weights do.
+        clock: takes the time of the phases "optimizer" and "norm_refresh".
+
+    Returns:
+        `loss` of all ranks, `grad_norm` before clipping, and `lr`; the same on every rank.
+    """
+    clock = clock or StepClock(world.device)
+    with clock.phase("optimizer"):
+        grad_norm = clip_grad_norm(trainable_parameters(model), clip, loss_scale(optimizer))
+        metrics = step_metrics(loss, grad_norm, optimizer, world)  # the host waits only here
+        if are_finite(metrics):  # else nothing is updated
+            optimizer.step()
+            if scheduler is not None:
+                scheduler.step()
+        optimizer.zero_grad()
+    with clock.phase("norm_refresh"):
+        refresh_dora_norms(model)  # A and B have changed; they change nowhere else
+    return metrics
