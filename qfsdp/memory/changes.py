@@ -25,8 +25,9 @@ OFFLOAD: dict[str, Changes] = {
 
 
 def strategy_over_all_ranks(strategy: str) -> Changes:
-    """A sharding strategy without the group sizes of hybrid ones."""
-    return {"sharding.strategy": strategy, "sharding.replicate": None, "sharding.shard": None}
+    """A sharding strategy without the group sizes of hybrid ones, and with experts undivided."""
+    whole = {"sharding.replicate": None, "sharding.shard": None, "sharding.expert_parallel": 1}
+    return {"sharding.strategy": strategy} | whole
 
 
 def micro_batches(size: int, samples: int) -> Changes:

@@ -11,15 +11,11 @@ run uncompiled; compiled layers keep 0.54 to 0.93 of that memory (docs/results.m
 from __future__ import annotations
 
 import json
-import re
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
-from itertools import groupby, pairwise
-from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -32,22 +28,25 @@ from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.cli.config import get_key
+from qfsdp.cli.hub import local_folder
 from qfsdp.cli.sizes import parse_size
 from qfsdp.data import Batch
+from qfsdp.data.preference_batch import full_preferences
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.world import World
 from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
-from qfsdp.memory.known_models import find_config
+from qfsdp.memory.known_models import find_config, stored_formats
 from qfsdp.memory.tracker import MemoryTracker, Point
 from qfsdp.modules.adapters import low_rank_linears
 from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.learning_rate import any_lr
 from qfsdp.training.memory_usage import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, plain_tensors
 from qfsdp.training.optimizer import build_optimizer
+from qfsdp.training.preference import step_options
 from qfsdp.training.throughput import StepClock
 
 __all__ = [
@@ -55,7 +54,6 @@ __all__ = [
     "Point",
     "Target",
     "estimate",
-    "estimate_fast",
     "model_folder",
     "reserved_bytes",
 ]
@@ -65,7 +63,6 @@ TrainStep = Callable[..., dict[str, float]]  # one update; arguments as in the t
 Kinds = dict[str, int]  # bytes by kind of tensor
 RING = "ring_of_the_base"  # kind of host memory: the read-ahead of a base on disk
 MICRO_BATCHES = 2  # at most in a dry step: a later one adds to gradients, the first makes them
-_LAYER = re.compile(r"(?<=layers\.)-?\d+")
 # Allowances, not measured here: unused memory of the caching allocator, and the CUDA context of a
 # process with its kernels and NCCL's buffers.
 FRAGMENTATION, CONTEXT_BYTES = 0.04, 768 << 20
@@ -86,6 +83,7 @@ class Estimate:
         timeline: the peaks of all modules in their order.
         reserved: the peak and an allowance for other memory of a GPU (`reserved_bytes`); 0 for a
             CPU.
+        between: of `wire`, what all ranks of a machine together send to other machines.
     """
 
     peak: int
@@ -97,6 +95,7 @@ class Estimate:
     moved: Kinds = field(default_factory=dict)
     timeline: list[Point] = field(default_factory=list)
     reserved: int = 0
+    between: Kinds = field(default_factory=dict)
 
 
 def reserved_bytes(peak: int) -> int:
@@ -136,7 +135,7 @@ def estimate(
         with planned_for(target):
             model = build_model(cfg, formats)
         shard_model(model, cfg.sharding, world)
-        tracker = MemoryTracker(target, optimizer_in_host=cfg.sharding.cpu_offload)
+        tracker = MemoryTracker(target, cfg.sharding.cpu_offload, local_world_size)
         if target == "cuda":
             tracker.workspace(CUBLAS_WORKSPACES, keep=True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
@@ -144,106 +143,6 @@ def estimate(
         # torchao's optimizers compile their step; here it runs uncompiled.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         return _run(train_step, cfg, model, world, tracker)
-
-
-def estimate_fast(
-    build_model: BuildModel,
-    train_step: TrainStep,
-    cfg: Any,
-    world_size: int,
-    local_world_size: int | None = None,
-    target: Target = "cuda",
-) -> Estimate:
-    """Like `estimate`, from dry runs of the same model with two small numbers of layers.
-
-    The memory at each moment within the first and last layers is linear in the depth, and the peak
-    is one of these moments. A 70B model takes a tenth of the time; the peak differs by less than
-    0.5 % (tests).
-    """
-    depth = find_config(cfg.model.path)["num_hidden_layers"]
-    every = cfg.activation.every_n_layers  # layers repeat a pattern of this length
-    shallow = max(2 * every, 2 * cfg.sharding.prefetch + 2, 4)
-    shallow += (depth - shallow) % every
-    sizes = (shallow, shallow + every)
-    if depth <= sizes[1] or not _layers_are_equal(cfg):
-        return estimate(build_model, train_step, cfg, world_size, local_world_size, target)
-    given = (build_model, train_step, cfg, world_size, local_world_size, target)
-    return _extrapolate(estimate(*given, sizes[0]), estimate(*given, sizes[1]), sizes, depth)
-
-
-def _layers_are_equal(cfg: Any) -> bool:
-    """Whether the config trains the same parameters in every layer."""
-    return get_key(cfg, "trainable.layers") in (None, "all")
-
-
-def _extrapolate(one: Estimate, two: Estimate, sizes: tuple[int, int], depth: int) -> Estimate:
-    """The estimate for `depth` layers from those for two smaller numbers of layers, `sizes`."""
-    share = (depth - sizes[0]) / (sizes[1] - sizes[0])
-    known = _by_place(one.timeline, sizes[0], sizes[0])
-    ends: list[tuple[int, Point]] = []  # with the layer of each, for the points that both have
-    for place, point in _by_place(two.timeline, sizes[1], sizes[0]).items():
-        if place in known:
-            layer = -1 if place[2] is None else place[2] % depth
-            ends.append((layer, _point_on_line(known[place], point, share, layer)))
-    where = max((point for _, point in ends), key=lambda point: point.total)
-    return Estimate(
-        peak=where.total,
-        at_peak=dict(where.by_kind),
-        where=where,
-        steady=round(one.steady + share * (two.steady - one.steady)),
-        host=_on_line(one.host, two.host, share),
-        wire=_on_line(one.wire, two.wire, share),
-        moved=_on_line(one.moved, two.moved, share),
-        timeline=_filled(ends),
-        reserved=reserved_bytes(where.total) if two.reserved else 0,
-    )
-
-
-def _on_line(a: Kinds, b: Kinds, share: float) -> Kinds:
-    """The values at `share` of the line from `a` (0) to `b` (1)."""
-    return {k: round(a.get(k, 0) + share * (b.get(k, 0) - a.get(k, 0))) for k in a | b}
-
-
-def _point_on_line(a: Point, b: Point, share: float, layer: int) -> Point:
-    module, at = _LAYER.sub(str(layer), a.module), a.at + share * (b.at - a.at)
-    return Point(a.phase, module, at, _on_line(a.by_kind, b.by_kind, share))
-
-
-def _filled(ends: list[tuple[int, Point]]) -> list[Point]:
-    """The points of the first and last layers, and interpolated ones for the layers between."""
-    visits = [(layer, [p for _, p in found]) for layer, found in groupby(ends, itemgetter(0))]
-    timeline = list(visits[0][1])
-    for (first, points), (last, others) in pairwise(visits):
-        step = 1 if first < last else -1
-        for layer in range(first + step, last, step):
-            share = (layer - first) / (last - first)
-            pairs = zip(points, others, strict=False)
-            timeline += [_point_on_line(a, b, share, layer) for a, b in pairs]
-        timeline += others
-    return timeline
-
-
-Place = tuple[str, str, int | None, int]
-
-
-def _by_place(points: list[Point], layers: int, shallow: int) -> dict[Place, Point]:
-    """Points by phase, module, last layer seen, and how often these three occurred before.
-
-    The first `shallow // 2` layers count from 0, the others from the end with negative numbers, as
-    many as a model of `shallow` layers has. Points of the layers between are left out.
-    """
-    met = Counter[Any]()
-    found: dict[Place, Point] = {}
-    layer: int | None = None
-    for point in points:
-        if match := _LAYER.search(point.module):
-            layer = int(match[0])
-            layer -= layers if layer >= shallow // 2 else 0
-        if layer is None or not shallow // 2 - shallow > layer >= shallow // 2 - layers:
-            place = (point.phase, _LAYER.sub(str(layer), point.module), layer)
-            found[*place, met[place]] = point
-            met[place] += 1
-    return found
 
 
 def _run(
@@ -256,13 +155,15 @@ def _run(
     _mark_parameters(model, tracker)
     tracker.host_peak = tracker.host.copy()  # before, parameters were not marked by kind
     in_backward = getattr(cfg, "optimizer_in_backward", False)
-    optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model), in_backward)
+    optimizer = build_optimizer(any_lr(cfg.optimizer), trainable_parameters(model), in_backward)
     batches = _batches(cfg)
     clock = StepClock(world.device)
 
+    options = step_options(cfg)
+
     def step() -> None:
         tracker.start_step()
-        train_step(model, optimizer, None, batches, cfg.clip_grad_norm, world, clock)
+        train_step(model, optimizer, None, batches, cfg.clip_grad_norm, world, clock, **options)
         tracker.note_peak()
 
     if in_backward:
@@ -285,6 +186,7 @@ def _run(
         steady=sum(tracker.now.values()),
         host=dict(+tracker.host_peak),
         wire=tracker.per_step(tracker.wire, repeats),
+        between=tracker.per_step(tracker.between, repeats),
         moved=tracker.per_step(tracker.copies, repeats),
         timeline=tracker.points,
         reserved=reserved_bytes(peak.total) if tracker.target == "cuda" else 0,
@@ -319,13 +221,21 @@ def _mark_parameters(model: nn.Module, tracker: MemoryTracker) -> None:
 
 def _batches(cfg: Any) -> list[Batch]:
     """Micro-batches of full rows; a packed row holds one sample, of the largest possible length."""
-    rows, seq = cfg.batch_size, cfg.max_seq_len
+    rows, seq = rows_of(cfg), cfg.max_seq_len
     tokens = torch.zeros(rows, seq, dtype=torch.int64)
     batch = Batch(tokens, tokens.clone(), rows * seq)
     if cfg.packed:
         ends = torch.zeros(-(-(rows + 1) // 64) * 64, dtype=torch.int32)
         batch = replace(batch, positions=tokens.clone(), cu_seqlens=ends)
+    for objective in step_options(cfg).values():
+        batch = full_preferences(batch, paired=objective.takes(labels=False))
     return [batch] * min(cfg.gradient_accumulation_steps, MICRO_BATCHES)
+
+
+def rows_of(cfg: Any) -> int:
+    """Rows of a micro-batch: those of a pair are two, unless it is packed."""
+    paired = any(objective.takes(labels=False) for objective in step_options(cfg).values())
+    return int(cfg.batch_size) * (2 if paired and not cfg.packed else 1)
 
 
 @dataclass(frozen=True)
@@ -343,14 +253,14 @@ class StoredFormats:
 def model_folder(path: str, layers: int | None) -> Iterator[tuple[Path, StoredFormats]]:
     """A folder with the model's `config.json`, with `layers` layers if given, and its formats."""
     config = find_config(path)
-    folder = Path(path).expanduser()
+    folder = local_folder(path)
     weights = ModelWeights(folder) if any(folder.glob("*.safetensors")) else None
     if layers is not None:
         config = config | {"num_hidden_layers": layers}
-        config.pop("layer_types", None)
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / "config.json").write_text(json.dumps(config))
-        yield Path(temporary), StoredFormats({} if weights is None else weights.formats)
+        formats = stored_formats(config) if weights is None else weights.formats
+        yield Path(temporary), StoredFormats(formats)
 
 
 @contextmanager

@@ -20,17 +20,25 @@ from qfsdp.cli.sizes import parse_size
 
 REACHED = 0.8  # share of vendors' figures: large products, copies and rings reach 0.75 to 0.9
 
-# Columns: memory (GiB, as in PyTorch's out-of-memory messages: less than on the box), dense bf16
-# products with fp32 sums (TFLOP/s), memory bandwidth (GB/s), link to other GPUs (GB/s in one
-# direction; None: PCIe), PCIe x16 (GB/s in one direction). Rates are the vendor's: NVIDIA's
-# whitepapers of GA102, Ada, Blackwell RTX and Hopper, and the data sheets of the others; halved if
-# they count sparsity or both directions.
+# Columns: memory (GiB, as in PyTorch's out-of-memory messages: less than on the box), dense 16-bit
+# products with fp32 sums (TFLOP/s; bf16 and fp16 have the same rate), memory bandwidth (GB/s), link
+# to other GPUs (GB/s in one direction; None: PCIe), link to the host (PCIe x16, GB/s in one
+# direction). Rates are the vendor's, halved if they count sparsity or both directions. Sources:
+# NVIDIA's whitepapers of GA102 (3090), Ada (4090), Blackwell RTX (5090), Volta (V100, SXM2), Turing
+# (T4), Hopper (H100, H200) and Grace Hopper (GH200: 96 GB of HBM3, NVLink-C2C to the host); AMD's
+# data sheet of MI300X (seven links); NVIDIA's data sheets of the others.
 GPUS: dict[str, tuple[float, float, float, float | None, float]] = {
+    "v100-16": (15.8, 125, 900, 150, 16),
+    "v100-32": (31.7, 125, 900, 150, 16),
+    "t4": (14.6, 65, 320, None, 16),
     "rtx3090": (23.6, 71, 936, None, 32),
+    "rtx4080": (15.6, 97, 717, None, 32),
     "rtx4090": (23.6, 165, 1008, None, 32),
     "rtx5090": (31.3, 210, 1792, None, 64),
     "a10": (22.0, 125, 600, None, 32),
+    "a10g": (22.0, 70, 600, None, 32),
     "l4": (22.0, 121, 300, None, 32),
+    "a5000": (23.6, 111, 768, None, 32),
     "a6000": (47.4, 155, 768, None, 32),
     "rtx6000ada": (47.4, 364, 960, None, 32),
     "l40s": (44.4, 362, 864, None, 32),
@@ -38,8 +46,11 @@ GPUS: dict[str, tuple[float, float, float, float | None, float]] = {
     "a100-80": (79.1, 312, 2039, 300, 32),
     "h100": (79.1, 989, 3350, 450, 64),
     "h200": (139.8, 989, 4800, 450, 64),
+    "gh200": (94.5, 989, 4000, 450, 450),
     "b200": (178.3, 2250, 8000, 900, 64),
+    "mi300x": (192.0, 1307, 5300, 448, 64),
 }
+WITHOUT_BF16 = ("v100-16", "v100-32", "t4")  # compute capability below 8.0: model.dtype=fp16
 
 
 @dataclass(frozen=True)
@@ -48,10 +59,12 @@ class Hardware:
 
     Fields:
         device_memory: bytes of one GPU.
-        matmul_rate: FLOP/s of large bf16 products on one GPU.
+        matmul_rate: FLOP/s of large bf16 or fp16 products on one GPU.
         memory_bandwidth: bytes/s that one GPU reads and writes of its memory.
         interconnect: bytes/s that one GPU sends to others; None: it sends over PCIe.
         pcie: bytes/s between one GPU and the host, in one direction.
+        network: bytes/s that one machine sends to other machines, all its network cards together;
+            None: there is one machine.
         host_memory: bytes of the machine, for all its ranks; None: enough.
         host_bandwidth: bytes/s of host memory, read and written by all ranks together.
         disk: bytes/s that all ranks together read from disk.
@@ -65,6 +78,7 @@ class Hardware:
     host_memory: int | None = None
     host_bandwidth: float = 40e9  # two channels of DDR4-3200, the least in machines with such GPUs
     disk: float = 3e9  # an NVMe drive on PCIe 3
+    network: float | None = None
 
 
 @dataclass
@@ -78,11 +92,12 @@ class HardwareConfig:
         hardware: JSON file of `benchmarks/bandwidth.py`.
         device_memory: of one GPU; null: from the training config, else from `gpu`.
         host_memory: of one machine, for all its ranks; null: enough.
-        matmul_rate: of large bf16 products on one GPU, such as 130TFLOPS.
+        matmul_rate: of large 16-bit products on one GPU, such as 130TFLOPS.
         memory_bandwidth: of one GPU's memory.
         interconnect: from one GPU to others; "pcie" if they communicate over PCIe.
         pcie: between one GPU and the host, in one direction.
         host_bandwidth, disk: of one machine, for all its ranks.
+        network: from one machine to others, such as 12GB with a card of 100 Gb/s.
     """
 
     gpu: str | None = None
@@ -95,6 +110,7 @@ class HardwareConfig:
     pcie: str | float | None = None
     host_bandwidth: str | float | None = None
     disk: str | float | None = None
+    network: str | float | None = None
 
     def check(self) -> None:
         self._figures()
@@ -137,13 +153,14 @@ class HardwareConfig:
         return replace(with_memory(given["device_memory"]), **given)
 
 
-def known_gpu(name: str) -> Hardware:
-    """The figures of one of `GPUS`, by its name there or the driver's ("NVIDIA H100 80GB HBM3").
+def known_name(name: str) -> str:
+    """The name in `GPUS` of a GPU as users or drivers write it ("Tesla V100-SXM2-16GB").
 
     Raises:
         UserError: it is not in the table.
     """
     parts = [re.sub(r"(\d)gb$", r"\1", part) for part in re.split(r"[\s_-]+", name.lower())]
+    parts = [part for part in parts if not re.fullmatch(r"sxm\d?|pcie", part)]
     runs = {"".join(parts[a:b]) for a, b in combinations(range(len(parts) + 1), 2)}
     known = {gpu.replace("-", ""): gpu for gpu in GPUS}
     found = max(runs & known.keys(), key=len, default=None)
@@ -151,7 +168,12 @@ def known_gpu(name: str) -> Hardware:
         near = get_close_matches("".join(parts), known, n=1)
         hint = f"did you mean '{known[near[0]]}'?" if near else f"expected one of {', '.join(GPUS)}"
         raise UserError(f"gpu: '{name}' is unknown; {hint}")
-    memory, tflops, bandwidth, link, pcie = GPUS[known[found]]
+    return known[found]
+
+
+def known_gpu(name: str) -> Hardware:
+    """The figures of one of `GPUS`; `name` and errors as `known_name`."""
+    memory, tflops, bandwidth, link, pcie = GPUS[known_name(name)]
     return Hardware(
         device_memory=int(memory * 2**30),
         matmul_rate=REACHED * tflops * 1e12,
@@ -159,6 +181,12 @@ def known_gpu(name: str) -> Hardware:
         interconnect=None if link is None else REACHED * link * 1e9,
         pcie=REACHED * pcie * 1e9,
     )
+
+
+def check_bf16(gpu: str | None, dtype: str) -> None:
+    """Raises UserError if `model.dtype` is "bf16", which a known GPU does not compute."""
+    if gpu is not None and dtype == "bf16" and known_name(gpu) in WITHOUT_BF16:
+        raise UserError(f"model.dtype: 'bf16', which a {gpu} does not compute; expected fp16")
 
 
 def with_memory(size: int) -> Hardware:
@@ -209,7 +237,7 @@ def parse_rate(text: str | float) -> float:
             return parse_size(word.removesuffix("/s"))
     except ValueError:
         rate = 0.0
-    if rate <= 0:
+    if not 0 < rate < float("inf"):
         raise ValueError(f"{text!r}; expected a rate such as 25GB/s or 100TFLOPS")
     return rate
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import qfsdp.modules.document_attention  # noqa: F401  (defines qfsdp::attend_documents)
+from qfsdp.modules.sink_attention import BLOCK
 
 Target = Literal["cpu", "cuda"]
 aten = torch.ops.aten
@@ -106,6 +107,17 @@ def _per_document(kernel: Callable[..., float], temporaries: int) -> Callable[..
     return workspace
 
 
+def _blocks_with_sinks(scores: int, copies: int) -> Callable[..., float]:
+    """The formula for attention with sinks on a CPU: tensors of one block's scores in fp32, and
+    copies of q."""
+
+    def workspace(*args: Any, **_: Any) -> float:
+        q = args[0]  # or a gradient of its shape
+        return 4 * (scores * q.size(1) * min(BLOCK, len(q)) * len(q) + copies * q.numel())
+
+    return workspace
+
+
 # cuBLAS keeps a workspace for each calling thread, here forward's and autograd's: 32 MiB on Hopper,
 # 8 MiB on older GPUs.
 CUBLAS_WORKSPACES = 2 * (32 << 20)
@@ -114,6 +126,8 @@ _flash = aten._scaled_dot_product_flash_attention_for_cpu.default
 _flash_backward = aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _packed = torch.ops.qfsdp.attend_documents.default
 _packed_backward = torch.ops.qfsdp.attend_documents_backward.default
+_sinks = torch.ops.qfsdp.attend_with_sinks.default
+_sinks_backward = torch.ops.qfsdp.attend_with_sinks_backward.default
 
 WORKSPACE: dict[tuple[Target, Any], Callable[..., float]] = {
     ("cpu", _flash): _cpu_forward,
@@ -123,6 +137,10 @@ WORKSPACE: dict[tuple[Target, Any], Callable[..., float]] = {
     ("cpu", _packed_backward): _per_document(_cpu_backward, 4),
     ("cuda", _packed): lambda *_: 0.0,
     ("cuda", _packed_backward): _per_document(_cuda_backward, 0),
+    ("cpu", _sinks): _blocks_with_sinks(2, 0),
+    ("cpu", _sinks_backward): _blocks_with_sinks(2, 3),
+    ("cuda", _sinks): lambda *_: 0.0,
+    ("cuda", _sinks_backward): _per_document(_cuda_backward, 0),
     # gloo gathers and reduces in separate memory.
     ("cpu", torch.ops.c10d._allgather_base_.default): lambda out, *_: out.nbytes,
     ("cpu", torch.ops.c10d._reduce_scatter_base_.default): lambda _, given, *__: given.nbytes,

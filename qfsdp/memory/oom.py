@@ -9,7 +9,6 @@
 from __future__ import annotations
 
 import gc
-import json
 import os
 import re
 import traceback
@@ -25,6 +24,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import write_json
 from qfsdp.cli.sizes import format_size, parse_size
 from qfsdp.memory.advice import (
     SUGGESTIONS,
@@ -200,7 +200,7 @@ def _write(cfg: Any, details: dict[str, Any], device: torch.device) -> Path | No
     file = folder / f"rank_{os.environ.get('RANK', 0)}.json"
     try:
         folder.mkdir(parents=True, exist_ok=True)
-        file.write_text(json.dumps(details, indent=2))
+        write_json(file, details)
         if device.type == "cuda":
             torch.cuda.memory._dump_snapshot(str(file.with_suffix("")) + "_memory.pickle")
     except (OSError, RuntimeError):

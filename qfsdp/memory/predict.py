@@ -6,16 +6,33 @@ Memory and traffic come from a dry run (`qfsdp.memory.estimate`), seconds from a
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
-from qfsdp.memory.changes import Changes, changed, differing
-from qfsdp.memory.estimate import BuildModel, Estimate, TrainStep, estimate_fast, model_folder
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.sizes import format_size
+from qfsdp.cli.slow import told_if_slow
+from qfsdp.distributed.global_batch import split_batch
+from qfsdp.memory.changes import Changes, as_words, changed, differing
+from qfsdp.memory.estimate import (
+    CONTEXT_BYTES,
+    BuildModel,
+    Estimate,
+    TrainStep,
+    model_folder,
+    rows_of,
+)
+from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.memory.hardware import Hardware
+from qfsdp.memory.known_models import find_config
 from qfsdp.memory.roofline import Load, StepTime, step_time
-from qfsdp.modules.compute_dtype import planned_for
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.mixture import expert_parameters
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.preference import step_options
 from qfsdp.training.throughput import step_flops
 
 # Host memory of a rank without offloaded tensors: libraries and batches (measured with SmolLM2 on a
@@ -117,6 +134,13 @@ class Predictor:
         )
 
     @property
+    def experts(self) -> int:
+        """Experts of a layer; 1: the model is no mixture."""
+        path = self.cfg.model.path
+        config = DecoderConfig.from_dict(find_config(path), f"{path}/config.json")
+        return 1 if config.experts is None else config.experts.count
+
+    @property
     def count(self) -> int:
         """Dry runs so far."""
         return len(self._known)
@@ -126,11 +150,14 @@ class Predictor:
         changes = differing(self.cfg, changes)
         key = repr(sorted(changes.items()))
         if key not in self._known:
-            self._known[key] = self._predict(changes)
+            with told_if_slow(f"memory: estimating {as_words(changes) or 'a step'}"):
+                self._known[key] = self._predict(changes)
         return self._known[key]
 
     def _predict(self, changes: Changes) -> Prediction:
         cfg = changed(self.cfg, changes)
+        with suppress(UserError):  # on another number of ranks it may not divide
+            split_batch(cfg, self.world_size)
         ranks = self.local_world_size
         functions = (self.build_model, self.train_step)
         found = self._estimate(*functions, cfg, self.world_size, ranks, self.target)
@@ -158,9 +185,65 @@ class Predictor:
         return self._models[key]
 
 
+def check_process_fits(hardware: Hardware, processes: int = 0) -> None:
+    """Checks that there is more memory than processes take without any tensor.
+
+    Without this check, a search ends after a minute of dry runs that cannot fit.
+
+    Args:
+        processes: on one machine, with `hardware.host_memory`; 0: only the GPU is checked.
+
+    Raises:
+        UserError: there is not.
+    """
+    if hardware.host_memory is not None and hardware.host_memory <= processes * PROCESS_BYTES:
+        raise UserError(
+            f"host_memory: {format_size(hardware.host_memory)}; expected more than the "
+            f"{format_size(processes * PROCESS_BYTES)} of the processes on a machine"
+        )
+    if hardware.device_memory <= CONTEXT_BYTES:
+        raise UserError(
+            f"device_memory: {format_size(hardware.device_memory)}; expected more than the "
+            f"{format_size(CONTEXT_BYTES)} that CUDA takes for every process"
+        )
+
+
+def check_micro_batch(cfg: Any, available: int) -> None:
+    """Checks that the largest tensors of one layer fit: a bound that needs no dry run.
+
+    In every layer the hidden states and two intermediate ones of the whole micro-batch exist at
+    once; in a mixture of experts, those of all experts of a token.
+
+    Args:
+        available: bytes of one rank.
+
+    Raises:
+        UserError: they do not fit.
+    """
+    config = DecoderConfig.from_dict(find_config(cfg.model.path), f"{cfg.model.path}/config.json")
+    width = config.hidden_size + 2 * _inner_width(config)
+    tokens = available // (width * COMPUTE_DTYPES[cfg.model.dtype].itemsize)
+    if cfg.max_seq_len > tokens:
+        what, most = f"max_seq_len: {cfg.max_seq_len}", f"{tokens} tokens"
+    elif rows_of(cfg) * cfg.max_seq_len > tokens:
+        what = f"batch_size: {rows_of(cfg)} rows of {cfg.max_seq_len} tokens"
+        most = f"{tokens // cfg.max_seq_len} rows, and gradient_accumulation_steps for the rest"
+    else:
+        return
+    raise UserError(f"{what}; {format_size(available)} per rank hold one layer of at most {most}")
+
+
+def _inner_width(config: DecoderConfig) -> int:
+    """Intermediate numbers of a token in the widest kind of layer."""
+    widths = {config.intermediate_size for layer in config.layers if not layer.mixture}
+    if config.experts is not None:
+        widths.add(config.experts.top_k * config.experts.intermediate_size)
+    return max(widths)
+
+
 def step_tokens(cfg: Any) -> int:
     """Tokens of one rank in one step, where every row is `max_seq_len` long."""
-    return cfg.batch_size * cfg.gradient_accumulation_steps * cfg.max_seq_len
+    return rows_of(cfg) * cfg.gradient_accumulation_steps * int(cfg.max_seq_len)
 
 
 def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Load:
@@ -172,16 +255,23 @@ def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Loa
         model: on the meta device.
         found: the estimate for `cfg`.
     """
-    rows = cfg.batch_size * cfg.gradient_accumulation_steps
-    flops = step_flops(model, [cfg.max_seq_len] * rows, step_tokens(cfg)).hardware
-    weights = [p.data for p in model.parameters() if isinstance(p.data, QuantizedTensor)]
-    dequantized = sum(w.qdata.numel() + w.numel() * w.dtype.itemsize for w in weights)
+    rows = rows_of(cfg) * cfg.gradient_accumulation_steps
+    flops = step_flops(model, [cfg.max_seq_len], cfg.max_seq_len)
+    objectives = step_options(cfg).values()
+    further = sum(objective.further_passes for objective in objectives)  # without gradients
+    parts = dict.fromkeys(expert_parameters(model), cfg.sharding.expert_parallel)
+    dequantized = sum(
+        (p.data.qdata.numel() + p.numel() * p.dtype.itemsize) / parts.get(p, 1)
+        for p in model.parameters()
+        if isinstance(p.data, QuantizedTensor)
+    )
     # Weights are dequantized in forward, in backward, and when a whole layer is computed again.
-    passes = 3 if cfg.activation.checkpointing == "full" else 2
+    passes = further + (3 if cfg.activation.checkpointing == "full" else 2)
     return Load(
-        flops=flops,
+        flops=rows * (flops.hardware + further * flops.forward),
         dequantized_bytes=dequantized * passes * cfg.gradient_accumulation_steps,
         wire_bytes=sum(found.wire.values()),
+        network_bytes=sum(found.between.values()),
         to_device_bytes=found.moved.get("to_device", 0),
         to_host_bytes=found.moved.get("to_host", 0),
         disk_bytes=found.moved.get("from_disk", 0),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
@@ -12,14 +11,28 @@ from itertools import product
 from operator import le
 from typing import Any
 
-from qfsdp.cli.errors import UserError
+from qfsdp.cli.errors import UserError, speaks_for_all
+from qfsdp.cli.estimates import note_estimates
 from qfsdp.cli.ranks import planned_ranks
 from qfsdp.cli.sizes import format_size
+from qfsdp.cli.slow import told_if_slow
 from qfsdp.memory.advice import SUGGESTIONS, options
 from qfsdp.memory.changes import Changes, as_words, strategy_over_all_ranks
 from qfsdp.memory.estimate import BuildModel, TrainStep
-from qfsdp.memory.hardware import Hardware, HardwareConfig, device_memory_of, machine_memory
-from qfsdp.memory.predict import Prediction, Predictor, between
+from qfsdp.memory.hardware import (
+    Hardware,
+    HardwareConfig,
+    device_memory_of,
+    known_gpu,
+    machine_memory,
+)
+from qfsdp.memory.predict import (
+    Prediction,
+    Predictor,
+    between,
+    check_micro_batch,
+    check_process_fits,
+)
 
 MOST_TRIED = 8  # dry runs of choices, besides those of single options
 PER_OPTION = 1.05  # factor on the time, see `_likely`
@@ -46,6 +59,9 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
         return
     world_size, local = planned_ranks()
     hardware, target = this_machine(cfg, local)
+    if target == "cuda":
+        check_process_fits(hardware)
+    check_micro_batch(cfg, hardware.device_memory)
     predict = Predictor(build_model, train_step, cfg, world_size, local, hardware, target)
     try:
         now = predict({})
@@ -60,11 +76,23 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
         )
         return
     if not now.fits(hardware):
-        print("memory: too little; searching for changes that fit", file=sys.stderr, flush=True)
-        raise UserError(refusal(predict, now))
-    if os.environ.get("RANK", "0") == "0":
-        needs, available = format_size(now.device_bytes), format_size(hardware.device_memory)
+        with told_if_slow("memory: too little; searching for changes that fit"):
+            raise UserError(refusal(predict, now))
+    needs, available = format_size(now.device_bytes), format_size(hardware.device_memory)
+    note_estimates(f"about {needs} of {available} per rank", _seconds(now))
+    if speaks_for_all():
         print(f"memory: about {needs} of {available} per rank (preflight)", flush=True)
+
+
+def _seconds(prediction: Prediction) -> float | None:
+    """The time of a step; None if this machine's GPU is not in the table of known ones."""
+    import torch
+
+    try:
+        known_gpu(torch.cuda.get_device_name())
+    except (UserError, RuntimeError, AssertionError):  # without a GPU, or built without CUDA
+        return None
+    return prediction.time.seconds
 
 
 def this_machine(cfg: Any, ranks: int) -> tuple[Hardware, str]:

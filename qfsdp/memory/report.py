@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from qfsdp.cli.sizes import format_size
 from qfsdp.memory.estimate import Estimate, Point
 from qfsdp.memory.tracker import KINDS
+from qfsdp.training.report.charts import Chart, Line, number
 
 COLUMNS = 300  # of the picture, each a few pixels wide
 # Colours of Paul Tol's "muted" scheme (https://sronpersonalpages.nl/~pault/), which colour-blind
@@ -99,6 +101,39 @@ def draw(found: Estimate, path: Path, title: str, device_memory: int | None) -> 
     figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path, dpi=120)
+
+
+def chart_of(found: Estimate) -> Chart:
+    """Memory over a step by kind of tensor, for a page."""
+    points = _thinned(found.timeline)
+    kinds = [kind for kind in KINDS if any(point.by_kind.get(kind) for point in points)]
+    lines = [
+        Line(_words(kind), [(point.at, point.by_kind.get(kind, 0) / 2**30) for point in points])
+        for kind in kinds
+    ]
+    return Chart("Estimate", "operations of one step", "GiB of a rank", lines, kind="areas")
+
+
+def comparison_of(
+    found: Estimate, steps: Sequence[dict[str, Any]]
+) -> tuple[list[str], list[list[str]]]:
+    """Head and rows of a table: the estimate beside what a run has measured, in GiB.
+
+    Args:
+        steps: lines of the run's metrics.jsonl.
+    """
+
+    def measured(name: str) -> float | None:
+        values = [row[name] for row in steps if isinstance(row.get(name), int | float)]
+        return max(values, default=None)
+
+    peak = measured("peak_memory_gib")
+    rows = [["peak", number(found.peak / 2**30), "" if peak is None else number(peak)]]
+    for kind, size in sorted(found.at_peak.items(), key=lambda item: -item[1]):
+        held = measured(f"memory/{kind}_gib")
+        estimated = number(size / 2**30)
+        rows.append([_words(kind), estimated, "" if held is None else number(held)])
+    return ["GiB of a rank", "estimated at the peak", "measured"], rows
 
 
 def _thinned(points: Sequence[Point]) -> list[Point]:

@@ -1,10 +1,10 @@
 """Predicts the time of a training step from its arithmetic and its transfers.
 
 Arithmetic (matrix products and dequantization) overlaps with the transfers of the next units, such
-as layers. Each link has its own rate, and the links (disk, host memory, PCIe, the wire) work in
-parallel on different units. So a step takes as long as its slowest part, plus the transfer of one
-unit that overlaps with nothing. Without prefetching, arithmetic and transfers add up. After
-S. Williams et al., "Roofline" (CACM 52:4, 2009).
+as layers. Each link has its own rate, and the links (disk, host memory, PCIe, the wire, the network
+between machines) work in parallel on different units. So a step takes as long as its slowest part,
+plus the transfer of one unit that overlaps with nothing. Without prefetching, arithmetic and
+transfers add up. After S. Williams et al., "Roofline" (CACM 52:4, 2009).
 
 Left out: launch latency, kernels limited by memory bandwidth (norms, softmax, the small products of
 adapters), fragmentation of links. So the times rank ways to run one model well; for large models
@@ -31,6 +31,7 @@ class Load:
         flops: of matrix products, including recomputation.
         dequantized_bytes: read and written to dequantize weights.
         wire_bytes: sent to other ranks.
+        network_bytes: sent to other machines by all ranks of this one.
         to_device_bytes, to_host_bytes: copied between host memory and the device.
         disk_bytes: read from disk.
         trained: number of parameters that this rank's optimizer updates.
@@ -42,6 +43,7 @@ class Load:
     flops: float
     dequantized_bytes: float = 0
     wire_bytes: float = 0
+    network_bytes: float = 0
     to_device_bytes: float = 0
     to_host_bytes: float = 0
     disk_bytes: float = 0
@@ -80,6 +82,8 @@ def step_time(load: Load, hardware: Hardware, ranks: int) -> StepTime:
         transfers["PCIe"] += load.wire_bytes / hardware.pcie
     else:
         transfers["wire"] = load.wire_bytes / hardware.interconnect
+    if hardware.network is not None:
+        transfers["network"] = load.network_bytes / hardware.network
     busy, moving = sum(arithmetic.values()), max(transfers.values())
     overlapped = max(busy, moving) + moving / load.units
     seconds = overlapped if load.prefetched else busy + moving

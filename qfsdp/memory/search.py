@@ -8,6 +8,7 @@ their time by a roofline.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import astuple, dataclass, replace
 from itertools import groupby
@@ -25,7 +26,8 @@ from qfsdp.memory.predict import Predict, Prediction, between
 
 # The faster one first. "shard_grad_op" is left out: it gathers as much of a frozen base as "ddp"
 # holds, and keeps its shards besides (a step of Llama-3-70B on 2 GPUs: 69.6 GiB instead of 50.0).
-STRATEGIES = ("ddp", "full_shard")
+# Over several machines, "hybrid_full_shard" gathers within each, and only gradients travel.
+STRATEGIES = ("ddp", "hybrid_full_shard", "full_shard")
 
 
 @dataclass(frozen=True)
@@ -73,15 +75,18 @@ class Candidate:
         return all(order.index(mine) <= order.index(its) for order, mine, its in pairs)
 
 
-def candidates(world_size: int) -> list[Candidate]:
+def candidates(world_size: int, machines: int = 1) -> list[Candidate]:
     """The ways to try, the fastest first; those that differ only in checkpointing are adjacent."""
     strategies = STRATEGIES if world_size > 1 else ("full_shard",)
-    found = [Candidate(s, checkpointing) for s in strategies for checkpointing in CHECKPOINTING]
-    found += [Candidate("full_shard", "full", "none", True)]
-    found += [Candidate("full_shard", c, "base_to_cpu") for c in CHECKPOINTING]
-    found += [Candidate("full_shard", "full", "base_to_cpu", True)]
+    sharded = [s for s in strategies if s != "ddp" and (machines > 1 or s == "full_shard")]
+    found = [Candidate("ddp", c) for c in CHECKPOINTING if "ddp" in strategies]
+    found += [Candidate(s, c) for s in sharded for c in CHECKPOINTING]
+    found += [Candidate(s, "full", "none", True) for s in sharded]
+    for s in sharded:
+        found += [Candidate(s, c, "base_to_cpu") for c in CHECKPOINTING]
+        found += [Candidate(s, "full", "base_to_cpu", True)]
     for offload in ("all_to_cpu", "base_to_disk"):
-        found += [Candidate("full_shard", "full", offload, acts) for acts in (False, True)]
+        found += [Candidate(s, "full", offload, acts) for s in sharded for acts in (False, True)]
     return found
 
 
@@ -150,7 +155,9 @@ def _rules_out(trial: Trial, way: Candidate, hardware: Hardware) -> bool:
 
 
 def divisors(number: int) -> list[int]:
-    return [n for n in range(1, number + 1) if number % n == 0]
+    """The divisors in ascending order."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return sorted({*small, *(number // n for n in small)})
 
 
 def largest_batch(way: Candidate, predict: Predict, samples: int, hardware: Hardware) -> Trial:

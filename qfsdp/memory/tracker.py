@@ -22,7 +22,6 @@ from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import module as hooks
@@ -31,6 +30,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from qfsdp.memory.kernel_memory import DATA_DEPENDENT, WORKSPACE, Target
 from qfsdp.memory.patches import patched
+from qfsdp.memory.wire import sent_by
 from qfsdp.tensor_subclasses.kernels import custom_op, dry_run
 from qfsdp.training.memory_usage import (
     GRADIENTS,
@@ -56,12 +56,6 @@ ALLOCATION_UNIT = {"cpu": 1, "cuda": 512}  # bytes: PyTorch's allocators round s
 # gloo released one layer's 7.7 MB of 224 MB late in one run of three (LoRA on SmolLM2, 4 ranks);
 # never the 90 MB of wider layers, in 12 cases.
 LATE_BYTES = 8 << 20
-# Operation -> name of the collective, and the bytes that a rank of n sends per byte of the tensor.
-WIRE = {
-    "_allgather_base_": ("all_gather", lambda n: (n - 1) / n),
-    "_reduce_scatter_base_": ("reduce_scatter", lambda n: (n - 1) / n),
-    "allreduce_": ("all_reduce", lambda n: 2 * (n - 1) / n),
-}
 
 
 @dataclass
@@ -101,6 +95,7 @@ class MemoryTracker(TorchDispatchMode):
     Args:
         target: device type whose allocator and kernels are followed.
         optimizer_in_host: parameters, gradients and optimizer state lie in host memory.
+        local_size: ranks per machine; None: all are on one.
 
     Attributes:
         peak: the moment with the most memory on the device.
@@ -108,12 +103,15 @@ class MemoryTracker(TorchDispatchMode):
         now, host: current bytes by kind, on the device and in host memory.
         host_peak: most bytes in host memory by kind; the kinds may peak at different times.
         wire: bytes sent in the last step, by phase and collective.
+        between: those of all ranks of the machine that go to other machines, likewise.
         copies: bytes copied in the last step, by phase and "to_device", "to_host" or "from_disk".
     """
 
-    def __init__(self, target: Target, optimizer_in_host: bool = False) -> None:
+    def __init__(
+        self, target: Target, optimizer_in_host: bool = False, local_size: int | None = None
+    ) -> None:
         super().__init__()
-        self.target = target
+        self.target, self._local_size = target, local_size or sys.maxsize
         self.now, self.host, self.host_peak = Counter[str](), Counter[str](), Counter[str]()
         self.peak = Point("", "", 0, {})
         self._in_host = frozenset(SHARDED if optimizer_in_host else ())
@@ -132,7 +130,8 @@ class MemoryTracker(TorchDispatchMode):
 
     def start_step(self) -> None:
         self.points: list[Point] = []
-        self.wire, self.copies = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        self.wire, self.between = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
+        self.copies = Counter[tuple[str, str]]()
         self._operations = 0
 
     @staticmethod
@@ -292,13 +291,9 @@ class MemoryTracker(TorchDispatchMode):
         return out
 
     def _count_wire(self, func: Any, args: Any) -> None:
-        name, share = WIRE.get(func._opname, (None, None))
-        if name is None or share is None:
-            return
-        group = next(a for a in args if isinstance(a, torch.ScriptObject))
-        size = dist.ProcessGroup.unbox(group).size()
-        sent = max(t.nbytes for t in tree_leaves(args[:2]) if isinstance(t, Tensor))
-        self.wire[self.phase, name] += int(share(size) * sent)
+        if (sent := sent_by(func, args, self._local_size)) is not None:
+            self.wire[self.phase, sent.name] += sent.bytes
+            self.between[self.phase, sent.name] += sent.between
 
     def _gather_from_host(self, shards: list[Tensor]) -> None:
         """Counts the copies to the device that FSDP2 makes of shards in host memory."""
@@ -366,6 +361,7 @@ class MemoryTracker(TorchDispatchMode):
     def _leave_module(self, module: nn.Module, _: Any, out: Any) -> None:
         self.note_peak()
         name = self._modules.pop()
+        out = out[0] if isinstance(out, tuple) else out  # a mixture also returns its routing
         if self.phase == "forward" and isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(partial(self._enter_backward, name))
 
