@@ -1,7 +1,7 @@
 """Insert decoder blocks into a model without changing what it computes (Llama-Pro).
 
     tune run recipes/block_expansion --config configs/block_expansion.yaml \\
-        model.path=models/Meta-Llama-3-8B rate=0.25 output_dir=models/Meta-Llama-3-8B-pro
+        model.path=meta-llama/Meta-Llama-3-8B rate=0.25 output_dir=models/Meta-Llama-3-8B-pro
 
 The result is a model folder: 40 blocks instead of 32; 8 are new and add zero. Its config.json lists
 them as `expanded_layers`. A training config takes the folder as `model.path`. recipes/quantize can
@@ -30,6 +30,7 @@ from qfsdp.cli.launch import launch
 from qfsdp.distributed.world import init_world
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.decoder_parts import MOST_LAYERS
 
 
 @dataclass
@@ -49,10 +50,10 @@ class Config:
     """Keys of the YAML file and the command line; one of `rate` and `new_blocks` is set."""
 
     model: Source
-    output_dir: str
+    output_dir: str  # the new model folder
     rate: float | None = None  # new blocks per old one; the number of blocks is rounded, halves up
     new_blocks: int | None = None  # or the number of new blocks
-    max_file_bytes: int = MAX_FILE_BYTES
+    max_file_bytes: int = MAX_FILE_BYTES  # of one safetensors file
 
     def check(self) -> None:
         if (self.rate is None) == (self.new_blocks is None):
@@ -70,9 +71,12 @@ class Config:
 def count_blocks(cfg: Config, depth: int) -> int:
     """The number of new blocks for a model of `depth` blocks."""
     if cfg.new_blocks is not None:
-        return cfg.new_blocks
-    assert cfg.rate is not None
-    count = blocks_of_rate(depth, cfg.rate)
+        key, count = f"new_blocks: {cfg.new_blocks}", cfg.new_blocks
+    else:
+        assert cfg.rate is not None
+        key, count = f"rate: {cfg.rate:g}", blocks_of_rate(depth, cfg.rate)
+    if count > (most := MOST_LAYERS - depth):
+        raise UserError(f"{key} is too much for {depth} blocks; expected at most {most} new ones")
     if count < 1:
         least = f"at least {1 / depth:.2g}"
         raise UserError(f"rate: {cfg.rate:g} of {depth} blocks is no new block; expected {least}")

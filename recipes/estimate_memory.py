@@ -18,9 +18,11 @@ from typing import Any, Literal
 
 import torch
 
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError, check_bounds
+from qfsdp.cli.slow import told_if_slow
 from qfsdp.cli.tool_config import Training, run_tool
-from qfsdp.memory.estimate import estimate_fast
+from qfsdp.distributed.global_batch import split_batch
+from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.memory.hardware import device_memory_of
 from qfsdp.memory.report import draw, lines
 
@@ -35,8 +37,7 @@ class Config:
     picture: str | None = None  # a PNG; null: memory.png in the training's output_dir
 
     def check(self) -> None:
-        if self.world_size < 1:
-            raise InvalidField("world_size", self.world_size, "an integer of at least 1")
+        check_bounds(self, "world_size", least=1, most=2**16)
         local = self.local_world_size or self.world_size
         if local < 1 or self.world_size % local:
             raise InvalidField("local_world_size", local, f"a divisor of {self.world_size}")
@@ -52,9 +53,11 @@ def device_memory(train: Any) -> int | None:
 
 def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
+    split_batch(train, cfg.world_size)
     limit = device_memory(train)
     functions = (training.recipe.build_model, training.recipe.train_step)
-    found = estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)
+    with told_if_slow("memory: the training step runs dry"):
+        found = estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)
     title = f"{Path(train.model.path).name}, {cfg.world_size} ranks"
     print(
         f"{title}, {train.batch_size} x {train.max_seq_len} tokens per micro-batch, "

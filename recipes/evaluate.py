@@ -1,7 +1,7 @@
 """Measure a base model, with or without an adapter: losses, perplexities, answers, benchmarks.
 
     tune run recipes/evaluate --config configs/evaluate.yaml \\
-        model.path=models/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter output=x.json
+        model.path=meta-llama/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter output=x.json
     tune run recipes/evaluate --config configs/evaluate.yaml \\
         'lm_eval.tasks=[arc_easy,arc_challenge,hellaswag]' lm_eval.limit=200
 
@@ -25,12 +25,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.launch import launch
 from qfsdp.data import build_dataset, check_dataset
-from qfsdp.data.json_lines import check_new_file, to_lines
+from qfsdp.data.json_lines import append_rows, check_new_file
+from qfsdp.data.token_ids import check_tokenizer_ids
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.exact_match import ExactMatchConfig, Question, exact_match, read_questions
@@ -56,14 +58,14 @@ class Config:
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component
+    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
     output: str  # a .json file
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
     adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
     loss: dict[str, Component] = field(default_factory=dict)  # name: a dataset as for training
-    text: dict[str, TextConfig] = field(default_factory=dict)
-    exact_match: dict[str, ExactMatchConfig] = field(default_factory=dict)
+    text: dict[str, TextConfig] = field(default_factory=dict)  # name: perplexity of a text file
+    exact_match: dict[str, ExactMatchConfig] = field(default_factory=dict)  # name: questions
     lm_eval: LMEvalConfig = field(default_factory=LMEvalConfig)
     batch_size: int = 8  # samples, windows or questions per rank and forward pass
     max_seq_len: int = 2048  # tokens per sample of `loss`; longer samples are cut
@@ -104,6 +106,7 @@ def check(cfg: Config) -> None:
         if length > positions:
             raise UserError(f"{key}: {length}; expected at most {positions}, the model's positions")
     sets = read_sets(cfg)
+    check_tokenizer_ids(sets.tokenizer, model.config.vocab_size, sets.loss | sets.text)
     for name, questions in sets.questions.items():
         sampling = SamplingConfig(max_new_tokens=cfg.exact_match[name].max_new_tokens)
         try:
@@ -114,7 +117,7 @@ def check(cfg: Config) -> None:
 
 def read_sets(cfg: Config) -> Sets:
     """Reads and tokenizes all sets; raises UserError for a wrong one."""
-    tokenizer = cfg.tokenizer.build()
+    tokenizer = build_tokenizer(cfg.tokenizer, cfg.adapter)
     return Sets(
         tokenizer,
         stop_ids(tokenizer, cfg.model.folder),
@@ -162,7 +165,7 @@ def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Resu
         for s in scores:
             results.append(Result("lm_eval", s.task, s.metric, s.value, s.interval, s.rows, "rows"))
         for task, of_task in rows.items() if world.rank == 0 else ():
-            rows_file(cfg, f"lm_eval.{task}").write_text(to_lines(of_task), encoding="utf-8")
+            append_rows(rows_file(cfg, f"lm_eval.{task}"), of_task)
     return results
 
 
@@ -189,8 +192,9 @@ def main(cfg: Config, run: Run) -> None:
             "adapter": cfg.adapter,
             "seconds": time.perf_counter() - started,
         }
+        print(format_table(results), flush=True)  # first: the disk may be full
         write_results(Path(cfg.output).expanduser(), results, about)
-        print(f"{format_table(results)}\nevaluation: {cfg.output}")
+        print(f"evaluation: {cfg.output}")
 
 
 if __name__ == "__main__":

@@ -14,16 +14,19 @@ Keys of `Config` below describe the hardware; all others change the training con
 
 from __future__ import annotations
 
+import math
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.cli.sizes import format_size
 from qfsdp.cli.tool_config import Training, run_tool
+from qfsdp.distributed.global_batch import split_batch
 from qfsdp.memory.changes import as_words, as_yaml
-from qfsdp.memory.hardware import Hardware, HardwareConfig, device_memory_of
-from qfsdp.memory.predict import Predictor
+from qfsdp.memory.hardware import Hardware, HardwareConfig, check_bf16, device_memory_of
+from qfsdp.memory.predict import Predictor, check_process_fits
 from qfsdp.memory.search import Trial, candidates, search
 
 
@@ -36,8 +39,7 @@ class Config(HardwareConfig):
 
     def check(self) -> None:
         super().check()
-        if self.world_size < 1:
-            raise InvalidField("world_size", self.world_size, "an integer of at least 1")
+        check_bounds(self, "world_size", least=1, most=2**16)
         local = self.local_world_size or self.world_size
         if local < 1 or self.world_size % local:
             raise InvalidField("local_world_size", local, f"a divisor of {self.world_size}")
@@ -48,11 +50,13 @@ def show_hardware(cfg: Config, hardware: Hardware) -> None:
         return "PCIe" if value is None else f"{value / 1e9:.0f} GB/s"
 
     host = "enough" if hardware.host_memory is None else format_size(hardware.host_memory)
+    network = "" if hardware.network is None else f"network {rate(hardware.network)}, "
     print(
         f"{cfg.world_size} GPUs of {format_size(hardware.device_memory)}, "
         f"{hardware.matmul_rate / 1e12:.0f} TFLOP/s, memory {rate(hardware.memory_bandwidth)}, "
         f"to each other {rate(hardware.interconnect)}, PCIe {rate(hardware.pcie)}; "
-        f"machine: {host} memory of {rate(hardware.host_bandwidth)}, disk {rate(hardware.disk)}"
+        f"{network}machine: {host} memory of {rate(hardware.host_bandwidth)}, "
+        f"disk {rate(hardware.disk)}"
     )
 
 
@@ -94,25 +98,56 @@ def show_best(best: Trial) -> None:
         print("A base on disk needs a quantized model folder; tune run recipes/quantize writes it.")
 
 
+def show_expert_parallel(best: Trial, predict: Predictor, ranks: int) -> None:
+    """Says of a mixture on several GPUs whether dividing its experts pays."""
+    experts, changes = predict.experts, best.prediction.changes
+    parts = math.gcd(ranks, experts)
+    if parts == 1 or best.candidate.strategy == "ddp":
+        return
+    try:
+        divided = predict(changes | {"sharding.expert_parallel": parts})
+    except UserError:  # its rows are not divided by the ranks
+        return
+    seconds, before = divided.time.seconds, best.prediction.time.seconds
+    print(
+        f"sharding.expert_parallel={parts} {'pays' if seconds < before else 'does not pay'}: "
+        f"{seconds:.1f} s per step instead of {before:.1f}, "
+        f"{format_size(divided.device_bytes)} per GPU"
+    )
+
+
 def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
+    split_batch(train, cfg.world_size)
     hardware = cfg.build(device_memory_of(train))
+    check_bf16(cfg.gpu, train.model.dtype)
+    local = cfg.local_world_size or cfg.world_size
+    check_process_fits(hardware, local)
+    machines = cfg.world_size // local
+    if machines > 1 and hardware.network is None:
+        raise UserError(
+            f"network: null; expected what a machine sends to the other {machines - 1}, such as "
+            "network=12GB for 100 Gb/s (benchmarks/bandwidth.py measures it)"
+        )
     samples = train.batch_size * train.gradient_accumulation_steps
     show_hardware(cfg, hardware)
     print(f"{samples} samples of {train.max_seq_len} tokens per GPU and step, as the config has it")
-    local = cfg.local_world_size or cfg.world_size
+    sys.stdout.flush()  # the search may take a minute
     functions = (training.recipe.build_model, training.recipe.train_step)
     predict = Predictor(*functions, train, cfg.world_size, local, hardware)
     tried = []
-    for trial in search(candidates(cfg.world_size), predict, samples, hardware):
+    for trial in search(candidates(cfg.world_size, machines), predict, samples, hardware):
         show_trial(trial, hardware)
         tried.append(trial)
     fitting = sorted((t for t in tried if t.fits), key=lambda t: t.prediction.time.seconds)
     if not fitting:
-        least = min(trial.prediction.device_bytes for trial in tried)
-        raise UserError(f"nothing fits; the smallest needs {format_size(least)} of every GPU")
+        needs = f"{format_size(min(t.prediction.device_bytes for t in tried))} of every GPU"
+        if on_gpu := [t.prediction for t in tried if t.prediction.fits_device(hardware)]:
+            needs = f"{format_size(min(p.host_bytes for p in on_gpu))} of host memory"
+        raise UserError(f"nothing fits; the smallest needs {needs}")
     show_table(fitting)
     show_best(fitting[0])
+    show_expert_parallel(fitting[0], predict, cfg.world_size)
     print(f"found in {time.perf_counter() - began:.0f} s, by {predict.count} dry runs")
 
 

@@ -1,13 +1,14 @@
 """Answer one prompt, or a file of them, with a base model and an adapter.
 
     tune run recipes/generate --config configs/generate.yaml \\
-        model.path=models/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter prompt="Why is it dark?"
+        model.path=meta-llama/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter prompt="Why?"
     tune run recipes/generate --config configs/generate.yaml \\
         prompts=questions.jsonl prompt_column=question output=answers.jsonl
 
 The answer to one prompt is printed while it is generated. For a file, every row is written to
 `output` with its answer as `completion`, in the order of the file. The column of prompts holds
-texts, or lists of `{"role": ..., "content": ...}`. The base may be plain, quantized while it is
+texts, or lists of `{"role": ..., "content": ...}`; a column `tools` has functions that the model
+may call. The base may be plain, quantized while it is
 loaded, or stored quantized; with an adapter it should be the base of the adapter's run.
 
 Several ranks divide the prompts: one process per visible accelerator, or `--nproc_per_node N`. With
@@ -23,9 +24,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.files import not_written, write_text
 from qfsdp.cli.launch import launch
 from qfsdp.data.json_lines import check_new_file, read_rows, to_lines
 from qfsdp.distributed.strategy import ShardingConfig
@@ -47,7 +50,7 @@ class Config:
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component
+    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -83,7 +86,7 @@ def check(cfg: Config) -> None:
     if cfg.output is not None:
         check_new_file("output", Path(cfg.output).expanduser())
     model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
-    tokenizer = cfg.tokenizer.build()
+    tokenizer = build_tokenizer(cfg.tokenizer, cfg.adapter)
     stop_ids(tokenizer, cfg.model.folder)
     check_lengths(tokenized(cfg, tokenizer, rows_of(cfg)), cfg.sampling, model)
 
@@ -104,7 +107,8 @@ def tokenized(cfg: Config, tokenizer: Any, rows: list[dict[str, Any]]) -> list[l
     for number, row in enumerate(rows, start=1):
         prompt = row[cfg.prompt_column]
         try:
-            tokens = prompt_tokens(tokenizer, prompt, cfg.chat_template, cfg.system_prompt)
+            tools = row.get("tools")
+            tokens = prompt_tokens(tokenizer, prompt, cfg.chat_template, cfg.system_prompt, tools)
         except UserError as error:
             raise UserError(f"prompt {number} of {len(rows)}: {error}") from None
         prompts.append(tokens)
@@ -127,19 +131,24 @@ def stream(
 
 
 def write_answers(rows: list[dict[str, Any]], texts: list[str], output: str | None) -> None:
-    """Writes the rows with their answers as JSON lines."""
+    """Writes the rows with their answers as JSON lines; if that fails, to standard output."""
     lines = to_lines(row | {COMPLETION: text} for row, text in zip(rows, texts, strict=True))
     if output is None:
         print(lines, end="")
-    else:
-        Path(output).expanduser().write_text(lines, encoding="utf-8")
+        return
+    try:
+        write_text(Path(output).expanduser(), lines)
+    except OSError as error:
+        print(lines, end="", flush=True)
+        failed = not_written(Path(output), error)
+        raise UserError(f"output: {failed}; the answers are on standard output") from None
 
 
 @explain_out_of_memory
 def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding)
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
-    tokenizer = cfg.tokenizer.build()
+    tokenizer = build_tokenizer(cfg.tokenizer, cfg.adapter)
     rows = rows_of(cfg)
     prompts = tokenized(cfg, tokenizer, rows)
     stops = stop_ids(tokenizer, cfg.model.folder)

@@ -1,7 +1,7 @@
 """Fold LoRA, DoRA or IA3 adapters into their base: one model folder, for any inference engine.
 
     tune run recipes/merge --config configs/merge.yaml \\
-        model.path=models/Meta-Llama-3-70B adapter=runs/x/adapter output_dir=models/x
+        model.path=meta-llama/Meta-Llama-3-70B adapter=runs/x/adapter output_dir=models/x
 
 The merged model computes what training computed: an adapter that was trained over 4-bit weights is
 folded into their dequantized values. So `model.path`, `model.dtype` and `quantization` must be
@@ -22,12 +22,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from qfsdp.checkpoint.model_card import publish
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge, Requantize, warn_of_another_base
 from qfsdp.checkpoint.weights.output_folder import check_output
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.cli.errors import InvalidField
+from qfsdp.cli.hub import local_folder
 from qfsdp.cli.launch import launch
 from qfsdp.distributed.world import init_world
 from qfsdp.memory.oom import Run, explain_out_of_memory
@@ -41,11 +43,12 @@ class Config:
 
     model: ModelConfig
     adapter: str  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
-    output_dir: str
+    output_dir: str  # the new model folder
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
-    dtype: Literal["bf16", "fp32"] = "bf16"  # of the merged model
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the merged model
     requantize: Requantize = "none"  # or "nf4-bnb": the weights that `quantization` selects
-    max_file_bytes: int = MAX_FILE_BYTES
+    push_to_hub: str | None = None  # org/name, for the merged model; a new one is private
+    max_file_bytes: int = MAX_FILE_BYTES  # of one safetensors file
 
     def check(self) -> None:
         if self.max_file_bytes < 1:
@@ -58,7 +61,7 @@ def build(cfg: Config) -> Merge:
         ModelWeights(cfg.model.path),
         cfg.quantization,
         COMPUTE_DTYPES[cfg.model.dtype],
-        Path(cfg.adapter).expanduser(),
+        local_folder(cfg.adapter),
         COMPUTE_DTYPES[cfg.dtype],
         cfg.requantize,
     )
@@ -74,7 +77,7 @@ def check(cfg: Config) -> None:
         "quantization.format": cfg.quantization.format,
         "quantization.targets": cfg.quantization.targets,
     }
-    warn_of_another_base(merge.adapter, base)
+    warn_of_another_base(local_folder(cfg.adapter), base)
 
 
 @explain_out_of_memory
@@ -82,6 +85,7 @@ def main(cfg: Config, _: Run) -> None:
     world = init_world()
     folder = Path(cfg.output_dir).expanduser()
     build(cfg).write(folder, world, cfg.max_file_bytes)
+    publish(cfg, folder, world)
     if world.rank == 0:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         print(f"merged model ({size / 2**30:.2f} GiB): {folder}")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -25,30 +25,37 @@ from qfsdp.checkpoint.adapter_files import adapter_export, save_adapter
 from qfsdp.checkpoint.adapter_start import check_start, start_adapters
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
+from qfsdp.checkpoint.saved_template import adapter_template
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.cli.component import Component
-from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.launch import launch
 from qfsdp.cli.signals import StopRequest
-from qfsdp.data import Batch, PackedDataset, StepLoader, check_data
-from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
+from qfsdp.data import Batch, build_dataset, check_data, packed, step_loader
+from qfsdp.data.stream import Loader
+from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.distributed.world import World, init_world
+from qfsdp.distributed.world import DistributedConfig, World, init_world
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, parameter_groups, refresh_dora_norms
+from qfsdp.modules.adapters import add_adapters, parameter_groups
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import ActivationConfig, Decoder
-from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir
+from qfsdp.tensor_subclasses.kernels.compiled import use_cache_dir
+from qfsdp.training.learning_rate import choose_lr
+from qfsdp.training.loss_scale import start_loss_scale
+from qfsdp.training.metric_logger import build_logger, check_logger
 from qfsdp.training.metrics import RunLog, write_run_files
+from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer
 from qfsdp.training.profiler import Profiler, ProfilerConfig
+from qfsdp.training.run_config import check_run_config, check_with_model
+from qfsdp.training.steps import forward_backward, optim_step
 from qfsdp.training.throughput import Meter, StepClock
 from qfsdp.training.validation import Validation, ValidationConfig
 
@@ -57,73 +64,66 @@ from qfsdp.training.validation import Validation, ValidationConfig
 class Config:
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
-    output_dir: str
+    output_dir: str  # for the adapter, checkpoints, metrics and the resolved config
     model: ModelConfig
-    tokenizer: Component
-    dataset: Component
-    optimizer: Component
-    lr_scheduler: Component | None = None
-    metric_logger: Component | None = None
+    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
+    dataset: Component  # what is trained on, e.g. qfsdp.data.instruct_dataset
+    optimizer: Component  # e.g. torch.optim.AdamW, torchao.optim.AdamW8bit
+    lr_scheduler: Component | None = None  # null: a constant learning rate
+    metric_logger: Component | list[Component] | None = None  # or a list of loggers
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     adapter: AdapterConfig = field(default_factory=AdapterConfig)
     sharding: ShardingConfig = field(default_factory=ShardingConfig)
+    distributed: DistributedConfig = field(default_factory=DistributedConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     validation: ValidationConfig = field(default_factory=ValidationConfig)
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
+    push_to_hub: str | None = None  # org/name, for output_dir/adapter; a new one is private
     resume: str | None = None  # "auto", a checkpoint, or the output_dir of another run
     batch_size: int = 1  # samples per rank and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per update
+    global_batch_size: int | None = None  # samples per update; decides the micro-batches if given
     max_seq_len: int = 2048  # tokens; longer samples are cut
     packed: bool = False  # several samples in a row of max_seq_len; batch_size counts rows
-    epochs: int = 1
+    epochs: int = 1  # passes over the dataset
     max_steps: int | None = None  # updates over all epochs; null: all of them
-    clip_grad_norm: float | None = 1.0
+    clip_grad_norm: float | None = 1.0  # largest norm of all gradients together; null: not clipped
+    on_nonfinite: OnNonFinite = "stop"  # NaN in a loss or gradient: "stop", or "skip" the update
     compile: bool = False  # compile every decoder layer
     compile_cache_dir: str | None = None  # for compiled code; null: PyTorch's choice
-    seed: int = 0
-    log_every_n_steps: int = 1
+    seed: int = 0  # of the order of samples, dropout and new adapters
+    log_every_n_steps: int = 1  # updates between two lines of metrics
     device_memory: str | None = None  # of one accelerator, e.g. 24GiB; null: what it has
+    report: bool = True  # at the end, write report.html and loss.png to output_dir
     preflight: bool = True  # estimate the memory first, and refuse a run that cannot fit
 
     def check(self) -> None:
-        for name in ("batch_size", "gradient_accumulation_steps", "epochs", "log_every_n_steps"):
-            if getattr(self, name) < 1:
-                raise InvalidField(name, getattr(self, name), "an integer of at least 1")
-        if self.max_steps is not None and self.max_steps < 1:
-            raise InvalidField("max_steps", self.max_steps, "an integer of at least 1, or null")
-        if self.max_seq_len < 2:
-            raise InvalidField("max_seq_len", self.max_seq_len, "an integer of at least 2")
-        if self.clip_grad_norm is not None and not self.clip_grad_norm > 0:
-            raise InvalidField("clip_grad_norm", self.clip_grad_norm, "a number above 0, or null")
+        check_run_config(self)
 
 
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight or row is loaded."""
-    if cfg.metric_logger is not None:
-        cfg.metric_logger.check("metric_logger")
+    check_logger(cfg.metric_logger)
+    choose_lr(cfg)
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
-    if cfg.compile and not has_compiler():
-        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
+    check_global_batch(cfg)
     weights = ModelWeights(cfg.model.path)
     model = build_model(cfg, weights)
     weights.check(model)
     if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
         check_disk(model, weights)
     check_start(cfg.adapter, model, weights)
-    if cfg.max_seq_len > (positions := model.config.max_position_embeddings):
-        limit = f"at most {positions}, the model's positions"
-        raise UserError(f"max_seq_len: {cfg.max_seq_len}; expected {limit}")
-    check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets)
+    check_with_model(cfg, model.config.max_position_embeddings)
+    check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)
 
 
 def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     """Builds the decoder on the meta device, without storage: linears quantized, adapters added."""
-    config = DecoderConfig.from_dir(cfg.model.folder)
     with torch.device("meta"):
-        model = Decoder(config).to(compute_dtype(cfg.model.dtype))
+        model = Decoder(cfg.model.decoder()).to(compute_dtype(cfg.model.dtype))
     quantize_linears(model, cfg.quantization, weights.formats)
     add_adapters(model, cfg.adapter)
     model.set_activations(cfg.activation)
@@ -142,16 +142,17 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
     return model.train()
 
 
-def build_loader(cfg: Config, world: World) -> StepLoader:
+def build_loader(cfg: Config, world: World) -> Loader:
     """Builds the loader of this rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
-    dataset = cfg.dataset.build(tokenizer=tokenizer)
+    rows = DecoderConfig.from_dir(cfg.model.folder).vocab_size
+    dataset = build_dataset("dataset", cfg.dataset, tokenizer, rows)
     if cfg.packed:
-        dataset = PackedDataset(dataset, cfg.max_seq_len, cfg.seed)
-    return StepLoader(
+        dataset = packed(dataset, cfg.max_seq_len, cfg.seed)
+    return step_loader(
         dataset,
         batch_size=cfg.batch_size,
-        gradient_accumulation_steps=cfg.gradient_accumulation_steps,
+        gradient_accumulation_steps=split_batch(cfg, world.size),
         rank=world.rank,
         world_size=world.size,
         seed=cfg.seed,
@@ -173,35 +174,27 @@ def train_step(
     """One update from this rank's micro-batches. The loss is the mean over the target tokens of all
     ranks and micro-batches, so it does not depend on how samples are split over them."""
     targets = max(world.sum(sum(batch.num_targets for batch in batches)), 1)
-    loss = torch.zeros((), device=world.device)
-    for batch in batches:
-        b = batch.to(world.device)
-        with clock.phase("forward"):
-            part = model(b.tokens, b.positions, labels=b.labels, cu_seqlens=b.cu_seqlens) / targets
-        with clock.phase("backward"):
-            part.backward()
-        loss += part.detach()
-    with clock.phase("optimizer"):
-        grad_norm = clip_grad_norm(trainable_parameters(model), clip)
-        lr = float(optimizer.param_groups[0]["lr"])  # a tensor in some optimizers
-        optimizer.step()
-        optimizer.zero_grad()
-        if scheduler is not None:
-            scheduler.step()
-    with clock.phase("norm_refresh"):
-        refresh_dora_norms(model)  # A and B have changed; they change nowhere else
-    return {"loss": world.sum(loss.item()), "grad_norm": grad_norm.item(), "lr": lr}
+
+    def loss_of(b: Batch) -> Tensor:
+        summed: Tensor = model(b.tokens, b.positions, labels=b.labels, cu_seqlens=b.cu_seqlens)
+        return summed / targets
+
+    loss = forward_backward(loss_of, batches, optimizer, world, clock)
+    return optim_step(model, optimizer, loss, world, clip=clip, scheduler=scheduler, clock=clock)
 
 
 @explain_out_of_memory
 def main(cfg: Config, run: Run) -> None:
-    world = init_world(cfg.sharding)
+    world = init_world(cfg.sharding, cfg.distributed)
     torch.manual_seed(cfg.seed + world.rank)  # for dropout; nothing else uses it
+    choose_lr(cfg)  # where optimizer.lr is auto
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
     profiler = Profiler(cfg.profiler, output_dir, world)
-    export = adapter_export(cfg.adapter, cfg.model.path)
+    files = adapter_template(cfg.tokenizer, cfg.dataset)
+    export = adapter_export(cfg.adapter, cfg.model.path, files)
     checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, export)
+    logger = build_logger(cfg.metric_logger, world.rank, cfg)  # before anything is read
     loader = build_loader(cfg, world)
     total_steps = min(cfg.epochs * loader.steps_per_epoch, cfg.max_steps or 2**62)
     validation = Validation(cfg, world, output_dir, total_steps)
@@ -209,14 +202,17 @@ def main(cfg: Config, run: Run) -> None:
     write_run_files(output_dir, cfg, __file__, world.rank)
     run.model = model = load_model(cfg, world, resumed=origin is not None)
     run.optimizer = optimizer = build_optimizer(cfg.optimizer, parameter_groups(model, cfg.adapter))
+    start_loss_scale(optimizer, cfg.model.dtype)  # of fp16; otherwise does nothing
     scheduler = build_scheduler(cfg.lr_scheduler, optimizer, total_steps)
-    state = TrainState(model, optimizer, scheduler, validation.progress)
+    state = TrainState(model, optimizer, scheduler, loader.keep_in(validation.progress))
     first_step = checkpoints.load(origin, state)  # 0 without one
+    watch = NonFiniteWatch(cfg.on_nonfinite, state, checkpoints, world)
 
-    log = RunLog(output_dir, cfg.metric_logger, first_step, total_steps, world.rank)
+    log = RunLog(output_dir, logger, first_step, total_steps, world.rank)
+    log.introduce(cfg, model, loader, world)
     run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
-    save = partial(save_adapter, model, cfg.adapter, cfg.model.path, world=world)
+    save = partial(save_adapter, model, cfg.adapter, cfg.model.path, world=world, files=files)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, save)
         for step in validation.steps(first_step):  # to total_steps, or until patience ends
@@ -227,6 +223,7 @@ def main(cfg: Config, run: Run) -> None:
                 metrics = train_step(
                     model, optimizer, scheduler, batches, cfg.clip_grad_norm, world, clock
                 )
+            metrics = watch.after(step, batches, metrics)
             meter.add(batches)
             with clock.phase("logging"):
                 if step % cfg.log_every_n_steps == 0 or step == total_steps:
@@ -240,10 +237,10 @@ def main(cfg: Config, run: Run) -> None:
             if stop and not last:
                 break
         else:
-            save(output_dir / "adapter")
+            checkpoints.save_result(save, output_dir / "adapter", cfg)
             log.say(f"adapter (PEFT format): {output_dir / 'adapter'}")
         checkpoints.close()
-    log.close()
+    log.close(cfg.report)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """Quantize a model's linears to 4 bits once; later runs load the bytes as they are.
 
     tune run recipes/quantize --config configs/quantize.yaml \\
-        model.path=models/Meta-Llama-3-70B output_dir=models/Meta-Llama-3-70B-nf4
+        model.path=meta-llama/Meta-Llama-3-70B output_dir=models/Meta-Llama-3-70B-nf4
 
 The result is a model folder: weights, config and tokenizer. A training config takes it as
 `model.path`, on any number of ranks. `layout=bnb` writes NF4 in the layout that transformers loads
@@ -34,10 +34,10 @@ class Config:
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    output_dir: str
+    output_dir: str  # the new model folder
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     layout: Layout = "qfsdp"  # or "bnb", for transformers and bitsandbytes
-    max_file_bytes: int = MAX_FILE_BYTES
+    max_file_bytes: int = MAX_FILE_BYTES  # of one safetensors file
 
     def check(self) -> None:
         if self.max_file_bytes < 1:

@@ -1,0 +1,132 @@
+"""Write a model, merged with its adapter, for other programs: llama.cpp and vLLM.
+
+    tune run recipes/export --config configs/export.yaml \\
+        model.path=meta-llama/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter output_dir=models/x
+
+* `format=gguf`: one file for llama.cpp, Ollama and others; `gguf_type` says how its matrices are
+  stored. Families Llama, Mistral, Qwen2 and Qwen3.
+* `format=w4a16`: a folder with 4-bit integers in groups for the Marlin kernels of vLLM, in the
+  layout of compressed-tensors. Each weight is rounded to the nearest number; nothing is calibrated.
+* `format=lora`: the adapter as vLLM serves it beside its base, checked. vLLM loads no DoRA.
+
+`model`, `quantization` and `adapter` are as in `recipes/merge`; without an adapter the model is
+written as it is, dequantized where its folder is quantized. A rank holds one weight in 4 bits and
+some rows, so a model of any size fits.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from qfsdp.checkpoint.export.gguf_file import GgufType, plan_gguf
+from qfsdp.checkpoint.export.gguf_metadata import warn_of_window
+from qfsdp.checkpoint.export.vllm_adapter import VllmAdapter, plan_adapter
+from qfsdp.checkpoint.export.w4a16 import GROUP_SIZES, plan_w4a16
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.checkpoint.weights.merge import Merge, warn_of_another_base
+from qfsdp.checkpoint.weights.output_folder import check_output
+from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.hub import local_folder
+from qfsdp.cli.launch import launch
+from qfsdp.distributed.world import init_world
+from qfsdp.memory.oom import Run, explain_out_of_memory
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
+from qfsdp.modules.quantized_linear import QuantizationConfig
+
+
+@dataclass
+class Config:
+    """Keys of the YAML file and the command line; each section documents its own keys."""
+
+    model: ModelConfig
+    output_dir: str  # gguf: the folder of the file; others: a new folder
+    format: Literal["gguf", "w4a16", "lora"] = "gguf"  # what is written
+    adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
+    quantization: QuantizationConfig = field(
+        default_factory=lambda: QuantizationConfig(format="none")
+    )
+    gguf_type: GgufType = "q8_0"  # of matrices; f16 and bf16 round to 16 bits, q4_0 to 4.5
+    group_size: int = 128  # w4a16: weights of a row that share a scale; 32, 64 or 128
+    dtype: Literal["bf16", "fp16"] = "bf16"  # w4a16: of scales and of weights that stay plain
+    max_file_bytes: int = MAX_FILE_BYTES  # w4a16: of one safetensors file
+
+    def check(self) -> None:
+        if self.group_size not in GROUP_SIZES:
+            sizes = ", ".join(map(str, GROUP_SIZES))
+            raise InvalidField("group_size", self.group_size, f"one of {sizes}")
+        if self.max_file_bytes < 1:
+            raise InvalidField("max_file_bytes", self.max_file_bytes, "a number of bytes above 0")
+        if self.format != "lora" and self.adapter is None and self.quantization.format != "none":
+            expected = "none without adapter: it would only round plain weights"
+            raise InvalidField("quantization.format", self.quantization.format, expected)
+        if self.format == "lora" and self.adapter is None:
+            raise InvalidField("adapter", self.adapter, "the folder of an adapter, for format=lora")
+
+
+def merge_of(cfg: Config) -> Merge:
+    """The base, the adapter and the dtype of weights that are not quantized."""
+    adapter = None if cfg.adapter is None else local_folder(cfg.adapter)
+    base_dtype, dtype = COMPUTE_DTYPES[cfg.model.dtype], COMPUTE_DTYPES[cfg.dtype]
+    return Merge(ModelWeights(cfg.model.path), cfg.quantization, base_dtype, adapter, dtype)
+
+
+def gguf_file(cfg: Config) -> Path:
+    """The file of `format=gguf`, named as is usual: NAME-Q8_0.gguf."""
+    folder = Path(cfg.output_dir).expanduser()
+    return folder / f"{folder.absolute().name}-{cfg.gguf_type.upper()}.gguf"
+
+
+def adapter_of(cfg: Config) -> VllmAdapter:
+    """The adapter of `format=lora`."""
+    assert cfg.adapter is not None
+    return plan_adapter(ModelWeights(cfg.model.path), cfg.model.path, local_folder(cfg.adapter))
+
+
+def check(cfg: Config) -> None:
+    """Finds mistakes outside the config file, before any weight is read."""
+    if cfg.format == "lora":
+        adapter_of(cfg)
+        return check_output(Path(cfg.output_dir).expanduser())
+    merge = merge_of(cfg)
+    if cfg.format == "gguf":
+        warn_of_window(plan_gguf(merge, cfg.gguf_type).model)
+        if (file := gguf_file(cfg)).exists():
+            raise UserError(f"output_dir: '{file}' exists; expected a new file")
+    else:
+        plan_w4a16(merge, cfg.group_size)
+        check_output(Path(cfg.output_dir).expanduser())
+    if merge.adapter is not None:
+        base = {
+            "model.dtype": cfg.model.dtype,
+            "quantization.format": cfg.quantization.format,
+            "quantization.targets": cfg.quantization.targets,
+        }
+        warn_of_another_base(merge.adapter, base)
+
+
+@explain_out_of_memory
+def main(cfg: Config, _: Run) -> None:
+    world = init_world()
+    output = Path(cfg.output_dir).expanduser()
+    if cfg.format == "lora":
+        adapter = adapter_of(cfg)
+        adapter.write(output, world)
+        told = f"adapter for vLLM: {adapter.command(output)}"
+    elif cfg.format == "gguf":
+        export = plan_gguf(merge_of(cfg), cfg.gguf_type)
+        export.write(gguf_file(cfg), world)
+        told = f"GGUF ({export.size / 2**30:.2f} GiB, {cfg.gguf_type}): {gguf_file(cfg)}"
+    else:
+        plan_w4a16(merge_of(cfg), cfg.group_size).write(output, world, cfg.max_file_bytes)
+        size = sum(file.stat().st_size for file in output.glob("*.safetensors"))
+        told = f"W4A16 ({size / 2**30:.2f} GiB, groups of {cfg.group_size}): {output}"
+    if world.rank == 0:
+        print(told)
+
+
+if __name__ == "__main__":
+    launch(__file__, Config, check, main)
