@@ -15,6 +15,9 @@ from pathlib import Path
 
 from qfsdp.cli.errors import user_errors
 from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.data.json_lines import to_lines
+from qfsdp.training.report.at_end import report_at_end
+from qfsdp.training.report.run_folder import SAMPLES
 
 from . import cache_dir
 from .prepare import prepare
@@ -61,13 +64,19 @@ def main() -> None:
     with working(f"4/4 measuring the model with its adapter, on {args.heldout} held-out problems"):
         after = measure(RECIPE, CONFIG, overrides, heldout, args.heldout, adapter)
 
-    for (question, old), (_, new) in zip(before[1], after[1], strict=True):
-        print(f"\nquestion: {question}\nbefore:   {old}\nafter:    {new}")
+    rows = [
+        {"prompt": question, "before": old, "after": new}
+        for (question, old), (_, new) in zip(before[1], after[1], strict=True)
+    ]
+    for row in rows:
+        print(f"\nquestion: {row['prompt']}\nbefore:   {row['before']}\nafter:    {row['after']}")
     print()
+    (Path(args.output_dir) / SAMPLES).write_text(to_lines(rows), encoding="utf-8")
+    report_at_end(Path(args.output_dir))  # with the samples
     say(f"finished in {time.perf_counter() - started:.0f} s")
     say(f"held-out loss: {before[0]:.3f} before training, {after[0]:.3f} after")
     say(f"the adapter, in PEFT's format: {adapter}")
-    say(f"the curves: tensorboard --logdir {args.output_dir}")
+    say(f"the curves: {args.output_dir}/report.html, or tensorboard --logdir {args.output_dir}")
 
 
 if __name__ == "__main__":
