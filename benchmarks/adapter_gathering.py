@@ -50,6 +50,7 @@ from qfsdp.distributed.world import World
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -60,7 +61,7 @@ SMOLLM2 = DecoderConfig(
     vocab_size=64,
     hidden_size=576,
     intermediate_size=1536,
-    num_hidden_layers=30,
+    layers=(LayerConfig(),) * 30,
     num_attention_heads=9,
     num_key_value_heads=3,
     head_dim=64,
@@ -134,7 +135,7 @@ def measure(rank: int, layers: int, seq: int, rounds: int) -> Figures:
     size = dist.get_world_size()
     mesh = init_device_mesh("cpu", (size,))
     world = World(torch.device("cpu"), dist.get_rank(), size, mesh)
-    config = DecoderConfig(**(vars(SMOLLM2) | {"num_hidden_layers": layers}))
+    config = DecoderConfig(**(vars(SMOLLM2) | {"layers": (LayerConfig(),) * layers}))
     torch.manual_seed(1 + world.rank)
     tokens = torch.randint(0, config.vocab_size, (1, seq))
     models = {"gathered": build_model(config, rank), "replicated": build_model(config, rank)}

@@ -17,11 +17,18 @@ roofline needs peak rates.
     disk               read rate of FILE, or of a temporary file in the working directory, past the
                        page cache
 
+Several machines measure `network`, what one of them sends to the others, by an all-gather of all
+ranks (NCCL; gloo without GPUs). The same on every machine, but N:
+
+    torchrun --nnodes 2 --node_rank N --master_addr HOST --nproc_per_node gpu \\
+        benchmarks/bandwidth.py
+
 Without a GPU only host memory, disk and the CPU's `matmul_rate` are measured.
 """
 
 from __future__ import annotations
 
+import argparse
 import json
 import mmap
 import os
@@ -121,20 +128,50 @@ def of_copies(devices: list[torch.device], size: int) -> Figures:
     }
 
 
+def gather_rate(size: int, device: torch.device) -> float:
+    """Bytes per second that one rank sends in an all-gather of all ranks, `size` bytes in all."""
+    ranks = dist.get_world_size()
+    mine = torch.ones(size // ranks, dtype=torch.uint8, device=device)
+    everyone = torch.empty(ranks * mine.numel(), dtype=torch.uint8, device=device)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    sent = mine.numel() * (ranks - 1)  # in a ring, each rank sends all parts but one
+    return best_rate(sent, lambda: dist.all_gather_into_tensor(everyone, mine), wait)
+
+
 def gather(rank: int, count: int, size: int, folder: str) -> None:
     """Runs on every rank; rank 0 writes the bytes that one rank sends per second."""
     torch.cuda.set_device(rank)
     store = dist.FileStore(f"{folder}/store", count)
     dist.init_process_group("nccl", store=store, rank=rank, world_size=count)
-    mine = torch.ones(size // count, dtype=torch.uint8, device="cuda")
-    everyone = torch.empty(count * mine.numel(), dtype=torch.uint8, device="cuda")
-    sent = mine.numel() * (count - 1)  # in a ring, each rank sends all parts but one
-    rate = best_rate(
-        sent, lambda: dist.all_gather_into_tensor(everyone, mine), torch.cuda.synchronize
-    )
+    rate = gather_rate(size, torch.device("cuda", rank))
     if rank == 0:
         (Path(folder) / "rate").write_text(str(rate))
     dist.destroy_process_group()
+
+
+def of_one_machine(args: argparse.Namespace, size: int) -> Figures:
+    figures = of_host(size) | of_disk(args.file, size)
+    if args.device == "cuda":
+        return figures | of_gpus(size)
+    return figures | {"matmul_rate": matmul_rate(torch.device("cpu"), compute_dtype("bf16"))}
+
+
+def of_network(size: int) -> Figures:
+    """Runs on every rank of several machines. A ring of all ranks crosses the border of a machine
+    once, so a machine sends as much as each rank."""
+    local = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local) if torch.cuda.is_available() else torch.device("cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group(device_id=device if device.type == "cuda" else None)
+    rate = gather_rate(size, device)
+    dist.barrier()
+    dist.destroy_process_group()
+    return {"network": rate}
 
 
 def main() -> None:
@@ -142,11 +179,12 @@ def main() -> None:
     parser.add_argument("--file", type=Path, help="a large file on the disk of the model folder")
     args = parser.parse_args()
     size = (64 if args.quick else 1024) << 20
-    figures = of_host(size) | of_disk(args.file, size)
-    if args.device == "cuda":
-        figures |= of_gpus(size)
+    if os.environ.get("WORLD_SIZE", "1") != os.environ.get("LOCAL_WORLD_SIZE", "1"):
+        figures = of_network(size)
+        if os.environ["RANK"] != "0":
+            return
     else:
-        figures["matmul_rate"] = matmul_rate(torch.device("cpu"), compute_dtype("bf16"))
+        figures = of_one_machine(args, size)
     for name, value in figures.items():
         unit = "TFLOPS" if name == "matmul_rate" else "GB"
         scale = 1e12 if name == "matmul_rate" else 1e9

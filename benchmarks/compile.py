@@ -48,6 +48,7 @@ from qfsdp.cli.component import Component
 from qfsdp.cli.ranks import share_cores
 from qfsdp.cli.recipes import load_recipe
 from qfsdp.data import Batch
+from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import ActivationConfig, Decoder
@@ -104,7 +105,7 @@ def build_step(folder: str, method: str, checkpointing: str, compile: bool) -> C
     world = recipe.init_world()
     clock = recipe.StepClock(world.device)
     model = recipe.load_model(cfg, world)
-    optimizer = recipe.build_optimizer(cfg.optimizer, recipe.trainable_parameters(model))
+    optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(model))
 
     def step(tokens: torch.Tensor) -> float:
         batch = Batch(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), tokens.numel())

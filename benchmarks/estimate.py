@@ -47,7 +47,9 @@ from examples.demo.smollm2 import prepare_model
 from qfsdp.cli.config import load_config
 from qfsdp.cli.recipes import load_recipe
 from qfsdp.cli.sizes import format_size
-from qfsdp.memory.estimate import CONTEXT_BYTES, estimate_fast
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.memory.estimate import CONTEXT_BYTES
+from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 
@@ -149,7 +151,7 @@ def _measure(case: Case, folders: dict[str, str]) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         world = recipe.init_world()
         model = recipe.load_model(cfg, world)
-        trained = recipe.trainable_parameters(model)
+        trained = trainable_parameters(model)
         optimizer = recipe.build_optimizer(cfg.optimizer, trained)
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())

@@ -55,7 +55,12 @@ def transformers(folder: Path, dtype: str, device: str) -> Answer:
     from transformers import AutoModelForCausalLM
 
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=COMPUTE_DTYPES[dtype])
-    model = model.to(device).eval()
+    return by_transformers(model.to(device), device)
+
+
+def by_transformers(model: Any, device: str) -> Answer:
+    """Greedy answers of a model of transformers, or one that PEFT wraps."""
+    model.eval()
     model.generation_config.eos_token_id = None
 
     def answer(prompts: list[list[int]], new: int) -> list[list[int]]:
@@ -72,10 +77,19 @@ def transformers(folder: Path, dtype: str, device: str) -> Answer:
     return answer
 
 
-def ours(folder: Path, dtype: Any, device: str, format: Any, compile: bool = False) -> Answer:
+def ours(
+    folder: Path,
+    dtype: Any,
+    device: str,
+    format: Any,
+    compile: bool = False,
+    adapter: Path | None = None,
+) -> Answer:
     world = World(torch.device(device))
     config, quantization = ModelConfig(str(folder), dtype), QuantizationConfig(format)
-    model = load_for_inference(config, quantization, None, ShardingConfig(), world)
+    sharding = ShardingConfig(strategy="ddp")
+    path = None if adapter is None else str(adapter)
+    model = load_for_inference(config, quantization, path, sharding, world)
     if compile:
         model.compile_layers()
     return lambda prompts, new: generate(model, prompts, SamplingConfig(new), set(), world)

@@ -50,8 +50,8 @@ from qfsdp.checkpoint.weights.write import (
     plan_files,
     write_file,
     write_index,
-    write_json,
 )
+from qfsdp.cli.files import write_json
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World

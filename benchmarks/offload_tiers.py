@@ -33,6 +33,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.memory import private_bytes
 from benchmarks.timing import arguments, ratios, spread, table, tell
 from qfsdp.cli.recipes import load_recipe
+from qfsdp.distributed.gradients import trainable_parameters
 
 ROOT = Path(__file__).parents[1]
 SIZES: dict[str, Any] = {
@@ -131,7 +132,7 @@ def work(
     )
     world = recipe.init_world(cfg.sharding)
     model = recipe.load_model(cfg, world)
-    optimizer = torch.optim.AdamW(recipe.trainable_parameters(model), lr=1e-4, fused=True)
+    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-4, fused=True)
     numbers = torch.arange(tokens)[None] * 7919 % SIZES["vocab_size"]
     batch = Batch(numbers, numbers, tokens)
     clock = StepClock(world.device)

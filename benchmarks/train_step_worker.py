@@ -27,10 +27,12 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory, private_bytes
+from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import add_adapters, init_adapters, low_rank_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.rope import Unscaled
 from qfsdp.modules.targets import LINEAR_NAMES
 from qfsdp.modules.transformer import Decoder
 
@@ -79,7 +81,7 @@ def ours(job: Job) -> Step:
     world = recipe.init_world()
     clock = recipe.StepClock(world.device)
     model = recipe.load_model(cfg, world)
-    optimizer = recipe.build_optimizer(cfg.optimizer, recipe.trainable_parameters(model))
+    optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(model))
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         batches = [Batch(tokens, labels, tokens.numel())]
@@ -148,8 +150,9 @@ def torchtune(job: Job) -> Step:
     from torchtune.modules.peft import get_adapter_params, set_trainable_params
 
     config = DecoderConfig.from_dir(job.model)
-    if config.rope.rope_type != "default":
-        raise ValueError(f"rope type {config.rope.rope_type}: not set up for torchtune here")
+    rope = config.layers[0].rope
+    if rope is None or rope.scaling != Unscaled():
+        raise ValueError(f"{rope}: not set up for torchtune here")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     with training.set_default_dtype(COMPUTE_DTYPES[job.dtype]), torch.device(job.device):
         model = lora_llama3(
@@ -162,8 +165,8 @@ def torchtune(job: Job) -> Step:
             embed_dim=config.hidden_size,
             max_seq_len=job.seq,
             intermediate_dim=config.intermediate_size,
-            norm_eps=config.rms_norm_eps,
-            rope_base=config.rope.theta,  # type: ignore[arg-type]
+            norm_eps=config.norm.eps,
+            rope_base=rope.theta,  # type: ignore[arg-type]
             lora_rank=job.rank,
             lora_alpha=ALPHA,
             use_dora=job.method == "dora",
