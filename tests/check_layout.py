@@ -4,7 +4,8 @@
 
 * `qfsdp/` has at most 10 entries, and every package's docstring has three to six lines.
 * A file of `qfsdp/` has at most 400 lines, a recipe at most 260, a function at most 60.
-* Lines of YAML, Markdown and TOML have at most 100 columns (ruff checks Python).
+* Lines of YAML, Markdown and TOML have at most 100 columns (ruff checks Python); rows of tables
+  may be longer.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def check_python(file: Path, folder: str) -> Iterator[str]:
 
 def check_width(file: Path) -> Iterator[str]:
     for number, line in enumerate(file.read_text(encoding="utf-8").splitlines(), 1):
-        if len(line) > WIDTH:
+        if len(line) > WIDTH and not line.startswith(("|", "<!-- table")):
             place = f"{file.relative_to(ROOT)}:{number}"
             yield f"{place}: {len(line)} columns; expected at most {WIDTH}"
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -47,6 +48,16 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+@pytest.fixture(scope="module", autouse=True)
+def environment_of_a_file() -> Iterator[None]:
+    """A file of tests leaves the environment as it was: with `QFSDP_EAGER_KERNELS` left behind, the
+    estimates of a later file were 0.5 GiB higher."""
+    before = dict(os.environ)
+    yield
+    os.environ.clear()
+    os.environ.update(before)
+
+
 @pytest.fixture(scope="session")
 def smollm2_dir() -> Path:
     """SmolLM2-135M-Instruct as a Hugging Face folder, converted once per machine."""
@@ -59,5 +70,4 @@ def eager(monkeypatch: pytest.MonkeyPatch) -> None:
 
     test_nf4.py tests that compiled kernels give the same bits.
     """
-    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
     monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")

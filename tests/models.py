@@ -35,15 +35,19 @@ def cpu_world() -> World:
 
 
 def build_meta_model(
-    folder: Path, format: str = "nf4", adapter: AdapterConfig | None = None, dtype: str = "fp32"
+    folder: Path,
+    format: str = "nf4",
+    adapter: AdapterConfig | None = None,
+    dtype: str = "fp32",
+    targets: list[str] | None = None,
 ) -> Decoder:
     """A model as recipes build it, before weights are read; an untied `lm_head` is quantized."""
     config = DecoderConfig.from_dir(folder)
     with torch.device("meta"):
         model = Decoder(config).to(COMPUTE_DTYPES[dtype])
     head = [] if config.tie_word_embeddings else ["lm_head"]
-    targets = ["all-linear", *head]
-    quantize_linears(model, QuantizationConfig(format, targets), ModelWeights(folder).formats)
+    of_format = QuantizationConfig(format, targets or ["all-linear", *head])
+    quantize_linears(model, of_format, ModelWeights(folder).formats)
     if adapter is not None:
         add_adapters(model, adapter)
     return model

@@ -42,7 +42,7 @@ def random_weight(*shape: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
     return (torch.randn(shape, generator=torch.Generator().manual_seed(0)) * 0.02).to(dtype)
 
 
-@pytest.mark.parametrize("format", ["nf4", "hqq"])
+@pytest.mark.parametrize("format", ["nf4", "hqq", "mxfp4"])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_dequantize_has_the_bits_of_the_cpu(shape: tuple[int, int], format: str) -> None:
     on_cpu = FORMATS[format].empty(*shape, torch.bfloat16, "cpu")
@@ -217,6 +217,7 @@ def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
 def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_path: Path) -> None:
     """Compares peak bytes of the dry run with the allocator's, within the bound of the CPU."""
     from qfsdp.data.loader import Batch
+    from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.memory.estimate import estimate
     from qfsdp.modules.activations import ActivationConfig
     from qfsdp.training.optimizer import build_optimizer
@@ -244,7 +245,7 @@ def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_
     before = torch.cuda.memory_allocated()
     world = World(GPU)
     model = recipe.load_model(cfg, world)
-    optimizer = build_optimizer(cfg.optimizer, recipe.trainable_parameters(model))
+    optimizer = build_optimizer(cfg.optimizer, trainable_parameters(model))
     tokens = torch.randint(0, 32000, (4, 256), device=GPU)
     batch, clock = Batch(tokens, tokens, tokens.numel()), StepClock(GPU)
     for step in range(3):

@@ -13,11 +13,14 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
+from qfsdp.data.shared_prompts import SharedDocuments, share_documents
 from qfsdp.modules import document_attention
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
 from qfsdp.modules.document_attention import attend_documents
+from qfsdp.modules.shared_attention import attend_shared
+from qfsdp.modules.sink_attention import attend_with_sinks
 from qfsdp.modules.transformer import Decoder
 from tests.models import build_meta_model
 from tests.tiny import needs_compiler, write_tiny_model
@@ -103,8 +106,44 @@ def test_without_shared_heads(window: int | None, monkeypatch: pytest.MonkeyPatc
 @pytest.mark.parametrize("window", [None, 64])
 def test_without_varlen(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs older than FlashAttention's kernel need this."""
-    monkeypatch.setattr(document_attention, "_has_varlen", lambda head_dim: False)
+    monkeypatch.setattr(document_attention, "has_varlen", lambda head_dim: False)
     check(torch.bfloat16, 2, 64, window)
+
+
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_sinks(dtype: torch.dtype, window: int | None) -> None:
+    """FlashAttention's kernels, and formulas for blocks of queries, against those in fp64."""
+    sinks = torch.randn(8, generator=torch.Generator(GPU).manual_seed(1), device=GPU).to(dtype)
+    given, results = [*heads(dtype, 2, 64), sinks], []
+    for made in (given, [t.double() for t in given]):
+        q, k, v, grad, logits = (t.detach().requires_grad_() for t in made)
+        ends = torch.tensor(ENDS, dtype=torch.int32, device=GPU)
+        out = attend_with_sinks(q, k, v, logits, ends, SEQ, window)
+        results.append([out, *torch.autograd.grad(out, [q, k, v, logits], grad)])
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype == dtype and mine.shape == theirs.shape
+        assert (mine - theirs).norm() < (1e-5 if dtype == torch.float32 else 0.02) * theirs.norm()
+
+
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [None, 64])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_prompts_that_stand_once(dtype: torch.dtype, window: int | None, with_sinks: bool) -> None:
+    """Of pairs in three rows, against fp64, whose documents go one after the other."""
+    documents = share_documents([300, 150, 62, 400, 100, 12, 512], [0, 250, 0, 0, 399, 0, 0])
+    documents = SharedDocuments(*(t.to(GPU) for t in documents))
+    given, results = [*heads(dtype, 2, 64), torch.linspace(-2, 2, 8, device=GPU).to(dtype)], []
+    for made in (given, [t.double() for t in given]):
+        q, k, v, grad, logits = (t.detach().requires_grad_() for t in made)
+        inputs = [q, k, v, logits] if with_sinks else [q, k, v]
+        out = attend_shared(q, k, v, logits if with_sinks else None, documents, SEQ, window)
+        results.append([out, *torch.autograd.grad(out, inputs, grad)])
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype == dtype and mine.shape == theirs.shape
+        assert (mine - theirs).norm() < (1e-5 if dtype == torch.float32 else 0.02) * theirs.norm()
 
 
 def padded_and_packed() -> tuple[Batch, Batch]:

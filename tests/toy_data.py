@@ -5,16 +5,34 @@ from __future__ import annotations
 import os
 import signal
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from tests.waiting import wait_until
 
+# The keys that tests of training runs share; `{folder}` has the model.
+TOY_CONFIG = """
+model: {{path: {folder}/model, dtype: fp32}}
+tokenizer: {{_component_: tests.toy_data.tokenizer}}
+dataset: {{_component_: tests.toy_data.Samples}}
+optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
+max_seq_len: 64
+preflight: false
+"""
 
-def tokenizer() -> Any:
-    return SimpleNamespace(pad_id=0)
+
+class Tokenizer:
+    """What a run needs of a tokenizer whose dataset has tokens already."""
+
+    pad_id = 0
+
+    def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
+        raise NotImplementedError("the samples have tokens already")
+
+
+def tokenizer() -> Tokenizer:
+    return Tokenizer()
 
 
 class Samples:
@@ -40,7 +58,7 @@ class Samples:
             return 0
 
     def _may_go_on(self) -> bool:
-        return self._log_lines() < self._logged + 3 or _asked_to_stop()
+        return self._log_lines() < self._logged + 3 or asked_to_stop()
 
     def __len__(self) -> int:
         return self.size
@@ -56,7 +74,7 @@ class Samples:
         return {"tokens": tokens, "labels": labels}
 
 
-def _asked_to_stop() -> bool:
+def asked_to_stop() -> bool:
     """Whether the run's StopRequest has received a signal."""
     request = getattr(signal.getsignal(signal.SIGTERM), "__self__", None)
     return getattr(request, "received", None) is not None

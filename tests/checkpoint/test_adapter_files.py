@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import math
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,10 +22,17 @@ from qfsdp.checkpoint.adapter_files import (
     save_adapter,
 )
 from qfsdp.checkpoint.adapter_start import start_adapters
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.cli import files
 from qfsdp.cli.errors import UserError
+from qfsdp.distributed.sharding import shard_model
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import init_world
 from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import refresh_dora_norms
-from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
+from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
+from tests.disk_limits import largest_file
+from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
@@ -117,6 +126,7 @@ def test_peft_computes_the_same_with_an_adapted_output_layer(
     compare_with_peft(tiny_dir, ["all-linear", "lm_head"], tmp_path, loftq=True)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("rslora", [False, True])
 def test_peft_computes_the_same_with_biases(rslora: bool, tmp_path: Path) -> None:
     qwen2 = write_tiny_model(
@@ -268,3 +278,58 @@ def test_an_adapter_of_another_method_or_scale_is_an_error(tiny_dir: Path, tmp_p
         load_adapter(adapted_model(tiny_dir, other), tmp_path)
     with pytest.raises(UserError, match="lora_alpha and r make a scaling of 1.4; expected "):
         load_adapter(adapted_model(tiny_dir, replace(config("dora"), rslora=True)), tmp_path)
+
+
+# ---- full disks and numbers that are not finite --------------------------------------------------
+
+
+def written(folder: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in folder.iterdir()}
+
+
+@pytest.mark.parametrize("before", ["nothing", "an adapter"])
+def test_a_failed_save_changes_nothing(before: str, tiny_dir: Path, tmp_path: Path) -> None:
+    """The kernel refuses a write in the middle of a file, or the adapter has a NaN."""
+    folder, config = tmp_path / "run" / "adapter", AdapterConfig("lora", rank=4)
+    folder.parent.mkdir()
+    model = adapted_model(tiny_dir, config)
+    if before == "an adapter":
+        save_adapter(model, config, "base", folder, cpu_world())
+    kept = written(folder) if folder.exists() else None
+    with largest_file(10_000), pytest.raises(UserError, match=r"adapter' cannot be .*: File too"):
+        save_adapter(model, config, "base", folder, cpu_world())
+    assert kept == (written(folder) if folder.exists() else None)
+
+    name, param = list(adapter_parameters(model).items())[3]
+    param.data.view(-1)[5] = math.nan
+    with pytest.raises(UserError, match=f"'{folder}': tensor '{name}' holds NaN or infinity"):
+        save_adapter(model, config, "base", folder, cpu_world())
+    assert kept == (written(folder) if folder.exists() else None)
+    assert list(tmp_path.iterdir()) == [folder.parent]
+
+
+def test_every_rank_gets_the_error(tiny_dir: Path, tmp_path: Path) -> None:
+    """So that all of them can wait for the checkpoint that is being written."""
+    run_ranks(2, fail_to_save, tiny_dir, tmp_path)
+    for rank in range(2):
+        assert "cannot be written: File too large" in (tmp_path / f"rank_{rank}").read_text()
+
+
+def fail_to_save(model_dir: Path, folder: Path) -> None:
+    world, config = init_world(ShardingConfig()), AdapterConfig("lora", rank=4)
+    model = build_meta_model(model_dir, adapter=config)
+    shard_model(model, ShardingConfig(), world)
+    load_base(model, ModelWeights(model_dir), world.device)
+    init_adapters(model, 0)
+    with largest_file(10_000), pytest.raises(UserError) as error:
+        save_adapter(model, config, "base", folder / "adapter", world)
+    (folder / f"rank_{world.rank}").write_text(str(error.value))
+
+
+def test_full_disks_are_told_with_the_free_space(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(files, "free_bytes", lambda path: 1024)
+    text = files.not_written(Path("/x"), OSError(errno.ENOSPC, "No space left on device"), 2**21)
+    assert text == (
+        "'/x' cannot be written: No space left on device; expected 2.00 MiB of free space, found "
+        "1.00 KiB"
+    )

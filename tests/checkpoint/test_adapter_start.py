@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -14,16 +15,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE, PICKLE_FILE, WEIGHTS_FILE
 from qfsdp.checkpoint.adapter_files import (
-    CONFIG_FILE,
-    PICKLE_FILE,
-    WEIGHTS_FILE,
     check_adapter,
     load_adapter,
     read_adapter_config,
     save_adapter,
 )
 from qfsdp.cli.errors import UserError
+from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
@@ -127,7 +127,7 @@ def started_runs(
         model = recipe.load_model(cfg, world)
         with torch.no_grad():
             logits = model.eval()(tokens)
-        optimizer = torch.optim.SGD(recipe.trainable_parameters(model), lr=0.1)
+        optimizer = torch.optim.SGD(trainable_parameters(model), lr=0.1)
         labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
         batches = [Batch(tokens, labels, tokens.numel())]
         step = recipe.train_step(
@@ -241,6 +241,15 @@ def only(*linears: str) -> Spoil:
     )
 
 
+def rank_8(folder: Path) -> None:
+    says(r=8)(folder)
+    tensors(
+        lambda found: found.update(
+            {key: torch.zeros(8, a.size(1)) for key, a in found.items() if "lora_A" in key}
+        )
+    )(folder)
+
+
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "config missing": (lambda f: (f / CONFIG_FILE).unlink(), f"{CONFIG_FILE} does not exist;"),
     "weights missing": (lambda f: (f / WEIGHTS_FILE).unlink(), f"{WEIGHTS_FILE} does not exist;"),
@@ -248,10 +257,51 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "truncated": (truncated, f"{WEIGHTS_FILE}: truncated or not a safetensors file"),
     "not JSON": (
         lambda f: (f / CONFIG_FILE).write_text("{"),
-        f"{CONFIG_FILE}: not an adapter's config (JSONDecodeError",
+        f"{CONFIG_FILE}: not an adapter's config (Expecting property name",
     ),
-    "no rank": (says(r=None), f"{CONFIG_FILE}: not an adapter's config"),
-    "negative rank": (says(r=-1), f"{CONFIG_FILE}: not an adapter's config"),
+    "binary": (
+        lambda f: (f / CONFIG_FILE).write_bytes(b"\xff\x80\x00"),
+        f"{CONFIG_FILE}: not an adapter's config ('utf-8' codec",
+    ),
+    "nested": (
+        lambda f: (f / CONFIG_FILE).write_text("[" * 100_000),
+        f"{CONFIG_FILE}: not an adapter's config (maximum recursion",
+    ),
+    "a list": (lambda f: (f / CONFIG_FILE).write_text("[1]"), "[1] is no JSON object; expected"),
+    "no rank": (says(r=None), f"{CONFIG_FILE}: r None; expected an integer of at least 1"),
+    "negative rank": (says(r=-1), f"{CONFIG_FILE}: r -1; expected an integer of at least 1"),
+    "NaN as rank": (says(r=math.nan), "r nan; expected an integer of at least 1"),
+    "NaN as alpha": (says(lora_alpha=math.nan), "lora_alpha nan; expected a number above 0"),
+    "infinite alpha": (says(lora_alpha=math.inf), "lora_alpha inf; expected a number above 0"),
+    "alpha in words": (says(lora_alpha="7"), "lora_alpha '7'; expected a number above 0"),
+    "DoRA in words": (says(use_dora="false"), "use_dora 'false'; expected true or false"),
+    "another rank than the tensors": (
+        says(r=2**40),
+        f"has shape [5, 577]; expected [{2**40}, in]",
+    ),
+    "a list of types": (says(peft_type=["LORA"]), "peft_type ['LORA']; expected 'LORA' or 'IA3'"),
+    "lists in a pattern": (says(rank_pattern={"a": [1]}), "{'a': [1]}: qfsdp has one rank for all"),
+    "NaN": (
+        tensors(lambda found: found[A].view(-1)[7:8].fill_(math.nan)),
+        f"{WEIGHTS_FILE}: tensor '{A}' holds NaN or infinity; expected finite numbers",
+    ),
+    "infinity in fp32": (
+        tensors(lambda found: found.update({A: found[A].double().add(1e300)})),
+        f"tensor '{A}' holds NaN or infinity",
+    ),
+    "no tensors": (tensors(lambda found: found.clear()), "no tensor of a LoRA, DoRA or IA3"),
+    "one number": (
+        tensors(lambda found: found.update({A: torch.zeros(())})),
+        f"r 5, but tensor '{A}' has shape []; expected [5, in]",
+    ),
+    "empty file": (
+        lambda f: (f / WEIGHTS_FILE).write_bytes(b""),
+        f"{WEIGHTS_FILE}: truncated or not a safetensors file",
+    ),
+    "a header that lies": (
+        lambda f: (f / WEIGHTS_FILE).write_bytes(b"\xff" * 8 + b"{}"),
+        f"{WEIGHTS_FILE}: truncated or not a safetensors file",
+    ),
     "IA3": (
         says(peft_type="IA3"),
         "adapter.method: dora, but {folder} was trained with peft_type IA3; expected "
@@ -262,7 +312,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         f"{CONFIG_FILE}: peft_type 'LOHA'; expected 'LORA' or 'IA3'",
     ),
     "rank": (
-        says(r=8),
+        rank_8,
         "adapter.rank: 5, but {folder} was trained with r 8; expected adapter.rank=8",
     ),
     "alpha": (
@@ -332,7 +382,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
 def test_adapters_that_qfsdp_would_load_wrongly_are_refused(
     case: str, folder: Path, tiny_dir: Path
 ) -> None:
-    """By the preflight, which reads no tensors, in one line."""
+    """By the preflight, in one line."""
     spoil, message = REFUSED[case]
     model = build_meta_model(tiny_dir, adapter=SECTION)
     check_adapter(SECTION, folder, model)  # it is valid so far

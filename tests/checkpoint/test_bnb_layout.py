@@ -107,6 +107,7 @@ def test_three_ranks_load_their_checkpoint(theirs: Any) -> None:
         assert_bytes_of(found, tensors)
 
 
+@pytest.mark.long
 def test_ours_loads_in_transformers(theirs: Any, smollm2_dir: Path, tmp_path: Path) -> None:
     """A folder that qfsdp writes gives them the same tensors and logits as their own."""
     nested, folder, expected = theirs
@@ -163,7 +164,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "8 bits": (lambda f: method(f, load_in_8bit=True), "8-bit weights; expected 4-bit NF4"),
     "another method": (
         lambda f: method(f, quant_method="gptq"),
-        "config.json: quant_method 'gptq'; expected qfsdp, bitsandbytes, or weights",
+        "config.json: quant_method 'gptq'; expected qfsdp, bitsandbytes, mxfp4, or weights",
     ),
     "another block size": (
         lambda f: edit(f, state_with(blocksize=128)),
@@ -180,6 +181,18 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another shape than config.json": (
         lambda f: edit(f, state_with(shape=[192, 576])),
         f"quantized tensor '{GATE}' has shape [192, 576]; expected [576, 192], as config.json says",
+    ),
+    "a shape that is a text": (
+        lambda f: edit(f, state_with(shape="576 x 192")),
+        f"tensor '{GATE}': its quant_state is damaged; expected that of bitsandbytes",
+    ),
+    "an offset that is not finite": (
+        lambda f: edit(f, state_with(nested_offset=float("nan"))),
+        f"tensor '{GATE}': its quant_state is damaged; expected that of bitsandbytes",
+    ),
+    "a quant_state that is no JSON": (
+        lambda f: edit(f, lambda t: t[f"{GATE}.quant_state.bitsandbytes__nf4"].fill_(255)),
+        f"tensor '{GATE}': its quant_state is damaged; expected that of bitsandbytes",
     ),
     "no absmax": (
         lambda f: edit(f, lambda t: t.pop(f"{GATE}.absmax")),

@@ -45,6 +45,29 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "biases": {"attention_bias": True, "mlp_bias": True},
     # The last two of three old blocks have a window shorter than 48 tokens.
     "windows": QWEN2 | {"use_sliding_window": True, "sliding_window": 9, "max_window_layers": 1},
+    # Rules of the family say which layers have a window or a rotary embedding.
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "model_type": "gemma3_text",
+        "sliding_window": 9,
+        "sliding_window_pattern": 2,
+        "head_dim": 32,
+        "tie_word_embeddings": True,
+    },
+    "smollm3": {
+        "architectures": ["SmolLM3ForCausalLM"],
+        "model_type": "smollm3",
+        "no_rope_layer_interval": 2,
+        "pad_token_id": 0,
+    },
+    "granite4": {
+        "architectures": ["GraniteMoeHybridForCausalLM"],
+        "model_type": "granitemoehybrid",
+        "num_local_experts": 0,
+        "shared_intermediate_size": 577,
+        "layer_types": ["attention"] * 3,
+        "mamba_n_heads": 6,
+    },
 }
 
 
@@ -123,9 +146,7 @@ def test_what_config_json_says_per_layer(changes: dict[str, Any], expected: dict
     assert found == config | always | expected
     ours, old = DecoderConfig.from_dict(found), DecoderConfig.from_dict(config)
     sources = block_sources(4, 4)
-    for index in range(8):
-        windowed = old.sliding_window is not None and sources[index] >= old.max_window_layers
-        assert (ours.sliding_window is not None and index >= ours.max_window_layers) == windowed
+    assert ours.layers == tuple(old.layers[source] for source in sources)
 
 
 # ---- bits --------------------------------------------------------------------------------------
@@ -163,6 +184,7 @@ def test_logits_are_the_same_to_the_last_bit(family: str, tmp_path: Path) -> Non
     assert_same_logits(model, new)
 
 
+@pytest.mark.long
 def test_the_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
     """30 blocks and 8 more; the tokenizer is copied."""
     from transformers import AutoTokenizer
@@ -247,7 +269,8 @@ def test_an_interrupted_run_leaves_no_model(
             patch.setattr(where, name, interrupt)
             with pytest.raises(Interrupted):
                 expanded(model, folder, *words, "rate=2")
-        assert list(folder.glob("*.safetensors*"))
+        # The first stops in the first file, which is removed.
+        assert name == "check_finite" or list(folder.glob("*.safetensors"))
         assert not (folder / "config.json").exists() and (folder / BEGUN).exists()
     expanded(model, folder, *words, "rate=0.5")
     expected = expanded(model, tmp_path / "expected", *words, "rate=0.5")
@@ -264,8 +287,10 @@ def test_an_interrupted_run_leaves_no_model(
         (["new_blocks=4"], "rate, new_blocks: both are given; expected one of them, e.g. rate=nul"),
         (["rate=null"], "rate, new_blocks: neither is given; expected one of them"),
         (["rate=0"], "rate: 0.0 is not valid; expected a number above 0"),
-        (["rate=.inf"], "rate: inf is not valid; expected a number above 0"),
-        (["rate=.nan"], "rate: nan is not valid; expected a number above 0"),
+        (["rate=.inf"], "rate: inf is not valid; expected a finite number"),
+        (["rate=.nan"], "rate: nan is not valid; expected a finite number"),
+        (["rate=1e9"], "rate: 1e+09 is too much for 2 blocks; expected at most 9998 new ones"),
+        (["rate=null", "new_blocks=1000000000"], "new_blocks: 1000000000 is too much for 2 blocks"),
         (["rate=null", "new_blocks=0"], "new_blocks: 0 is not valid; expected an integer of at"),
         (["rate=0.2"], "rate: 0.2 of 2 blocks is no new block; expected at least 0.5"),
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid"),

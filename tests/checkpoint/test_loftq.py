@@ -57,6 +57,7 @@ def error_and_product(module: LowRankLinear, weight: Tensor) -> tuple[Tensor, Te
     return error, module.scaling * (module.lora_B.double() @ module.lora_A.double()).detach()
 
 
+@pytest.mark.long
 def test_the_real_model_starts_nearer_to_the_original(smollm2_dir: Path) -> None:
     """For every shape of linear the error's norm falls as with an exact SVD. The loss and the
     divergence from the unquantized model's predictions fall too."""

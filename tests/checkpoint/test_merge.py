@@ -235,7 +235,7 @@ def test_bases_that_are_stored_quantized(
         folder = merged(quantized, adapter, tmp_path / f"of {layout}", *words)
         assert_same_tensors(folder, expected)
         files = {file.name for file in folder.iterdir()}
-        assert files == {"config.json", SINGLE, ".lock"}
+        assert files == {"config.json", SINGLE, "README.md", ".lock"}
         method = json.loads((folder / "config.json").read_text()).get("quantization_config")
         assert (method is None) == (requantize == "none")
 
@@ -445,9 +445,9 @@ def test_one_writer_at_a_time(even: tuple[Path, Path], tmp_path: Path) -> None:
         (["model.path={nan}"], "model.layers.1.input_layernorm.weight: holds NaN or infinity"),
         (
             ["adapter={of_nan}"],
-            "layers.0.mlp.up_proj.weight with its adapter: holds NaN or infinity",
+            "layers.0.mlp.up_proj.lora_A.weight' holds NaN or infinity",
         ),
-        (["dtype=fp16"], "dtype: 'fp16' is not valid; expected one of 'bf16', 'fp32'"),
+        (["dtype=fp8"], "dtype: 'fp8' is not valid; expected one of 'bf16', 'fp16', 'fp32'"),
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid; expected a number of bytes"),
     ],
 )

@@ -22,10 +22,12 @@ from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.output_folder import RESUMABLE_BEGUN
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.quantize import open_weights, quantize_folder
-from qfsdp.checkpoint.weights.write import PlannedFile, sha256
+from qfsdp.checkpoint.weights.write import PlannedFile
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import sha256
 from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -83,6 +85,7 @@ def test_any_ranks_load_what_they_would_have_quantized(
     assert weights.fingerprint == ModelWeights(source).fingerprint
 
 
+@pytest.mark.long
 def test_the_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
     quantize(smollm2_dir, tmp_path / "quantized", QuantizationConfig())
     assert_same(loaded(tmp_path / "quantized"), loaded(smollm2_dir))
@@ -215,6 +218,38 @@ def test_without_its_manifest_a_folder_is_not_complete(source: Path, tmp_path: P
     (tmp_path / "quantized" / MANIFEST).unlink()
     with pytest.raises(UserError, match="not complete: run recipes/quantize again"):
         load_model(tmp_path / "quantized")
+
+
+def test_a_manifest_that_is_not_ours(source: Path, tmp_path: Path) -> None:
+    quantize(source, tmp_path)
+    file = tmp_path / MANIFEST
+    good = json.loads(file.read_text())
+    name = next(iter(good["weights"]))
+    for text in (
+        "[" * 100_000,
+        "[]",
+        json.dumps({"version": 1}),
+        json.dumps(good | {"weights": [name]}),
+        json.dumps(good | {"source": "model"}),
+        *(json.dumps(good | {"weights": {name: weight}}) for weight in (5, {"format": ["nf4"]})),
+        *(
+            json.dumps(good | {"weights": {name: {"format": "nf4", "shape": shape}}})
+            for shape in (None, 5, [1], [1, 2, 3], [-1, 64], [1.5, 64], "ab")
+        ),
+    ):
+        file.write_text(text)
+        with pytest.raises(UserError, match=f"{MANIFEST}: ") as error:
+            ModelWeights(tmp_path)
+        assert "\n" not in str(error.value)
+
+
+def test_a_pipe_in_place_of_a_config(source: Path, tmp_path: Path) -> None:
+    for file in source.glob("*.safetensors*"):
+        (tmp_path / file.name).symlink_to(file)
+    os.mkfifo(tmp_path / "config.json")  # reading it would never end
+    assert ModelWeights(tmp_path).formats == {}
+    with pytest.raises(UserError, match=r"config.json: no regular file; expected a Hugging Face"):
+        DecoderConfig.from_dir(tmp_path)
 
 
 # ---- model.quantize_cache ----------------------------------------------------------------------

@@ -19,8 +19,10 @@ import torch
 from safetensors.torch import load_file
 
 from qfsdp.checkpoint.adapter_files import adapter_export
+from qfsdp.checkpoint.choose import find_checkpoints, published
+from qfsdp.checkpoint.compatibility import write_settings
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
-from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, find_checkpoint, published
+from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.training.metrics import RunLog
@@ -312,7 +314,7 @@ def test_config_mistakes(field: str, value: float) -> None:
 def make_checkpoint(output_dir: Path, step: int) -> Path:
     folder = output_dir / "checkpoints" / f"step_{step:08d}"
     folder.mkdir(parents=True)
-    (folder / "facts.json").write_text('{"facts": {}}')
+    write_settings(folder, {}, step=step, world_size=1)
     return folder
 
 
@@ -321,17 +323,18 @@ def test_the_checkpoint_to_resume_from(tmp_path: Path) -> None:
     old, new = make_checkpoint(run, 9), make_checkpoint(run, 100_000_000)  # nine digits
     foreign = make_checkpoint(other, 5)
     (run / "checkpoints" / "step_00000200.partial").mkdir()
-    (run / "checkpoints" / "step_00000300").mkdir()  # without facts.json: incomplete
     assert published(run) == [old, new]
-    assert find_checkpoint("auto", run) == new
-    assert find_checkpoint("auto", empty) is None and find_checkpoint(None, empty) is None
+    assert find_checkpoints("auto", run).folders == [new, old]
+    assert not find_checkpoints("auto", empty).folders
+    assert not find_checkpoints(None, empty).folders
     for resume in (foreign, other):
-        assert find_checkpoint(str(resume), empty) == foreign
-    assert find_checkpoint(str(run), run) == find_checkpoint(str(new), run) == new
+        assert find_checkpoints(str(resume), empty).folders == [foreign]
+    assert find_checkpoints(str(run), run).folders == [new, old]
+    assert find_checkpoints(str(new), run).folders == [new]
 
     def error(resume: Any, output_dir: Path) -> str:
         with pytest.raises(UserError) as raised:
-            find_checkpoint(None if resume is None else str(resume), output_dir)
+            find_checkpoints(None if resume is None else str(resume), output_dir)
         assert "\n" not in str(raised.value)
         return str(raised.value)
 
@@ -437,20 +440,12 @@ def test_a_full_disk(model_dir: Path, tmp_path: Path) -> None:
     assert checkpointer(tmp_path).load(intact, train_state(model_dir)) == 1
 
 
-def test_a_damaged_checkpoint_is_reported_in_one_line(model_dir: Path, tmp_path: Path) -> None:
-    state, saver = train_state(model_dir), checkpointer(tmp_path, asynchronous=False)
-    saver.save(1, state)
-    (folder,) = published(tmp_path)
-    next((folder / "state").glob("*.distcp")).unlink()
-    with pytest.raises(UserError, match="^resume: '.*step_00000001' cannot be read: No such file"):
-        saver.load(folder, state)
-
-
 # ---- lock and log ----------------------------------------------------------------------------
 
 HOLD = """
 import sys, time
 from pathlib import Path
+from qfsdp.checkpoint.compatibility import write_settings
 from qfsdp.checkpoint.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "output_dir")
 print("held", flush=True)

@@ -183,6 +183,10 @@ def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
         ["ls"],
         ["cat", "configs/stand_in.yaml"],
         ["cat", "configs/stand_in"],
+        ["cat", "./configs/stand_in.yaml"],
+        ["cat", "configs/stand_in", "--sort"],
+        ["cat", "recipes/stand_in"],
+        ["cat", "merge"],
         ["cp", "configs/stand_in.yaml", "copy.yaml"],
         ["cp", "configs/stand_in", "new/copy", "--make-parents"],
         ["cp", "-n", "configs/stand_in", "kept.yaml"],
@@ -202,14 +206,22 @@ def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
     for _, listed, _ in (of_qfsdp[0], of_tune[0]):
         rows = [line.split() for line in listed.splitlines() if "stand_in" in line]
         assert rows == [["recipes/stand_in", "configs/stand_in.yaml"]]
-    assert "full_finetune_single_device" in of_tune[0][1]
-    _, cat, cat2, cp, made, kept, absent, *validated = of_tune
-    assert cat == cat2 == [0, "model:\n    path: llama\n", ""]
+    names = [line.split()[0] for line in of_tune[0][1].splitlines() if line.strip()]
+    assert names.index("recipes/stand_in") < names.index("full_finetune_single_device")
+    _, cat, cat2, by_name, sorted_keys, recipe, both, cp, made, kept, absent, *validated = of_tune
+    assert cat == cat2 == [0, CONFIG, ""]
+    assert by_name == cat and sorted_keys == [0, "model:\n    path: llama\n", ""]
+    assert recipe == [0, RECIPE.replace("PLACE", "packaged"), ""]
+    assert both[2] == (
+        "error: merge: a recipe and a config have this name; "
+        "expected recipes/merge or configs/merge\n"
+    )
     assert cp == [0, "Copied file to copy.yaml\n", ""]
     assert made == [0, "Copied file to new/copy.yaml\n", ""]
     assert (tmp_path / "copy.yaml").read_text() == CONFIG
     assert kept[0] == 0 and (tmp_path / "kept.yaml").read_text() == "mine\n"
     assert absent[0] == 2 and absent[2].startswith("error: absent/copy.yaml: cannot be written: ")
+    no_node = "expected the node content, but found '<stream end>'"
     assert validated == [
         [0, "Config is well-formed!\n", ""],
         [
@@ -217,7 +229,7 @@ def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
             "",
             "error: optimizer.lrr: 'torch.optim.SGD' takes no argument 'lrr'; did you mean 'lr'?\n",
         ],
-        [2, "", "error: bad.yaml, line 2: not valid YAML: did not find expected node content\n"],
+        [2, "", f"error: bad.yaml, line 2: not valid YAML: {no_node}\n"],
         [
             2,
             "",
@@ -226,3 +238,40 @@ def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
         ],
         [0, "Config is well-formed!\n", ""],
     ]
+
+
+@pytest.mark.long
+def test_names_that_torchtune_has_too(python: Path, tmp_path: Path) -> None:
+    """`tune` takes torchtune's recipe, unless the config is none of torchtune's."""
+    (tmp_path / "mine.yaml").write_text("lora_r: 8\n")
+    (tmp_path / "stand_in_2.py").write_text(RECIPE.replace("PLACE", "mine"))
+    name = "full_finetune_distributed"
+    commands = [
+        ["run", name, "--config", "llama3_8b_full", "lora_r=8"],
+        ["run", name, "--config", "mine.yaml"],
+        ["run", name, "--help"],
+        ["run", "stand_in", "--config=stand_in", "fale=x"],
+        ["run", "stand_in_2", "--config", "configs/stand_in.yaml", "fale=x"],
+        ["cp", name, "theirs.py"],
+        ["--help"],
+        ["run", "--help"],
+    ]
+    code = COMMANDS.replace("ours = [", "ours = [] and [").replace("ours += [", "ours += [] and [")
+    done = run(str(python), "-c", code, json.dumps(commands), cwd=tmp_path)
+    assert done.status == 0, done.err
+    _, _, (shipped, mine, helped, bare, own, copied, plain, flags) = json.loads(done.out[-1])
+    taken = f"{name}: qfsdp's recipe, as {{}} is no config of torchtune\n"
+    here = "here it is 'adapter.rank', which this recipe does not have\n"
+    assert shipped[::2] == [
+        2,
+        taken.format("llama3_8b_full") + f"error: unknown key 'lora_r'; {here}",
+    ]
+    assert mine[0] == 2 and mine[2].startswith(taken.format("mine.yaml"))
+    assert helped[2].startswith(f"{name}: torchtune's recipe; qfsdp's is recipes/{name}\n")
+    typo = "error: unknown key 'fale'; did you mean 'fail'?\n"
+    assert bare == [2, "", typo] and own == [2, "", typo]
+    assert copied[0] == 0 and "torchtune's" in copied[2]
+    assert "qfsdp" not in (tmp_path / "theirs.py").read_text()
+    for status, out, _ in (plain, flags):
+        assert status == 0 and "usage: tune" in out and "tune run NAME --help" in out
+    assert "--nproc" in flags[1]

@@ -12,7 +12,7 @@ import pytest
 
 from qfsdp.cli.component import Component
 from qfsdp.cli.config import check_components, load_config, to_yaml
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField, UserError, check_bounds, user_errors
 
 
 @dataclass
@@ -192,16 +192,16 @@ def test_to_yaml_comes_back_equal(load: Any, text: str) -> None:
         ("xyzzy=4", "unknown key 'xyzzy'"),
         (
             "fsdp_cpu_offload=True",
-            "unknown key 'fsdp_cpu_offload'; qfsdp calls it 'sharding.cpu_offload'",
+            "unknown key 'fsdp_cpu_offload'; here it is 'sharding.cpu_offload'",
         ),
-        ("model.lora_rank=8", "unknown key 'model.lora_rank'; qfsdp calls it 'adapter.rank'"),
+        ("model.lora_rank=8", "unknown key 'model.lora_rank'; here it is 'adapter.rank'"),
         (
             "model._component_=torchtune.models.llama3.lora_llama3_70b",
-            "unknown key 'model._component_'; qfsdp calls it 'model.path'",
+            "unknown key 'model._component_'; here it is 'model.path'",
         ),
         (
             "log_peak_memory_stats=True",
-            "unknown key 'log_peak_memory_stats'; peak memory is always logged",
+            "unknown key 'log_peak_memory_stats'; peak memory is always logged; remove the key",
         ),
         ("batch_size=two", "batch_size: 'two' is not valid; expected an integer"),
         ("batch_size=true", "batch_size: True is not valid; expected an integer"),
@@ -221,7 +221,8 @@ def test_to_yaml_comes_back_equal(load: Any, text: str) -> None:
         ("extra=3", "extra: 3 is not valid; expected a mapping"),
         (
             "model=meta/llama",
-            "model: 'meta/llama' is not valid; expected a section with the keys path, dtype",
+            "model: 'meta/llama' is not valid; expected a section with the keys path, dtype; "
+            "here it is 'model.path'",
         ),
         (
             "sharding.strategy=full_shrad",
@@ -321,7 +322,8 @@ def parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         "from __future__ import annotations\n"
         "def part(data, size: int, rate: float | None = None, flag: bool = False, *, name='x'):\n"
         "    return (data, size, rate, name)\n"
-        "def loose(data, size: int = 1, **kwargs): pass\n"
+        "def loose(data, size: int = 1, **kwargs): return kwargs\n"
+        "def deaf(data, size: int = 1, **kwargs): return data\n"
         "class Thing:\n"
         "    def __init__(self, lr: float | list = 1.0, tag: int | str = 0): pass\n"
         "constant = 3\n"
@@ -365,12 +367,30 @@ def test_component_that_does_not_resolve(parts: None, path: str, message: str) -
         ("part", {}, "part.size is required by '{}'"),
         ("part", {"data": 1}, "part.data: the recipe passes this argument itself; remove it"),
         ("part", {"size": "x"}, "part.size: 'x' is not valid; expected an integer"),
-        ("part", {"size": 1, "rate": "x"}, "part.rate: 'x' is not valid; expected a number"),
+        (
+            "part",
+            {"size": 1, "rate": "x"},
+            "part.rate: 'x' is not valid; expected a number or null",
+        ),
         ("part", {"size": 1, "flag": "x"}, "part.flag: 'x' is not valid; expected true or false"),
         ("loose", {"anything": "x"}, None),
+        (
+            "deaf",
+            {"anything": 1},
+            "part.anything: 'qfsdp_parts.deaf' takes no argument 'anything'; "
+            "remove it: ~part.anything",
+        ),
+        ("part", {"size": 1.5}, "part.size: 1.5 is not valid; expected an integer"),
+        (
+            "part",
+            {"size": 1, "rate": [1]},
+            "part.rate: [1] is not valid; expected a number or null",
+        ),
+        ("Thing", {"lr": True}, "part.lr: True is not valid; expected a number or a list"),
+        ("part", {"size": True}, "part.size: True is not valid; expected an integer"),
         ("loose", {"size": "x"}, "part.size: 'x' is not valid; expected an integer"),
         ("Thing", {"tag": "x"}, None),
-        ("Thing", {"lr": "x"}, "part.lr: 'x' is not valid; expected a number"),
+        ("Thing", {"lr": "x"}, "part.lr: 'x' is not valid; expected a number or a list"),
     ],
 )
 def test_component_arguments(parts: None, path: str, kwargs: dict[str, Any], message: Any) -> None:
@@ -395,6 +415,8 @@ def test_real_components() -> None:
     Component(schedule, {"num_warmup_steps": 3}).check("lr_scheduler", passed)
     with pytest.raises(UserError, match="optimizer.lr: '1e-4x' is not valid; expected a number"):
         Component("torch.optim.AdamW", {"lr": "1e-4x"}).check("optimizer", ["params"])
+    with pytest.raises(UserError, match="optimizer.lr: True is not valid; expected a number"):
+        Component("torch.optim.AdamW", {"lr": True}).check("optimizer", ["params"])
 
 
 def test_check_components_reaches_all(parts: None) -> None:
@@ -408,3 +430,82 @@ def test_check_components_reaches_all(parts: None) -> None:
     bad = Component("qfsdp_parts.part", {"siez": 1})
     with pytest.raises(UserError, match=r"^many\[1\].siez: "):
         check_components(Outer(fine, [fine, bad]))
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("adapter.alpha=.nan", "adapter.alpha: nan is not valid; expected a finite number"),
+        ("adapter.alpha=.inf", "adapter.alpha: inf is not valid; expected a finite number"),
+        ("adapter.alpha='-inf'", "adapter.alpha: -inf is not valid; expected a finite number"),
+        ("optimizer.lr=.inf", "optimizer.lr: inf is not valid; expected a finite number"),
+        ("optimizer.betas=[.nan, 1]", "optimizer.betas[0]: nan is not valid; expected a finite "),
+        ("extra.a=[{b: .inf}]", "extra.a[0].b: inf is not valid; expected a finite number"),
+        (f"max_steps={2**80}", f"max_steps: {2**80} is not valid; expected an integer of at most"),
+        (f"max_steps={'9' * 900}", f"max_steps: {'9' * 150}...{'9' * 150} is not valid; "),
+        (f"adapter.alpha={'9' * 900}", "adapter.alpha: 999"),
+        ('output_dir="a\\0b"', r"output_dir: 'a\x00b' is not valid; expected a text without NUL"),
+        ("output_dir=" + "[" * 5000, "the value is not valid YAML"),
+        (f"max_steps={'9' * 5000}", "the value is not valid YAML"),  # more than Python converts
+        ("output_dir=caf\udce9", r"'output_dir=caf\udce9': not UTF-8; expected UTF-8 text"),
+        ("output_dir=~nobody-here/run", "expected a path in the home of a user of this machine"),
+        ("adapter.rank=", "adapter.rank: None is not valid; expected an integer"),
+        ("=2", "'=2' is not understood; overrides are written key=value"),
+    ],
+)
+def test_values_that_no_field_takes(error: Any, word: str, message: str) -> None:
+    assert message in error(word)
+
+
+REFERENCES = "a0: &a0 [1, 1, 1, 1, 1, 1, 1, 1, 1, 1]\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (bytes(range(256)), "cannot be read: "),
+        ("a: caf\u00e9\n".encode("latin-1"), "cannot be read: 'utf-8' codec can't decode byte"),
+        ("a: b\n".encode("utf-16"), "cannot be read: 'utf-8' codec can't decode byte"),
+        (b"- 1\n", "expected keys and values, not a list"),
+        (b"batch_size: 1\nbatch_size: 2\n", "line 2: not valid YAML: found duplicate key"),
+        (b"a: " + b"[" * 100_000, "too deeply nested; expected keys and values"),
+        (REFERENCES.encode(), "its references (*name) multiply; expected fewer of them"),
+        (b"#" * 2_000_000, "expected a config of at most 1,048,576 characters"),
+        (b"a: !!python/object/apply:os.getcwd []\n", "not valid YAML: could not determine a cons"),
+    ],
+)
+def test_files_that_are_no_config(tmp_path: Path, content: bytes, message: str) -> None:
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content)
+    with pytest.raises(UserError) as info:
+        load_config(Config, ["--config", str(file)])
+    assert message in str(info.value) and "\n" not in str(info.value)
+
+
+def test_config_that_is_a_folder(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="Is a directory"):
+        load_config(Config, ["--config", str(tmp_path)])
+
+
+def test_references_in_a_config_are_followed(load: Any) -> None:
+    text = YAML + "names: &names [a, b]\nextra: {again: *names}\n"
+    assert load(text=text).extra == {"again": ["a", "b"]}
+
+
+def test_a_name_that_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended, user_errors():
+        Path("x" * 300).stat()
+    assert ended.value.code == 2
+    assert "File name too long; expected at most 255 bytes per name\n" in capsys.readouterr().err
+
+
+def test_bounds() -> None:
+    section = Adapter(rank=0)
+    with pytest.raises(InvalidField, match="rank: 0 is not valid; expected an integer of at least"):
+        check_bounds(section, "rank", least=1)
+    section.rank = 2**21
+    with pytest.raises(InvalidField, match="expected an integer of at most 1048576"):
+        check_bounds(section, "rank", least=1, most=2**20)
+    check_bounds(section, "rank", least=1)

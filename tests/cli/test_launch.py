@@ -72,6 +72,16 @@ def test_failing_ranks(checkout: Path, word: str, status: int, errors: list[str]
     assert ("ValueError: a bug" in result.err) == (status == 1)
 
 
+@pytest.mark.long
+def test_a_user_error_uses_up_no_restarts(checkout: Path) -> None:
+    flags = ["--nproc_per_node", "2", "--max-restarts", "3"]
+    command = [str(Path(sys.executable).with_name("tune")), "run", *flags, "recipes/stand_in"]
+    for word, status, starts in (("fail=user", 2, 1), ("fail=crash on 0", 1, 4)):
+        result = run(*command, *STEP, word, cwd=checkout, PYTHONPATH=str(ROOT))
+        assert result.status == status, result.err
+        assert result.err.count("starting all ranks again") == starts - 1, result.err
+
+
 @pytest.mark.parametrize(
     ("ranks", "threads", "compilers"), [(4, "16", "16"), (1, "64", "32"), (99, "1", "1")]
 )

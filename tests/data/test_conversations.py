@@ -159,15 +159,14 @@ def test_chat(tokenizer: HFTokenizer, tmp_path: Path, form: str) -> None:
 
 def test_chat_rows(tokenizer: HFTokenizer, tmp_path: Path, caplog: Any) -> None:
     weighted = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
-    calls = [CHAT[0], {"role": "assistant", "content": None, "tool_calls": [{"id": "1"}]}]
     empty = [CHAT[0], {"role": "assistant", "content": ""}]
-    rows = [{"messages": m} for m in (weighted, calls, empty, CHAT[:1], None)]
+    rows = [{"messages": m} for m in (weighted, empty, CHAT[:1], None)]
     dataset = chat_dataset(tokenizer, source=write(tmp_path / "chats.jsonl", rows))
     assert len(dataset) == 1
     assert texts(tokenizer, dataset)[1] == "Yes.<|im_end|>"
-    assert "1 with tool calls, 1 with an empty answer, 2 with no answer" in caplog.text
+    assert "1 with an empty answer, 2 with no answer" in caplog.text
     rows.append({"messages": [{"role": "robot", "content": "x"}]})
-    with pytest.raises(UserError, match="row 6: a message with role 'robot'"):
+    with pytest.raises(UserError, match="row 5: a message with role 'robot'"):
         chat_dataset(tokenizer, source=write(tmp_path / "robot.jsonl", rows))
 
 

@@ -21,6 +21,9 @@ def test_read_rows(tmp_path: Path) -> None:
     file.write_text('{"q": 1}\n{"q": \n')
     with pytest.raises(UserError, match=r"rows.jsonl, line 2: not valid JSON"):
         read_rows("prompts", file, "q")
+    file.write_text('{"q": ' + "9" * 5000 + "}\n")
+    with pytest.raises(UserError, match="line 1: not valid JSON: an integer of over 4300 digits"):
+        read_rows("prompts", file, "q")
     file.write_text("[1]\n")
     with pytest.raises(UserError, match="line 1: a list; expected a JSON object with .* 'q'$"):
         read_rows("prompts", file, "q")

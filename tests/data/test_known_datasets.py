@@ -111,7 +111,7 @@ def test_guanaco(smollm2_dir: Path, caplog: Any) -> None:
         assert trained == "".join(f"{answer}<|im_end|>" for answer in answers)
     assert all(len(turns_of_text(row)) == 2 * row.count("[/INST]") for row in rows)
     plain = text_dataset(tokenizer, source=source, max_rows=20)
-    assert texts(tokenizer, plain, 7) == (f"<|im_start|>{rows[7]}<|im_end|>",) * 2
+    assert texts(tokenizer, plain, 7) == (f"{rows[7]}<|im_end|>",) * 2
 
 
 def test_unusable_rows_are_counted(tokenizer: HFTokenizer, tmp_path: Path, caplog: Any) -> None:
@@ -144,7 +144,7 @@ def test_a_hub_name_is_the_default(
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or rows)
     {"gsm8k": gsm8k_dataset, "alpaca": alpaca_dataset}[hub](tokenizer, split="test")
     name = {"gsm8k": ("openai/gsm8k", "main"), "alpaca": ("tatsu-lab/alpaca", None)}[hub]
-    assert asked == [(name, {"data_files": None, "split": "test"})]
+    assert asked == [(name, {"data_files": None, "split": "test", "streaming": False})]
 
 
 @pytest.mark.parametrize("form", ["txt", "folder", "jsonl"])
@@ -218,7 +218,7 @@ def test_dummy(smollm2_dir: Path) -> None:
     ("dataset", "message"),
     [
         ({"source": "missing.jsonl"}, "dataset.source: missing.jsonl does not exist"),
-        ({"source": 5}, "dataset.source: 5 is not text"),
+        ({"source": 5}, "dataset.source: 5 is not valid; expected a string"),
         ({"sorce": "x"}, "'qfsdp.data.alpaca_dataset' takes no argument 'sorce'; did you mean"),
         ({"max_rows": "many"}, "dataset.max_rows: 'many' is not valid"),
     ],

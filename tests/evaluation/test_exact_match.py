@@ -133,13 +133,13 @@ def test_faulty_fields(tmp_path: Path) -> None:
 
     schema = load_recipe("evaluate").Config
     argv = ["--config", str(ROOT / "configs/evaluate.yaml")]
-    with pytest.raises(UserError, match=r"^exact_match.gsm8k.shots: -1 is not valid; expected an"):
-        load_config(schema, [*argv, "exact_match.gsm8k.shots=-1"])
-    with pytest.raises(UserError, match=r"^exact_match.gsm8k.examples: None is not valid"):
-        load_config(schema, [*argv, "exact_match.gsm8k.examples=null"])
-    with pytest.raises(UserError, match=r"exact_match.gsm8k.shot'; did you mean .*shots'"):
-        load_config(schema, [*argv, "exact_match.gsm8k.shot=1"])
+    with pytest.raises(UserError, match=r"^exact_match.arithmetic.shots: -1 is not valid"):
+        load_config(schema, [*argv, "exact_match.arithmetic.shots=-1"])
+    with pytest.raises(UserError, match=r"^exact_match.arithmetic.examples: None is not valid"):
+        load_config(schema, [*argv, "exact_match.arithmetic.examples=null"])
+    with pytest.raises(UserError, match=r"exact_match.arithmetic.shot'; did you mean .*shots'"):
+        load_config(schema, [*argv, "exact_match.arithmetic.shot=1"])
     with pytest.raises(UserError, match=r"^text.wikitext2.stride: 2000 is not valid; expected"):
-        load_config(schema, [*argv, "text.wikitext2.stride=2000"])
+        load_config(schema, [*argv, "text.wikitext2.file=x", "text.wikitext2.stride=2000"])
     new = load_config(schema, [*argv, "exact_match.mine.source=x.jsonl"])
     assert new.exact_match["mine"].max_new_tokens == 256

@@ -20,7 +20,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
-from qfsdp.evaluation.generation import SamplingConfig, _draws, generate, sample_tokens
+from qfsdp.evaluation.generation import SamplingConfig, generate, prompt_randoms, sample_tokens
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens, stop_ids
 from qfsdp.modules.adapter_config import AdapterConfig
@@ -277,14 +277,14 @@ def test_smallest_and_largest_draw() -> None:
     assert sample_tokens(logits, draws, SamplingConfig(1, 1.0, top_p=0.99)).tolist() == [2, 1]
 
 
-def test_draws_are_uniform_and_depend_on_prompt_and_seed() -> None:
+def test_randoms_are_uniform_and_depend_on_prompt_and_seed() -> None:
     sampling = SamplingConfig(max_new_tokens=500, temperature=1.0)
-    draws = _draws(random_prompts(*[3] * 40), sampling)
+    draws = prompt_randoms(random_prompts(*[3] * 40), sampling)
     assert draws.min() >= 0 and draws.max() < 1 and len(draws.unique()) > 0.99 * draws.numel()
     counts = torch.histc(draws, bins=20, min=0, max=1)
     assert (counts - 1000).abs().max() < 5 * 1000**0.5
     correlated = torch.corrcoef(draws)[~torch.eye(40, dtype=torch.bool)]
     assert correlated.abs().max() < 5 * 500**-0.5
-    again = _draws([[1, 2, 3]], SamplingConfig(20, 1.0, seed=1))
-    assert not torch.equal(again, _draws([[1, 2, 3]], SamplingConfig(20, 1.0, seed=2)))
-    assert torch.equal(again[:, :7], _draws([[1, 2, 3]], SamplingConfig(7, 1.0, seed=1)))
+    again = prompt_randoms([[1, 2, 3]], SamplingConfig(20, 1.0, seed=1))
+    assert not torch.equal(again, prompt_randoms([[1, 2, 3]], SamplingConfig(20, 1.0, seed=2)))
+    assert torch.equal(again[:, :7], prompt_randoms([[1, 2, 3]], SamplingConfig(7, 1.0, seed=1)))

@@ -136,7 +136,7 @@ def test_every_token_of_a_text_is_a_target_once(size: int, window: int, stride: 
 class Letters:
     """A tokenizer whose tokens are single characters."""
 
-    pad_id = 0
+    pad_id, bos_id = 0, 1
 
     def encode(self, text: str, add_bos: bool, add_eos: bool) -> list[int]:
         return [1] * add_bos + [ord(c) for c in text] + [2] * add_eos

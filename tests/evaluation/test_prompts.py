@@ -37,7 +37,7 @@ def test_chats_have_the_tokens_of_transformers(template: str, tmp_path: Path) ->
     with_system = prompt_tokens(tokenizer, CHAT[1]["content"], True, CHAT[0]["content"])
     assert with_system == oracle_ids(folder, CHAT[:2], add_generation_prompt=True)
     text = prompt_tokens(tokenizer, "What is", False, None)
-    assert text[0] == tokenizer.bos_id and tokenizer.decode(text[1:]) == "What is"
+    assert tokenizer.decode(text) == "What is"
 
 
 @pytest.mark.parametrize("build", [sentencepiece_tokenizer, tiktoken_tokenizer])
@@ -85,6 +85,10 @@ def test_stop_ids_come_from_all_files(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text("[")
     with pytest.raises(UserError, match="config.json: not readable; expected a JSON object"):
         stop_ids(plain, folder)
+    for ids in ([[1]], "</s>", {"id": 1}):
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ids}))
+        with pytest.raises(UserError, match="config.json: eos_token_id: .*; expected ids of tok"):
+            stop_ids(plain, folder)
 
 
 @pytest.mark.parametrize("backend", [byte_level, llama2_like])

@@ -9,8 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from examples.demo import arithmetic
+from examples.demo import arithmetic, pairs
 from examples.demo.arithmetic import TEMPLATES, Template, generate, write_splits
+from qfsdp.evaluation.answers import parse_answer
 
 EQUATION = re.compile(r"(\d+) ([-+*/]) (\d+) = (\d+)")
 CHECK = {"+": operator.add, "-": operator.sub, "*": operator.mul, "/": operator.truediv}
@@ -66,3 +67,15 @@ def test_splits(tmp_path: Path) -> None:
     )
     assert not {row["question"] for row in rows} & {row["question"] for row in held}
     assert set(rows[0]) == {"question", "answer"}
+
+
+def test_pairs_differ_in_the_result_only() -> None:
+    made = pairs.pairs(60, seed=3)
+    assert made == pairs.pairs(60, seed=3)
+    for pair in made:
+        chosen, rejected = pair["chosen"], pair["rejected"]
+        right, wrong = (answer.rpartition("#### ")[2] for answer in (chosen, rejected))
+        assert right != wrong
+        assert parse_answer(rejected) == int(wrong)
+        step, _, shown = chosen.rpartition(f"= {right}")
+        assert rejected == f"{step}= {wrong}{shown.removesuffix(right)}{wrong}"

@@ -56,6 +56,7 @@ def rotate_half_rows(heads: int, head_dim: int = 64) -> list[int]:
     return [head * head_dim + row for head in range(heads) for row in in_head]
 
 
+@pytest.mark.long
 def test_weights_equal_the_dequantized_gguf(smollm2_dir: Path) -> None:
     weights = load_file(smollm2_dir / "model.safetensors")
     layer_names = {
@@ -183,6 +184,7 @@ def test_a_broken_conversion_leaves_nothing(
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.long
 def test_conversion_keeps_a_finished_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -15,12 +14,17 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from benchmarks.estimate import STEP, STEPS, _peak_within_steps
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
-from qfsdp.memory.estimate import Estimate, estimate, estimate_fast
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.memory.estimate import Estimate, estimate
+from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.memory.known_models import _FILE, find_config
 from qfsdp.memory.tracker import KINDS
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels import dry_run
+from qfsdp.training.memory_usage import TRAINED
 from tests.ranks import run_ranks
+from tests.recipes.test_sharded_mixtures import MIXTURE
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 CONFIG = str(ROOT / "configs/smollm2_135m_qdora.yaml")
@@ -56,7 +60,7 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         world = recipe.init_world()
         net = recipe.load_model(cfg, world)
-        optimizer = recipe.build_optimizer(cfg.optimizer, recipe.trainable_parameters(net))
+        optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(net))
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
         for _ in range(STEPS + 3):  # the least of equal steps: gloo sometimes frees memory late
@@ -71,7 +75,10 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
     ("ranks", "words"),
     [
         (1, ("adapter.method=dora",)),
-        (2, ("adapter.method=dora", "activation.checkpointing=full")),
+        pytest.param(
+            2, ("adapter.method=dora", "activation.checkpointing=full"), marks=pytest.mark.long
+        ),
+        pytest.param(1, ("adapter.method=dora", "model.dtype=fp16"), marks=pytest.mark.slow),
     ],
 )
 def test_a_run_takes_the_estimated_memory(
@@ -84,6 +91,49 @@ def test_a_run_takes_the_estimated_memory(
     # On several ranks the estimate has a layer, one of two here, that gloo may free late.
     assert found.peak == pytest.approx(held, rel=0.03 if ranks == 1 else 0.15)
     assert found.peak >= 0.99 * held
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize(
+    ("ranks", "words"),
+    [
+        (1, ("adapter.method=dora",)),
+        (1, ("adapter.method=lora", "activation.checkpointing=full")),
+        (2, ("adapter.method=lora", "sharding.expert_parallel=2")),
+    ],
+)
+def test_a_mixture_takes_the_estimated_memory(
+    ranks: int, words: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # as on the ranks
+    model = write_tiny_model(tmp_path / "model", **MIXTURE | {"vocab_size": 2048})
+    held = max(run_ranks(ranks, measured, model, words))
+    found = estimate(*load(model, *words), ranks, target="cpu")
+    print(f"{found.peak} of {held}: {found.peak / held - 1:+.3f}")
+    # All tokens of the measured step are the same, and go to the same experts on the same rank.
+    assert found.peak == pytest.approx(held, rel=0.05 if ranks == 1 else 0.2)
+
+
+@pytest.mark.slow
+def test_extrapolation_of_a_mixture_after_dense_layers(tmp_path: Path) -> None:
+    layers = {"num_hidden_layers": 12, "mlp_only_layers": [0, 1]}
+    model = write_tiny_model(tmp_path / "model", **MIXTURE | layers)
+    given = load(model, "adapter.method=lora", "gradient_accumulation_steps=1")
+    fast, full = estimate_fast(*given, 3), estimate(*given, 3)
+    assert figures(fast) == pytest.approx(figures(full), rel=0.005, abs=1024)
+    assert len(fast.timeline) == len(full.timeline)
+
+
+@pytest.mark.long
+def test_fp16_takes_the_memory_of_bf16_on_a_gpu(tiny: Path) -> None:
+    half, brain, whole = (
+        estimate(*load(tiny, f"model.dtype={dtype}", "optimizer.lr=auto"), 2)
+        for dtype in ("fp16", "bf16", "fp32")
+    )
+    assert figures(half) == figures(brain)
+    assert half.at_peak[TRAINED] == whole.at_peak[TRAINED]
+    assert half.peak < whole.peak
 
 
 # ---- consistency ---------------------------------------------------------------------------
@@ -116,6 +166,17 @@ def test_extrapolation_from_few_layers(words: tuple[str, ...], tmp_path: Path) -
             assert ours.total == pytest.approx(true.total, rel=0.005, abs=4096)
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("words", [(), ("packed=true", "activation.checkpointing=full")])
+def test_extrapolation_from_few_rows(words: tuple[str, ...], tiny: Path) -> None:
+    given = load(tiny, *words, "batch_size=9000")
+    fast, full = estimate_fast(*given, 2), estimate(*given, 2)
+    assert fast.peak == pytest.approx(full.peak, rel=0.005)
+    assert fast.where.module == full.where.module
+    assert fast.at_peak == pytest.approx(full.at_peak, rel=0.01)
+    assert fast.wire == full.wire and fast.steady == pytest.approx(full.steady, rel=1e-5)
+
+
 def test_fields_of_an_estimate(tiny: Path) -> None:
     one, four = (estimate(*load(tiny), ranks) for ranks in (1, 4))
     assert four.peak < one.peak and four.steady < one.steady
@@ -136,6 +197,23 @@ def test_traffic_counts_all_micro_batches(tiny: Path) -> None:
     )
     assert eight.peak == two.peak
     assert eight.wire["all_gather"] == pytest.approx(4 * two.wire["all_gather"], rel=1e-3)
+
+
+def test_traffic_between_machines(tiny: Path) -> None:
+    """Eight ranks on two machines of four. Gathering over all of them crosses the border once; with
+    groups within the machines only the gradients of the adapters do."""
+    words = ("adapter.method=lora", "gradient_accumulation_steps=1")
+    one_machine = estimate(*load(tiny, *words), 8)
+    assert not any(one_machine.between.values())
+    flat = estimate(*load(tiny, *words), 8, 4)
+    assert flat.wire == one_machine.wire == flat.between
+    hybrid = estimate(*load(tiny, *words, "sharding.strategy=hybrid_full_shard"), 8, 4)
+    assert hybrid.between["all_gather"] == 0 < hybrid.wire["all_gather"]
+    # Each of the four ranks reduces a quarter of the gradients with its partner.
+    gradients = hybrid.wire["reduce_scatter"] * 4 / 3  # that the machine has before
+    small = 1024  # the loss, the norm and the numbers of targets
+    assert hybrid.between["all_reduce"] == pytest.approx(gradients, abs=4 * small)
+    assert sum(hybrid.between.values()) < sum(flat.between.values()) / 4
 
 
 def test_offloaded_parameters_count_as_host_memory(tiny: Path) -> None:
@@ -188,6 +266,44 @@ def test_known_shapes_are_decoders() -> None:
 
 
 @pytest.mark.parametrize(
+    ("name", "billions"),  # as their model cards say
+    [
+        ("Qwen3-8B", 8.2),
+        ("Qwen3-32B", 32.8),
+        ("SmolLM3-3B", 3.08),
+        ("granite-3.3-8b", 8.17),
+        ("granite-4.0-1b", 1.6),
+        ("Seed-OSS-36B", 36.15),
+        ("OLMo-2-1124-7B", 7.3),
+        ("OLMo-2-1124-13B", 13.7),
+        ("OLMo-2-0325-32B", 32.2),
+        ("Olmo-3-7B", 7.3),
+        ("Olmo-3-32B", 32.2),
+        ("gemma-3-1b", 1.0),
+        ("gemma-3-27b", 27.0),
+        ("Phi-3-mini-4k", 3.82),
+        ("Phi-4-mini", 3.84),
+        ("Phi-4", 14.7),
+        ("GLM-4-9B-0414", 9.4),
+        ("GLM-4-32B-0414", 32.6),
+        ("Ministral-8B", 8.02),
+        ("Qwen3-30B-A3B", 30.5),
+        ("gpt-oss-20b", 20.9),
+        ("gpt-oss-120b", 117),
+        ("OLMoE-1B-7B", 6.92),
+        ("Mixtral-8x7B", 46.7),
+        ("Qwen1.5-MoE-A2.7B", 14.3),
+        ("GLM-4.5-Air", 106),
+    ],
+)
+def test_known_shapes_have_the_size_that_their_makers_give(name: str, billions: float) -> None:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(find_config(name)))
+    count = sum(parameter.numel() for parameter in model.parameters()) / 1e9
+    assert abs(count - billions) < 0.02 * billions
+
+
+@pytest.mark.parametrize(
     ("path", "hidden", "vocabulary"),
     [
         ("models/Meta-Llama-3-70B-Instruct", 8192, 128256),
@@ -198,6 +314,11 @@ def test_known_shapes_are_decoders() -> None:
         ("Qwen/Qwen2.5-72B-Instruct", 8192, 152064),
         ("HuggingFaceTB/SmolLM2-135M-Instruct", 576, 49152),
         ("me/yi-34b-my-finetune", 7168, 64000),
+        ("google/gemma-3-1b-it", 1152, 262144),
+        ("microsoft/Phi-4-mini-instruct", 3072, 200064),
+        ("microsoft/phi-4", 5120, 100352),
+        ("Qwen/Qwen3-30B-A3B-Instruct-2507", 2048, 151936),
+        ("openai/gpt-oss-120b", 2880, 201088),
     ],
 )
 def test_models_are_found_by_name(path: str, hidden: int, vocabulary: int) -> None:
@@ -214,10 +335,14 @@ def test_an_unknown_model(tmp_path: Path) -> None:
         find_config(str(tmp_path))
 
 
-@pytest.mark.skipif(os.environ.get("QFSDP_EAGER_KERNELS") == "1", reason="kernels are compiled")
 def test_compiled_kernels_count_only_their_results(tiny: Path, monkeypatch: Any) -> None:
-    """Uncompiled dequantizing has intermediates of about 100 MB; these count too."""
-    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: True)
-    compiled = estimate(*load(tiny, "activation.checkpointing=full"), 1)
-    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.can_compile", lambda: False)
-    assert estimate(*load(tiny, "activation.checkpointing=full"), 1).peak > compiled.peak
+    """Uncompiled dequantizing has intermediates of about 100 MB; these count too.
+
+    A GPU's kernels are compiled, whether or not this machine can compile."""
+    cfg = load(tiny, "activation.checkpointing=full")
+    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")
+    eager = estimate(*cfg, 1)
+    monkeypatch.delenv("QFSDP_EAGER_KERNELS")
+    compiled = estimate(*cfg, 1)
+    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.has_compiler", lambda: False)
+    assert eager.peak > compiled.peak == estimate(*cfg, 1).peak

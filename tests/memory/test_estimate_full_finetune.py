@@ -10,7 +10,9 @@ import torch
 
 from benchmarks.estimate import STEP, STEPS, _peak_within_steps
 from qfsdp.cli.config import load_config
-from qfsdp.memory.estimate import estimate, estimate_fast
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.memory.estimate import estimate
+from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.memory.hardware import HardwareConfig
 from qfsdp.memory.predict import Predictor
 from qfsdp.memory.search import candidates, search
@@ -48,7 +50,7 @@ def measured_one(recipe: Any, cfg: Any) -> int:
     with torch.profiler.profile(activities=activities, profile_memory=True) as profiler:
         world = recipe.init_world(cfg.sharding, casts=cfg.trainable.casts(cfg.model.dtype))
         net = recipe.load_model(cfg, world)
-        trained = recipe.trainable_parameters(net)
+        trained = trainable_parameters(net)
         optimizer = recipe.build_optimizer(cfg.optimizer, trained, cfg.optimizer_in_backward)
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batches = [recipe.Batch(tokens, tokens.clone(), tokens.numel())]

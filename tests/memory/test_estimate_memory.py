@@ -54,6 +54,13 @@ def test_a_config_that_does_not_fit(
     ("word", "message"),
     [
         ("world_size=0", "world_size: 0 is not valid; expected an integer of at least 1"),
+        (
+            "world_size=1000000000",
+            "world_size: 1000000000 is not valid; expected an integer of at ",
+        ),
+        ("max_seq_len=1000000000", "max_seq_len: 1000000000; expected at most 4096, the model's "),
+        ("batch_size=100000000", "batch_size: 100000000 is not valid; expected an integer of at "),
+        ("adapter.rank=1000000", "adapter.rank: 1000000; expected at most "),
         ("world_sizes=2", "unknown key 'world_sizes'"),
         ("adapter.rnak=2", "unknown key 'adapter.rnak'; did you mean 'adapter.rank'?"),
         ("local_world_size=2", "local_world_size: 2 is not valid; expected a divisor of 1"),

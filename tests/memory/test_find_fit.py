@@ -6,13 +6,16 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from qfsdp.cli.config import load_config
 from qfsdp.cli.sizes import parse_size
 from qfsdp.cli.tool_config import run_tool
-from qfsdp.memory.estimate import estimate_fast
+from qfsdp.memory.extrapolate import estimate_fast
+from qfsdp.memory.predict import Predictor
+from tests.recipes.test_sharded_mixtures import MIXTURE
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 CONFIG = ["--config", str(ROOT / "configs/llama3_8b_lora.yaml")]
@@ -51,9 +54,32 @@ def test_the_best_is_a_config_that_fits(tmp_path: Path) -> None:
 
 
 @pytest.mark.long
+def test_it_says_whether_dividing_experts_pays(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Gathering 4 experts in 4 bits sends as much as 50 tokens that travel to 2 of them."""
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=4096, **MIXTURE)
+    recipe, tool = load_recipe(), load_recipe("find_fit")
+    said = {}
+    for tokens in (8, 4096):
+        words = [*CONFIG, f"model.path={model}", f"max_seq_len={tokens}", "quantization.format=nf4"]
+        cfg = load_config(recipe.Config, words)
+        hardware = tool.Config(gpu="rtx4090", interconnect="1GB/s", world_size=2).build(None)
+        predict = Predictor(recipe.build_model, recipe.train_step, cfg, 2, 2, hardware)
+        whole, best = predict({}), SimpleNamespace(strategy="full_shard")
+        trial = SimpleNamespace(prediction=whole, candidate=best)
+        tool.show_expert_parallel(trial, predict, 2)
+        divided = predict({"sharding.expert_parallel": 2})
+        said[tokens] = capsys.readouterr().out
+        pays = divided.time.seconds < whole.time.seconds
+        assert f"expert_parallel=2 {'pays' if pays else 'does not pay'}: " in said[tokens]
+    assert " pays" in said[8] and "does not pay" in said[4096]
+
+
+@pytest.mark.long
 def test_nothing_fits(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
-    done = find_fit(*CONFIG, f"model.path={model}", "device_memory=300MiB")
+    done = find_fit(*CONFIG, f"model.path={model}", "device_memory=780MiB")
     assert done.returncode == 2
     last = done.stderr.strip().splitlines()[-1]
     assert re.fullmatch(r"error: nothing fits; the smallest needs .* of every GPU", last)
@@ -62,10 +88,17 @@ def test_nothing_fits(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["gpu=rtx4080"], "gpu: 'rtx4080' is unknown; did you mean 'rtx4090'?"),
+        (["gpu=rtx4091"], "gpu: 'rtx4091' is unknown; did you mean 'rtx4090'?"),
+        (
+            ["device_memory=1MiB"],
+            "device_memory: 1.00 MiB; expected more than the 768.00 MiB that ",
+        ),
+        (["gpu=l4", "host_memory=1KiB"], "host_memory: 1.00 KiB; expected more than the 3.00 GiB"),
+        (["gpu=l4", "world_size=1000000000"], "world_size: 1000000000 is not valid; expected an "),
         (["device_memory=much"], "device_memory: 'much' is not valid; expected a size such as"),
         (["gpu=l4", "disk=slow"], "disk: 'slow' is not valid; expected a rate such as 25GB/s"),
         (["gpu=l4", "world_size=3", "local_world_size=2"], "local_world_size: 2 is not valid"),
+        (["gpu=l4", "world_size=4", "local_world_size=2"], "network: null; expected what a mach"),
         (["gpu=l4", "batch_sise=2"], "unknown key 'batch_sise'; did you mean 'batch_size'?"),
         (["device_memory=null"], "gpu: null; expected gpu=rtx4090, "),
     ],
@@ -85,6 +118,7 @@ def test_mistakes_are_one_line(
     assert stderr.startswith(f"error: {message}") and stderr.count("\n") == 1
 
 
+@pytest.mark.long
 def test_a_copy_and_a_config_that_trains_nothing(tmp_path: Path) -> None:
     copy = tmp_path / "my_find_fit.py"
     copy.write_text((ROOT / "recipes/find_fit.py").read_text())

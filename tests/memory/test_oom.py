@@ -20,6 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import DistributedConfig
 from qfsdp.memory import oom
 from qfsdp.memory.advice import TRANSIENT, less_device_memory, less_host_memory
 from qfsdp.memory.oom import Run, explain_out_of_memory, is_out_of_memory
@@ -171,7 +172,8 @@ def test_every_recipe_that_loads_weights_explains(
     recipe = load_recipe(name)
     monkeypatch.setattr(recipe, "init_world", lambda *_, **__: on_cuda())
     model = SimpleNamespace(path=str(tmp_path), dtype="fp32")
-    cfg = SimpleNamespace(model=model, sharding=ShardingConfig(), trainable=TrainableConfig())
+    parts = {"sharding": ShardingConfig(), "trainable": TrainableConfig()}
+    cfg = SimpleNamespace(model=model, distributed=DistributedConfig(), **parts)
     with pytest.raises(UserError, match=r"^out of memory in main, asked for 2.50 GiB more; "):
         recipe.main(cfg)
 

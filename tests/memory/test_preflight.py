@@ -21,13 +21,13 @@ import torch
 from qfsdp.cli import ranks as ranks_module
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
-from qfsdp.memory import preflight
+from qfsdp.memory import predict, preflight
 from qfsdp.memory.changes import as_words, changed
 from qfsdp.memory.estimate import Estimate, Point
 from qfsdp.memory.hardware import known_gpu, machine_memory
 from qfsdp.memory.predict import PROCESS_BYTES, Predictor
 from qfsdp.memory.preflight import check_memory, option_groups, refusal, suggest
-from tests.tiny import ROOT, TINY_CONFIG, load_recipe
+from tests.tiny import ROOT, TINY_CONFIG, load_recipe, write_tiny_model
 
 MIB = 1 << 20
 SHAPE = {"num_hidden_layers": 4, "hidden_size": 384, "max_position_embeddings": 4096}
@@ -68,6 +68,7 @@ def formula(
 @pytest.fixture
 def by_formula(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "Predictor", partial(Predictor, estimate=formula))
+    monkeypatch.setattr(predict, "CONTEXT_BYTES", 0)  # the formula counts tensors only
 
 
 def read(argv: list[str], *words: str) -> tuple[ModuleType, Any]:
@@ -150,7 +151,38 @@ def test_preflight_false(argv: list[str], capsys: pytest.CaptureFixture[str]) ->
     assert capsys.readouterr().out == ""
 
 
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ["device_memory=1KiB"],
+            "device_memory: 1.00 KiB; expected more than the 768.00 MiB that CUDA takes for every",
+        ),
+        (
+            ["device_memory=1GiB", "batch_size=100000"],
+            "batch_size: 100000 rows of 4096 tokens; 1.00 GiB per rank hold one layer of at most ",
+        ),
+        (
+            ["device_memory=800MiB", "model.path={huge}", "max_seq_len=100000000"],
+            "max_seq_len: 100000000; 800.00 MiB per rank hold one layer of at most ",
+        ),
+    ],
+)
+def test_bounds_need_no_dry_run(
+    argv: list[str],
+    words: list[str],
+    message: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(Predictor, "__call__", lambda self, changes: pytest.fail("a dry run"))
+    huge = write_tiny_model(tmp_path / "huge", max_position_embeddings=2**31 - 1)
+    given = [word.format(huge=huge) for word in words]
+    assert refused(argv, *given).startswith(message)
+
+
 def test_a_bad_size(argv: list[str]) -> None:
+    assert "expected a size such as 24GiB" in refused(argv, f"device_memory={'9' * 400}GiB")
     assert "device_memory: 'much'; expected a size such as 24GiB" in refused(
         argv, "device_memory=much"
     )

@@ -9,7 +9,15 @@ from pathlib import Path
 import pytest
 
 from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.memory.hardware import GPUS, Hardware, HardwareConfig, known_gpu, parse_rate, with_memory
+from qfsdp.memory.hardware import (
+    GPUS,
+    Hardware,
+    HardwareConfig,
+    check_bf16,
+    known_gpu,
+    parse_rate,
+    with_memory,
+)
 from qfsdp.memory.roofline import Load, step_time
 
 # A step reaches 75 of 100 TFLOP/s.
@@ -21,6 +29,7 @@ CARD = Hardware(
     pcie=25e9,
     host_bandwidth=80e9,
     disk=5e9,
+    network=10e9,
 )
 
 
@@ -38,6 +47,7 @@ def test_arithmetic_alone() -> None:
         ({"to_device_bytes": 60e9, "to_host_bytes": 40e9}, 1, "PCIe", 4),
         ({"to_device_bytes": 100e9}, 4, "host memory", 5),  # 400 GB through 80 GB/s
         ({"disk_bytes": 25e9}, 2, "disk", 10),
+        ({"wire_bytes": 100e9, "network_bytes": 30e9}, 1, "network", 3),
     ],
 )
 def test_transfers_overlap_with_arithmetic(
@@ -89,6 +99,16 @@ def test_names_as_users_write_them(name: str) -> None:
         ("NVIDIA L40S", "l40s"),
         ("NVIDIA RTX A6000", "a6000"),
         ("NVIDIA RTX 6000 Ada Generation", "rtx6000ada"),
+        ("NVIDIA A100-SXM4-40GB", "a100-40"),
+        ("Tesla V100-SXM2-16GB", "v100-16"),
+        ("Tesla V100-PCIE-32GB", "v100-32"),
+        ("Tesla T4", "t4"),
+        ("NVIDIA RTX A5000", "a5000"),
+        ("NVIDIA GeForce RTX 5090", "rtx5090"),
+        ("NVIDIA A10G", "a10g"),
+        ("NVIDIA GH200 480GB", "gh200"),
+        ("NVIDIA B200", "b200"),
+        ("AMD Instinct MI300X", "mi300x"),
     ],
 )
 def test_names_as_drivers_report_them(driver: str, name: str) -> None:
@@ -97,20 +117,32 @@ def test_names_as_drivers_report_them(driver: str, name: str) -> None:
 
 @pytest.mark.parametrize("name", GPUS)
 def test_every_known_gpu(name: str) -> None:
-    assert 1 < known_gpu(name).matmul_rate / 1e13 < 200
+    card = known_gpu(name)
+    assert 1 < card.matmul_rate / 1e13 < 200
+    assert 0.2e12 < card.memory_bandwidth < 8e12 and 14 < card.device_memory / 2**30 < 200
+
+
+@pytest.mark.parametrize("name", ["t4", "Tesla V100-SXM2-32GB"])
+def test_a_gpu_without_bf16(name: str) -> None:
+    with pytest.raises(UserError, match=f"^model.dtype: 'bf16', which a {name} .*; expected fp16$"):
+        check_bf16(name, "bf16")
+    for gpu, dtype in ((name, "fp16"), ("a10", "bf16"), (None, "bf16")):
+        check_bf16(gpu, dtype)
 
 
 def test_unknown_gpu() -> None:
-    with pytest.raises(UserError, match="gpu: 'rtx4080' is unknown; did you mean 'rtx40?90'"):
-        known_gpu("rtx4080")
-    with pytest.raises(UserError, match="gpu: 'abacus' is unknown; expected one of rtx3090, "):
+    with pytest.raises(UserError, match="gpu: 'rtx4085' is unknown; did you mean 'rtx40[89]0'"):
+        known_gpu("rtx4085")
+    with pytest.raises(
+        UserError, match="gpu: 'abacus' is unknown; expected one of v100-16, v100-32, "
+    ):
         known_gpu("abacus")
 
 
 def test_a_gpu_without_a_name() -> None:
     assert with_memory(24 << 30) == replace(known_gpu("rtx3090"), device_memory=24 << 30)
     assert with_memory(80 << 30) == replace(known_gpu("a100-80"), device_memory=80 << 30)
-    assert with_memory(1 << 40).matmul_rate == known_gpu("b200").matmul_rate
+    assert with_memory(1 << 40).matmul_rate == known_gpu("mi300x").matmul_rate
 
 
 def test_fields_replace_the_file_which_replaces_the_gpu(tmp_path: Path) -> None:

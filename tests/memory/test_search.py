@@ -13,7 +13,14 @@ from qfsdp.memory.changes import Changes, as_words, as_yaml, changed, micro_batc
 from qfsdp.memory.hardware import Hardware, known_gpu
 from qfsdp.memory.predict import Prediction
 from qfsdp.memory.roofline import StepTime
-from qfsdp.memory.search import Candidate, Trial, candidates, largest_batch, search
+from qfsdp.memory.search import (
+    Candidate,
+    Trial,
+    candidates,
+    divisors,
+    largest_batch,
+    search,
+)
 from tests.tiny import ROOT, load_recipe
 
 GIB = 1 << 30
@@ -71,6 +78,16 @@ def test_order() -> None:
     for at, way in enumerate(ways):  # none is faster in all than one before it
         assert not any(way.is_faster_in_all(before) for before in ways[:at])
     assert {r.changes["sharding.strategy"] for r in candidates(1)} == {"full_shard"}
+
+
+def test_several_machines_also_shard_within_each() -> None:
+    ways = candidates(RANKS, machines=2)
+    without = [way for way in ways if way.strategy != "hybrid_full_shard"]
+    assert without == candidates(RANKS)
+    hybrid = [replace(way, strategy="full_shard") for way in ways if way not in without]
+    assert hybrid == [way for way in without if way.strategy == "full_shard"]
+    for at, way in enumerate(ways):
+        assert not any(way.is_faster_in_all(before) for before in ways[:at])
 
 
 def test_slower_ways_are_not_tried_if_a_whole_step_fits() -> None:
@@ -140,6 +157,12 @@ def test_micro_batches_divide_a_step(samples: int, sizes: set[int]) -> None:
     model = MemoryModel(base=0, sample=0)
     largest_batch(candidates(RANKS)[0], model, samples, card(24))
     assert {a["batch_size"] for a in model.requests} <= sizes
+
+
+def test_divisors() -> None:
+    for number in range(1, 200):
+        assert divisors(number) == [n for n in range(1, number + 1) if number % n == 0]
+    assert len(divisors(2**40)) == 41  # of 2**20 rows in 2**20 micro-batches, in milliseconds
 
 
 def test_nothing_fits() -> None:

@@ -307,7 +307,10 @@ def test_every_n_layers_is_checked() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize("packed", [pytest.param(False, marks=pytest.mark.long), True])
+@pytest.mark.parametrize(
+    "packed",
+    [pytest.param(False, marks=pytest.mark.slow), pytest.param(True, marks=pytest.mark.long)],
+)
 def test_compiled_layers(packed: bool, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Bit for bit too: hooks are around the compiled code and do not change it."""
     torch._dynamo.reset()

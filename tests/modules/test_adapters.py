@@ -16,7 +16,7 @@ from torch.func import functional_call
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.modules import adapters
+from qfsdp.modules import adapters, row_norms
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import (
     AdaptedLinear,
@@ -27,7 +27,7 @@ from qfsdp.modules.adapters import (
 )
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizedLinear
-from qfsdp.modules.targets import LINEAR_NAMES, check_targets, target_modules
+from qfsdp.modules.targets import check_targets, target_modules
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import dtensor as shards
 from qfsdp.tensor_subclasses import nf4
@@ -251,7 +251,7 @@ def test_norms_do_not_depend_on_chunks_and_ranks(
     """7 rows of the widest weight at a time. On three ranks all A are gathered at once, on two a
     few at a time."""
     at_once = refreshed_norms(folders["llama"])
-    monkeypatch.setattr(adapters, "NORM_CHUNK_WEIGHTS", 7 * 577)
+    monkeypatch.setattr(row_norms, "NORM_CHUNK_WEIGHTS", 7 * 577)
     in_chunks = refreshed_norms(folders["llama"])
     on_ranks = run_ranks(3, refreshed_norms, folders["llama"])
     on_ranks += run_ranks(2, refreshed_norms, folders["llama"], 3000)
@@ -272,7 +272,7 @@ def test_a_decoder_layer_compiles_as_one_graph(method: str, folders: dict[str, P
     randomize_adapters(model)
     layer = model.model.layers[0]
     x = torch.randn(2, 32, 192, generator=torch.Generator().manual_seed(0))
-    rotary = model._rotary_tables(torch.arange(32)[None], x.dtype)
+    rotary = model.config.layers[0].rope.tables(32, torch.arange(32)[None], x.dtype)
     torch._dynamo.reset()
     compiled = torch.compile(layer.block, fullgraph=True, backend="aot_eager")
     gradients = []
@@ -393,7 +393,7 @@ ALL_LINEAR = {
         ("all-linear", ALL_LINEAR, False),
         (["all-linear"], ALL_LINEAR, False),
         (["all-linear", "lm_head"], ALL_LINEAR, True),
-        (list(LINEAR_NAMES), ALL_LINEAR, True),
+        ([name.rpartition(".")[2] for name in ALL_LINEAR] + ["lm_head"], ALL_LINEAR, True),
         (["q_proj", "down_proj"], {"self_attn.q_proj", "mlp.down_proj"}, False),
         ("v_proj", {"self_attn.v_proj"}, False),
         (["lm_head"], set(), True),
@@ -461,7 +461,7 @@ def test_what_does_not_go_together_is_told(config: AdapterConfig, message: str) 
         ("all_linear", "adapter.targets: 'all_linear' is not a linear of the decoder; did you mean "
          "'all-linear'? "),
         (["q_proj", "q"], "adapter.targets: 'q' is not a linear of the decoder; did you mean "),
-        (["gate"], "adapter.targets: 'gate' is not a linear of the decoder; did you mean "
+        (["gate_pro"], "adapter.targets: 'gate_pro' is not a linear of the decoder; did you mean "
          "'gate_proj'? "),
         ([], "adapter.targets: [] names no linear; expected 'all-linear' or some of "),
     ],
@@ -470,3 +470,25 @@ def test_unknown_targets_are_errors(targets: str | list[str], message: str) -> N
     with pytest.raises(UserError) as error:
         adapter("lora", targets).check()
     assert str(error.value).startswith(message)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [AdapterConfig(targets=["o_proj", "q_proj"]), AdapterConfig("ia3"), AdapterConfig("lora")],
+)
+def test_targets_of_a_model_with_fused_linears(config: AdapterConfig) -> None:
+    with torch.device("meta"):
+        phi3 = {"architectures": ["Phi3ForCausalLM"]}
+        model = Decoder(DecoderConfig.from_dict(TINY_CONFIG | phi3))
+    if config.targets is None and config.method == "lora":
+        adapters.add_adapters(model, config)
+        adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
+        assert adapted == {"qkv_proj", "o_proj", "gate_up_proj", "down_proj"}
+        return
+    with pytest.raises(UserError) as error:
+        adapters.add_adapters(model, config)
+    missing = "k_proj" if config.method == "ia3" else "q_proj"
+    assert str(error.value) == (
+        f"adapter.targets: '{missing}' is not a linear of this model; expected some of "
+        "all-linear, qkv_proj, o_proj, gate_up_proj, down_proj, lm_head"
+    )

@@ -238,7 +238,7 @@ def test_packed_loss_and_gradients_are_those_of_padded_rows(
         pytest.param("llama", "none", marks=pytest.mark.long),
         pytest.param("llama", "full", marks=pytest.mark.long),
         pytest.param("mistral-window", "none", marks=pytest.mark.long),
-        ("mistral-window", "full"),
+        pytest.param("mistral-window", "full", marks=pytest.mark.long),
     ],
 )
 def test_compiled_layers(name: str, checkpointing: Any, tmp_path: Path) -> None:

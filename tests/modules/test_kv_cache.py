@@ -75,8 +75,8 @@ def test_the_window_is_looked_at() -> None:
     tokens = random_tokens(4)
     changed = tokens.clone()
     changed[1, 0] = (changed[1, 0] + 1) % 101
-    for changes, differs in (({}, False), ({"sliding_window": None}, True)):
-        decoder = ours(reference("mistral-window"), num_hidden_layers=3, **changes)
+    for changes, differs in (({}, False), ({"window": None}, True)):
+        decoder = ours(reference("mistral-window"), **changes)
         last = [step_by_step(decoder, t)[1, -1] for t in (tokens, changed)]
         # Three layers of windows reach 19 tokens back; row 1 is at token 24 by then.
         assert (max_difference(*last) > 1e-3) == differs

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.modules import loss as loss_module
+from qfsdp.modules import row_norms
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import LowRankLinear
 from qfsdp.modules.loss import head_loss, summed_cross_entropy
@@ -58,6 +59,7 @@ def test_loss_and_gradients_in_chunks(
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk * VOCABULARY)
     monkeypatch.setattr(loss_module, "GRADIENT_CHUNK_WEIGHTS", 100 * HIDDEN)
+    monkeypatch.setattr(row_norms, "NORM_CHUNK_WEIGHTS", 100 * HIDDEN)
     head, generator = head_of(name), torch.Generator().manual_seed(1)
     hidden = torch.randn(3, 20, HIDDEN, generator=generator).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (3, 20), generator=generator)
@@ -128,7 +130,7 @@ def test_a_trained_heads_gradient_is_added_up_in_fp32(monkeypatch: pytest.Monkey
 
 def test_the_largest_logits_are_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", 5 * VOCABULARY)
-    head, rows = head_of("packed"), []
+    head, rows = head_of("packed lora"), []
     handle = head.register_forward_hook(lambda *_: rows.append("hooked"))
     forward = head.forward
     monkeypatch.setattr(head, "forward", lambda x: rows.append(len(x)) or forward(x))

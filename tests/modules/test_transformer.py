@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -26,8 +27,9 @@ from transformers import (
 
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.attention import _Rotate
-from qfsdp.modules.decoder_config import DecoderConfig, RopeConfig
+from qfsdp.modules.attention import rotate
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.rope import Llama3Scaling, RopeConfig
 from qfsdp.modules.transformer import Decoder
 
 SEQ = 40
@@ -95,9 +97,10 @@ def reference(name: str) -> PreTrainedModel:
 
 
 def ours(model: PreTrainedModel, **changes: Any) -> Decoder:
-    """Our decoder with the weights of `model`; every key must match."""
+    """Our decoder with the weights of `model`; every key must match. `changes`: of all layers."""
     config = DecoderConfig.from_dict(config_dict(model.config))
-    decoder = Decoder(dataclasses.replace(config, **changes))
+    layers = tuple(dataclasses.replace(kind, **changes) for kind in config.layers)
+    decoder = Decoder(dataclasses.replace(config, layers=layers))
     decoder.load_state_dict(model.state_dict(), strict=True)
     return decoder
 
@@ -124,8 +127,8 @@ def test_logits_match_transformers(name: str) -> None:
     [
         ("llama3.1", {"rope": RopeConfig()}),
         ("llama-linear-rope", {"rope": RopeConfig(theta=5000.0)}),
-        ("mistral-window", {"sliding_window": None}),
-        ("qwen2-window", {"max_window_layers": 0}),
+        ("mistral-window", {"window": None}),
+        ("qwen2-window", {"window": 7}),
     ],
 )
 @torch.no_grad()
@@ -158,18 +161,24 @@ def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((first * c - second * s, second * c + first * s), dim=-1)
 
 
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    return rotate(x, cos, sin, interleaved=False)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rotation_and_its_gradient_are_autograds(dtype: torch.dtype, compiled: bool) -> None:
-    tables = ours(reference("llama3.1"))._rotary_tables(torch.arange(SEQ)[None], dtype)
+    tables = (
+        ours(reference("llama3.1")).config.layers[0].rope.tables(8, torch.arange(SEQ)[None], dtype)
+    )
     generator = torch.Generator().manual_seed(0)
     x, grad = torch.randn(2, 2, SEQ, 6, 8, generator=generator).to(dtype)
     results = []
-    for rotate in (rotated, _Rotate.apply):
+    for turn in (rotated, rotate_halves):
         given = x.clone().requires_grad_()
         if compiled:
-            rotate = torch.compile(rotate, backend="aot_eager", fullgraph=True)
-        y = rotate(given, *tables)
+            turn = torch.compile(turn, backend="aot_eager", fullgraph=True)
+        y = turn(given, *tables)
         y.backward(grad)
         results.append((y.detach(), given.grad))
     for ours_, want in zip(*reversed(results), strict=True):
@@ -187,7 +196,7 @@ def test_no_gradient_of_a_compiled_layer_is_added_up_one_by_one() -> None:
 
     layer, backend = decoder.model.layers[0], aot_autograd(fw_compiler=keep, bw_compiler=keep)
     x = torch.randn(2, SEQ, SIZES["hidden_size"], requires_grad=True)
-    tables = decoder._rotary_tables(torch.arange(SEQ)[None], x.dtype)
+    tables = decoder.config.layers[0].rope.tables(8, torch.arange(SEQ)[None], x.dtype)
     torch._dynamo.reset()
     block = torch.compile(layer.block, fullgraph=True, backend=backend)
     block(x, *tables, None).sum().backward()
@@ -420,6 +429,7 @@ OLD_SPELLING: dict[str, dict[str, Any]] = {
         # No optional key at all: every default must be the one Hugging Face takes.
         f"minimal-{name}": {
             **{key: 64 for key in SIZES if key != "num_key_value_heads"},
+            "hidden_size": 128,
             "architectures": [name],
         }
         for name in ARCHITECTURE.values()
@@ -438,9 +448,10 @@ def test_config_is_read_as_transformers_reads_it(name: str) -> None:
 
 def test_config_fields_of_llama_3_1() -> None:
     config = DecoderConfig.from_dict(OLD_SPELLING["llama3.1-8b"])
-    assert (config.head_dim, config.num_key_value_heads, config.rms_norm_eps) == (128, 8, 1e-5)
-    assert config.rope == RopeConfig(500000.0, "llama3", 8.0, 1.0, 4.0, 8192)
-    assert not config.tie_word_embeddings and config.sliding_window is None
+    assert (config.head_dim, config.num_key_value_heads, config.norm.eps) == (128, 8, 1e-5)
+    rope = RopeConfig(500000.0, Llama3Scaling(8.0, 1.0, 4.0, 8192))
+    assert {kind.rope for kind in config.layers} == {rope}
+    assert not config.tie_word_embeddings and config.shortest_window is None
 
 
 @pytest.mark.parametrize(
@@ -448,14 +459,35 @@ def test_config_fields_of_llama_3_1() -> None:
     [
         ({"architectures": ["GPT2LMHeadModel"]}, ["GPT2LMHeadModel", *ARCHITECTURE.values()]),
         ({"architectures": None}, ["architecture None", "LlamaForCausalLM"]),
-        ({"rope_scaling": {"rope_type": "yarn", "factor": 2.0}}, ["yarn", "llama3"]),
+        ({"rope_scaling": {"rope_type": "spiral", "factor": 2.0}}, ["spiral", "llama3"]),
         ({"rope_scaling": {"type": "linear"}}, ["linear", "factor"]),
-        ({"partial_rotary_factor": 0.5}, ["partial_rotary_factor", "0.5"]),
+        ({"partial_rotary_factor": 1.5}, ["partial_rotary_factor", "1.5"]),
+        ({"partial_rotary_factor": 0.4}, ["partial_rotary_factor is 0.4", "even number of the 8"]),
         ({"hidden_act": "gelu"}, ["hidden_act", "gelu", "silu"]),
         ({"vocab_size": None}, ["vocab_size", "None"]),
         ({"num_hidden_layers": "three"}, ["num_hidden_layers", "three"]),
         ({"num_attention_heads": 0}, ["num_attention_heads", "0"]),
         ({"num_key_value_heads": 4}, ["num_key_value_heads", "4", "6"]),
+        ({"num_hidden_layers": 10_000_000}, ["num_hidden_layers is 10000000", "at most 10000"]),
+        ({"vocab_size": 10**12}, ["vocab_size is 1000000000000", "at most 16777216"]),
+        ({"vocab_size": -5}, ["vocab_size is -5", "positive integer"]),
+        ({"hidden_size": 10**15}, ["hidden_size", "at most"]),
+        ({"num_attention_heads": 7}, ["num_attention_heads is 7", "divisor of hidden_size"]),
+        ({"head_dim": 0}, ["head_dim is 0", "positive integer"]),
+        ({"head_dim": 15}, ["head_dim is 15", "even number"]),
+        ({"rope_theta": 0}, ["rope_theta is 0", "above 0"]),
+        ({"rope_theta": -1.0}, ["rope_theta is -1.0", "above 0"]),
+        ({"rope_theta": "big"}, ["rope_theta is 'big'", "above 0"]),
+        ({"rope_scaling": [2]}, ["rope_scaling is [2]", "an object"]),
+        ({"rope_scaling": {"type": "linear", "factor": 0}}, ["factor is 0", "above 0"]),
+        ({"rms_norm_eps": math.nan}, ["rms_norm_eps is nan", "above 0"]),
+        ({"rms_norm_eps": "small"}, ["rms_norm_eps is 'small'", "above 0"]),
+        ({"tie_word_embeddings": "no"}, ["tie_word_embeddings is 'no'", "true or false"]),
+        ({"max_position_embeddings": 0}, ["max_position_embeddings is 0", "positive integer"]),
+        (
+            {"architectures": ["MistralForCausalLM"], "sliding_window": -3},
+            ["sliding_window is -3", "positive integer"],
+        ),
     ],
 )
 def test_config_errors_name_file_and_value(
@@ -471,7 +503,13 @@ def test_config_errors_name_file_and_value(
 
 
 @pytest.mark.parametrize(
-    ("content", "words"), [(None, "No such file"), ("{]", "JSON"), ("[1]", "JSON object")]
+    ("content", "words"),
+    [
+        (None, "No such file"),
+        ("{]", "JSON"),
+        ("[1]", "JSON object"),
+        ("[" * 100_000, "JSON: maximum recursion depth"),
+    ],
 )
 def test_unreadable_config_is_a_user_error(content: str | None, words: str, tmp_path: Path) -> None:
     folder = tmp_path / "model"
@@ -483,8 +521,14 @@ def test_unreadable_config_is_a_user_error(content: str | None, words: str, tmp_
     assert str(folder / "config.json") in str(caught.value) and words in str(caught.value)
 
 
-def test_mixed_layer_types_are_a_user_error() -> None:
+def test_layer_types_say_which_layers_have_the_window() -> None:
     config = config_dict(TINY["qwen2-window"])
     config["layer_types"] = ["sliding_attention", "full_attention", "sliding_attention"]
-    with pytest.raises(UserError, match="layer_types"):
+    assert [kind.window for kind in DecoderConfig.from_dict(config).layers] == [7, None, 7]
+
+
+@pytest.mark.parametrize("kinds", [["full_attention"] * 2, ["full_attention", "chunked", "full"]])
+def test_other_layer_types_are_a_user_error(kinds: list[str]) -> None:
+    config = config_dict(TINY["qwen2-window"]) | {"layer_types": kinds}
+    with pytest.raises(UserError, match="layer_types is .*sliding_attention for each of 3 layers"):
         DecoderConfig.from_dict(config)

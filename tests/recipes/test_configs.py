@@ -25,16 +25,50 @@ from tests.tiny import (
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
 FOLDERS = ("block_expansion", "merge", "quantize")  # recipes that write a model folder
-OTHERS = (*FOLDERS, "evaluate", "generate")  # recipes that do not train
-TRAINING = [config for config in CONFIGS if config.stem not in OTHERS]
-TRAINERS = ("recipes/qdora_distributed", "recipes/full_finetune_distributed")
+SWEEPS = [config for config in CONFIGS if config.stem.startswith("sweep_")]
+DATA = ("prices", "published_2x24gb", "published_7b")  # files that sweeps read
+NOT_TRAINING = ("chat", "evaluate", "export", "generate", "judge", "serve")  # recipes
+OTHERS = (*FOLDERS, *DATA, *NOT_TRAINING)
+TRAINING = [c for c in CONFIGS if c.stem not in OTHERS and c not in SWEEPS]
+TRAINERS = (
+    *("recipes/qdora_distributed", "recipes/full_finetune_distributed"),
+    "recipes/dpo_distributed",
+)
+# Other sizes, or families, of mixtures than those that `make test` runs.
+LONG = (
+    "gpt_oss_120b_qlora",
+    "llama2_7b_qlora",
+    "llama2_7b_qlora_guanaco",
+    "llama3_70b_qlora",
+    "llama3_8b_llama_pro_0_1",
+    "mistral_7b_qdora",
+    "mixtral_8x7b_qlora",
+    "olmoe_7b_qlora",
+    "yi_34b_qlora",
+)
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
 FAMILIES = {
+    "qwen3_30b_a3b": {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS, "num_experts": 4},
+    "olmoe": {"architectures": ["OlmoeForCausalLM"], **EXPERTS, "num_experts": 4},
+    "mixtral": {"architectures": ["MixtralForCausalLM"], **EXPERTS, "num_local_experts": 4},
+    "gpt_oss": {"architectures": ["GptOssForCausalLM"], **EXPERTS, "num_local_experts": 4},
     "mistral": {"architectures": ["MistralForCausalLM"], "sliding_window": None},
     "qwen2_5": {"architectures": ["Qwen2ForCausalLM"]},
+    "qwen3": {"architectures": ["Qwen3ForCausalLM"]},
+    "gemma3": {
+        "architectures": ["Gemma3ForCausalLM"],
+        "head_dim": 32,
+        "sliding_window": 64,
+        "sliding_window_pattern": 2,
+        "tie_word_embeddings": True,
+    },
+    "phi4": {"architectures": ["Phi3ForCausalLM"]},
 }
 # Format by the end of a config's name; nf4 otherwise.
 FORMATS = {"_lora": "none", "_full": "none", "_hqq_dora": "hqq"}
 ROW = {"instruction": "Add.", "input": "2 + 3", "output": "5", "question": "2 + 3?", "answer": "5"}
+ROW |= {"prompt": "2 + 3?", "chosen": "It is 5.", "rejected": "It is 6, I think."}
+ROW["text"] = "### Human: 2 + 3?### Assistant: 5"  # Guanaco's form
 
 
 @pytest.fixture
@@ -45,7 +79,13 @@ def no_process_group() -> Iterator[None]:
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("config", TRAINING, ids=[c.stem for c in TRAINING])
+@pytest.mark.parametrize(
+    "config",
+    [
+        pytest.param(c, id=c.stem, marks=[pytest.mark.long] if c.stem in LONG else [])
+        for c in TRAINING
+    ],
+)
 @pytest.mark.usefixtures("eager", "no_process_group")
 def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     family = next((f for name, f in FAMILIES.items() if config.stem.startswith(name)), {})
@@ -59,6 +99,7 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     argv = ["--config", str(config), "max_steps=2", "max_seq_len=128", "batch_size=2"]
     argv += ["gradient_accumulation_steps=2", "lr_scheduler.num_warmup_steps=0"]
     argv += [f"output_dir={tmp_path}/run", f"model.path={model}", f"dataset.source={data}"]
+    argv += ["dataset.split=train"] if "split" in config.read_text() else []  # of one file
     full = name == TRAINERS[1]
     argv += ["optimizer.lr=1e-3"] if full else []  # the default changes too little
     cfg = load_config(recipe.Config, argv)
@@ -74,7 +115,7 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
         assert cfg.trainable.layers == ("all" if config.stem.endswith("_full") else "expanded")
         return
     adapter = json.loads((tmp_path / "run/adapter/adapter_config.json").read_text())
-    assert adapter.get("use_dora", False) == config.stem.endswith("dora")
+    assert adapter.get("use_dora", False) == ("dora" in config.stem)
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -99,9 +140,32 @@ def test_model_folders_are_written(name: str, tmp_path: Path) -> None:
     assert written.quantized.keys() | written.plain.keys() >= ModelWeights(model).plain.keys()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("config", SWEEPS, ids=[c.stem for c in SWEEPS])
+def test_a_cell_of_a_sweep(config: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every cell's config is valid, every published figure has its cell, and one cell is run: an
+    estimate by the model's name, or steps of the tiny model."""
+    monkeypatch.chdir(ROOT)
+    sweep = load_recipe("sweep")
+    cfg = load_config(sweep.Config, ["--config", str(config), f"output_dir={tmp_path}/out"])
+    whole = sweep.read_sweep(cfg)
+    assert len(whole.cells) >= 12 and (len(whole.published) >= 12) == (cfg.mode == "estimate")
+    if cfg.mode == "steps":
+        return  # tests/recipes/test_sweep.py runs such steps
+    (price,) = {whole.prices[cfg.gpu].usd_per_hour}
+    row = sweep.fill_in(cfg, whole, whole.cells[0], [])
+    fits = row["memory_gib"] < 24  # GiB of the cards of both sweeps
+    assert row["status"] == ("fits" if fits else "does not fit") and row["memory_gib"] > 5
+    assert price > 0
+
+
 @pytest.mark.parametrize("config", CONFIGS, ids=[c.stem for c in CONFIGS])
 def test_header_is_the_command_that_runs_it(config: Path) -> None:
     first = config.read_text().splitlines()[0]
+    if config.stem in DATA:
+        found = re.match(r"# tune run recipes/sweep --config (configs/\w+.yaml)", first)
+        assert found is not None and (ROOT / found[1]) in SWEEPS
+        return
     found = re.fullmatch(rf"# tune run (recipes/\w+) --config configs/{config.name}", first)
     assert found is not None and (ROOT / f"{found[1]}.py").is_file()
     assert (found[1] in TRAINERS) == (config in TRAINING)

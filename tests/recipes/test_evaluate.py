@@ -53,12 +53,12 @@ def words(model: Path, tmp_path: Path) -> list[str]:
         str(ROOT / "configs/evaluate.yaml"),
         f"model.path={model}",
         f"output={tmp_path}/out/x.json",
-        f"loss.gsm8k.source={tmp_path}/test.jsonl",
+        f"loss.arithmetic.source={tmp_path}/test.jsonl",
         f"text.wikitext2.file={tmp_path}/text.txt",
         "text.wikitext2.window=64",
-        f"exact_match.gsm8k.source={tmp_path}/test.jsonl",
-        f"exact_match.gsm8k.examples={tmp_path}/train.jsonl",
-        "exact_match.gsm8k.max_new_tokens=4",
+        f"exact_match.arithmetic.source={tmp_path}/test.jsonl",
+        f"exact_match.arithmetic.examples={tmp_path}/train.jsonl",
+        "exact_match.arithmetic.max_new_tokens=4",
         "max_seq_len=128",
         f"lm_eval.tasks={'[arc_easy]' if HAS_LM_EVAL else '[]'}",
         f"lm_eval.local_data={tmp_path}",
@@ -83,14 +83,16 @@ def test_all_sections_with_and_without_an_adapter(
 ) -> None:
     results = results_of(run(words))
     by_name = {(r["section"], r["name"], r["metric"]): r for r in results}
-    loss = by_name["loss", "gsm8k", "loss"]
+    loss = by_name["loss", "arithmetic", "loss"]
     assert loss["unit"] == "tokens" and 8 < loss["value"] < 14  # of a random model
-    assert math.exp(loss["value"]) == pytest.approx(by_name["loss", "gsm8k", "perplexity"]["value"])
+    assert math.exp(loss["value"]) == pytest.approx(
+        by_name["loss", "arithmetic", "perplexity"]["value"]
+    )
     text = by_name["text", "wikitext2", "loss"]
     assert text["interval"] is None or text["interval"][0] < text["value"] < text["interval"][1]
-    match = by_name["exact_match", "gsm8k", "exact_match"]
+    match = by_name["exact_match", "arithmetic", "exact_match"]
     assert match["count"] == 5 and match["interval"][0] <= match["value"] <= match["interval"][1]
-    answers = (tmp_path / "out/x.exact_match.gsm8k.jsonl").read_text().splitlines()
+    answers = (tmp_path / "out/x.exact_match.arithmetic.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["row"] for line in answers) == list(range(5))
     if HAS_LM_EVAL:
         assert by_name["lm_eval", "arc_easy", "acc"]["count"] == 1
@@ -128,21 +130,24 @@ def test_two_ranks_of_a_sharded_model_as_one_process(words: list[str], tmp_path:
             r"text.txt' exists already; expected a new file$",
         ),
         (
-            ["loss.gsm8k.prompt_colum=x"],
-            r"^loss.gsm8k.prompt_colum: .*did you mean 'prompt_column'",
+            ["loss.arithmetic.prompt_colum=x"],
+            r"^loss.arithmetic.prompt_colum: .*did you mean 'prompt_column'",
         ),
         (
-            ["loss.gsm8k.source=/nowhere.jsonl"],
-            r"^loss.gsm8k.source: /nowhere.jsonl does not exist",
+            ["loss.arithmetic.source=/nowhere.jsonl"],
+            r"^loss.arithmetic.source: /nowhere.jsonl does not exist",
         ),
-        (["loss.gsm8k.prompt_column=x"], r"^loss.gsm8k.prompt_column: no column 'x'"),
+        (["loss.arithmetic.prompt_column=x"], r"^loss.arithmetic.prompt_column: no column 'x'"),
         (["text.wikitext2.file=/nowhere"], r"^text.wikitext2.file: '/nowhere': No such file"),
         (
             ["text.wikitext2.window=513"],
             r"^text.wikitext2.window: 513; expected at most 512, the model's positions",
         ),
         (["max_seq_len=600"], r"^max_seq_len: 600; expected at most 512, the model's positions$"),
-        (["exact_match.gsm8k.max_new_tokens=500"], r"^exact_match.gsm8k: .*500 after .* 512 pos"),
+        (
+            ["exact_match.arithmetic.max_new_tokens=500"],
+            r"^exact_match.arithmetic: .*500 after .* 512 pos",
+        ),
         (["adapter=/nowhere"], r"/nowhere"),
         (["model.path=/nowhere"], r"/nowhere"),
     ],

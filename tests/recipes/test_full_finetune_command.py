@@ -19,27 +19,25 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import load_model
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.usefixtures("eager")
 RECIPE = "full_finetune_distributed"
 TOLERANCE = 1e-5  # of losses, on another number of ranks
 TOKENS = torch.randint(0, 577, (2, 30), generator=torch.Generator().manual_seed(5))
 
-CONFIG = """
+CONFIG = (
+    TOY_CONFIG
+    + """\
 output_dir: {folder}/run
-model: {{path: {folder}/model, dtype: fp32}}
-tokenizer: {{_component_: tests.toy_data.tokenizer}}
-dataset: {{_component_: tests.toy_data.Samples}}
-optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
 lr_scheduler:
   _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
   num_warmup_steps: 2
 batch_size: 12
-max_seq_len: 64
 epochs: 2
-preflight: false
 checkpoint: {{every_n_steps: 4, keep_last: 99}}
 """
+)
 
 
 @pytest.fixture(scope="module")

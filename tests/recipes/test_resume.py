@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -27,26 +29,24 @@ from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.toy_data import TOY_CONFIG
 from tests.waiting import LIMIT_S, wait_until
 
 TUNE = Path(sys.executable).with_name("tune")
 RECIPE = "recipes/qdora_distributed"
-CONFIG = """
+CONFIG = (
+    TOY_CONFIG
+    + """\
 output_dir: {folder}/run
-model: {{path: {folder}/model, dtype: fp32}}
-tokenizer: {{_component_: tests.toy_data.tokenizer}}
-dataset: {{_component_: tests.toy_data.Samples}}
 adapter: {{rank: 5, alpha: 7, dropout: 0.1}}
-optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
 lr_scheduler:
   _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
   num_warmup_steps: 2
 batch_size: 12
-max_seq_len: 64
 epochs: 3
-preflight: false
 checkpoint: {{every_n_steps: 5, keep_last: 99}}
 """
+)
 STEPS = 9  # 26 samples, 12 a step: 12, 12 and 2, three times
 
 
@@ -79,7 +79,9 @@ def adapter_bytes(run: Path) -> bytes:
     return (run / "adapter" / "adapter_model.safetensors").read_bytes()
 
 
-@pytest.mark.parametrize("ranks", [pytest.param(1, marks=pytest.mark.long), 2])
+@pytest.mark.parametrize(
+    "ranks", [pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.long)]
+)
 def test_the_same_bits_as_without_the_break(folder: Path, ranks: int) -> None:
     """LoRA and DoRA with dropout, with and without accumulation, after step 5 of 9."""
     runs, pairs = [], []
@@ -113,6 +115,33 @@ def test_another_number_of_ranks_resumes(folder: Path, before: int, after: int) 
     run_ranks(after, run_recipe, folder, [[*words, f"resume={whole}/checkpoints/step_00000005"]])
     expected = losses(whole)
     assert losses(rest) == pytest.approx({s: expected[s] for s in range(6, STEPS + 1)}, abs=1e-5)
+
+
+@pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
+def test_a_damaged_checkpoint_is_passed_over(
+    folder: Path, ranks: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The run goes on from the one before, with the losses and the adapter that it had."""
+    run = folder / f"damaged_{ranks}"
+    words = [f"batch_size={12 // ranks}", f"output_dir={run}"]
+    run_ranks(ranks, run_recipe, folder, [words])
+    expected, adapter = losses(run), adapter_bytes(run)
+    older, newest = published(run)
+    file = max((newest / "state").iterdir(), key=lambda path: path.stat().st_size)
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    capfd.readouterr()
+    run_ranks(ranks, run_recipe, folder, [[*words, "resume=auto"]])
+    assert losses(run) == expected
+    assert adapter_bytes(run) == adapter
+    assert [path.name for path in published(run)] == [older.name, newest.name]
+    assert newest.with_name(f"{newest.name}.damaged").is_dir()
+    (line,) = (line for line in capfd.readouterr().err.splitlines() if "warning: resume" in line)
+    assert line == (
+        f"warning: resume: '{newest}' is damaged: state/{file.name}: content changed (SHA-256); "
+        f"kept as '{newest.name}.damaged'; going on from '{older.name}'"
+    )
 
 
 # ---- what may change -------------------------------------------------------------------------
@@ -298,6 +327,41 @@ def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float]) ->
     assert process.returncode == 0, err
     assert losses(run) == reference
     assert adapter_bytes(run) == adapter_bytes(folder / "reference")
+    assert re.search(
+        rf"^error: rank \d on .* \(process {first[1]}\) was killed by SIGKILL; ", err, re.M
+    )
+    assert "Traceback" not in err and "FAILED" not in err, err
+
+
+@pytest.mark.long
+def test_a_stopped_rank_is_named_and_replaced(folder: Path) -> None:
+    """Rank 0 of 3 is stopped. The others say so after 20 s, and the restarted run goes on."""
+    whole, run = folder / "whole_of_3", folder / "hung"
+    words = ["adapter.dropout=0", "batch_size=4", "resume=auto", "checkpoint.every_n_steps=1"]
+    finish(tune(folder, *words, f"output_dir={whole}", flags="--nproc_per_node 3"))
+    held = hold(run)
+    flags = "--nproc_per_node 3 --max-restarts 1"
+    words += [f"output_dir={run}", "distributed.timeout=20s"]
+    process = start(tune(folder, *words, flags=flags), held)
+    wait_for_step(run, 3, process)
+    of_rank = {int(rank_of(pid)): pid for pid in rank_pids(process.pid)}
+    os.kill(of_rank[0], signal.SIGSTOP)
+    held.unlink()
+    _, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert "no rank has moved on for 20 s (distributed.timeout)" in err
+    assert "rank 0 did not arrive: last seen in step " in err  # a look may be a second old
+    place = f"host {socket.gethostname()}, process {of_rank[0]}"
+    assert f"{place}; its process does not answer; the system calls it T (stop" in err
+    assert "ranks 1, 2" in err and "starting all ranks again (1 of --max-restarts 1)" in err
+    assert "Traceback" not in err, err
+    assert "qdora_distributed.py" in (run / "hangs/rank_1.txt").read_text()
+    assert losses(run) == losses(whole)
+
+
+def rank_of(pid: int) -> str:
+    environment = Path(f"/proc/{pid}/environ").read_text().split("\0")
+    return dict(entry.partition("=")[::2] for entry in environment)["RANK"]
 
 
 def kill_and_go_on(

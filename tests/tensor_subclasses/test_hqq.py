@@ -148,6 +148,7 @@ def test_error_is_less_than_without_the_solver(monkeypatch: pytest.MonkeyPatch) 
 # ---- kernels -----------------------------------------------------------------------------------
 
 
+@pytest.mark.long
 @needs_compiler
 def test_compiled_kernels_give_the_bits_of_the_plain_functions(
     monkeypatch: pytest.MonkeyPatch,

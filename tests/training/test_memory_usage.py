@@ -59,6 +59,7 @@ def test_every_storage_counts_once(tied: bool, tmp_path: Path) -> None:
     assert usage.GRADIENTS not in bytes_by_kind(model, None, CPU)
 
 
+@pytest.mark.long
 def test_eight_bit_states_count_with_their_real_size(tmp_path: Path) -> None:
     low_bit = pytest.importorskip("torchao.optim")
     param = nn.Parameter(torch.randn(64, 256))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -12,7 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qfsdp.cli.component import Component
-from qfsdp.training.optimizer import build_optimizer
+from qfsdp.cli.errors import UserError
+from qfsdp.training.optimizer import build_optimizer, check_optimizer
 from tests.ranks import run_ranks
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -89,3 +91,29 @@ def test_only_sharded_parameters_are_swapped(monkeypatch: pytest.MonkeyPatch) ->
     )
     build_optimizer(Component("torch.optim.AdamW", {}), [nn.Parameter(torch.zeros(3))])
     assert not made
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "scheduler", "message"),
+    [
+        ("torch.optim.LBFGS", None, "optimizer: torch.optim.LBFGS needs 'closure' in every step"),
+        ("torch.optim.SparseAdam", None, "SparseAdam does not support dense gradients"),
+        (
+            "torch.optim.SGD",
+            "torch.optim.lr_scheduler.ReduceLROnPlateau",
+            "lr_scheduler: torch.optim.lr_scheduler.ReduceLROnPlateau needs 'metrics' in every",
+        ),
+    ],
+)
+def test_a_step_that_no_recipe_can_take(
+    optimizer: str, scheduler: str | None, message: str
+) -> None:
+    schedule = None if scheduler is None else Component(scheduler)
+    with pytest.raises(UserError, match=re.escape(message)):
+        check_optimizer(Component(optimizer), schedule)
+
+
+def test_a_constructor_that_fails() -> None:
+    adamw = Component("torch.optim.AdamW", {"betas": [0.9]})
+    with pytest.raises(UserError, match="torch.optim.AdamW refuses its arguments: list index out"):
+        check_optimizer(adamw, None)

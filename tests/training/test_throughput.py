@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,9 @@ from torch.profiler import profile
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from qfsdp.cli.progress import Progress
 from qfsdp.data.loader import IGNORE_INDEX, collate
+from qfsdp.distributed.world import World
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import add_adapters, init_adapters
@@ -21,6 +24,7 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.throughput import (
+    Meter,
     StepClock,
     StepFlops,
     document_lengths,
@@ -46,6 +50,7 @@ SETUPS: dict[str, tuple[AdapterConfig | None, dict[str, Any]]] = {
     "late": (AdapterConfig("lora", rank=5, targets=["down_proj"]), {}),
     "ia3": (AdapterConfig("ia3"), {}),
     "ia3, late": (AdapterConfig("ia3", targets=["down_proj"]), {}),
+    "fused": (AdapterConfig("dora", rank=5), {"architectures": ["Phi3ForCausalLM"]}),
     "nothing frozen": (None, {}),
     "nothing frozen, tied": (None, {"tie_word_embeddings": True}),
 }
@@ -211,10 +216,42 @@ def test_matmul_rate_is_that_of_the_fastest_product(monkeypatch: pytest.MonkeyPa
 
 
 def test_utilization() -> None:
-    assert utilization(StepFlops(600, 800), seconds=2.0, rate=1000.0) == {
+    assert utilization(StepFlops(600, 800, 200), seconds=2.0, rate=1000.0) == {
         "model_flops_utilization": 0.3,
         "hardware_flops_utilization": 0.4,
     }
+
+
+def test_utilization_is_at_most_1(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also if the rate was measured while the device was slow."""
+    monkeypatch.setattr("qfsdp.training.throughput.matmul_rate", lambda *_: 1.0)
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
+    meter = Meter(model, World(CPU), StepClock(CPU))
+    now = iter([0.0, 2.0, 2.0, 6.0, 6.0])  # a step of 2 s, and one of 4 s
+    monkeypatch.setattr("qfsdp.training.throughput.time.perf_counter", lambda: next(now))
+    meter._start()
+    found = []
+    for _ in range(2):
+        meter.add([collate([{"tokens": [1] * 8, "labels": [1] * 8}], pad_id=0)])
+        found.append(meter.read()["hardware_flops_utilization"])
+    assert found == [1.0, 0.5], "the best step is the rate from then on"
+
+
+def test_the_first_time_of_a_phase_is_told_if_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    told: list[str] = []
+
+    def tell(text: str) -> AbstractContextManager[None]:
+        told.append(text)
+        return nullcontext()
+
+    monkeypatch.setattr("qfsdp.training.throughput.told_if_slow", tell)
+    monkeypatch.setattr("qfsdp.cli.progress.NOW", Progress(step=3))
+    clock = StepClock(CPU)
+    for _ in range(2):
+        with clock.phase("forward"), clock.phase("inner"):
+            pass
+    assert told == ["step 3: forward", "step 3: inner"]
 
 
 @pytest.mark.gpu

@@ -18,6 +18,7 @@ from qfsdp.cli.component import Component
 from qfsdp.cli.config import load_config, to_yaml
 from qfsdp.cli.errors import UserError
 from qfsdp.data.loader import StepLoader
+from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.training import validation
 from qfsdp.training.validation import Validation, ValidationConfig
 from tests.models import cpu_world
@@ -277,7 +278,7 @@ def train(folder: Path, quantized: Path, out: Path, case: dict[str, Any], valida
     torch.manual_seed(world.rank)
     torch._dynamo.reset()
     model = recipe.load_model(cfg, world)
-    trained = recipe.trainable_parameters(model)
+    trained = trainable_parameters(model)
     adamw = {"lr": 1e-3, "eps": 1e-6, "fused": True}
     optimizer = build_optimizer(Component("torch.optim.AdamW", adamw), trained)
     loader = StepLoader(
@@ -310,7 +311,7 @@ def train(folder: Path, quantized: Path, out: Path, case: dict[str, Any], valida
     host = state["host"]
     return {
         "losses": losses,
-        "adapters": [local_part(p).clone() for p in recipe.trainable_parameters(model)],
+        "adapters": [local_part(p).clone() for p in trainable_parameters(model)],
         "stacks": {key: (s["names"], s["rows"], s["shape"]) for key, s in host["stacks"].items()},
         "random": torch.get_rng_state(),
     }
@@ -401,11 +402,14 @@ class Scripted:
         cfg = SimpleNamespace(
             validation=ValidationConfig(sets=sets, eval_every=1, **options),
             tokenizer=Component("tests.toy_data.tokenizer"),
+            model=SimpleNamespace(folder=None),
             batch_size=2,
             max_seq_len=64,
             compile=False,
             packed=False,
         )
+        model = SimpleNamespace(from_dir=lambda _: SimpleNamespace(vocab_size=577))
+        monkeypatch.setattr(validation, "DecoderConfig", model)
         remaining = iter(losses)
         monkeypatch.setattr(validation, "held_out_loss", lambda *_: (4 * next(remaining), 4))
         self.folder, self.log = folder, Log()
@@ -436,6 +440,10 @@ def test_the_lowest_loss_is_kept(tmp_path: Path, monkeypatch: Any) -> None:
     assert sorted(path.name for path in tmp_path.iterdir()) == ["best"]
     assert run.log.lines[2] == (
         "validation at step 3: held loss 2.5 (perplexity 12.18); the best was step 2"
+    )
+    assert run.log.lines[3] == (
+        "validation at step 4: held loss nan (perplexity nan); held is not finite and never the "
+        "best; the best was step 2"
     )
     assert run.log.lines[4].endswith("; the best so far") and run.validation.progress["waited"] == 1
 
@@ -498,11 +506,23 @@ def test_an_interrupted_replacement_is_undone(tmp_path: Path, monkeypatch: Any) 
     assert Scripted(tmp_path, monkeypatch, [3.0]).kept[0] == 1
 
 
-def test_a_full_disk_is_one_line(tmp_path: Path, monkeypatch: Any) -> None:
-    run = Scripted(tmp_path, monkeypatch, [3.0, 2.0])
-    run.save = lambda path: (_ for _ in ()).throw(OSError(28, "No space left"))  # type: ignore
-    with pytest.raises(UserError, match="^validation: '.*best' cannot be written: .*No space left"):
-        run.steps()
+def test_a_full_disk_costs_one_warning(tmp_path: Path, monkeypatch: Any, capsys: Any) -> None:
+    """The best is what is kept: after a failed save a later state must only be better than it."""
+    run = Scripted(tmp_path, monkeypatch, [3.0, 1.0, 2.0, 2.5], patience=2)
+    save = run.save
+
+    def fails_in_the_second_step(path: Path) -> None:
+        if run.validation.progress["step"] == 2:
+            path.mkdir()
+            raise UserError(f"'{path}' cannot be written: No space left on device")
+        save(path)
+
+    run.save = fails_in_the_second_step  # type: ignore[method-assign]
+    assert run.steps() == [1, 2, 3, 4]
+    assert run.kept[0] == 3 and run.validation.progress["best_step"] == 3
+    warnings = [line for line in capsys.readouterr().err.splitlines() if "warning" in line]
+    assert len(warnings) == 1 and "training goes on, and the best is still step 1" in warnings[0]
+    assert not (tmp_path / "best.partial").exists()
 
 
 # ---- with the recipe -----------------------------------------------------------------------------
@@ -585,7 +605,7 @@ def test_the_example_in_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
             ["validation.sets.x={_component_: qfsdp.data.gsm8k_dataset, source: no.csv}"],
             "validation.sets.x.source: no.csv does not exist",
         ),
-        (["run_val_every_n_steps=3"], "qfsdp calls it 'validation.eval_every'"),
+        (["run_val_every_n_steps=3"], "here it is 'validation.eval_every'"),
         (["eval_every=3"], "unknown key 'eval_every'; did you mean 'validation.eval_every'?"),
         (["validation.every=3"], "did you mean 'validation.eval_every'?"),
     ],

@@ -1,0 +1,52 @@
+"""The card of adapters and models: what it tells, and what it keeps to itself."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import yaml
+
+from qfsdp.checkpoint.model_card import model_card
+from qfsdp.cli.config import load_config, to_yaml
+from tests.tiny import load_recipe
+from tests.toy_data import TOY_CONFIG
+
+
+def card_of(tmp_path: Path, *words: str) -> tuple[dict[str, object], str]:
+    """The head and the whole card of a run in `tmp_path` of which 8 updates are logged."""
+    run = tmp_path / "run"
+    (run / "adapter").mkdir(parents=True)
+    (run / "adapter/adapter_config.json").write_text("{}")
+    (tmp_path / "config.yaml").write_text(TOY_CONFIG.format(folder=tmp_path))
+    argv = ["--config", f"{tmp_path}/config.yaml", f"output_dir={run}", "batch_size=1", *words]
+    cfg = load_config(load_recipe().Config, argv)
+    (run / "config.yaml").write_text(to_yaml(cfg))
+    lines = [{"step": step, "loss": 3 - step / 10} for step in (1, 8)]
+    lines += [{"step": 8, "validation/heldout/loss": 2.5}]
+    (run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    card = model_card(cfg, run / "adapter")
+    return yaml.safe_load(card.split("---\n")[1]), card
+
+
+def test_it_tells_base_method_data_and_figures(tmp_path: Path) -> None:
+    words = ["model.path=org/tiny@v2", "adapter.method=lora", "adapter.rank=4"]
+    head, card = card_of(tmp_path, *words, "push_to_hub=me/tuned")
+    assert head["library_name"] == "peft"
+    assert head["base_model"] == "org/tiny"
+    assert "license" not in head
+    assert "# me/tuned\n" in card
+    for row in (
+        "| method | LoRA, rank 4, alpha",
+        "| updates | 8 |",
+        "| training loss, last | 2.2 |",
+        "| held-out loss, heldout | 2.5 (update 8) |",
+    ):
+        assert row in card, card
+
+
+def test_paths_of_this_machine_stay_here(tmp_path: Path) -> None:
+    head, card = card_of(tmp_path, f"model.path={tmp_path}/secret/my-base")
+    assert "base_model" not in head
+    assert "`my-base`" in card
+    assert str(tmp_path) not in card

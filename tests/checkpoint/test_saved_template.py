@@ -1,0 +1,121 @@
+"""What a base model was trained with is what generate, evaluate and the merged model use."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, build_tokenizer
+from qfsdp.cli.component import Component
+from qfsdp.cli.config import load_config
+from qfsdp.data import HFTokenizer
+from qfsdp.evaluation.prompts import stop_ids
+from tests.data.test_tokenizer import CHAT, CHATML, byte_level, write_folder
+from tests.ranks import run_ranks
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+CONFIG = """
+model: {{path: {folder}/model, dtype: fp32}}
+tokenizer: {{_component_: qfsdp.data.hf_tokenizer, path: "${{model.path}}"}}
+dataset: {{_component_: qfsdp.data.chat_dataset, source: {folder}/rows.jsonl}}
+optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3}}
+adapter: {{method: lora, rank: 2}}
+output_dir: {folder}/run
+max_seq_len: 256
+max_steps: 1
+preflight: false
+"""
+
+
+def train(config: str, words: list[str], recipe_name: str) -> None:
+    """A training recipe; runs on every rank."""
+    recipe = load_recipe(recipe_name)
+    cfg = load_config(recipe.Config, ["--config", config, *words])
+    recipe.check(cfg)
+    recipe.main(cfg)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A base model without a chat template, rows, documents and a config."""
+    write_tiny_model(tmp_path / "model")
+    write_folder(tmp_path / "model", byte_level())
+    (tmp_path / "model/generation_config.json").write_text('{"eos_token_id": 1}')
+    (tmp_path / "rows.jsonl").write_text((json.dumps({"messages": CHAT}) + "\n") * 8)
+    (tmp_path / "text.jsonl").write_text('{"text": "a document"}\n' * 8)
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    return tmp_path
+
+
+def ids_of_transformers(folder: Path) -> list[int]:
+    from transformers import AutoTokenizer
+
+    oracle = AutoTokenizer.from_pretrained(str(folder))
+    return list(oracle.apply_chat_template(CHAT[:4], add_generation_prompt=True, return_dict=False))
+
+
+@pytest.mark.parametrize("name", [pytest.param("auto", marks=pytest.mark.long), "chatml"])
+def test_from_training_to_the_merged_model(folder: Path, name: str) -> None:
+    words = [f"tokenizer.chat_template={name}"]
+    run_ranks(1, train, str(folder / "config.yaml"), words, "qdora_distributed")
+    adapter = folder / "run/adapter"
+    trained = build_tokenizer(
+        Component("qfsdp.data.hf_tokenizer", {"path": f"{folder}/model", "chat_template": name}),
+        None,
+    )
+    assert (adapter / TEMPLATE_FILE).read_text() == trained.chat_template.template.text
+
+    recipe = load_recipe("generate")
+    argv = ["--config", str(ROOT / "configs/generate.yaml"), f"model.path={folder}/model"]
+    cfg = load_config(recipe.Config, [*argv, f"adapter={adapter}", "prompt=Hi"])
+    answering = build_tokenizer(cfg.tokenizer, cfg.adapter)
+    assert isinstance(answering, HFTokenizer) and answering.chat_template.remark is None
+    prompt = answering.encode_chat(CHAT[:4])
+    assert prompt == trained.encode_chat(CHAT[:4])
+    end = answering.special_tokens["<|im_end|>" if name == "chatml" else "</s>"]
+    assert stop_ids(answering, cfg.model.folder) == {answering.eos_id, end}
+
+    recipe = load_recipe("merge")
+    argv = ["--config", str(ROOT / "configs/merge.yaml"), f"model.path={folder}/model"]
+    argv += [f"adapter={adapter}", f"output_dir={folder}/merged"]
+    cfg = load_config(recipe.Config, argv)
+    recipe.check(cfg)
+    recipe.main(cfg)
+    assert ids_of_transformers(folder / "merged") == prompt
+    settings = json.loads((folder / "merged/generation_config.json").read_text())
+    assert settings["eos_token_id"] == ([end, 1] if name == "chatml" else 1)
+
+
+@pytest.mark.long
+def test_full_finetuning_and_documents(folder: Path) -> None:
+    config = str(folder / "config.yaml")
+    words = ["~adapter", "tokenizer.chat_template=plain", f"output_dir={folder}/full"]
+    run_ranks(1, train, config, words, "full_finetune_distributed")
+    prompt = ids_of_transformers(folder / "full/model")
+    assert "### Assistant:\n" in build_tokenizer(
+        Component("qfsdp.data.hf_tokenizer", {"path": f"{folder}/full/model"}), None
+    ).decode(prompt)
+    words = ["dataset._component_=qfsdp.data.text_dataset", f"dataset.source={folder}/text.jsonl"]
+    words.append("tokenizer.max_seq_len=32")
+    run_ranks(1, train, config, words, "qdora_distributed")
+    assert (folder / "run/adapter/adapter_config.json").is_file()
+    assert not (folder / "run/adapter" / TEMPLATE_FILE).exists()
+
+
+def test_a_template_in_the_config_wins(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (folder / "run/adapter").mkdir(parents=True)
+    (folder / "run/adapter" / TEMPLATE_FILE).write_text(CHATML)
+    given = {"path": f"{folder}/model"}
+    for setting, said in (("plain", True), (CHATML, False)):
+        caplog.clear()
+        component = Component("qfsdp.data.hf_tokenizer", given | {"chat_template": setting})
+        built = build_tokenizer(component, str(folder / "run/adapter"))
+        assert ("chat_template.jinja" in caplog.text) is said
+        assert (built.chat_template.template.text == CHATML) is not said
+    built = build_tokenizer(
+        Component("qfsdp.data.hf_tokenizer", given), str(folder / "run/adapter")
+    )
+    assert built.chat_template.template.text == CHATML

@@ -1,0 +1,95 @@
+"""Adapters for vLLM: what its loader takes is copied, what it refuses is named with the way out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
+from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
+from qfsdp.cli.config import load_config
+from qfsdp.cli.errors import UserError
+from qfsdp.modules.adapter_config import AdapterConfig
+from tests.checkpoint.test_merge import logits, plain_model, trained
+from tests.tiny import ROOT, load_recipe, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def exported(model: Path, adapter: object, output: Path, *words: str) -> Path:
+    recipe = load_recipe("export")
+    argv = ["--config", str(ROOT / "configs/export.yaml"), f"model.path={model}", "format=lora"]
+    cfg = load_config(recipe.Config, [*argv, f"adapter={adapter}", f"output_dir={output}", *words])
+    recipe.check(cfg)
+    recipe.main(cfg)
+    return output
+
+
+def test_lora_goes_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """PEFT computes the same from the copy; the names are those that vLLM 0.33 parses
+    (`parse_fine_tuned_lora_name`)."""
+    from peft import PeftModel
+    from safetensors.torch import load_file
+
+    model_dir = write_tiny_model(tmp_path / "model")
+    adapter = tmp_path / "adapter"
+    ours = trained(model_dir, AdapterConfig("lora", 5, 7.0), adapter, format="none")
+    (adapter / TEMPLATE_FILE).write_text("{{ messages }}")
+    (adapter / "README.md").write_text("a card")
+    out = exported(model_dir, adapter, tmp_path / "mine")
+    files = {file.name for file in out.iterdir()}
+    assert files == {"adapter_config.json", WEIGHTS_FILE, TEMPLATE_FILE}
+    theirs = PeftModel.from_pretrained(plain_model(model_dir), str(out))
+    assert (logits(theirs) - logits(ours)).abs().max() < 1e-4
+    for name in load_file(out / WEIGHTS_FILE):
+        *prefix, field, weight = name.split(".")
+        assert prefix[:2] == ["base_model", "model"] and weight == "weight"
+        assert field in ("lora_A", "lora_B")
+    assert capsys.readouterr().out.splitlines()[-1] == (
+        f"adapter for vLLM: vllm serve {model_dir} --enable-lora --max-lora-rank 8 "
+        f"--lora-modules mine={out} --chat-template {out / TEMPLATE_FILE}"
+    )
+
+
+EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "num_experts": 4, "head_dim": 32}
+MIXTURE = {"architectures": ["Qwen3MoeForCausalLM"], **EXPERTS}
+
+
+@pytest.mark.parametrize(
+    ("section", "changes", "reason"),
+    [
+        (AdapterConfig("dora", 5, 7.0), {}, "is DoRA, which vLLM does not load"),
+        (AdapterConfig("ia3"), {}, "is IA3, which vLLM does not load"),
+        (
+            AdapterConfig("lora", 520, targets=["up_proj"]),
+            {},
+            "has rank 520, and vLLM serves at most 512",
+        ),
+        (AdapterConfig("lora", 2), MIXTURE, "adapts experts, which vLLM loads with options of its"),
+    ],
+)
+def test_what_vllm_refuses_is_merged(
+    section: AdapterConfig, changes: dict[str, Any], reason: str, tmp_path: Path
+) -> None:
+    model, adapter = write_tiny_model(tmp_path / "model", **changes), tmp_path / "adapter"
+    trained(model, section, adapter, format="none")
+    with pytest.raises(UserError) as error:
+        exported(model, adapter, tmp_path / "out")
+    message = str(error.value)
+    assert message.startswith(f"adapter: '{adapter}' {reason}")
+    command = f"model.path={model} adapter={adapter} output_dir=models/merged"
+    assert message.endswith(f"tune run recipes/merge --config configs/merge.yaml {command}")
+    assert len(message.splitlines()) == 1 and not (tmp_path / "out").exists()
+
+
+def test_an_adapter_of_another_model(tmp_path: Path) -> None:
+    model, other = (write_tiny_model(tmp_path / str(size), hidden_size=size) for size in (192, 96))
+    trained(model, AdapterConfig("lora", 5), tmp_path / "adapter", format="none")
+    with pytest.raises(UserError, match=r"lora_A.weight' has shape \[5, 192\]; expected \[5, 96\]"):
+        exported(other, tmp_path / "adapter", tmp_path / "out")
+    with pytest.raises(
+        UserError, match="adapter: None is not valid; expected the folder of an ada"
+    ):
+        exported(model, "null", tmp_path / "out")

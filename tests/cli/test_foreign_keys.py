@@ -1,0 +1,213 @@
+"""Keys of other projects: every answer exists here and is what a user can write."""
+
+from __future__ import annotations
+
+import importlib
+from pathlib import Path
+
+import pytest
+
+from qfsdp.cli.component import Component, passed_by_name
+from qfsdp.cli.config import load_config
+from qfsdp.cli.convert import has_key
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.foreign_keys import _OFF_OF, ANSWERS, answer_to
+from qfsdp.cli.recipes import load_recipe
+from qfsdp.data.reading import KEYS
+from tests.cli.stand_in import ROOT
+
+QDORA = load_recipe(ROOT / "recipes/qdora_distributed.py").Config
+FULL = load_recipe(ROOT / "recipes/full_finetune_distributed.py").Config
+DPO = load_recipe(ROOT / "recipes/dpo_distributed.py").Config
+CONFIGS = {
+    QDORA: "configs/llama3_8b_qdora.yaml",
+    FULL: "configs/llama3_8b_full.yaml",
+    DPO: "configs/llama3_8b_dpo.yaml",
+}
+LOSS = "qfsdp.training.preference_losses"
+# A component that takes the arguments that answers name.
+EXAMPLES = {
+    "optimizer": ["torch.optim.AdamW"],
+    "lr_scheduler": ["qfsdp.training.cosine_with_warmup"],
+    "tokenizer": ["qfsdp.data.hf_tokenizer"],
+    "dataset": [
+        "qfsdp.data.instruct_dataset",
+        "qfsdp.data.text_dataset",
+        "qfsdp.data.mixed_dataset",
+    ],
+    "loss": [f"{LOSS}.sigmoid", f"{LOSS}.simpo", f"{LOSS}.kto"],
+    "metric_logger": [
+        "torchtune.training.metric_logging.TensorBoardLogger",
+        "torchtune.training.metric_logging.WandBLogger",
+        "torchtune.training.metric_logging.MLFlowLogger",
+    ],
+}
+TO_WANDB_INIT = ("name", "id")  # WandBLogger passes them on
+
+
+def answers() -> list[str]:
+    found: list[str] = []
+    for answer in [*ANSWERS.values(), *_OFF_OF.values()]:
+        found += answer.values() if isinstance(answer, dict) else [answer]
+    found += [answer_to(key, False) for key in ANSWERS]
+    return sorted({answer for answer in found if " " not in answer})
+
+
+def load(schema: type, word: str) -> object:
+    return load_config(schema, ["--config", str(ROOT / CONFIGS[schema]), word])
+
+
+@pytest.mark.parametrize("answer", answers())
+def test_the_key_of_an_answer_exists_and_takes_its_value(answer: str) -> None:
+    key, given, _ = answer.partition("=")
+    schema = next(schema for schema in CONFIGS if has_key(schema, key))
+    section, _, argument = key.partition(".")
+    if section in EXAMPLES and argument not in ("", "_component_"):
+        takes = [passed_by_name(Component(path).resolve()) for path in EXAMPLES[section]]
+        also = [*TO_WANDB_INIT, *KEYS]  # the last are taken before the builder is called
+        assert any(argument in names for names in takes) or argument in also
+    if not given:
+        return
+    load(schema, answer)
+    if argument == "_component_":
+        module, _, name = answer.partition("=")[2].rpartition(".")
+        assert hasattr(importlib.import_module(module or LOSS), name)
+
+
+@pytest.mark.parametrize("key", sorted(ANSWERS))
+def test_every_key_has_an_answer_of_one_line(key: str) -> None:
+    for value in (None, True, False, "nf4", "lora", 4):
+        answer = answer_to(key, value)
+        assert answer and "\n" not in answer
+        ours = answer.partition("=")[0]
+        assert ours != key or "=" in answer, "a key that we have is not foreign"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("learning_rate=2e-4", "unknown key 'learning_rate'; here it is 'optimizer.lr'"),
+        ("lora_r=8", "unknown key 'lora_r'; here it is 'adapter.rank'"),
+        (
+            "gradient_checkpointing=true",
+            "unknown key 'gradient_checkpointing'; here it is 'activation.checkpointing=full'",
+        ),
+        (
+            "gradient_checkpointing=false",
+            "unknown key 'gradient_checkpointing'; here it is 'activation.checkpointing=none'",
+        ),
+        ("model.lora_rank=8", "unknown key 'model.lora_rank'; here it is 'adapter.rank'"),
+        ("checkpointer.checkpoint_dir=x", "unknown key 'checkpointer'; here it is 'model.path'"),
+        ("checkpointer.output_dir=x", "unknown key 'checkpointer'; here it is 'output_dir'"),
+        ("adapter=qlora", "here it is 'adapter.method=lora'"),
+        ("model=org/name", "here it is 'model.path'"),
+        ("resume_from_checkpoint=true", "here it is 'resume=auto'"),
+        ("resume_from_checkpoint=runs/x", "here it is 'resume'"),
+        ("training.lora_r=8", "unknown key 'training'"),
+        ("adapter.r=8", "unknown key 'adapter.r'; here it is 'adapter.rank'"),
+        (
+            "optimizer_in_bwd=true",
+            "here it is 'optimizer_in_backward', which this recipe does not have",
+        ),
+        ("rl=dpo", "unknown key 'rl'; preference tuning is recipes/dpo_distributed; its 'loss'"),
+        ("rl=grpo", "unknown key 'rl'; a loop of your own does it: docs/guide/your-own-loop.md"),
+        ("beta=0.1", "unknown key 'beta'; here it is 'loss.beta', which this recipe does not have"),
+    ],
+)
+def test_messages(word: str, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        load(QDORA, word)
+    assert message in str(error.value) and "\n" not in str(error.value)
+
+
+# Keys of example configs that the projects publish, and of the arguments of their trainers.
+PUBLISHED = {
+    "Axolotl": """adapter base_model bf16 chat_template dataset_prepared_path datasets debug
+        deepspeed early_stopping_patience eval_sample_packing eval_table_size evals_per_epoch
+        flash_attention fp16 fsdp fsdp_config gradient_checkpointing gradient_checkpointing_kwargs
+        group_by_length hub_model_id kto_desirable_weight learning_rate liger_rms_norm load_in_4bit
+        load_in_8bit local_rank logging_steps lora_alpha lora_dropout lora_fan_in_fan_out
+        lora_mlp_kernel lora_model_dir lora_modules_to_save lora_r lora_target_linear
+        lora_target_modules micro_batch_size model_type num_epochs pad_to_sequence_len plugins
+        remove_unused_columns resume_from_checkpoint rl rl_beta sample_packing saves_per_epoch
+        sequence_len special_tokens strict tf32 tokenizer_type train_on_inputs val_set_size
+        wandb_entity wandb_log_model wandb_name wandb_project wandb_watch warmup_ratio warmup_steps
+        weight_decay xformers_attention""",
+    "LLaMA-Factory": """bf16 cutoff_len dataloader_num_workers ddp_timeout do_train
+        enable_liger_kernel eval_steps eval_strategy finetuning_type fp16 learning_rate
+        logging_steps lora_rank lora_target lr_scheduler_type max_samples model_name_or_path
+        num_train_epochs overwrite_cache overwrite_output_dir per_device_eval_batch_size
+        per_device_train_batch_size plot_loss pref_beta pref_loss preprocessing_num_workers
+        quantization_bit report_to resume_from_checkpoint save_only_model save_steps stage template
+        trust_remote_code val_size warmup_ratio""",
+    "TRL": """assistant_only_loss attn_implementation beta bf16 dataset_num_proc dataset_text_field
+        desirable_weight eval_packing gradient_checkpointing_kwargs label_smoothing loss_type
+        max_length max_prompt_length optim packing per_device_train_batch_size
+        precompute_ref_log_probs push_to_hub ref_model reference_free rpo_alpha simpo_gamma
+        undesirable_weight use_liger_kernel use_peft""",
+    "PEFT": """bias init_lora_weights layers_to_transform lora_alpha lora_dropout modules_to_save r
+        rank_pattern target_modules target_parameters task_type use_dora use_rslora""",
+    "Unsloth": """bias full_finetuning load_in_4bit loftq_config lora_alpha max_seq_length
+        model_name r random_state target_modules token use_gradient_checkpointing use_rslora""",
+    "torchtune": """batch_size_val checkpointer cudnn_deterministic_mode device dtype
+        enable_activation_checkpointing enable_activation_offloading fsdp_cpu_offload loss
+        lora_attn_modules max_steps_per_epoch optimizer_in_bwd profiler.active_steps
+        resume_from_checkpoint run_val_every_n_steps save_adapter_weights_only shuffle
+        tensor_parallel_dim""",
+}
+
+
+@pytest.mark.parametrize("project", PUBLISHED)
+def test_keys_of_published_configs_are_known(project: str) -> None:
+    keys = PUBLISHED[project].split()
+    unknown = [key for key in keys if not answer_to(key, True) and not has_key(DPO, key)]
+    assert not unknown
+
+
+def test_arguments_of_components() -> None:
+    taken = "'torch.optim.AdamW' takes no argument"
+    for kwargs, message in [
+        (
+            {"learning_rate": 1},
+            f"optimizer.learning_rate: {taken} 'learning_rate'; here it is 'optimizer.lr'",
+        ),
+        (
+            {"momentum": 1},
+            f"optimizer.momentum: {taken} 'momentum'; remove it: ~optimizer.momentum",
+        ),
+        (
+            {"momentum": 1, "lr": 1.0, "nesterov": True},
+            "optimizer: 'torch.optim.AdamW' takes no arguments 'momentum', 'nesterov'; "
+            "remove them: ~optimizer.momentum ~optimizer.nesterov",
+        ),
+    ]:
+        with pytest.raises(UserError) as error:
+            Component("torch.optim.AdamW", kwargs).check("optimizer", ["params"])
+        assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("place", "path", "kwargs"),
+    [
+        ("tokenizer", "qfsdp.data.hf_tokenizer", {"path": "x", "max_seq_len": -3}),
+        ("lr_scheduler", "qfsdp.training.cosine_with_warmup", {"num_warmup_steps": -5}),
+        (
+            "lr_scheduler",
+            "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+            {"num_warmup_steps": -5},
+        ),
+    ],
+)
+def test_bounds_of_arguments(place: str, path: str, kwargs: dict[str, object]) -> None:
+    with pytest.raises(UserError, match=r"-\d is not valid; expected an integer of at least [01]$"):
+        Component(path, kwargs).check(place, None)
+
+
+def test_the_words_of_a_message_repair_the_config(tmp_path: Path) -> None:
+    """What the error says to remove is all there is to remove."""
+    words = ["--config", str(ROOT / CONFIGS[QDORA]), "dataset._component_=qfsdp.data.chat_dataset"]
+    with pytest.raises(UserError) as error:
+        load_config(QDORA, words).dataset.check("dataset", ["tokenizer"])  # type: ignore[attr-defined]
+    removed = str(error.value).partition("remove them: ")[2].split()
+    assert removed == ["~dataset.prompt_template", "~dataset.answer_column"]
+    load_config(QDORA, words + removed).dataset.check("dataset", ["tokenizer"])  # type: ignore[attr-defined]

@@ -1,0 +1,105 @@
+"""Several machines by torchrun's flags: two agents on one machine, and mistakes in the flags."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from argparse import Namespace
+from pathlib import Path
+
+import pytest
+
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.nodes import WAIT_S, set_rendezvous, wait_for_master, wait_seconds
+from qfsdp.cli.ranks import numbers_of_nodes
+from tests.cli.stand_in import ROOT
+from tests.tiny import write_tiny_model
+from tests.toy_data import TOY_CONFIG
+from tests.waiting import LIMIT_S
+
+
+def free_port() -> int:
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return int(listener.getsockname()[1])
+
+
+def flags(nnodes: str = "2", node_rank: int = 0, **changes: object) -> Namespace:
+    values = {
+        "rdzv_endpoint": "",
+        "rdzv_backend": "static",
+        "rdzv_conf": "",
+        "master_addr": "127.0.0.1",
+        "master_port": None,
+        "standalone": False,
+    }
+    args = Namespace(nnodes=nnodes, node_rank=node_rank, **values | changes)
+    set_rendezvous(args, numbers_of_nodes(nnodes))
+    return args
+
+
+def test_flags_are_completed() -> None:
+    assert flags("1").standalone
+    static = flags("2", 1)
+    assert (static.standalone, static.rdzv_endpoint, static.master_port) == (False, "", 29500)
+    assert flags("1:2", rdzv_backend="c10d", master_addr="a").rdzv_endpoint == "a:29500"
+    given = flags("1:2", rdzv_backend="c10d", rdzv_endpoint="b:1", node_rank=9)
+    assert given.rdzv_endpoint == "b:1" and not given.standalone
+
+
+@pytest.mark.parametrize(
+    ("nnodes", "rank", "message"),
+    [
+        ("2", 2, "--node_rank: 2 is not valid; expected 0 to 1, as --nnodes is 2"),
+        ("2", -1, "--node_rank: -1 is not valid; expected 0 to 1, as --nnodes is 2"),
+        ("1", 1, "--node_rank: 1 is not valid; expected 0 to 0, as --nnodes is 1"),
+        ("1:2", 0, "--nnodes: 1:2 is a changing number of machines; expected --rdzv_backend c10d"),
+    ],
+)
+def test_mistakes_in_the_flags(nnodes: str, rank: int, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        flags(nnodes, rank)
+    assert str(error.value).startswith(message)
+
+
+def test_a_machine_that_cannot_be_reached() -> None:
+    port = free_port()
+    away = flags(node_rank=1, master_port=port, rdzv_conf="timeout=0")
+    with pytest.raises(UserError, match=f"127.0.0.1:{port} cannot be reached for 0 s .*refused"):
+        wait_for_master(away)
+    wait_for_master(flags(node_rank=0, master_port=port))  # it is the machine itself
+    assert wait_seconds(flags()) == WAIT_S
+    with pytest.raises(UserError, match="--rdzv_conf: timeout='soon' is not valid"):
+        wait_seconds(flags(rdzv_conf="read=1,timeout=soon"))
+
+
+@pytest.mark.long
+def test_two_agents_train_like_one_with_two_ranks(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model")
+    config = tmp_path / "c.yaml"
+    config.write_text(TOY_CONFIG.format(folder=tmp_path) + "max_steps: 3\nglobal_batch_size: 4\n")
+    # With one rank per machine torchrun leaves PyTorch all cores: sums of another order.
+    threads = {"OMP_NUM_THREADS": "1"}
+    env = {**os.environ, **threads, "PYTHONPATH": str(ROOT), "QFSDP_EAGER_KERNELS": "1"}
+
+    def start(out: str, *words: str) -> subprocess.Popen[str]:
+        command = [sys.executable, "-m", "qfsdp.cli.command", "run", *words, "qdora_distributed"]
+        command += ["--config", str(config), f"output_dir={tmp_path / out}"]
+        pipe = subprocess.PIPE
+        return subprocess.Popen(command, cwd=tmp_path, env=env, stdout=pipe, stderr=pipe, text=True)
+
+    meet = ["--nnodes", "2", "--nproc_per_node", "1", "--master_addr", "127.0.0.1"]
+    meet += ["--master_port", str(free_port())]
+    agents = [start("two", *meet, "--node_rank", str(rank)) for rank in (0, 1)]
+    agents += [start("one", "--nproc_per_node", "2")]
+    for agent in agents:
+        _, err = agent.communicate(timeout=LIMIT_S)
+        assert agent.returncode == 0, err
+    logs = [(tmp_path / out / "metrics.jsonl").read_text().splitlines() for out in ("one", "two")]
+    one, two = ([json.loads(line) for line in lines] for lines in logs)
+    assert len(one) == 3
+    for key in ("loss", "grad_norm"):
+        assert [step[key] for step in one] == [step[key] for step in two]

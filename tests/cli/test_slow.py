@@ -1,0 +1,31 @@
+"""A line for what takes long, and none for what does not."""
+
+from __future__ import annotations
+
+import threading
+
+import pytest
+
+from qfsdp.cli.slow import told_if_slow
+from tests.waiting import wait_until
+
+
+def test_what_takes_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    printed = ""
+
+    def told() -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().err
+        return printed == "reading ...\n"
+
+    with told_if_slow("reading", seconds=0):
+        wait_until(told, "the line is printed")
+
+
+def test_what_is_quick_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with told_if_slow("reading", seconds=3600):
+        pass
+    for thread in threading.enumerate():
+        if thread.name == "told_if_slow":
+            thread.join()  # it ends with the block
+    assert capsys.readouterr().err == ""

@@ -1,0 +1,71 @@
+"""The micro-batches that follow from a config's global batch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.ranks import torchrun_flags
+from qfsdp.distributed.global_batch import check_global_batch, split_batch
+
+
+@dataclass
+class Config:
+    global_batch_size: int | None
+    batch_size: int = 4
+    gradient_accumulation_steps: int = 7
+    in_backward: bool = False
+
+    def check(self) -> None:
+        if self.in_backward and self.gradient_accumulation_steps > 1:
+            raise InvalidField("gradient_accumulation_steps", "2", "1")
+
+
+def test_the_micro_batches_follow_from_the_ranks() -> None:
+    for ranks, steps in ((1, 6), (2, 3), (3, 2), (6, 1)):
+        config = Config(24)
+        assert split_batch(config, ranks) == config.gradient_accumulation_steps == steps
+    assert split_batch(Config(None), 5) == 7
+
+
+@pytest.mark.parametrize(
+    ("size", "batch", "ranks", "message"),
+    [
+        (
+            24,
+            5,
+            2,
+            "24 is no multiple of batch_size 5 x 2 ranks; expected batch_size=2, 3, 4 or 6, or "
+            "global_batch_size=20",
+        ),
+        (
+            24,
+            4,
+            4,
+            "24 is no multiple of batch_size 4 x 4 ranks; expected batch_size=1, 2, 3 or 6, or "
+            "1, 2, 3 or 6 ranks, or global_batch_size=32",
+        ),
+        (7, 2, 2, "7 is no multiple of batch_size 2 x 2 ranks; expected global_batch_size=8"),
+        (0, 2, 2, "0 is not valid; expected an integer of at least 1"),
+    ],
+)
+def test_what_does_not_divide(size: int, batch: int, ranks: int, message: str) -> None:
+    with pytest.raises(UserError) as error:
+        split_batch(Config(size, batch), ranks)
+    assert str(error.value) == f"global_batch_size: {message}"
+
+
+def test_a_result_that_another_key_forbids() -> None:
+    with pytest.raises(UserError, match="global_batch_size: 8 on 1 ranks gives gradient_accumul"):
+        split_batch(Config(8, in_backward=True), 1)
+
+
+def test_every_number_of_machines_is_checked() -> None:
+    config = Config(8, batch_size=1)
+    with torchrun_flags("1:2", "2"):
+        check_global_batch(config)
+        assert config.gradient_accumulation_steps == 4
+    with torchrun_flags("1:4", "2"), pytest.raises(UserError, match="batch_size 1 x 6 ranks"):
+        check_global_batch(config)

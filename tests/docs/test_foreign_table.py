@@ -1,0 +1,21 @@
+"""The table of other projects' keys says what a run answers."""
+
+from __future__ import annotations
+
+import re
+
+from qfsdp.cli.foreign_keys import answer_to
+from tests.tiny import ROOT
+
+GUIDE = ROOT / "docs" / "guide" / "from-axolotl-and-trl.md"
+ROW = re.compile(r"^\| (.*) \| `([\w.]+(?:=\w+)?)` \|$", re.MULTILINE)
+
+
+def test_every_key_of_the_table_gets_its_answer() -> None:
+    rows = ROW.findall(GUIDE.read_text())
+    assert len(rows) > 25
+    for theirs, ours in rows:
+        for key in re.findall(r"`(\w+)`", theirs):
+            found = answer_to(key, "lora" if ours == "adapter.method" else True)
+            assert found.partition("=")[0] == ours.partition("=")[0], key
+            assert ours in (found, found.partition("=")[0]), key

@@ -1,0 +1,136 @@
+"""Axes, thinned lines, and charts as SVG."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from qfsdp.training.report.charts import (
+    Chart,
+    Line,
+    is_geometric,
+    limits,
+    needs_log,
+    number,
+    thinned,
+    ticks,
+)
+from qfsdp.training.report.png import write_png
+from qfsdp.training.report.svg import HEIGHT, drawing, figure, stacked
+
+NAN = float("nan")
+
+
+def test_numbers_are_short() -> None:
+    values = (0, 2.71828, 0.0012345, 5e-5, 12345.6, 1.5e9, -3.0)
+    expected = ["0", "2.718", "0.001234", "5e-5", "12,346", "1.5e9", "-3"]
+    assert [number(value) for value in values] == expected
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, 2, 4, 8, 16], True),
+        ([256, 512, 1024], True),
+        ([1, 10, 100], True),
+        ([1, 2], False),  # any two are
+        ([1, 2, 3, 4], False),
+        ([0, 1, 2], False),
+        ([10, 11, 12.1], False),  # grows by a tenth: a linear axis shows it
+    ],
+)
+def test_geometric_axes(values: list[float], expected: bool) -> None:
+    assert is_geometric(values) == expected
+
+
+def test_ticks_are_round_and_within_the_axis() -> None:
+    assert ticks(0, 10, log=False) == [0, 2, 4, 6, 8, 10]
+    assert ticks(1, 12, log=False, whole=True) == [5, 10]
+    assert ticks(1, 4, log=False, whole=True) == [1, 2, 3, 4]
+    found = ticks(0.003, 250, log=True)
+    assert found[0] >= 0.003 and found[-1] <= 250 and 3 <= len(found) <= 10
+    assert all(re.fullmatch(r"[125]e[+-]\d\d", f"{value:.0e}") for value in found)
+
+
+def test_an_axis_begins_at_zero_where_zero_is_near() -> None:
+    assert limits([1.0, 10.0], log=False)[0] == 0
+    assert limits([9.0, 10.0], log=False)[0] > 8
+    low, high = limits([5.0], log=False)
+    assert low < 5 < high
+
+
+def test_a_thinned_line_keeps_its_spikes() -> None:
+    points = [(step, 1.0) for step in range(100_000)]
+    points[54_321] = (54_321, 99.0)
+    points[77_777] = (77_777, -5.0)
+    found = thinned(points)
+    assert len(found) <= 500 and {(54_321, 99.0), (77_777, -5.0)} <= set(found)
+    assert found == sorted(found) and thinned(points[:400]) == points[:400]
+
+
+def test_log_only_for_wide_positive_values() -> None:
+    assert needs_log([Line("", [(1, 0.1), (2, 10.0)])])
+    assert not needs_log([Line("", [(1, 0.0), (2, 10.0)])])
+    assert not needs_log([Line("", [(1, NAN)])])
+
+
+def path_of(svg: str, place: int = 0) -> list[list[float]]:
+    """The pixels of a line's path, one list for every unbroken part."""
+    shapes = [e.get("d") or "" for e in ElementTree.fromstring(svg).iter() if e.tag == "path"]
+    lines = [d for d in shapes if "L" in d and "H" not in d and "V" not in d]
+    return [
+        [float(word) for word in re.findall(r"[\d.]+", part)]
+        for part in lines[place].split("M")[1:]
+    ]
+
+
+def test_svg_places_points_by_their_values() -> None:
+    chart = Chart("loss", "step", "nats", [Line("a", [(0, 0.0), (5, 5.0), (10, 10.0)])])
+    ((x0, y0, x1, y1, x2, y2),) = path_of(drawing(chart))
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+    assert 0 < y2 < y1 < y0 < HEIGHT
+    log = replace(chart, lines=[Line("a", [(1, 1.0), (2, 10.0), (4, 100.0)])], log_y=True)
+    ((x0, y0, x1, y1, x2, y2),) = path_of(drawing(replace(log, log_x=True)))
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+
+
+def test_a_missing_value_is_a_gap() -> None:
+    line = Line("a", [(1, 1.0), (2, 2.0), (3, None), (4, NAN), (5, 2.0), (6, 1.0)])
+    parts = path_of(drawing(Chart("loss", "step", "nats", [line])))
+    assert [len(part) for part in parts] == [4, 4]
+
+
+def test_areas_are_stacked() -> None:
+    lines = [Line("a", [(0, 1.0), (1, 2.0)]), Line("b", [(0, 3.0), (1, None)])]
+    assert [list(edge.points) for edge in stacked(lines)] == [
+        [(0, 1.0), (1, 2.0)],
+        [(0, 4.0), (1, 2.0)],
+    ]
+    chart = Chart("memory", "operation", "GiB", lines, kind="areas", limit=(9.0, "a GPU"))
+    assert "a GPU" in drawing(chart)
+
+
+def test_names_cannot_leave_the_page() -> None:
+    name = '<script>alert("1")</script>'
+    lines = [Line(name, [(1, 1.0), (2, 2.0)], dots=True)]
+    chart = Chart(name, name, name, lines, ticks=[1, 2], names=[name, "b"])
+    drawn = figure(chart)
+    assert "<script" not in drawn and "&lt;script&gt;" in drawn
+    ElementTree.fromstring(drawn)  # well-formed
+
+
+def test_an_empty_chart_says_so() -> None:
+    assert "nothing was logged" in figure(Chart("loss", "step", "nats", [Line("a", [(1, NAN)])]))
+
+
+def test_png(tmp_path: Path) -> None:
+    lines = [Line("a", [(1, 1.0), (2, None), (4, 4.0)], dots=True)]
+    chart = Chart("loss", "batch", "nats", lines, log_x=True, ticks=[1, 2, 4], limit=(2.0, "limit"))
+    write_png(chart, tmp_path / "new/loss.png")
+    data = (tmp_path / "new/loss.png").read_bytes()
+    assert data.startswith(b"\x89PNG") and len(data) > 5000
+    assert [file.name for file in (tmp_path / "new").iterdir()] == ["loss.png"]

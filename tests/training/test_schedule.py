@@ -1,0 +1,33 @@
+"""The schedule that shipped configs name, against torchtune's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
+
+from qfsdp.training import cosine_with_warmup
+
+PEAK = 0.5
+
+
+def rates(schedule: object, warmup: int, total: int) -> list[float]:
+    """The learning rate of every step of a run."""
+    optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=PEAK)
+    made = schedule(optimizer, warmup, total)  # type: ignore[operator]
+    found = []
+    for _ in range(total):
+        found.append(optimizer.param_groups[0]["lr"])
+        optimizer.step()
+        made.step()
+    return found
+
+
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 7), (1, 5), (4, 9), (4, 4), (9, 3)])
+def test_first_step_trains_and_the_rest_is_torchtunes(warmup: int, total: int) -> None:
+    ours = rates(cosine_with_warmup, warmup, total)
+    theirs = rates(get_cosine_schedule_with_warmup, warmup, total)
+    ramp = [PEAK * (n + 1) / warmup for n in range(min(warmup, total))]
+    assert ours == pytest.approx(ramp + theirs[warmup:])
+    assert all(rate > 0 for rate in ours)
