@@ -7,7 +7,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 STAMP := .venv/.installed
 
-.PHONY: venv demo test test-long test-all test-slow test-gpu gpu-suite gpu-bundle lint clean
+.PHONY: venv demo test test-long test-all test-slow test-faults test-gpu gpu-suite gpu-bundle lint clean
 
 venv: $(STAMP)
 
@@ -38,6 +38,12 @@ test-all: venv
 # Too long for .ci/run.
 test-slow: venv
 	$(PYTEST) -m "slow and not gpu"
+
+# Breaks runs and completes them, about an hour: make test-faults [KIND=kill,...] [COUNT=100]
+# [SEED=...] [TRIAL=...]
+test-faults: venv
+	$(BIN)/python -m tests.faults $(if $(KIND),--kind $(KIND)) $(if $(COUNT),--count $(COUNT)) \
+	    $(if $(SEED),--seed $(SEED)) $(if $(TRIAL),--trial $(TRIAL))
 
 # With the interpreter at hand, not .venv: machines with accelerators bring their own torch.
 test-gpu:
