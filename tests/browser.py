@@ -17,6 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.waiting import LIMIT_S
+
 DRIVER = shutil.which("chromedriver")
 needs_browser = pytest.mark.skipif(
     DRIVER is None, reason="needs Chromium and its driver (apt-get install chromium-driver)"
@@ -68,7 +70,7 @@ class Browser:
     def _ask(self, method: str, path: str, body: Any = None) -> Any:
         data = None if body is None else json.dumps(body).encode()
         request = urllib.request.Request(self._address + path, data=data, method=method)
-        with urllib.request.urlopen(request, timeout=120) as answer:
+        with urllib.request.urlopen(request, timeout=LIMIT_S) as answer:
             return json.load(answer)["value"]
 
     def _cdp(self, command: str, **params: Any) -> Any:
@@ -117,7 +119,7 @@ def browser() -> Iterator[Browser]:
     )
     try:
         address = f"http://127.0.0.1:{port}"
-        until = time.monotonic() + 60
+        until = time.monotonic() + LIMIT_S
         while True:
             try:
                 urllib.request.urlopen(f"{address}/status", timeout=5).close()

@@ -26,6 +26,7 @@ from qfsdp.memory.predict import Predictor
 from qfsdp.memory.sweep.measure_cell import reason_in
 from qfsdp.training.report.charts import number
 from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
+from tests.waiting import LIMIT_S
 
 sweep = load_recipe("sweep")
 GRID = {
@@ -268,7 +269,7 @@ def test_measured_cells_share_the_devices(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Five devices run two cells of two ranks at once, each on devices of its own."""
-    together, used = threading.Barrier(2, timeout=60), list[tuple[str, ...]]()
+    together, used = threading.Barrier(2, timeout=LIMIT_S), list[tuple[str, ...]]()
 
     def fill_in(cfg: Any, whole: Any, cell: Any, devices: list[str]) -> dict[str, Any]:
         together.wait()  # breaks if cells run one after another
