@@ -35,6 +35,7 @@ from qfsdp.memory.sweep.cells import Cell, make_cells
 from qfsdp.memory.sweep.estimate_cell import estimate_cell
 from qfsdp.memory.sweep.measure_cell import (
     check_devices,
+    check_evaluation,
     measure_run,
     measure_steps,
     visible_devices,
@@ -120,8 +121,6 @@ def read_sweep(cfg: Config) -> Sweep:
     prices = {} if cfg.prices is None else read_prices(Path(config_file("prices", cfg.prices)))
     if cfg.gpu is not None:
         known_name(cfg.gpu)
-    if cfg.evaluation is not None:
-        config_file("evaluation", cfg.evaluation)
     published = []
     if cfg.published is not None:
         published = read_published(Path(config_file("published", cfg.published)), cells)
@@ -139,9 +138,19 @@ def hardware_of(cfg: Config, cell: Cell) -> Hardware:
 
 def check(cfg: Config) -> None:
     """Finds every mistake in the sweep and in its cells, before the first cell runs."""
-    read_sweep(cfg)
+    sweep = read_sweep(cfg)
     if cfg.mode != "estimate":
         check_devices(visible_devices(), cfg.world_size)
+    if evaluation := evaluation_of(cfg):
+        folder = Path(cfg.output_dir).expanduser()
+        check_evaluation(evaluation, sweep.training.cfg, folder)
+
+
+def evaluation_of(cfg: Config) -> list[str] | None:
+    """The config of the evaluation and words for it; None without one."""
+    if cfg.evaluation is None:
+        return None
+    return [config_file("evaluation", cfg.evaluation), *cfg.evaluation_overrides]
 
 
 def ranks_of(cfg: Config, cell: Cell) -> int:
@@ -161,10 +170,7 @@ def fill_in(cfg: Config, sweep: Sweep, cell: Cell, devices: list[str]) -> dict[s
     folder = Path(cfg.output_dir).expanduser() / "cells" / cell.key
     if cfg.mode == "steps":
         return measure_steps(cell, base, folder, ranks, cfg.steps, cfg.warmup, devices)
-    evaluation = None
-    if cfg.evaluation is not None:
-        evaluation = [config_file("evaluation", cfg.evaluation), *cfg.evaluation_overrides]
-    return measure_run(cell, base, folder, ranks, evaluation, devices)
+    return measure_run(cell, base, folder, ranks, evaluation_of(cfg), devices)
 
 
 def run_cells(cfg: Config, sweep: Sweep, results: Results, show: Callable[[Cell], None]) -> None:

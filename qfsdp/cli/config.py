@@ -155,6 +155,8 @@ def _apply_override(tree: dict[str, Any], word: str) -> None:
         del node[last]
         return
     key, _, text = word.partition("=")
+    if not text.strip():  # such as api_key=$KEY with a variable that is not set
+        raise UserError(f"'{word}': no value; expected {key}=VALUE, or {key}=null for none")
     *parents, last = key.split(".")
     value, node = _parse_value(word, text), tree
     for name in parents:

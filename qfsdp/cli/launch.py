@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TypeVar
 
+from qfsdp.cli import progress
 from qfsdp.cli.config import check_components, load_config
 from qfsdp.cli.errors import UserError, user_errors
 from qfsdp.cli.hub import download, previewed
@@ -67,6 +68,7 @@ def launch(
                 return run_ranks_here(count, recipe_file, argv)
         else:
             download(config)
+        progress.begin()
         with watched(config), lost_peers():
             main(config)
             leave_process_group()

@@ -33,6 +33,12 @@ NOW = Progress()
 _outer: list[str] = []
 
 
+def begin() -> None:
+    """Forgets what was before the run. In a dry run of a step phases end that compile nothing."""
+    NOW.__dict__.update(Progress().__dict__)
+    _outer.clear()
+
+
 def moved() -> None:
     """Says that a part of a long piece of work is done."""
     NOW.moves += 1

@@ -121,7 +121,8 @@ def _agreed(found: Finding | None, batch: Batch, world: World) -> str | None:
         ranks = list(range(world.size))
     else:
         ranks = [rank for rank, (f, _) in enumerate(every) if f and f.phase == first.phase]
-    indices = [index for rank in ranks for index in every[rank][1]]
+    # Once each: both samples of a pair have the index of the pair.
+    indices = list(dict.fromkeys(index for rank in ranks for index in every[rank][1]))
     return f"{first.tensor}, {_listed('rank', ranks)}, {_listed('sample', indices)}"
 
 

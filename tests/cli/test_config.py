@@ -206,7 +206,10 @@ def test_to_yaml_comes_back_equal(load: Any, text: str) -> None:
         ("batch_size=two", "batch_size: 'two' is not valid; expected an integer"),
         ("batch_size=true", "batch_size: True is not valid; expected an integer"),
         ("batch_size=1.5", "batch_size: 1.5 is not valid; expected an integer"),
-        ("batch_size=", "batch_size: None is not valid; expected an integer"),
+        (
+            "batch_size=",
+            "'batch_size=': no value; expected batch_size=VALUE, or batch_size=null for none",
+        ),
         ("max_steps=x", "max_steps: 'x' is not valid; expected an integer or null"),
         ("adapter.alpha=x", "adapter.alpha: 'x' is not valid; expected a number"),
         ("adapter.alpha=true", "adapter.alpha: True is not valid; expected a number"),
@@ -449,7 +452,7 @@ def test_check_components_reaches_all(parts: None) -> None:
         (f"max_steps={'9' * 5000}", "the value is not valid YAML"),  # more than Python converts
         ("output_dir=caf\udce9", r"'output_dir=caf\udce9': not UTF-8; expected UTF-8 text"),
         ("output_dir=~nobody-here/run", "expected a path in the home of a user of this machine"),
-        ("adapter.rank=", "adapter.rank: None is not valid; expected an integer"),
+        ("adapter.rank= ", "'adapter.rank= ': no value; expected adapter.rank=VALUE, or adapter."),
         ("=2", "'=2' is not understood; overrides are written key=value"),
     ],
 )

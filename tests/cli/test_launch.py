@@ -6,10 +6,13 @@ import os
 import signal
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+from qfsdp.cli import progress
+from qfsdp.cli.launch import launch
 from qfsdp.cli.ranks import share_cores
 from tests.cli.stand_in import ROOT, STEP, Result, run, write_stand_in
 from tests.waiting import LIMIT_S
@@ -30,6 +33,31 @@ def recipe(checkout: Path, *words: str, **env: str) -> Result:
 def test_one_device_runs_in_this_process(checkout: Path) -> None:
     result = recipe(checkout, "model.path=m")
     assert (result.status, result.out) == (0, ["here preflight", "here rank 0 of 1: m"])
+
+
+@dataclass
+class Seed:
+    seed: int
+
+
+def test_the_phases_of_a_dry_run_do_not_count(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The first forward of the run itself may compile: it is told, and has the longer limit."""
+    ended: list[set[str]] = []
+
+    def check(_: Seed) -> None:
+        with progress.phase("forward"):
+            pass
+        ended.append({*progress.NOW.ended})
+
+    (tmp_path / "config.yaml").write_text("seed: 0\n")
+    monkeypatch.setattr(sys, "argv", ["recipe.py", "--config", str(tmp_path / "config.yaml")])
+    for name in ("LOCAL_RANK", "RANK", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    launch("recipe.py", Seed, check, lambda _: ended.append({*progress.NOW.ended}))
+    assert "forward" in ended[0] and ended[1] == set()
+    assert progress.NOW.phase == "loading"
 
 
 def test_two_devices_start_two_ranks(checkout: Path) -> None:

@@ -21,11 +21,13 @@ FULL = "full_finetune_distributed"
 
 
 def all_cases(good: GoodInputs) -> Iterator[Case]:
+    from tests.faults.bad_recipe_cases import recipe_cases
     from tests.faults.bad_tool_cases import tool_cases
 
     for part in (values, components, configs, data, tokenizers, templates, models, checkpoints):
         yield from part(good)
     yield from tool_cases(good)
+    yield from recipe_cases(good)
 
 
 # ---- keys and values -----------------------------------------------------------------------------

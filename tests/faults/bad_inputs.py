@@ -179,7 +179,7 @@ def main(words: Sequence[str]) -> int:
         cases = [
             case
             for case in all_cases(good)
-            if not wanted or any(word in f"{case.recipe} {case.name}" for word in wanted)
+            if not wanted or any(word in f"{case.recipe}: {case.name}" for word in wanted)
         ]
         for number, case in enumerate(cases):
             folder = root / f"{number:03}"

@@ -179,7 +179,9 @@ def show_on(disk: Path, moment: str, folder: Path) -> None:
     print(*(f"    {line.replace(str(disk), '')}" for line in told), sep="\n")
     print("  left: " + ", ".join(check_left(disk / "run")), flush=True)
     assert done.returncode == (2 if moment in STOPS else 0), done.stderr
-    assert len(told) in ((1,) if moment in STOPS else (1, 2, 3)), done.stderr
+    # The log may meet the full disk before the checkpoint that is written in the background.
+    most = 1 if moment in ("start", "final adapter") else 3
+    assert 1 <= len(told) <= most, done.stderr
     if moment in STOPS:
         free(disk)
         done = start("none", disk, config)

@@ -22,6 +22,7 @@ class GoodInputs:
     Fields:
         model: a random model folder with SmolLM2's tokenizer.
         rows: a JSONL file with the columns question and answer.
+        pairs: one with the columns prompt, chosen and rejected.
         run: the output_dir of a finished run with two checkpoints.
         configs: recipe -> its YAML file.
     """
@@ -29,6 +30,7 @@ class GoodInputs:
     folder: Path
     model: Path
     rows: Path
+    pairs: Path
     run: Path
     configs: dict[str, Path]
 
@@ -51,13 +53,17 @@ def write_good_inputs(folder: Path) -> GoodInputs:
         (model / name).write_bytes((tokenizer / name).read_bytes())
     lines = ({"question": f"{n} + {n}?", "answer": f"It is {2 * n}."} for n in range(ROWS))
     rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    pairs = folder / "pairs.jsonl"
+    answers = ({"chosen": f"It is {2 * n}.", "rejected": f"It is {n}."} for n in range(1, ROWS))
+    lines = ({"prompt": f"{n} + {n}?"} | both for n, both in enumerate(answers, 1))
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
     (folder / "text.txt").write_text("One sentence after the other. " * 40)
     run = folder / "run"
     configs = {}
     for recipe, tree in _trees(model, rows, folder).items():
         configs[recipe] = folder / f"{recipe}.yaml"
         configs[recipe].write_text(yaml.safe_dump(tree))
-    good = GoodInputs(folder, model, rows, run, configs)
+    good = GoodInputs(folder, model, rows, pairs, run, configs)
     work = folder / "training"
     work.mkdir()
     words = [f"output_dir={run}", "max_steps=4", "checkpoint.every_n_steps=2"]
@@ -83,11 +89,14 @@ def _trees(model: Path, rows: Path, folder: Path) -> dict[str, dict]:
         "max_steps": 2,
     }
     adapter = {"rank": 4, "alpha": 8}
+    pairs = {"_component_": "qfsdp.data.preference_dataset", "source": str(folder / "pairs.jsonl")}
+    endpoint = {"url": "http://127.0.0.1:9/v1", "model": "m"}  # nobody listens there
     base = {"model": {"path": str(model), "dtype": "fp32"}, "tokenizer": tokenizer}
     questions = {"source": str(rows), "question_column": "question", "answer_column": "answer"}
     return {
         "qdora_distributed": {**training, "adapter": adapter},
         "full_finetune_distributed": training,
+        "dpo_distributed": {**training, "adapter": adapter, "dataset": pairs},
         "generate": {**base, "prompt": "2 + 2?", "sampling": {"max_new_tokens": 4}},
         "evaluate": {
             **base,
@@ -104,5 +113,20 @@ def _trees(model: Path, rows: Path, folder: Path) -> dict[str, dict]:
             "output_dir": "merged",
         },
         "quantize": {"model": {"path": str(model)}, "output_dir": "quantized"},
+        "chat": base,
+        "serve": {**base, "port": 0},
+        "export": {
+            "model": {"path": str(model), "dtype": "fp32"},
+            "adapter": str(folder / "run" / "adapter"),
+            "quantization": {"format": "nf4"},
+            "output_dir": "exported",
+        },
+        "judge": {"output_dir": "judged", "judge": endpoint, "candidates": {"a": endpoint}},
+        "sweep": {
+            "config": str(folder / "qdora_distributed.yaml"),
+            "output_dir": "sweep",
+            "gpu": "rtx4090",
+            "grid": {"batch_size": [1, 2]},
+        },
         "block_expansion": {"model": {"path": str(model)}, "output_dir": "expanded", "rate": 0.5},
     }

@@ -232,7 +232,7 @@ class Workshop:
             first = time.monotonic()
             statuses = ranks.finish()
             assert not any(statuses), f"the run failed: {statuses}\n{ranks.text()[-3000:]}"
-            counts = [int((run / f"operations_{r}").read_text()) for r in range(setup.ranks)]
+            counts = [int(operations_file(run, r).read_text()) for r in range(setup.ranks)]
             step_s = (time.monotonic() - first) / STEPS
             found = Reference(run, losses(run), first - began, step_s, counts)
             assert list(found.losses) == list(range(1, STEPS + 1))
@@ -335,8 +335,13 @@ def run_rank(
     count = count_operations(run, die_at)
     sys.argv = [recipe, *argv]
     runpy.run_path(recipe, run_name="__main__")
-    (run / f"operations_{environment['RANK']}").write_text(str(count[0]))
+    operations_file(run, int(environment["RANK"])).write_text(str(count[0]))
     sys.stdout.flush()
+
+
+def operations_file(run: Path, rank: int) -> Path:
+    """Where a rank writes the number of its operations: beside the run, whose disk may be full."""
+    return run.with_name(f"{run.name}.operations_{rank}")
 
 
 def hold_store(port: int) -> None:

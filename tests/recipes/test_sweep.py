@@ -198,6 +198,11 @@ def test_points_and_nested_keys(model: Path, tmp_path: Path) -> None:
             {"mode": "steps", "grid": {"world_size": [1, 2]}},
             r"grid.world_size: an axis of mode=",
         ),
+        ({"grid": {"world_size": [100_000]}}, r"grid: world_size: 100000 .* from 1 to 65,536"),
+        (
+            {"mode": "run", "evaluation": "evaluate", "evaluation_overrides": ["batch_sise=1"]},
+            r"evaluation: unknown key 'batch_sise'; did you mean",
+        ),
     ],
 )
 def test_a_mistake_is_one_line_before_anything_runs(

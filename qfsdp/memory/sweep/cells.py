@@ -28,6 +28,7 @@ from qfsdp.memory.hardware import known_name
 
 OWN = ("gpu", "world_size")  # axes that are keys of the sweep, not of the training config
 MOST_CELLS = 10_000
+MOST_RANKS = 2**16
 
 
 @dataclass(frozen=True)
@@ -191,5 +192,6 @@ def _check_own(own: dict[str, Any]) -> None:
     if "gpu" in own:
         known_name(str(own["gpu"]))
     ranks = own.get("world_size", 1)
-    if not isinstance(ranks, int) or ranks < 1:
-        raise UserError(f"world_size: {ranks!r} is not valid; expected an integer of at least 1")
+    if not isinstance(ranks, int) or isinstance(ranks, bool) or not 1 <= ranks <= MOST_RANKS:
+        expected = f"an integer from 1 to {MOST_RANKS:,}"
+        raise UserError(f"world_size: {ranks!r} is not valid; expected {expected}")

@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError, shortened
+from qfsdp.cli.launch import check_recipe
+from qfsdp.cli.recipes import find_recipe
 from qfsdp.memory.estimate import rows_of
 from qfsdp.memory.hardware import known_name
 from qfsdp.memory.sweep.cells import Cell
@@ -157,6 +159,27 @@ def measure_run(
         return failure(status, f"evaluation: {said}")
     scores = read_evaluation(output).scores
     return found | {"scores": {s.name: [s.value, *(s.interval or (None, None))] for s in scores}}
+
+
+def check_evaluation(evaluation: Sequence[str], training: Any, folder: Path) -> None:
+    """Checks the evaluation with the base model, as it runs after hours of training only.
+
+    Args:
+        evaluation: as in `measure_run`.
+        training: the config of the runs.
+        folder: of the sweep.
+
+    Raises:
+        UserError: recipes/evaluate refuses the config.
+    """
+    recipe = find_recipe("recipes/evaluate")
+    assert recipe is not None
+    model = [f"model.path={training.model.path}", f"model.dtype={training.model.dtype}"]
+    words = [*model, "adapter=null", f"output={folder / 'evaluation.json'}"]
+    try:
+        check_recipe(recipe, ["--config", *evaluation, *words])
+    except UserError as error:
+        raise UserError(f"evaluation: {error}") from None
 
 
 def failure(status: int, said: str) -> dict[str, Any]:
