@@ -173,10 +173,11 @@ def train_step(
 ) -> dict[str, float]:
     """One update from this rank's micro-batches. The loss is the mean over the target tokens of all
     ranks and micro-batches, so it does not depend on how samples are split over them."""
-    targets = max(world.sum(sum(batch.num_targets for batch in batches)), 1)
+    targets = world.total(sum(batch.num_targets for batch in batches)).clamp_(min=1)
 
     def loss_of(b: Batch) -> Tensor:
-        summed: Tensor = model(b.tokens, b.positions, labels=b.labels, cu_seqlens=b.cu_seqlens)
+        given = {"labels": b.labels, "cu_seqlens": b.cu_seqlens, "num_targets": b.num_targets}
+        summed: Tensor = model(b.tokens, b.positions, **given)
         return summed / targets
 
     loss = forward_backward(loss_of, batches, optimizer, world, clock)

@@ -48,6 +48,7 @@ class Batch:
             is a pack.
         samples: for each row, the indices of its samples in the dataset, as `StepLoader` sets them;
             rows of padding are left out.
+        targets: number of positions that are trained, if it is known; see `num_targets`.
     """
 
     tokens: torch.Tensor
@@ -56,6 +57,7 @@ class Batch:
     positions: torch.Tensor | None = None
     cu_seqlens: torch.Tensor | None = None
     samples: tuple[tuple[int, ...], ...] = ()
+    targets: int | None = None
 
     @property
     def documents(self) -> Any:
@@ -70,16 +72,27 @@ class Batch:
     @property
     def num_targets(self) -> int:
         """Number of positions that are trained."""
+        if self.targets is not None:
+            return self.targets
         return int((self.labels != IGNORE_INDEX).sum())
 
     def to(self, device: torch.device | str) -> Batch:
-        """The same batch on `device`."""
+        """The same batch on `device`. Targets are counted here, where the batch is: the host waits
+        neither for the copies nor, later, for a device to count them."""
         moved: dict[str, Any] = {
-            field.name: value.to(device)
+            field.name: to_device(value, device)
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
-        return replace(self, **moved)
+        return replace(self, targets=self.num_targets, **moved)
+
+
+def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
+    """`tensor` on `device`; the host does not wait for the copy. PyTorch keeps the pinned memory
+    until the copy has ended."""
+    if tensor.device.type == "cpu" and torch.device(device).type != "cpu":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def collate(

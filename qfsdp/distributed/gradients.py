@@ -7,10 +7,11 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from qfsdp.distributed.world import World
-from qfsdp.tensor_subclasses.dtensor import local_part, mesh_device, shard_group
+from qfsdp.tensor_subclasses.dtensor import local_part, mesh_device
 
 # Attribute of a parameter whose gradient was used in backward: its norm on this rank, fp32.
 USED_GRAD_NORM = "_used_grad_norm"
@@ -30,13 +31,19 @@ def total_loss(part: Tensor, world: World) -> Tensor:
 
 
 def clip_grad_norm(
-    parameters: Iterable[Tensor], max_norm: float | None, loss_scale: float = 1.0
+    parameters: Iterable[Tensor],
+    max_norm: float | None,
+    loss_scale: float = 1.0,
+    sums: Tensor | None = None,
+    world: World | None = None,
 ) -> Tensor:
     """Scales the gradients in place so that their global L2 norm is at most `max_norm`.
 
     Args:
         max_norm: None clips nothing.
         loss_scale: the gradients are too large by this factor, and are divided by it.
+        sums: fp64 `[n]`, on the device: this rank's parts of other numbers. They are summed over
+            all ranks of `world` in place, in the all-reduce of the norm.
 
     Returns:
         The norm before clipping, over all parameters of all ranks, fp32 `[]`. It is a tensor, so
@@ -53,11 +60,9 @@ def clip_grad_norm(
             delattr(param, USED_GRAD_NORM)
     norm = torch.linalg.vector_norm(torch.stack(norms)) if norms else torch.zeros(())
     if sharded := [param for param in parameters if isinstance(param, DTensor)]:
-        norm = norm.square()
-        mesh = sharded[0].device_mesh
-        norm = norm.to(mesh_device(mesh))
-        dist.all_reduce(norm, group=shard_group(mesh))
-        norm = norm.sqrt()
+        norm = _over_ranks(norm, sharded[0].device_mesh, sums)
+    elif sums is not None and world is not None:
+        world.sum_of(sums)
     norm = norm / loss_scale
     factor = torch.full_like(norm, 1 / loss_scale)
     if max_norm is not None:
@@ -65,3 +70,17 @@ def clip_grad_norm(
     if rows and (max_norm is not None or loss_scale != 1):
         torch._foreach_mul_(rows, factor.to(rows[0].device))
     return norm
+
+
+def _over_ranks(norm: Tensor, mesh: DeviceMesh, sums: Tensor | None) -> Tensor:
+    """The norm over the ranks that share rows; sums `sums` over all ranks in the same all-reduce.
+
+    On a mesh of replicate x shard every group of ranks holds all rows: the squares of all ranks are
+    those of one group as often as there are groups.
+    """
+    square = norm.square().double().to(mesh_device(mesh)).view(1) * mesh.size(-1) / mesh.size()
+    both = square if sums is None else torch.cat([square, sums])
+    dist.all_reduce(both)
+    if sums is not None:
+        sums.copy_(both[1:])
+    return both[0].sqrt().float()

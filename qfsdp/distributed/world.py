@@ -43,11 +43,20 @@ class World:
 
     def sum(self, value: float) -> float:
         """The sum of `value` over all ranks (in fp64)."""
+        return self.sums(value)[0]
+
+    def sums(self, *values: float) -> list[float]:
+        """The sum of each value over all ranks (in fp64), in one all-reduce."""
         if self.mesh is None:
-            return value
-        total = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(total)
-        return total.item()
+            return list(values)
+        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
+        dist.all_reduce(totals)
+        return totals.tolist()
+
+    def total(self, value: float) -> torch.Tensor:
+        """The sum of `value` over all ranks, fp32 `[]` on the device; the host does not wait."""
+        total = torch.full((), value, dtype=torch.float64, device=self.device)
+        return self.sum_of(total).float()
 
     def sum_of(self, values: torch.Tensor) -> torch.Tensor:
         """The sum of a tensor over all ranks, in place."""

@@ -58,7 +58,8 @@ def batch_losses(
     with evaluating(model):
         for batch in batches:
             b = batch.to(world.device)
-            losses.append(model(b.tokens, b.positions, labels=b.labels, cu_seqlens=b.cu_seqlens))
+            given = {"labels": b.labels, "cu_seqlens": b.cu_seqlens, "num_targets": b.num_targets}
+            losses.append(model(b.tokens, b.positions, **given))
             targets.append(batch.num_targets)
             moved()
     # Reading the losses waits for the accelerator, so it happens once, at the end.

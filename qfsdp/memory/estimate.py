@@ -223,7 +223,7 @@ def _batches(cfg: Any) -> list[Batch]:
     """Micro-batches of full rows; a packed row holds one sample, of the largest possible length."""
     rows, seq = rows_of(cfg), cfg.max_seq_len
     tokens = torch.zeros(rows, seq, dtype=torch.int64)
-    batch = Batch(tokens, tokens.clone(), rows * seq)
+    batch = Batch(tokens, tokens.clone(), rows * seq, targets=rows * seq)
     if cfg.packed:
         ends = torch.zeros(-(-(rows + 1) // 64) * 64, dtype=torch.int32)
         batch = replace(batch, positions=tokens.clone(), cu_seqlens=ends)

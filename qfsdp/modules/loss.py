@@ -62,6 +62,7 @@ def head_loss(
     labels: Tensor,
     sample_ids: Tensor | None = None,
     num_samples: int = 0,
+    num_targets: int | None = None,
 ) -> Tensor:
     """`summed_cross_entropy(head(hidden), labels)`, in chunks of `CHUNK_LOGITS` logits.
 
@@ -72,6 +73,7 @@ def head_loss(
         labels: int64 `[batch, seq]`.
         sample_ids: int64 `[batch, seq]`, the sample of each position; None: one sum of all.
         num_samples: ids are below it.
+        num_targets: number of labels that count; None: the host waits for the device to know it.
 
     Returns:
         fp32 scalar, or fp32 `[num_samples]`, the sums of the samples (added up in fp64, in an order
@@ -81,7 +83,7 @@ def head_loss(
     trained = _trained(head) if torch.is_grad_enabled() else []
     ids = None if sample_ids is None else sample_ids.flatten()
     return _HeadLoss.apply(
-        hidden.flatten(0, -2), labels.flatten(), ids, num_samples, head, *trained
+        hidden.flatten(0, -2), labels.flatten(), ids, num_samples, num_targets, head, *trained
     )
 
 
@@ -99,12 +101,12 @@ class _HeadLoss(torch.autograd.Function):
         labels: Tensor,
         ids: Tensor | None,
         count: int,
+        num_targets: int | None,
         head: nn.Module,
         *given: Tensor,
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[5:])
-        # `nonzero` waits for the GPU to know the number of targets, once per micro-batch.
-        chosen, ctx.tokens = (labels != IGNORE_INDEX).nonzero().squeeze(1), len(labels)
+        wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[6:])
+        chosen, ctx.tokens = _targets(labels, num_targets), len(labels)
         hidden, labels = hidden[chosen], labels[chosen]
         ids = None if ids is None else ids[chosen]
         trained = given if wanted else ()
@@ -123,7 +125,7 @@ class _HeadLoss(torch.autograd.Function):
         chosen, ids, *kept = ctx.saved_tensors
         # Autograd's gradient of `hidden[chosen]` would find the chosen tokens again and sort them.
         spread = kept[0].new_zeros(ctx.tokens, kept[0].size(1))
-        rest = (None, None, None, None)
+        rest = (None, None, None, None, None)
         if ctx.again:
             trained, weights = _trained(ctx.head), grad[ids]
             hidden, labels = kept
@@ -139,6 +141,13 @@ class _HeadLoss(torch.autograd.Function):
         weight = grad if ids is None else grad[ids].unsqueeze(1)
         of_hidden = torch.mul(grad_hidden, weight, out=torch.empty_like(grad_hidden))
         return spread.index_copy_(0, chosen, of_hidden), *rest, *scaled
+
+
+def _targets(labels: Tensor, number: int | None) -> Tensor:
+    """The positions with a target. If their number is not given, `nonzero` waits for the device."""
+    counts = labels != IGNORE_INDEX
+    found = counts.nonzero() if number is None else torch.nonzero_static(counts, size=number)
+    return found.squeeze(1)
 
 
 def _in_chunks(

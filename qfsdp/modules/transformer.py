@@ -183,10 +183,11 @@ class OutputLayer(nn.Linear):
         labels: Tensor | None = None,
         sample_ids: Tensor | None = None,
         num_samples: int = 0,
+        num_targets: int | None = None,
     ) -> Tensor:
         if labels is None:
             return super().forward(x)
-        return head_loss(self, x, labels, sample_ids, num_samples)
+        return head_loss(self, x, labels, sample_ids, num_samples, num_targets)
 
 
 class Decoder(nn.Module):
@@ -250,6 +251,7 @@ class Decoder(nn.Module):
         cache: KVCache | None = None,
         sample_ids: Tensor | None = None,
         num_samples: int = 0,
+        num_targets: int | None = None,
     ) -> Tensor:
         """Logits, or with labels the loss.
 
@@ -266,6 +268,7 @@ class Decoder(nn.Module):
             cache: for generation, without gradients; only `tokens` may be given with it.
             sample_ids: with `labels`: int64 `[batch, seq]`, the sample of each position.
             num_samples: `sample_ids` are below it.
+            num_targets: number of labels that count; with it the host does not wait for the device.
 
         Returns:
             `[batch, seq, vocab]` in the dtype of the weights. With `labels`: their summed cross
@@ -296,7 +299,7 @@ class Decoder(nn.Module):
         x = self._final(x)
         if labels is None:
             return self.lm_head(x)
-        loss = self._loss(x, labels, sample_ids, num_samples)
+        loss = self._loss(x, labels, sample_ids, num_samples, num_targets)
         return loss if counted is None else self.routing.follow(loss, routed, counted, labels)
 
     def _layers(

@@ -1,7 +1,7 @@
 """NaN and infinity in training: an update that has them is not applied, and the run stops or skips.
 
-`train_step` reads the loss and the gradient norm before the optimizer runs (`step_metrics`), so all
-ranks decide alike and the weights are still those of the step before. `NonFiniteWatch` says where
+The loss and the gradient norm of all ranks decide whether the optimizer runs, so all ranks decide
+alike and the weights are still those of the step before. `NonFiniteWatch` says where
 the numbers come from (`qfsdp.training.second_look`), saves the state, and ends the run, or lets it
 go on with the next step (`on_nonfinite`). A gradient of fp16 that overflows is no such case as long
 as a smaller loss scale may help (`qfsdp.training.loss_scale`).
@@ -9,10 +9,11 @@ as a smaller loss scale may help (`qfsdp.training.loss_scale`).
 
 from __future__ import annotations
 
+import functools
 import math
 import sys
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -45,22 +46,74 @@ MAX_SKIPPED = 5
 DECIDE = ("loss", "grad_norm", "lr")
 
 
+def start_reading(loss: Tensor, grad_norm: Tensor, lr: float) -> Callable[[], dict[str, float]]:
+    """Starts to copy the loss and the gradient norm of an update to the host.
+
+    Args:
+        loss, grad_norm: of all ranks, `[]`.
+
+    Returns:
+        A function that waits for the copy, and for nothing that the device is given after it; it
+        returns `loss`, `grad_norm` and `lr`, the same on every rank.
+    """
+    copy = torch.stack([loss.double(), grad_norm.to(loss.device).double()])
+    ended = None
+    if copy.device.type != "cpu":
+        copy, ended = copy.to("cpu", non_blocking=True), torch.Event(copy.device)
+        ended.record()
+
+    @functools.cache
+    def read() -> dict[str, float]:
+        if ended is not None:
+            ended.synchronize()
+        numbers = copy.tolist()
+        return {"loss": numbers[0], "grad_norm": numbers[1], "lr": lr}
+
+    return read
+
+
 def step_metrics(
     loss: Tensor, grad_norm: Tensor, optimizer: Optimizer, world: World
 ) -> dict[str, float]:
-    """The loss of all ranks, the gradient norm and the learning rate of an update.
+    """The loss of all ranks, the gradient norm and the learning rate of an update, read before
+    `optimizer.step()`: for recipes that were copied before `optim_step` did this."""
+    lr = float(optimizer.param_groups[0]["lr"])
+    return start_reading(total_loss(loss, world), grad_norm, lr)()
 
-    Called before `optimizer.step()`. Nothing else in a step makes the host wait for gradients: one
-    all-reduce and one read. The numbers are the same on every rank.
+
+def step_if_finite(
+    optimizer: Optimizer, loss: Tensor, grad_norm: Tensor
+) -> Callable[[], dict[str, float]]:
+    """`optimizer.step()`, unless the loss, the gradient norm or the learning rate is not finite.
+
+    PyTorch's fused optimizers decide on the device (`found_inf`, as `torch.amp.GradScaler` tells
+    them). For others the host waits for the two numbers first.
 
     Args:
-        loss: this rank's part of it, `[]`.
-        grad_norm: over all ranks (`clip_grad_norm`), `[]`.
+        loss, grad_norm: of all ranks, `[]`.
+
+    Returns:
+        As of `start_reading`.
     """
-    total = total_loss(loss, world)
-    read = torch.stack([total, grad_norm.to(total)]).tolist()
     lr = float(optimizer.param_groups[0]["lr"])  # a tensor in some optimizers
-    return {"loss": read[0], "grad_norm": read[1], "lr": lr}
+    read = start_reading(loss, grad_norm, lr)
+    if decides_on_device(optimizer) and math.isfinite(lr):
+        finite = torch.isfinite(loss) & torch.isfinite(grad_norm.to(loss.device))
+        told: Any = optimizer
+        told.found_inf = (~finite).float()
+        try:
+            optimizer.step()
+        finally:
+            del told.found_inf
+    elif are_finite(read()):
+        optimizer.step()
+    return read
+
+
+def decides_on_device(optimizer: Optimizer) -> bool:
+    """Whether a tensor can tell the optimizer to leave an update out."""
+    fused = all(group.get("fused") for group in optimizer.param_groups)
+    return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def are_finite(metrics: Mapping[str, float]) -> bool:
@@ -104,7 +157,7 @@ class NonFiniteWatch:
 
         Args:
             batches: this rank's micro-batches of the step.
-            metrics: of `step_metrics`.
+            metrics: of `optim_step`.
 
         Raises:
             UserError: they are not finite, and the run is to stop; or an adapter is not trained.

@@ -40,6 +40,7 @@ def sequence_logprobs(model: nn.Module, batch: PairBatch) -> Tensor:
         cu_seqlens=batch.documents,
         sample_ids=batch.sample_ids,
         num_samples=batch.num_samples,
+        num_targets=batch.num_targets,
     )
     return -summed
 
@@ -194,10 +195,9 @@ class Objective:
             units += batch.num_pairs if labels is None else batch.num_samples
             good += int((tokens[0::2] if labels is None else tokens[labels]).sum())
             kl += self._mismatched_ratio(model, batch, world)
-        units = max(world.sum(units), 1)
-        kl = max(world.sum(kl) / units, 0.0)
-        good = max(world.sum(good), 1) / units
-        return Update(self.terms, units, good, kl, world)
+        units, good, kl = world.sums(units, good, kl)
+        units = max(units, 1)
+        return Update(self.terms, units, max(good, 1) / units, max(kl / units, 0.0), world)
 
     def parts(
         self, model: nn.Module, batches: Sequence[PairBatch], world: World

@@ -27,7 +27,7 @@ from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import refresh_dora_norms
 from qfsdp.training.loss_scale import loss_scale
-from qfsdp.training.nonfinite import are_finite, step_metrics
+from qfsdp.training.nonfinite import are_finite, step_if_finite
 from qfsdp.training.optimizer import backward
 from qfsdp.training.throughput import StepClock
 
@@ -95,13 +95,13 @@ def optim_step(
     """
     clock = clock or StepClock(world.device)
     with clock.phase("optimizer"):
-        grad_norm = clip_grad_norm(trainable_parameters(model), clip, loss_scale(optimizer))
-        metrics = step_metrics(loss, grad_norm, optimizer, world)  # the host waits only here
-        if are_finite(metrics):  # else nothing is updated
-            optimizer.step()
-            if scheduler is not None:
-                scheduler.step()
+        total, scale = loss.detach().double().view(1), loss_scale(optimizer)
+        grad_norm = clip_grad_norm(trainable_parameters(model), clip, scale, total, world)
+        read = step_if_finite(optimizer, total[0], grad_norm)
         optimizer.zero_grad()
     with clock.phase("norm_refresh"):
         refresh_dora_norms(model)  # A and B have changed; they change nowhere else
+    metrics = read()  # the host waits only here, while the device has work
+    if scheduler is not None and are_finite(metrics):
+        scheduler.step()
     return metrics

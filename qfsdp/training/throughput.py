@@ -85,14 +85,22 @@ class StepClock:
         known = name in progress.NOW.ended
         return nullcontext() if known else told_if_slow(f"step {progress.NOW.step}: {name}")
 
-    def seconds(self) -> dict[str, float]:
-        """Seconds of each phase that ended since the last call; waits for the device."""
+    def seconds(self, wait: bool = True) -> dict[str, float]:
+        """Seconds of each phase that ended since the last call.
+
+        Args:
+            wait: for the device; else phases that it still runs count for the next call.
+        """
+        running = []
         for name, begin, end in self._events:
+            if not wait and not end.query():
+                running.append((name, begin, end))
+                continue
             end.synchronize()
             self._spent[name] += begin.elapsed_time(end) / 1000
         spent = dict(self._spent)
         self._spent.clear()
-        self._events.clear()
+        self._events = running
         return spent
 
 
@@ -267,11 +275,12 @@ class Meter:
         model_flops_utilization, hardware_flops_utilization
                                      of this rank, over its own rate of matrix products, or over
                                      the best rate of a step if that was higher; so at most 1
-        seconds/NAME                 of a phase of this rank, per step
+        seconds/NAME                 of a phase of this rank, per step; what an accelerator still
+                                     runs counts for the next call
         routing/NAME                 of mixtures of experts, see `routing_metrics`
         """
         world, elapsed = self._world, time.perf_counter() - self._since
-        tokens, slots = world.sum(self._tokens), world.sum(self._slots)
+        tokens, slots = world.sums(self._tokens, self._slots)
         metrics = {
             "tokens_per_second_per_rank": tokens / elapsed / world.size,
             "slot_efficiency": tokens / slots,
@@ -282,7 +291,7 @@ class Meter:
         # The measured rate is too low if clocks were, or if other processes kept the CPU busy.
         self._rate = max(self._rate, flops.hardware / elapsed)
         metrics |= utilization(flops, elapsed, self._rate)
-        for name, spent in self._clock.seconds().items():
+        for name, spent in self._clock.seconds(wait=False).items():
             metrics[f"seconds/{name}"] = spent / self._steps
         if (totals := self._model.routing.take()) is not None:
             experts = self._model.config.experts

@@ -13,6 +13,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
@@ -21,6 +22,7 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.training.memory_usage import plain_tensors
 from qfsdp.training.nonfinite import MAX_SKIPPED
+from qfsdp.training.throughput import StepClock
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 from tests.toy_data import TOY_CONFIG, Samples
@@ -373,10 +375,29 @@ def test_updates_in_backward(folder: Path, tmp_path: Path) -> None:
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-def waits_and_collectives(folder: Path, name: str) -> list[str]:
+WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal")
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations whose result the host, or the size of their result, waits for."""
+
+    def __init__(self, clock: StepClock, found: list[str]) -> None:
+        super().__init__()
+        self._clock, self._found = clock, found
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        by_mask = func._opname == "index" and any(
+            index is not None and index.dtype == torch.bool for index in args[1]
+        )
+        if (func._opname in WAITING or by_mask) and self._clock.now is not None:
+            self._found.append(f"{func._opname} in {self._clock.now}")
+        return func(*args, **(kwargs or {}))
+
+
+def waits_and_collectives(folder: Path, name: str, words: list[str]) -> list[str]:
     """What the host waits for, and all-reduces, in the order of one update."""
     recipe = load_recipe(name)
-    cfg = load_config(recipe.Config, ["--config", f"{folder}/{name}.yaml"])
+    cfg = load_config(recipe.Config, ["--config", f"{folder}/{name}.yaml", *words])
     world = recipe.init_world(cfg.sharding)
     model = recipe.load_model(cfg, world)
     optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(model))
@@ -394,17 +415,29 @@ def waits_and_collectives(folder: Path, name: str) -> list[str]:
         (optimizer, "step"),
     ):
         noting(owner, method)
-    clock = recipe.StepClock(world.device)
-    recipe.train_step(model, optimizer, None, batches, 1.0, world, clock)
+    clock = StepClock(world.device)
+    with Waits(clock, found):
+        recipe.train_step(model, optimizer, None, batches, 1.0, world, clock)
+        with clock.phase("control"):
+            _ = batches[0].labels[batches[0].labels > 0]
     return found
 
 
-@pytest.mark.parametrize("name", [QDORA, FULL])
-def test_a_step_waits_once_for_its_gradients(folder: Path, name: str) -> None:
-    expected = ["all_reduce", "item"]  # the number of targets
-    expected += ["all_reduce"]  # the gradient norm
-    expected += ["all_reduce", "tolist", "step"]  # loss and norm, before the update
-    assert run_ranks(2, waits_and_collectives, folder, name) == [expected] * 2
+@pytest.mark.parametrize(
+    ("name", "words", "end"),
+    [
+        (QDORA, [], ["step", "tolist"]),  # fused: the device decides, and the host waits last
+        (FULL, [], ["step", "tolist"]),
+        (QDORA, ["optimizer.fused=false"], ["tolist", "step"]),
+    ],
+)
+def test_a_step_waits_once(folder: Path, name: str, words: list[str], end: list[str]) -> None:
+    # Number of targets; squared gradient norm and loss.
+    expected = ["all_reduce", "all_reduce", *end, "index in control"]
+    for found in run_ranks(2, waits_and_collectives, folder, name, words):
+        # Unfused AdamW reads its numbers of steps, which it keeps on the host.
+        own = ("item", "_local_scalar_dense in optimizer") if words else ()
+        assert [one for one in found if one not in own] == expected
 
 
 # ---- numbers of the config -------------------------------------------------------------------
