@@ -70,6 +70,28 @@ def test_bits_equal_those_of_bitsandbytes(shape: tuple[int, int], dtype: torch.d
     assert mismatches(random_weight(*shape, dtype=dtype)) == EXACT
 
 
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_bits_of_experts_equal_those_of_bitsandbytes(dtype: torch.dtype) -> None:
+    """Experts are rows of one weight. Codes and fp32 absmax are those of each expert by itself; the
+    second level is that of all rows together: here a block of 256 absmax ends within an expert."""
+    experts, out, cols = 5, 36, 192
+    stack = random_weight(experts * out, cols, dtype=dtype)
+    assert mismatches(stack) == EXACT
+    plain = NF4Fp32AbsmaxTensor.empty(*stack.shape, dtype, "cpu")
+    plain.quantize_(stack)
+    doubly = nf4.quantize(stack).qdata[:, : cols // 2]
+    for expert, weight in enumerate(stack.split(out)):
+        codes, state = bnb.quantize_4bit(
+            weight, blocksize=BLOCK, compress_statistics=False, quant_type="nf4"
+        )
+        mine = plain.qdata[expert * out : (expert + 1) * out]
+        assert differing_bytes(mine[:, : cols // 2], codes) == 0
+        assert differing_bytes(doubly[expert * out : (expert + 1) * out], codes) == 0
+        absmax = mine[:, cols // 2 :].contiguous().view(torch.float32)
+        assert differing_bytes(absmax, state.absmax) == 0
+
+
 def with_zero_rows_and_blocks() -> Tensor:
     weight = random_weight(300, 256)
     weight[5] = 0
