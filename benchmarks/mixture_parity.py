@@ -115,8 +115,8 @@ def of_adapters(folder: Path) -> Figures:
         model, config = adapted(family, ["all-linear", router])
         save_adapter(model, config, "base", place / "adapter", CPU)
         F.cross_entropy(model(TOKENS).flatten(0, 1), LABELS.flatten()).backward()
-        own = {name: param.grad for name, param in adapter_parameters(model).items()}
-        gradients[family] = to_peft(own, config)  # type: ignore[arg-type]
+        own = {n: p.grad for n, p in adapter_parameters(model).items() if p.grad is not None}
+        gradients[family] = to_peft(own, config)
     places = [folder / family for family in FAMILIES]
     found = run_peft(PEFT_SCRIPT, folder, {"x": torch.zeros(1)}, TOKENS, folder, *places)
     figures = {}
