@@ -1,24 +1,28 @@
-"""Finetuning methods on one task: what each learns, and what it takes.
+"""Finetuning methods on one task: what each learns, what it takes, and which differ.
 
     python benchmarks/compare_methods.py [--quick] [--json methods.json] [--work DIR]
                                          [--rows NAME ...]
 
 SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`) by the
-shipped recipes and configs, each run in a process. Every method sees the same samples in the same
-order, at each of the same learning rates. The rate with the lowest loss on a set kept for that
-choice counts. Figures are from unseen problems: exact match of greedy answers with a 95 % interval,
-and held-out loss. Then the method trains from the start on GSM8K at the chosen rate, which gives
-its held-out loss there (`--gsm8k FOLDER` with train.jsonl and test.jsonl).
+shipped recipes and configs, each run in a process, with several seeds: of the samples' order and
+of new adapters. Of several learning rates of a method, the one with the lowest loss on a set kept
+for that choice counts, at the first seed. Then every method trains on GSM8K at that rate
+(`--gsm8k FOLDER` with train.jsonl and test.jsonl).
 
     zero_shot, few_shot   the untrained model; few_shot with 4 solved problems before each
     full, full_nf4        all weights; the same with its linears quantized to NF4 after training
-    lora, qlora, rslora, qdora, hqq_dora, ia3
-                          adapters over a plain (lora), NF4 or HQQ (hqq_dora) base
+    qlora, qdora, hqq_dora
+                          adapters over an NF4 or HQQ (hqq_dora) base
     llama_pro             3 new blocks over 30 frozen ones in NF4; evaluated as exported, plain
+    lora, rslora, ia3     with `--rows` only; lora over a plain base
 
-Takes two hours on two cores without AVX-512, in fp32. Finished parts are kept in `--work`
-(runs/methods), and the same command goes on from there, so the table can be made row by row.
-The keys of the JSON file are ROW_FIGURE.
+Figures are from unseen problems: exact match of greedy answers, and held-out loss, with 95 %
+intervals over problems. All pairs of methods are compared on the same problems by sign tests,
+corrected for their number; a pair is ordered if p < 0.05 and every seed says the same. Prints the
+tables and writes them to `report.html` in `--work` (runs/methods), with curves and answers.
+
+Finished runs and evaluations are kept in `--work`: killed, the same command goes on, and the table
+can be made row by row. About an hour of two cores with AVX-512.
 """
 
 from __future__ import annotations
@@ -37,7 +41,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.timing import arguments, table, tell, usual_dtype
+from benchmarks.methods_page import Row, print_tables, write_study
+from benchmarks.timing import arguments, usual_dtype
 from examples.demo import cache_dir
 from examples.demo.arithmetic import generate
 from examples.demo.smollm2 import prepare_model
@@ -45,111 +50,155 @@ from examples.demo.smollm2 import prepare_model
 ROOT = Path(__file__).parent.parent
 DTYPE = usual_dtype("cuda" if torch.cuda.is_available() else "cpu")
 GSM8K = ROOT.parent / "shared/data/gsm8k"
-LEARNING_RATES = (1e-4, 1e-3, 1e-2)
 SEED = 20_000  # of the problems; the demonstration uses others
+SHOTS = 4
 Changes = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Method:
-    """How a row is trained: a shipped config and its changes."""
+    """How a row is trained: a shipped config, its changes, and the learning rates to choose from.
+
+    As shipped there is one rate each: the best of 1e-4, 1e-3 and 1e-2 on other problems of the same
+    kind (docs/results.md, Methods on one task).
+    """
 
     config: str
+    rates: tuple[float, ...] = (1e-3,)
     changes: tuple[tuple[str, Any], ...] = ()
     adapter: bool = True  # trains an adapter, not weights themselves
 
 
 METHODS = {
-    "full": Method("smollm2_135m_full", adapter=False),
-    "lora": Method("smollm2_135m_qlora", (("quantization.format", "none"),)),
+    "full": Method("smollm2_135m_full", (1e-4,), adapter=False),
     "qlora": Method("smollm2_135m_qlora"),
-    "rslora": Method("smollm2_135m_qlora", (("adapter.rslora", True),)),
     "qdora": Method("smollm2_135m_qdora"),
     "hqq_dora": Method("smollm2_135m_hqq_dora"),
-    "ia3": Method("smollm2_135m_ia3"),
-    "llama_pro": Method("smollm2_135m_llama_pro", adapter=False),
+    "llama_pro": Method("smollm2_135m_llama_pro", (1e-2,), adapter=False),
+    "lora": Method("smollm2_135m_qlora", changes=(("quantization.format", "none"),)),
+    "rslora": Method("smollm2_135m_qlora", changes=(("adapter.rslora", True),)),
+    "ia3": Method("smollm2_135m_ia3", (1e-2,)),
 }
 ROWS = ("zero_shot", "few_shot", "full", "full_nf4", *list(METHODS)[1:])
+USUAL = ROWS[:8]
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """Sizes of the comparison."""
+class Task:
+    """What is learned, and how much of it.
 
-    rates: tuple[float, ...] = LEARNING_RATES
+    Fields:
+        train, chosen_by, test: .jsonl files; `chosen_by` is for the choice of learning rates.
+        seeds: runs of each method.
+        steps: updates of `batch_size` problems.
+        asked: problems of `test` that are answered.
+        losses: problems of `test` whose loss is measured, in parts of ten.
+        new_tokens: of an answer, at most.
+    """
+
+    name: str
+    train: Path
+    chosen_by: Path
+    test: Path
+    seeds: int = 3
     steps: int = 30
-    gsm8k_steps: int = 12
-    batch_size: int = 4
-    chosen_by: int = 40  # problems that choose the learning rate
-    asked: int = 100  # problems of the test set
-    new_tokens: int = 96  # of an answer, at most
+    batch_size: int = 8
+    asked: int = 300
+    losses: int = 300
+    new_tokens: int = 64
 
 
-QUICK = Sizes((1e-3,), steps=2, gsm8k_steps=0, batch_size=1, chosen_by=1, asked=2, new_tokens=8)
+def tasks_in(work: Path, gsm8k: Path | None, quick: bool) -> list[Task]:
+    """The tasks; writes the generated problems to `work`."""
+    sizes: Changes = {}
+    if quick:
+        sizes = {"seeds": 2, "steps": 2, "batch_size": 1, "asked": 4, "losses": 20, "new_tokens": 8}
+    problems = generate(2040 + 300, SEED)
+    train, chosen_by, test = (work / f"{name}.jsonl" for name in ("train", "chosen_by", "test"))
+    cuts = (0, 2000, 2040, len(problems))
+    for index, file in enumerate((train, chosen_by, test)):
+        rows = problems[cuts[index] : cuts[index + 1]]
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    found = [Task("arithmetic", train, chosen_by, test, **sizes)]
+    if gsm8k is not None and not quick:
+        train, test = gsm8k / "train.jsonl", gsm8k / "test.jsonl"  # rates are not chosen by it
+        found.append(Task("gsm8k", train, train, test, 1, 15, 8, 60, 150, 128))
+    return found
 
 
-class Table:
-    """The rows of the table, and the folder that keeps their runs."""
+class Study:
+    """Trains and evaluates what is not in its folder yet."""
 
-    def __init__(self, work: Path, sizes: Sizes, gsm8k: Path | None) -> None:
-        self.work, self.sizes, self.gsm8k = work, sizes, gsm8k
+    def __init__(self, work: Path, gsm8k: Path | None, quick: bool) -> None:
+        self.work = work
         work.mkdir(parents=True, exist_ok=True)
-        kept, told = work / "sizes.json", json.dumps(vars(sizes))
+        self.model = prepare_model(cache_dir())
+        self.tasks = tasks_in(work, gsm8k, quick)
+        kept, told = (
+            work / "tasks.json",
+            json.dumps([vars(task) for task in self.tasks], default=str),
+        )
         if kept.exists() and kept.read_text() != told:
             raise SystemExit(
-                f"--work: {work} holds a table of other sizes; expected another folder"
+                f"--work: {work} holds a study of other sizes; expected another folder"
             )
         kept.write_text(told)
-        self.model = prepare_model(cache_dir())
-        problems = generate(2000 + sizes.chosen_by + sizes.asked, SEED)
-        cuts = (0, 2000, 2000 + sizes.chosen_by, len(problems))
-        self.files = {}
-        for index, name in enumerate(("train", "chosen_by", "test")):
-            self.files[name] = work / f"{name}.jsonl"
-            rows = problems[cuts[index] : cuts[index + 1]]
-            self.files[name].write_text("".join(json.dumps(row) + "\n" for row in rows))
 
-    def row(self, name: str) -> Changes:
-        """The figures of a row, measured now or in an earlier call."""
-        kept = self.work / f"{name}.json"
-        if not kept.exists():
-            figures = self._measure(name)
-            kept.write_text(json.dumps(figures, indent=2) + "\n")
-        found: Changes = json.loads(kept.read_text())
-        return found
-
-    def _measure(self, name: str) -> Changes:
+    def row(self, task: Task, name: str) -> Row:
+        """The figures of a method, measured now or in an earlier call."""
+        seeds = 1 if name in ("zero_shot", "few_shot") else task.seeds
         if name in ("zero_shot", "few_shot"):
-            return self._evaluate(name, self.model, "none", shots=4 if name == "few_shot" else 0)
+            found = [self._evaluate(task, name, seed, self.model, "none") for seed in range(seeds)]
+            return self._read(task, name, {}, [], found)
         of = "full" if name == "full_nf4" else name
-        method = METHODS[of]
-        losses = {rate: self._train(of, rate) for rate in self.sizes.rates}
-        best = min(losses, key=lambda rate: losses[rate]["chosen_by_loss"])
-        run = self._folder(of, best)
-        base = self._config(method.config)
-        if method.adapter:
-            quantized_as = dict(method.changes).get("quantization.format", base.quantization.format)
-            found = self._evaluate(name, self.model, quantized_as, adapter=run / "adapter")
-        else:
-            found = self._evaluate(name, run / "model", "nf4" if name == "full_nf4" else "none")
-        figures = {"lr": best, **losses[best], **found}
-        if self.gsm8k is not None and self.sizes.gsm8k_steps and name != "full_nf4":
-            figures["gsm8k_loss"] = self._train(of, best, on_gsm8k=True)["chosen_by_loss"]
-        return figures
+        method, rate = METHODS[of], self._rate(of)
+        runs = [self._train(task, of, rate, seed) for seed in range(seeds)]
+        found = []
+        for seed, run in enumerate(runs):
+            if method.adapter:
+                base = self._config(method.config).quantization.format
+                form = dict(method.changes).get("quantization.format", base)
+                model, adapter = self.model, run / "adapter"
+            else:
+                form = "nf4" if name == "full_nf4" else "none"
+                model, adapter = run / "model", None
+            found.append(self._evaluate(task, name, seed, model, form, adapter))
+        figures = [read_metrics(run / "metrics.jsonl") for run in runs]
+        about = {"lr": rate} | {
+            key: statistics.median(run[key] for run in figures) for key in figures[0]
+        }
+        return self._read(task, name, about, runs, found)
 
-    def _folder(self, name: str, rate: float, on_gsm8k: bool = False) -> Path:
-        return self.work / f"{name}_{rate:g}{'_gsm8k' if on_gsm8k else ''}"
+    def _read(
+        self, task: Task, name: str, about: Changes, runs: list[Path], found: list[Path]
+    ) -> Row:
+        right, losses = [], []
+        for file in found:
+            answers = sorted(read_rows(file, "exact_match.test"), key=lambda answer: answer["row"])
+            right.append([float(answer["right"]) for answer in answers])
+            if name != "few_shot":
+                parts = read_rows(file, "loss.test")
+                losses.append([(part["loss"], part["targets"]) for part in parts])
+        return Row(task.name, name, right, losses, about, runs, found)
+
+    def _rate(self, name: str) -> float:
+        """The learning rate with the lowest loss on the set that chooses, at the first seed."""
+        losses = {}
+        for rate in METHODS[name].rates:
+            run = self._train(self.tasks[0], name, rate, 0)
+            losses[rate] = read_metrics(run / "metrics.jsonl")["chosen_by_loss"]
+        return min(losses, key=lambda rate: losses[rate])
 
     def _config(self, stem: str) -> Any:
         return OmegaConf.load(ROOT / f"configs/{stem}.yaml")
 
-    def _train(self, name: str, rate: float, on_gsm8k: bool = False) -> Changes:
-        """Trains, unless an earlier call has; returns the logged figures."""
-        method, out = METHODS[name], self._folder(name, rate, on_gsm8k)
+    def _train(self, task: Task, name: str, rate: float, seed: int) -> Path:
+        """Trains, unless an earlier call has; returns the run's folder."""
+        method, out = METHODS[name], self.work / f"{task.name}_{name}_{rate:g}_{seed}"
         if not (out / "finished").exists():
             shutil.rmtree(out, ignore_errors=True)
             cfg = self._config(method.config)
-            for key, value in {**dict(method.changes), **self._run(out, rate, on_gsm8k)}.items():
+            for key, value in {**dict(method.changes), **self._run(task, out, rate, seed)}.items():
                 OmegaConf.update(cfg, key, value, merge=False)
             if method.adapter:
                 cfg.model.quantize_cache = str(self.work / "quantized")
@@ -157,33 +206,28 @@ class Table:
                 cfg.model.path = str(self._expanded())
             self._command(method.config, cfg, out)
             (out / "finished").touch()
-        return read_metrics(out / "metrics.jsonl")
+        return out
 
-    def _run(self, out: Path, rate: float, on_gsm8k: bool) -> Changes:
+    def _run(self, task: Task, out: Path, rate: float, seed: int) -> Changes:
         """The keys that all runs share."""
-        train, held_out = self.files["train"], self.files["chosen_by"]
-        steps = self.sizes.steps
-        if on_gsm8k:
-            assert self.gsm8k is not None
-            train, held_out = self.gsm8k / "train.jsonl", self.gsm8k / "test.jsonl"
-            steps = self.sizes.gsm8k_steps
         rows = {
             "_component_": "qfsdp.data.instruct_dataset",
             "prompt_column": "question",
             "answer_column": "answer",
         }
-        held_out_rows = rows | {"source": str(held_out), "max_rows": self.sizes.chosen_by}
+        chosen_by = rows | {"source": str(task.chosen_by), "max_rows": 40}
         return {
             "output_dir": str(out),
+            "seed": seed,
             "model.path": str(self.model),
             "model.dtype": DTYPE,
-            "dataset": rows | {"source": str(train)},
-            "validation": {"sets": {"chosen_by": held_out_rows}, "keep_best": False},
-            "validation.eval_every": steps,
+            "dataset": rows | {"source": str(task.train)},
+            "validation": {"sets": {"chosen_by": chosen_by}, "keep_best": False},
+            "validation.eval_every": task.steps,
             "optimizer.lr": rate,
-            "max_steps": steps,
+            "max_steps": task.steps,
             "max_seq_len": 512,
-            "batch_size": self.sizes.batch_size,
+            "batch_size": task.batch_size,
             "gradient_accumulation_steps": 1,
             "checkpoint.every_minutes": None,
             "preflight": False,
@@ -202,35 +246,36 @@ class Table:
 
     def _evaluate(
         self,
+        task: Task,
         name: str,
+        seed: int,
         model: Path,
         quantized_as: str,
         adapter: Path | None = None,
-        shots: int = 0,
-    ) -> Changes:
-        out, test = self.work / f"{name}.evaluation", str(self.files["test"])
+    ) -> Path:
+        """Evaluates, unless an earlier call has; returns the file of results."""
+        out = self.work / f"{task.name}_{name}_{seed}.evaluation"
+        results = out / "results.json"
+        if results.exists():  # is written last
+            return results
         shutil.rmtree(out, ignore_errors=True)
         cfg = self._config("evaluate")
-        cfg.update(output=str(out / "results.json"), adapter=adapter and str(adapter), text={})
+        cfg.update(output=str(results), adapter=adapter and str(adapter), text={}, batch_size=10)
         cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(self.work / "quantized"))
         cfg.quantization.format = quantized_as
         cfg.tokenizer.path = str(self.model)
-        cfg.batch_size = self.sizes.asked  # one batch: weights are dequantized once per new token
-        cfg.loss = {
-            "test": {"_component_": "qfsdp.data.instruct_dataset", "source": test}
-            | {"prompt_column": "question", "answer_column": "answer"}
-        }
-        examples = {"shots": shots, "examples": str(self.files["train"])} if shots else {}
-        cfg.exact_match = {
-            "test": {"source": test, "max_new_tokens": self.sizes.new_tokens} | examples
-        }
+        rows = {"source": str(task.test)}
+        columns = {"prompt_column": "question", "answer_column": "answer"}
+        dataset = {"_component_": "qfsdp.data.instruct_dataset", "max_rows": task.losses}
+        cfg.loss = {} if name == "few_shot" else {"test": rows | columns | dataset}
+        # Large batches, as weights are dequantized once per new token; but caches take memory.
+        at_once = 40 if name == "few_shot" else 250
+        asked: Changes = {"max_rows": task.asked, "batch_size": min(at_once, task.asked)}
+        shots = {"shots": SHOTS, "examples": str(task.train), "seed": seed}
+        asked |= {"max_new_tokens": task.new_tokens} | (shots if name == "few_shot" else {})
+        cfg.exact_match = {"test": rows | asked}
         self._command("evaluate", cfg, out)
-        results = json.loads((out / "results.json").read_text())["results"]
-        found = {(r["section"], r["metric"]): r for r in results}
-        match, loss = found["exact_match", "exact_match"], found["loss", "loss"]
-        low, high = match["interval"]
-        figures = {"exact_match": match["value"], "exact_match_low": low, "exact_match_high": high}
-        return figures if shots else figures | {"loss": loss["value"]}
+        return results
 
     def _command(self, stem: str, cfg: Any, out: Path) -> None:
         """Runs the recipe of a shipped config with a changed config."""
@@ -259,40 +304,33 @@ def read_metrics(file: Path) -> Changes:
     }
 
 
-def cells(name: str, row: Changes) -> list[str]:
-    def cell(key: str, form: str) -> str:
-        return format(row[key], form) if key in row else "-"
-
-    low, high = row["exact_match_low"], row["exact_match_high"]
-    match = f"{row['exact_match']:.1%} ({low:.1%} to {high:.1%})"
-    forms = {"lr": "g", "loss": ".4f", "gsm8k_loss": ".4f", "trained": ",.0f"}
-    forms |= {"peak_memory_gib": ".2f", "tokens_per_second": ".0f"}
-    return [name, match, *(cell(key, form) for key, form in forms.items())]
+def read_rows(results: Path, name: str) -> list[Changes]:
+    """The lines of recipes/evaluate for one set."""
+    file = results.with_name(f"{results.stem}.{name}.jsonl")
+    return [json.loads(line) for line in file.read_text().splitlines()]
 
 
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--work", type=Path, default=None, help="folder that keeps finished parts")
-    parser.add_argument("--rows", nargs="+", choices=ROWS, help="default: all")
+    parser.add_argument("--rows", nargs="+", choices=ROWS, help=f"default: {', '.join(USUAL)}")
     parser.add_argument("--gsm8k", type=Path, default=GSM8K)
     args = parser.parse_args()
-    sizes, rows, work = Sizes(), args.rows or ROWS, args.work or Path("runs/methods")
+    names, work = args.rows or USUAL, args.work or Path("runs/methods")
     if args.quick:
-        sizes, rows = QUICK, args.rows or ("qlora",)
+        names = args.rows or ("zero_shot", "qlora")
         work = args.work or Path("runs/methods_quick")
         shutil.rmtree(work, ignore_errors=True)
-    made = Table(work.absolute(), sizes, args.gsm8k if args.gsm8k.is_dir() else None)
-    header = ["", "exact match (95 %)", "lr", "loss", "GSM8K loss", "trained", "GiB", "tokens/s"]
-    lines: list[list[str]] = [header]
-    figures: Changes = {}
-    for name in rows:
-        row = made.row(name)
-        lines.append(cells(name, row))
-        figures |= {f"{name}_{key}": value for key, value in row.items()}
-        print(*lines[-1], sep="  ", flush=True)
-    print()
-    table(lines)
-    tell({}, args.json, figures)
+    study = Study(work.absolute(), args.gsm8k if args.gsm8k.is_dir() else None, args.quick)
+    rows: list[Row] = []
+    for task in study.tasks:
+        for name in names:
+            rows.append(study.row(task, name))
+            print(f"{task.name}: {name}", flush=True)
+    figures = print_tables(rows)
+    print(write_study(work / "report.html", rows))
+    if args.json is not None:
+        args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
 
 if __name__ == "__main__":

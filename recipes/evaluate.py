@@ -13,9 +13,9 @@ Four kinds of measurements, each for any number of sets in the config:
     lm_eval       tasks of lm-eval (ARC, HellaSwag, TruthfulQA, ...): pip install qfsdp[eval]
 
 Prints a table with confidence intervals, and writes it to `output` as JSON. Every question with its
-answer goes to a .jsonl file in the same folder. Several ranks share the work: one process per
-visible accelerator, or `--nproc_per_node N`. The base may be plain, quantized while it is loaded,
-or stored quantized; with an adapter it should be the base of the adapter's run.
+answer, and the loss of every batch, go to .jsonl files in the same folder. Several ranks share the
+work: one process per visible accelerator, or `--nproc_per_node N`. The base may be plain, quantized
+while it is loaded, or stored quantized; with an adapter it should be the base of the adapter's run.
 """
 
 from __future__ import annotations
@@ -39,7 +39,13 @@ from qfsdp.evaluation.exact_match import ExactMatchConfig, Question, exact_match
 from qfsdp.evaluation.generation import SamplingConfig, check_lengths
 from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
 from qfsdp.evaluation.lm_harness import LMEvalConfig, load_tasks, run_tasks
-from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
+from qfsdp.evaluation.perplexity import (
+    MeanLoss,
+    TextConfig,
+    TextWindows,
+    dataset_loss,
+    text_windows,
+)
 from qfsdp.evaluation.prompts import stop_ids
 from qfsdp.evaluation.results import (
     Result,
@@ -141,9 +147,11 @@ def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Resu
         loss = dataset_loss(
             model, dataset, cfg.batch_size, world, pad_id, cfg.max_seq_len, f"loss.{name}"
         )
+        write_parts(cfg, f"loss.{name}", loss, world)
         results += loss_results("loss", name, loss)
     for name, windows in sets.text.items():
         loss = dataset_loss(model, windows, cfg.batch_size, world, pad_id, None, f"text.{name}")
+        write_parts(cfg, f"text.{name}", loss, world)
         results += loss_results("text", name, loss)
     for name, questions in sets.questions.items():
         found = exact_match(
@@ -173,6 +181,14 @@ def rows_file(cfg: Config, name: str) -> Path:
     """The file for the questions and answers of one set, in the folder of `output`."""
     output = Path(cfg.output).expanduser()
     return output.with_name(f"{output.stem}.{name}.jsonl")
+
+
+def write_parts(cfg: Config, name: str, loss: MeanLoss, world: World) -> None:
+    """Keeps the loss of each batch, so that models can be compared on the same samples."""
+    if world.rank == 0:
+        file = rows_file(cfg, name)
+        file.unlink(missing_ok=True)
+        append_rows(file, [{"loss": total, "targets": targets} for total, targets in loss.parts])
 
 
 @explain_out_of_memory

@@ -35,6 +35,7 @@ class ExactMatchConfig:
         system_prompt: a system message, or null.
         max_rows: ask only the first `max_rows` questions; null asks all.
         max_new_tokens: longest answer in tokens.
+        batch_size: questions that a rank answers at a time; null uses the recipe's `batch_size`.
     """
 
     source: str
@@ -47,9 +48,10 @@ class ExactMatchConfig:
     system_prompt: str | None = None
     max_rows: int | None = None
     max_new_tokens: int = 256
+    batch_size: int | None = None
 
     def check(self) -> None:
-        for name in ("max_rows", "max_new_tokens"):
+        for name in ("max_rows", "max_new_tokens", "batch_size"):
             value = getattr(self, name)
             if value is not None and value < 1:
                 raise InvalidField(name, value, "an integer of at least 1")
@@ -153,13 +155,14 @@ def exact_match(
         questions: from `read_questions`, the same on every rank. Batches of prompts of similar
             length are split over the ranks.
         stops: tokens that end an answer.
-        batch_size: questions that a rank answers at a time.
+        batch_size: questions that a rank answers at a time, if `config` has no other number.
         file: a .jsonl file. Rank 0 writes one line per answered question: its row, the question,
             both answers, and whether they agree.
         title: title of the progress bar.
     """
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
-    batches = batches_by_length([len(question.prompt) for question in questions], batch_size)
+    lengths = [len(question.prompt) for question in questions]
+    batches = batches_by_length(lengths, config.batch_size or batch_size)
     results: list[dict[str, Any]] = []
     if file is not None and world.rank == 0:
         file.unlink(missing_ok=True)

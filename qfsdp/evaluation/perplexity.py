@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -104,11 +104,15 @@ def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """The mean loss over target tokens (nats), its confidence interval and their number."""
+    """The mean loss over target tokens (nats), its confidence interval and their number.
+
+    `parts` are the summed loss and the number of targets of each batch, in the order of the data.
+    """
 
     loss: float
     interval: Interval
     tokens: int
+    parts: list[tuple[float, int]] = field(default_factory=list)
 
     @property
     def perplexity(self) -> float:
@@ -138,10 +142,12 @@ def dataset_loss(
     batches = held_out_batches(dataset, batch_size, world, pad_id, max_seq_len)
     total = math.ceil(len(dataset) / (batch_size * world.size))
     mine = batch_losses(model, progress_bar(batches, title, world, total), world)
-    parts = [part for of_rank in world.gather(mine) for part in of_rank]
+    of_ranks = world.gather(mine)  # batch n is number n // ranks of rank n % ranks
+    parts = [part for turn in zip(*of_ranks, strict=True) for part in turn]
     tokens = sum(count for _, count in parts)
     if not tokens:
         raise UserError(
             f"{title}: no target token in {len(dataset)} samples; expected at least one"
         )
-    return MeanLoss(math.fsum(loss for loss, _ in parts) / tokens, loss_interval(parts), tokens)
+    mean = math.fsum(loss for loss, _ in parts) / tokens
+    return MeanLoss(mean, loss_interval(parts), tokens, parts)

@@ -94,6 +94,12 @@ def test_all_sections_with_and_without_an_adapter(
     assert match["count"] == 5 and match["interval"][0] <= match["value"] <= match["interval"][1]
     answers = (tmp_path / "out/x.exact_match.arithmetic.jsonl").read_text().splitlines()
     assert sorted(json.loads(line)["row"] for line in answers) == list(range(5))
+    parts = list(
+        map(json.loads, (tmp_path / "out/x.loss.arithmetic.jsonl").read_text().split("\n")[:-1])
+    )
+    assert sum(part["targets"] for part in parts) == loss["count"] and len(parts) == 1
+    mean = sum(part["loss"] for part in parts) / loss["count"]
+    assert mean == pytest.approx(loss["value"])
     if HAS_LM_EVAL:
         assert by_name["lm_eval", "arc_easy", "acc"]["count"] == 1
         assert json.loads((tmp_path / "out/x.lm_eval.arc_easy.jsonl").read_text())["doc_id"] == 0

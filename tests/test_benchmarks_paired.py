@@ -1,0 +1,51 @@
+"""Paired comparisons of benchmarks/compare_methods.py, beside scipy, and its tables and page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from benchmarks.methods_page import Row, print_tables, write_study
+from benchmarks.paired import holm, pairs, sign_test
+
+
+@pytest.mark.parametrize(("more", "fewer"), [(0, 0), (3, 0), (4, 4), (11, 2), (2, 11), (90, 61)])
+def test_the_sign_test_is_that_of_scipy(more: int, fewer: int) -> None:
+    stats = pytest.importorskip("scipy.stats")
+    expected = stats.binomtest(more, more + fewer).pvalue if more + fewer else 1.0
+    assert sign_test(more, fewer) == pytest.approx(expected, abs=1e-12)
+
+
+def test_holm_raises_and_keeps_the_order() -> None:
+    # By hand: 0.01 * 4, 0.02 * 3, then never less than before.
+    assert holm([0.02, 0.5, 0.01, 0.03]) == pytest.approx([0.06, 0.5, 0.04, 0.06])
+
+
+def test_pairs_are_ordered_where_all_seeds_agree() -> None:
+    good, same, poor = [[1.0] * 40] * 2, [[1.0] * 39 + [0.0]] * 2, [[0.0] * 40]
+    found = {(pair.better, pair.worse): pair for pair in pairs({"b": same, "a": good, "c": poor})}
+    assert found["a", "c"].ordered and found["b", "c"].ordered and not found["a", "b"].ordered
+    assert found["a", "c"].difference == 1 and found["a", "c"].seeds == 2
+    # One seed says the opposite: a tie, however small p is.
+    mixed = [[1.0] * 40, [0.0] * 40]
+    against = [[0.5] * 40, [0.4] * 40]
+    (pair,) = pairs({"mixed": mixed, "against": against})
+    assert pair.better == "mixed" and pair.p < 1e-6 and pair.seeds == 1 and not pair.ordered
+
+
+def test_tables_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    parts = [(12.0, 10), (8.0, 10)]
+    better = [(loss / 2, count) for loss, count in parts]
+    untrained = Row("arithmetic", "zero_shot", [[0.0, 0.0, 1.0]], [parts], {}, [], [])
+    about = {"lr": 1e-3, "trained": 5_040_000, "peak_memory_gib": 1.5, "tokens_per_second": 100}
+    trained = Row("arithmetic", "qlora", [[1.0, 0, 1], [1, 1, 1]], [better] * 2, about, [], [])
+    figures = json.loads(json.dumps(print_tables([untrained, trained])))
+    assert figures["arithmetic/qlora/exact_match"] == pytest.approx(500 / 6)
+    assert figures["arithmetic/qlora/loss"] == pytest.approx(0.5)
+    assert figures["arithmetic/zero_shot/exact_match"] == pytest.approx(100 / 3)
+    printed = capsys.readouterr().out
+    assert "66.7 100.0" in printed and "5,040,000" in printed
+    page = write_study(tmp_path / "report.html", [untrained, trained]).read_text()
+    assert "arithmetic: pairs by loss, nats" in page and ">tie<" in page
