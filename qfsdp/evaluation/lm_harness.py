@@ -33,8 +33,9 @@ from qfsdp.modules.transformer import Decoder
 _NAMES = re.compile(
     r"""^[ \t]*(?:- +)?["']?(?:task|group|tag)["']?:[ \t]*(.*(?:\n[ \t]*- .*)*)""", re.MULTILINE
 )
-SPLITS = ("train", "validation", "test")
+SPLITS = ("train", "validation", "test", "dev")
 TRUTHFULQA = "TruthfulQA.csv"
+MMLU = "mmlu"  # the group of the 57 subjects, tasks mmlu_SUBJECT
 FEWSHOT_SEED = 1234  # lm-eval's default, also for its draws with numpy
 
 
@@ -43,13 +44,14 @@ class LMEvalConfig:
     """Section `lm_eval`: the tasks of lm-eval to run.
 
     Fields:
-        tasks: task names, such as arc_easy, arc_challenge, hellaswag, truthfulqa_mc1.
+        tasks: task names, such as arc_easy, arc_challenge, hellaswag, truthfulqa_mc1, mmlu.
         limit: use only the first `limit` rows of each task; null uses all.
         num_fewshot: solved examples before each question; null uses the task's number. A task that
             sets 0 keeps 0.
         local_data: a folder to read rows from instead of the hub. Its files are TASK.SPLIT.jsonl
-            or TASK.SPLIT.ANYTHING.jsonl, where SPLIT is train, validation or test, and
-            TruthfulQA.csv.
+            or TASK.SPLIT.ANYTHING.jsonl, where SPLIT is train, validation, test or dev, and
+            TruthfulQA.csv. mmlu.SPLIT.jsonl has the rows of all subjects, with a column `subject`;
+            solved examples are those of `dev`.
         chat_template: ask each question as a turn of a chat.
     """
 
@@ -91,18 +93,19 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
             "lm_eval.tasks: the package lm-eval is missing; expected pip install qfsdp[eval]"
         )
     check_tasks(config.tasks)
+    names = _with_subjects(config)
     reading = told_if_slow("lm_eval.tasks: reading lm-eval's index and the rows of the tasks")
     with reading, _quiet(sys.stderr.isatty()):
-        manager = _task_manager(tuple(config.tasks) if config.local_data else ())
-        if not set(config.tasks) <= set(manager.all_tasks):
+        manager = _task_manager(tuple(names) if config.local_data else ())
+        if not set(names) <= set(manager.all_tasks):
             manager = _task_manager()
-        for name in config.tasks:
+        for name in names:
             if name not in manager.all_tasks:
                 raise _unknown_task(name)
-        specs: list[Any] = list(config.tasks)
+        specs: list[Any] = names
         if config.local_data is not None:
             folder = Path(config.local_data).expanduser()
-            members = [_with_local_rows(name, folder) for name in config.tasks]
+            members = [_with_local_rows(name, folder) for name in names]
             # lm-eval replaces keys of a task only if the task is in a group.
             specs = [{"group": "local", "task": members}]
         try:
@@ -120,6 +123,38 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=FEWSHOT_SEED)
     return tasks
+
+
+def load_likelihood_tasks(key: str, config: LMEvalConfig) -> dict[str, Any]:
+    """`load_tasks`, {} without tasks; refuses tasks that generate text, which training does not do.
+
+    Raises:
+        UserError: as `load_tasks`, and for such a task, with `key` before it.
+    """
+    tasks = load_tasks(config) if config.tasks else {}
+    for name, task in tasks.items():
+        if task.OUTPUT_TYPE == "generate_until":
+            raise UserError(
+                f"{key}.lm_eval.tasks: '{name}' generates text; expected tasks that compare "
+                "log-likelihoods, such as mmlu"
+            )
+    return tasks
+
+
+def _with_subjects(config: LMEvalConfig) -> list[str]:
+    """The names of the tasks; of local rows of MMLU those of its subjects."""
+    if config.local_data is None or MMLU not in config.tasks:
+        return list(config.tasks)
+    folder = Path(config.local_data).expanduser()
+    files = _files_of_splits(MMLU, folder)
+    rows = [row for file in files.values() for row in _read_mmlu(file)]
+    subjects = sorted({f"{MMLU}_{row['subject']}" for row in rows})
+    if not subjects:
+        raise UserError(
+            f"lm_eval.local_data: {folder} has no rows of {MMLU}; expected {MMLU}.test.jsonl with "
+            "a column subject"
+        )
+    return list(dict.fromkeys([*(name for name in config.tasks if name != MMLU), *subjects]))
 
 
 def check_tasks(names: Sequence[str]) -> None:
@@ -168,20 +203,29 @@ def _task_manager(names: tuple[str, ...] = ()) -> Any:
     if not names:
         return tasks.TaskManager()
     lines = {f"task: {name}".encode() for name in names}
+    lines |= {f'"task": "{name}"'.encode() for name in names}  # MMLU's files
     files = Path(tasks.__file__).parent.rglob("*.yaml")
     folders = {str(file.parent) for file in files if lines & set(file.read_bytes().splitlines())}
     return tasks.TaskManager(include_defaults=False, include_path=sorted(folders))
 
 
-def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
-    """The keys that make a task read its rows from `folder`. Splits without a file are absent."""
-    files = {
+def _files_of_splits(name: str, folder: Path) -> dict[str, Path]:
+    """The file of each split of a task. Splits without a file are absent."""
+    found = {
         split: sorted(
             [*folder.glob(f"{name}.{split}.jsonl"), *folder.glob(f"{name}.{split}.*.jsonl")]
         )
         for split in SPLITS
     }
-    of_split = {split: found[0] for split, found in files.items() if found}
+    return {split: files[0] for split, files in found.items() if files}
+
+
+def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
+    """The keys that make a task read its rows from `folder`."""
+    of_split = _files_of_splits(name, folder)
+    subject = name.removeprefix(f"{MMLU}_") if name.startswith(f"{MMLU}_") else None
+    if subject and not of_split:
+        of_split = _files_of_splits(MMLU, folder)
     if name in ("truthfulqa_mc1", "truthfulqa_mc2") and (folder / TRUTHFULQA).is_file():
         of_split.setdefault("validation", folder / TRUTHFULQA)
     if not of_split.keys() & {"validation", "test"}:
@@ -192,7 +236,13 @@ def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
     def rows(**_: Any) -> dict[str, Any]:
         from datasets import Dataset
 
-        return {split: Dataset.from_list(_read(file)) for split, file in of_split.items()}
+        found = {split: _read(file) for split, file in of_split.items()}
+        if subject:
+            found = {
+                split: [row for row in of if row.get("subject", subject) == subject]
+                for split, of in found.items()
+            }
+        return {split: Dataset.from_list(of) for split, of in found.items() if of}
 
     return {
         "task": name,
@@ -200,8 +250,13 @@ def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
         "training_split": "train" if "train" in of_split else None,
         "validation_split": "validation" if "validation" in of_split else None,
         "test_split": "test" if "test" in of_split else None,
-        "fewshot_split": None,  # from train, else from the other rows
+        # null: from train, else from the other rows
+        "fewshot_split": "dev" if "dev" in of_split else None,
     }
+
+
+def _read_mmlu(file: Path) -> list[dict[str, Any]]:
+    return read_rows("lm_eval.local_data", file, "subject")
 
 
 def _read(file: Path) -> list[dict[str, Any]]:
@@ -312,7 +367,18 @@ def evaluate(
             whole = bool(rows) and len(numbers) == len(rows)
             interval = mean_interval([float(number) for number in numbers]) if whole else None
             scores.append(TaskMetric(task, metric, float(value), interval, len(rows)))
-    return scores, samples
+    return scores + _over_subjects(config, samples), samples
+
+
+def _over_subjects(
+    config: LMEvalConfig, samples: dict[str, list[dict[str, Any]]]
+) -> list[TaskMetric]:
+    """MMLU's accuracy over the rows of all subjects, as lm-eval's group has it."""
+    of_subjects = (rows for task, rows in samples.items() if task.startswith(f"{MMLU}_"))
+    right = [float(row["acc"]) for rows in of_subjects for row in rows if "acc" in row]
+    if MMLU not in config.tasks or not right:
+        return []
+    return [TaskMetric(MMLU, "acc", sum(right) / len(right), mean_interval(right), len(right))]
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""Held-out losses during training: one curve per set, the best state, early stopping.
+"""Held-out losses and tasks of lm-eval during training: curves, the best state, early stopping.
 
 <output_dir>/best/
     ...          files of the recipe (adapters) from the step with the lowest loss
@@ -15,7 +15,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from torch.utils.data import Subset
@@ -28,7 +28,9 @@ from qfsdp.data import PackedDataset, build_dataset
 from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
+from qfsdp.evaluation.lm_harness import LMEvalConfig, load_likelihood_tasks, run_tasks
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.transformer import Decoder
 from qfsdp.training.metrics import RunLog
 from qfsdp.training.throughput import Meter
 
@@ -52,6 +54,8 @@ class ValidationConfig:
         metric: name of the set whose loss decides; null: the first set. Of preference tuning also
             `SET/rewards/accuracy` or `SET/rewards/margin`, where the highest is the best.
         patience: end the run after this many evaluations without a lower loss; null: never.
+        lm_eval: tasks of lm-eval at every evaluation, such as mmlu; those that compare
+            log-likelihoods. They decide nothing.
     """
 
     sets: dict[str, Component] = field(default_factory=dict)
@@ -62,6 +66,7 @@ class ValidationConfig:
     keep_best: bool = True
     metric: str | None = None
     patience: int | None = None
+    lm_eval: LMEvalConfig = field(default_factory=LMEvalConfig)
 
     def check(self) -> None:
         if self.eval_every < 1:
@@ -73,6 +78,8 @@ class ValidationConfig:
         for name in self.sets:
             if not re.fullmatch(r"[\w.-]+", name):  # it is part of a metric's name
                 raise InvalidField("sets", name, "names of letters, digits, '_', '-' and '.'")
+        if self.lm_eval.tasks and not self.sets:
+            raise InvalidField("sets", {}, "at least one set beside lm_eval.tasks")
         if self.metric is not None and self.metric.partition("/")[0] not in self.sets:
             raise InvalidField("metric", self.metric, f"one of {', '.join(self.sets)}, or null")
 
@@ -114,6 +121,8 @@ class Validation:
         tokenizer = cfg.tokenizer.build()
         rows = DecoderConfig.from_dir(cfg.model.folder).vocab_size
         self._pad_id: int = tokenizer.pad_id
+        self._tokenizer = tokenizer
+        self._tasks = load_likelihood_tasks("validation", self._config.lm_eval)
         for name, component in self._config.sets.items():
             self._sets[name] = self._read(f"validation.sets.{name}", component, tokenizer, rows)
         if world.rank == 0:
@@ -204,6 +213,7 @@ class Validation:
             for name, of_set in numbers.items()
             for number, value in of_set.items()
         }
+        metrics |= self._scores(model)
         log.log_apart(step, metrics, self._sentence(step, numbers, value))
         if better and self._config.keep_best:
             self._keep(step, numbers, save, earlier)
@@ -236,6 +246,21 @@ class Validation:
             )
         loss = total / targets
         return {"loss": loss, "perplexity": _perplexity(loss)}
+
+    def _scores(self, model: nn.Module) -> dict[str, float]:
+        """What the tasks of lm-eval give: `validation/<task>/<metric>`. Every rank must call it."""
+        if not self._tasks:
+            return {}
+        scores, _ = run_tasks(
+            self._config.lm_eval,
+            self._tasks,
+            cast(Decoder, model),
+            self._tokenizer,
+            set(),
+            self._world,
+            self._batch_size,
+        )
+        return {f"validation/{score.task}/{score.metric}": score.value for score in scores}
 
     def _update_progress(self, step: int, value: float, sign: int) -> bool:
         """Updates `progress`; returns whether `value` is the best so far, which NaN never is.

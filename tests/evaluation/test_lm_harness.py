@@ -127,6 +127,17 @@ def write_data(folder: Path) -> Path:
     for task, rows in (("arc_easy", arc), ("arc_challenge", arc[::-1])):
         (folder / f"{task}.validation.jsonl").write_text("\n".join(map(json.dumps, rows)))
     (folder / "hellaswag.validation.2.jsonl").write_text("\n".join(map(json.dumps, hellaswag)))
+    mmlu = [
+        {
+            "question": f" Which star is number {n}? ",
+            "subject": ("astronomy", "world_religions")[n % 2],
+            "choices": ["one", "two", "three", f"star {n}"],
+            "answer": n % 4,
+        }
+        for n in range(7)
+    ]
+    for split, rows in (("test", mmlu[:4]), ("dev", mmlu[4:])):
+        (folder / f"mmlu.{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
     with (folder / "TruthfulQA.csv").open("w", newline="") as lines:
         csv.writer(lines).writerows(
             [
@@ -170,7 +181,7 @@ def test_scores_of_all_tasks(
         tmp_path / "model", smollm2_dir, hidden_size=96, max_position_embeddings=512
     )
     local_data = str(write_data(tmp_path))
-    config = LMEvalConfig(TASKS, None, shots, local_data, chat_template=chat)
+    config = LMEvalConfig([*TASKS, "mmlu"], None, shots, local_data, chat_template=chat)
     model, tokenizer = load_model(folder, format="none"), hf_tokenizer(str(folder))
     scores, rows = run_tasks(config, load_tasks(config), model, tokenizer, {2}, cpu_world(), 2)
     expected, _ = evaluate(config, load_tasks(config), hf(folder))
@@ -179,7 +190,15 @@ def test_scores_of_all_tasks(
     ]
     assert [s.value for s in scores] == pytest.approx([s.value for s in expected], abs=1e-5)
     found = {(s.task, s.metric): s for s in scores}
-    assert {task for task, _ in found} == set(TASKS) and ("hellaswag", "acc_norm") in found
+    subjects = {"mmlu_astronomy", "mmlu_world_religions"}
+    assert {task for task, _ in found} == {*TASKS, "mmlu", *subjects}
+    assert ("hellaswag", "acc_norm") in found
+    of_subjects = [found[subject, "acc"].value for subject in subjects]
+    assert found["mmlu", "acc"].rows == 4
+    assert found["mmlu", "acc"].value == pytest.approx(sum(of_subjects) / 2)
+    asked = rows["mmlu_astronomy"][0]["arguments"][0][0]
+    assert asked.count("Which star") == 1 + (shots or 0) and "about astronomy." in asked
+    assert "number 4?" in asked or not shots  # the first row of dev of this subject
     accuracy = found["arc_easy", "acc"]
     assert accuracy.rows == 3 and accuracy.interval == wilson(round(3 * accuracy.value), 3)
     assert 0 < found["truthfulqa_mc2", "acc"].value < 1
@@ -199,9 +218,10 @@ def test_scores_of_all_tasks(
             r"^lm_eval.tasks: 'arc_eazy' is not a task of lm-eval; did you mean 'arc_easy'\?$",
         ),
         ({"tasks": ["piqa"]}, r"has no rows of piqa; expected piqa.validation.jsonl$"),
+        ({"tasks": ["mmlu"], "local_data": "/nowhere"}, r"/nowhere has no rows of mmlu; expected "),
         ({"local_data": "/nowhere"}, r"^lm_eval.local_data: /nowhere has no rows of arc_easy"),
     ],
-    ids=["task", "rows", "folder"],
+    ids=["task", "rows", "subjects", "folder"],
 )
 def test_faulty_options(tmp_path: Path, changes: dict[str, Any], message: str) -> None:
     config = {"tasks": ["arc_easy"], "local_data": str(write_data(tmp_path)), **changes}

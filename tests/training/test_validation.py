@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
 import math
 import shutil
@@ -597,6 +598,11 @@ def test_the_example_in_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
         (["validation.eval_every=0"], "validation.eval_every: 0 is not valid; expected an integer"),
         (["validation.patience=0"], "validation.patience: 0 is not valid; expected an integer of"),
         (["validation.max_batches=-1"], "validation.max_batches: -1 is not valid"),
+        (["validation.lm_eval.limit=0"], "validation.lm_eval.limit: 0 is not valid; expected"),
+        (
+            ["validation.sets=null", "validation.metric=null", "validation.lm_eval.tasks=[mmlu]"],
+            "validation.sets: {} is not valid; expected at least one set beside lm_eval.tasks",
+        ),
         (["validation.metric=sene"], "'sene' is not valid; expected one of seen, other, or null"),
         (["validation.sets.seen=5"], "validation.sets.seen: 5 is not valid; expected a mapping"),
         (["validation.sets.a/b=x.y"], "validation.sets: 'a/b' is not valid; expected names of"),
@@ -626,3 +632,56 @@ def test_no_sets_is_off(folder: Path) -> None:
     off = Validation(cfg, cpu_world(), folder, 3)
     assert not off.is_due(0) and not off.is_due(2) and not off.is_over
     assert list(off.steps(1)) == [2, 3]
+
+
+@pytest.mark.long
+@pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval")
+def test_tasks_of_lm_eval_during_training(
+    smollm2_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """At each evaluation the scores of recipes/evaluate for the same adapter."""
+    write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir, max_position_embeddings=512)
+    tasks = ["validation.lm_eval.tasks=[mmlu]", f"validation.lm_eval.local_data={tmp_path}"]
+    asked = {"choices": ["one", "two", "three", "four"], "subject": "astronomy"}
+    rows = [asked | {"question": f"Which is {n} of {n * n}?", "answer": n % 4} for n in range(24)]
+    (tmp_path / "mmlu.test.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    tokenizer = [
+        "tokenizer._component_=qfsdp.data.hf_tokenizer",
+        f"tokenizer.path={tmp_path}/model",
+        "optimizer.lr=0.1",  # so that answers change
+        "epochs=1",
+    ]
+    recipe = load_recipe()
+    argv = ["--config", f"{tmp_path}/config.yaml", *tokenizer, *tasks]
+    cfg = load_config(recipe.Config, argv)
+    recipe.check(cfg)
+    recipe.main(cfg)
+    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    found = {line["step"]: line for line in lines if "validation/mmlu/acc" in line}
+    assert set(found) == {0, 2, 3}
+    assert found[0]["validation/mmlu_astronomy/acc"] == found[0]["validation/mmlu/acc"]
+    evaluate = load_recipe("evaluate")
+    words = [
+        f"--config={ROOT}/configs/evaluate.yaml",
+        "~loss",
+        "~exact_match",
+        *tokenizer[:2],
+        f"model.path={tmp_path}/model",
+        "model.dtype=fp32",
+        "lm_eval.tasks=[mmlu]",
+        f"lm_eval.local_data={tmp_path}",
+    ]
+    for step, more in ((0, []), (3, [f"adapter={tmp_path}/run/adapter"])):
+        output = tmp_path / f"{step}.json"
+        other = load_config(evaluate.Config, [*words, f"output={output}", *more])
+        evaluate.check(other)
+        evaluate.main(other)
+        results = {r["name"]: r["value"] for r in json.loads(output.read_text())["results"]}
+        assert results["mmlu"] == pytest.approx(found[step]["validation/mmlu/acc"])
+    assert len({line["validation/mmlu/acc"] for line in found.values()}) > 1
+
+    cfg = load_config(recipe.Config, [*argv, "validation.lm_eval.tasks=[gsm8k]"])
+    (tmp_path / "gsm8k.test.jsonl").write_text('{"question": "1 + 1?", "answer": "#### 2"}')
+    with pytest.raises(UserError, match=r"'gsm8k' generates text; expected tasks that compare"):
+        Validation(cfg, cpu_world(), tmp_path, 3)
