@@ -17,6 +17,7 @@ from pathlib import Path
 
 from qfsdp.cli import recipes
 from qfsdp.cli.errors import UserError, user_errors
+from qfsdp.cli.messages import did_you_mean
 from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.cli.terminal import until_unread
 
@@ -96,10 +97,11 @@ def run(program: str, words: Sequence[str]) -> None:
     args = parse_run(program, words)
     recipe = recipes.find_recipe(args.training_script)
     if recipe is None:
-        raise UserError(
-            f"{args.training_script}: no such recipe; expected one that `{program} ls` lists, "
-            "or a Python file that defines Config and main"
+        hint = did_you_mean(recipes.similar_name("recipes", args.training_script)) or (
+            f"; expected one that `{program} ls` lists, or a Python file that defines Config and "
+            "main"
         )
+        raise UserError(f"{args.training_script}: no such recipe{hint}")
     argv = _with_config_path(args.training_script_args)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # modules of the user

@@ -33,7 +33,8 @@ from qfsdp.cli.convert import (
     schema_keys,
 )
 from qfsdp.cli.errors import UserError, shortened
-from qfsdp.cli.messages import first_line, join_key, required
+from qfsdp.cli.messages import did_you_mean, first_line, join_key, required
+from qfsdp.cli.recipes import similar_name
 
 T = TypeVar("T")
 MOST_CHARACTERS = 1 << 20  # of a config file
@@ -110,7 +111,8 @@ def _read_yaml(path: str) -> dict[str, Any]:
             raise UserError(f"{path}: its references (*name) multiply; expected fewer of them")
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except FileNotFoundError:
-        hint = "; `qfsdp ls` lists those that come with qfsdp"
+        near = did_you_mean(similar_name("configs", path))
+        hint = near or "; `qfsdp ls` lists those that come with qfsdp"
         raise UserError(f"--config {path}: no such file{hint}") from None
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark

@@ -34,6 +34,7 @@ from qfsdp.cli.files import free_bytes
 from qfsdp.cli.hub_errors import explained, is_unreachable
 from qfsdp.cli.sizes import format_size
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import is_terminal
 
 FOLDERS = "QFSDP_HUB_FOLDERS"  # environment variable: JSON, name -> folder
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
@@ -236,18 +237,19 @@ class Repository:
         from huggingface_hub.utils import disable_progress_bars, enable_progress_bars
 
         repo, revision = split_name(self.name) or (self.name, None)
+        hidden = silent or not is_terminal()  # in a log file a bar is one line without an end
         if not silent:
             size = format_size(sum((self.sizes or {}).get(file, 0) for file in files))
             print(f"downloading {self.name} ({size}) to {cache_folder()}", file=sys.stderr)
+        about = f"{'asking the hub for' if silent else 'downloading'} {self.name}"
         with explained(self.key, self.name, cache_folder()):
-            if silent:
+            if hidden:
                 disable_progress_bars()
-            about = told_if_slow(f"asking the hub for {self.name}") if silent else nullcontext()
             try:
-                with about:
+                with told_if_slow(about) if hidden else nullcontext():
                     found = snapshot_download(repo, revision=revision, allow_patterns=files)
             finally:
-                if silent:
+                if hidden:
                     enable_progress_bars()
         return Path(found)
 

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import ModuleType
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.messages import nearest
 
 DEFAULT_RECIPE = "recipes/qdora_distributed"
 _SUFFIXES = {"recipes": ".py", "configs": ".yaml"}
@@ -69,6 +70,14 @@ def find_config(name: str) -> str | None:
         if os.path.isfile(path):
             return path
     return find_file(name) or find_file(f"configs/{name}")
+
+
+def similar_name(kind: str, name: str) -> str | None:
+    """The most similar name of the "recipes" or "configs", or the first that contains `name`."""
+    stem = os.path.basename(name).removesuffix(_SUFFIXES[kind])
+    known = {os.path.basename(full): full for full in list_files(kind)}
+    inside = next((other for other in known if stem and stem in other), None)
+    return known.get(nearest(stem, known) or inside or "")
 
 
 def find_either(name: str) -> str | None:

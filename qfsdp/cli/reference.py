@@ -225,7 +225,7 @@ def help_lines(recipe: ModuleType, usage: str, argv: Sequence[str], width: int) 
     tool = hasattr(recipe, "run_tool")
     config = not tool and any(word.partition("=")[0] == "--config" for word in argv)
     tree = read_tree(schema, argv)[1] if config else {}
-    yield f"usage: {usage}"
+    yield from _wrap(f"usage: {usage}", width, subsequent_indent=" " * 8)
     yield ""
     yield (inspect.getdoc(recipe) or "").partition("\n")[0]
     yield ""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.loader import IGNORE_INDEX
-from qfsdp.data.messages import NotText, as_message, as_tools, text_of
+from qfsdp.data.messages import NotText, as_message, as_tools, from_json, text_of
 from qfsdp.data.reading import reads_rows
 from qfsdp.data.rows import Row, load_rows, require_column
 from qfsdp.data.tokenized_dataset import TokenizedDataset, TokenizedRow, Unusable, tokenize_rows
@@ -58,7 +58,8 @@ def instruct_dataset(
 
     Args:
         tokenizer: `hf_tokenizer(...)` or one of torchtune's.
-        source: a .jsonl, .json, .parquet or .csv file, a folder of them, or a hub name.
+        source: a .jsonl, .json, .parquet, .csv or .tsv file, also with .gz behind it, a folder of
+            them, or a hub name.
         split, subset, data_files: as in `load_rows`.
         prompt_column: column with the prompt. Ignored if `prompt_template` is given.
         answer_column: column with the answer.
@@ -122,7 +123,7 @@ def chat_dataset(
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
-        messages_column: column with the messages.
+        messages_column: column with the messages: a list, or JSON text of one.
         tools_column: column with the functions that the assistant may call: a list of JSON schemas,
             or JSON text of one. Rows may have none. Null: the template sees no functions.
         train_on_input: train on all messages instead of the assistant's only.
@@ -165,6 +166,8 @@ def tokenize_conversations(
 
     def to_chat(row: Row) -> Chat:
         turns = turns_of(row)
+        if isinstance(turns, str) and turns.lstrip().startswith("["):
+            turns = from_json("messages", turns)
         if not isinstance(turns, list):
             kind = type(turns).__name__
             raise UserError(f"messages: a {kind}: {str(turns)[:60]!r}; expected a list of messages")

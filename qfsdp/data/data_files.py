@@ -12,12 +12,25 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.csv_files import check_csv_beginning
 from qfsdp.data.json_lines import MAX_LINE, decoded, json_values, parsed
+
+SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SUFFIXES |= {".tsv": "csv", ".txt": "text"}
+"""File suffix -> name of its reader in the `datasets` library. All but Parquet may end in .gz.
+
+A .txt file is one row with one column, "text".
+"""
 
 BEGINNING = 2**20
 MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 GZIP = b"\x1f\x8b"
 KINDS = {bool: "a bool", int: "a number", float: "a number", str: "text", list: "a list"}
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix of a data file, also before .gz."""
+    return file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
 
 
 def check_beginning(file: Path) -> None:
@@ -50,6 +63,8 @@ def check_beginning(file: Path) -> None:
         next(json_values(file))  # a line longer than a megabyte, if not longer than MAX_LINE
     elif file.suffix in (".jsonl", ".json"):
         _check_json_beginning(file, text)
+    elif file.suffix in (".csv", ".tsv"):
+        check_csv_beginning(file, text, is_whole)
 
 
 def _check_json_beginning(file: Path, text: str) -> None:
@@ -73,7 +88,7 @@ def check_whole(file: Path) -> None:
         UserError: a line is not UTF-8; or, in JSON, is not an object, has a key twice, or a column
             has values of several kinds.
     """
-    if file.suffix in (".parquet", ".arrow"):
+    if file.suffix in (".parquet", ".arrow", ".gz"):
         return
     if file.suffix not in (".jsonl", ".json"):
         with file.open("rb") as stream:

@@ -67,7 +67,7 @@ def as_message(turn: Any) -> dict[str, Any]:
         )
     content, calls = turn.get("content" if openai else "value"), turn.get("tool_calls")
     if given == "function_call":
-        calls, content = _from_json("a function_call", content), None
+        calls, content = from_json("a function_call", content), None
         calls = calls if isinstance(calls, list) else [calls]
     elif not calls and turn.get("function_call"):
         calls = [{"type": "function", "function": turn["function_call"]}]
@@ -90,7 +90,7 @@ def as_tools(value: Any) -> list[Any] | None:
     Raises:
         UserError: it is something else.
     """
-    tools = None if value == "" else without_none(_from_json("tools", value))
+    tools = None if value == "" else without_none(from_json("tools", value))
     if tools is None:
         return None
     if not isinstance(tools, list):
@@ -134,7 +134,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
         inner = call.get("function", call)
         arguments = inner.get("arguments")
         if isinstance(arguments, str) and arguments.strip():
-            arguments = _from_json(f"{place}: arguments", arguments)
+            arguments = from_json(f"{place}: arguments", arguments)
         if not isinstance(arguments or {}, dict):
             raise UserError(f"{place}: arguments: {str(arguments)[:60]!r}; expected a JSON object")
         inner = {**inner, "arguments": arguments or {}}
@@ -142,7 +142,7 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
     return found
 
 
-def _from_json(place: str, value: Any) -> Any:
+def from_json(place: str, value: Any) -> Any:
     """What JSON text says; a value that is no text as it is."""
     if not isinstance(value, str):
         return value

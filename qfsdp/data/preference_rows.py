@@ -83,9 +83,21 @@ class PreferenceRows:
         if len(samples) == 2 and samples[0] == samples[1]:  # texts that differ in white space
             return TokenizedRow((), Unusable("chosen and rejected that are equal"))
         if self.label_column is not None:
-            samples = [(ids, with_label(lab, row[self.label_column])) for ids, lab in samples]
+            desirable = is_true(row, self.label_column)
+            samples = [(ids, with_label(lab, desirable)) for ids, lab in samples]
         spelled = (part.spelled for part in parts if part.spelled is not None)
         return TokenizedRow(samples, None, next(spelled, None))
+
+
+def is_true(row: Row, column: str) -> bool:
+    """A cell with true or false; those of CSV files are text.
+
+    Raises UserError.
+    """
+    truth = {"true": True, "false": False}.get(str(row[column]).lower())
+    if truth is None:
+        raise UserError(f"{column}: {str(row[column])[:60]!r}; expected true or false")
+    return truth
 
 
 def with_label(labels: list[int], desirable: bool) -> list[int]:
@@ -128,9 +140,7 @@ def labelled(row: Row, columns: Columns, answer_column: str, label_column: str) 
         Unusable: the answer is empty, or roles do not alternate.
         UserError: the label is not true or false, or the answer neither text nor messages.
     """
-    label = row[label_column]
-    if type(label) is not bool:
-        raise UserError(f"{label_column}: {str(label)[:60]!r}; expected true or false")
+    is_true(row, label_column)
     prompt = _prompt(row, columns)
     turns = _turns(row[answer_column], answer_column, columns.prompt is not None)
     if turns[0]["role"] != "assistant":

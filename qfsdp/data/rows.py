@@ -17,19 +17,14 @@ from typing import TYPE_CHECKING, Any
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.progress import moved
 from qfsdp.cli.slow import told_if_slow
-from qfsdp.data.data_files import check_beginning, check_whole
+from qfsdp.data.csv_files import csv_options
+from qfsdp.data.data_files import SUFFIXES, check_beginning, check_whole, suffix_of
 from qfsdp.data.json_lines import check_regular
 from qfsdp.data.reading import current
 from qfsdp.data.row_stream import RowStream
 
 if TYPE_CHECKING:
     from datasets import Dataset
-
-SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv", ".txt": "text"}
-"""File suffix -> name of its reader in the `datasets` library.
-
-A .txt file is one row with one column, "text".
-"""
 
 _DAMAGED = (RecursionError, OverflowError, zlib.error, EOFError)  # zlib: a damaged .gz
 MAX_LOOKS = 100  # files of a folder whose beginnings are checked
@@ -57,7 +52,7 @@ def check_source(key: str, source: Any) -> None:
         raise UserError(f"{key}: {source!r} is not text; {expected}")
     path = Path(source).expanduser()
     if os.path.isfile(path):  # Path.is_file raises OSError if the path is too long
-        if path.suffix not in SUFFIXES:
+        if suffix_of(path) not in SUFFIXES:
             raise UserError(f"{key}: {source} has the unknown suffix {path.suffix!r}; {expected}")
         if path.stat().st_size == 0:
             raise UserError(f"{key}: {source} is empty; {expected}")
@@ -74,7 +69,7 @@ def check_source(key: str, source: Any) -> None:
             check_beginning(file)
     elif os.path.exists(path) and source:
         raise UserError(f"{key}: {source} is no regular file; {expected}")
-    elif path.suffix in SUFFIXES or source[:1] in "/.~" or source.count("/") > 1:
+    elif suffix_of(path) in SUFFIXES or source[:1] in "/.~" or source.count("/") > 1:
         name = source if len(source) < 100 else f"{source[:100]}..."
         raise UserError(f"{key}: {name or 'an empty name'} does not exist; {expected}")
 
@@ -148,16 +143,16 @@ def _load(
     """The rows as `datasets` loads them, with the options `split` and `streaming`."""
     from datasets import load_dataset
 
-    documents = {"sample_by": "document"} if _is_text(path) else {}  # default: a row per line
+    how = _options(path, data_files)
     if path.is_file():
         # The name is free, and part of the key of the library's own cache.
         name = None if options["streaming"] else content_digest(source)[:16]
-        kind = SUFFIXES[path.suffix]
-        return load_dataset(kind, name, data_files=str(path), **options, **documents)
+        kind = SUFFIXES[suffix_of(path)]
+        return load_dataset(kind, name, data_files=str(path), **options, **how)
     if _is_saved(path):
         return _saved_rows(path, **options)
     if path.is_dir():
-        return load_dataset(str(path), data_files=data_files, **options, **documents)
+        return load_dataset(str(path), data_files=data_files, **options, **how)
     return load_dataset(source, subset, data_files=data_files, **options)
 
 
@@ -244,10 +239,15 @@ def _data_files(path: Path) -> Iterator[Path]:
     if _is_saved(path):
         return iter(sorted(path.rglob("*.arrow")))
     files = [path] if path.is_file() else sorted(path.rglob("*"))
-    return (file for file in files if file.suffix in SUFFIXES)
+    return (file for file in files if suffix_of(file) in SUFFIXES)
 
 
-def _is_text(path: Path) -> bool:
-    """Whether all data files of a path are .txt files."""
-    suffixes = {file.suffix for file in _data_files(path)} if path.exists() else set()
-    return suffixes == {".txt"}
+def _options(path: Path, data_files: str | None) -> dict[str, Any]:
+    """What the reader of a path's data files is told."""
+    files = list(_data_files(path)) if path.exists() and not _is_saved(path) else []
+    if path.is_dir() and data_files:
+        files = [file for file in files if file.match(data_files)]
+    kinds = {SUFFIXES[suffix_of(file)] for file in files}
+    if kinds == {"text"}:
+        return {"sample_by": "document"}  # default: a row per line
+    return csv_options(files[:MAX_LOOKS]) if kinds == {"csv"} else {}

@@ -98,6 +98,14 @@ def test_the_check_runs_before_the_weights_are_downloaded(server: HubServer, mod
     }
 
 
+def test_without_a_terminal_a_download_has_no_bar(server: HubServer, capsys: Any) -> None:
+    """A bar in a log file is one long line."""
+    check_and_download(lambda _: None, config())
+    printed = capsys.readouterr().err
+    assert printed.startswith(f"downloading {NAME} (") and printed.count("\n") == 1
+    assert "\r" not in printed and "%" not in printed
+
+
 def test_a_mistake_costs_no_download(server: HubServer) -> None:
     def check(_: Any) -> None:
         raise UserError("dataset.source: 'x.jsonl' does not exist")

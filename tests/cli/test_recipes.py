@@ -15,6 +15,7 @@ from qfsdp.cli.recipes import (
     list_files,
     recipe_file_of,
     recipe_of_config,
+    similar_name,
 )
 from tests.cli.stand_in import ROOT, write_stand_in
 
@@ -55,6 +56,21 @@ def test_every_shipped_recipe_is_one() -> None:
 def test_the_comment_that_names_the_recipe(text: str, expected: str | None, tmp_path: Path) -> None:
     (tmp_path / "c.yaml").write_text(text)
     assert recipe_of_config(tmp_path / "c.yaml") == expected
+
+
+@pytest.mark.parametrize(
+    ("kind", "name", "expected"),
+    [
+        ("recipes", "qdora", "recipes/qdora_distributed"),
+        ("recipes", "recipes/qdora_distribute.py", "recipes/qdora_distributed"),
+        ("configs", "llama3_8b_qdoar.yaml", "configs/llama3_8b_qdora"),
+        ("configs", "configs/gemma3", "configs/gemma3_27b_qlora"),
+        ("configs", "zzz", None),
+        ("configs", "", None),
+    ],
+)
+def test_similar_names(kind: str, name: str, expected: str | None) -> None:
+    assert similar_name(kind, name) == expected
 
 
 def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -157,5 +157,6 @@ def test_arguments_of_a_component_are_explained_where_their_owner_does() -> None
 
 def test_lines_fit() -> None:
     for file in RECIPES:
-        lines = list(help_lines(load_recipe(file), "usage", [], 100))
+        usage = f"qfsdp run [TORCHRUN-OPTIONS] {file} --config CONFIG [key=value ...]"
+        lines = list(help_lines(load_recipe(file), usage, [], 100))
         assert max(map(len, lines)) <= 100, max(lines, key=len)
