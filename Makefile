@@ -49,9 +49,11 @@ test-faults: venv
 test-gpu:
 	$(PYTHON) -m pytest -m gpu tests/test_gpu.py tests/test_gpu_packing.py tests/training/test_throughput.py tests/training/test_profiler.py tests/modules/test_activations.py
 
-# Everything that needs a GPU, under 8 minutes; gpu-bundle first where that machine has no network.
+# Everything that needs a GPU, 8 minutes a call; the next call goes on. gpu-bundle first where that
+# machine has no network. make gpu-suite [OUT=gpu_results] [COPY_TO=FOLDER] [MINUTES=8]
 gpu-suite:
-	$(PYTHON) benchmarks/gpu_suite.py
+	$(PYTHON) benchmarks/gpu_suite.py $(if $(OUT),--out $(OUT)) $(if $(COPY_TO),--copy-to $(COPY_TO)) \
+	    $(if $(MINUTES),--minutes $(MINUTES))
 
 gpu-bundle: venv
 	$(BIN)/python benchmarks/gpu_bundle.py

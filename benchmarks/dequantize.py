@@ -37,7 +37,17 @@ from torch import Tensor
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.timing import Figures, Times, arguments, geometric, in_turns, ratios, table, tell
+from benchmarks.timing import (
+    Figures,
+    Times,
+    arguments,
+    geometric,
+    in_turns,
+    ratios,
+    table,
+    tell,
+    write_figures,
+)
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.kernels.compiled import can_compile
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
@@ -170,6 +180,7 @@ def main() -> None:
         details |= {f"{prefix}_{key}_{name}_seconds": value for name, value in medians.items()}
         details |= {f"{prefix}_{key}_{name}": value for name, value in part.items()}
         rows.append([key, *(f"{1e3 * medians[n]:.3f}" if n in medians else "-" for n in NAMES)])
+        write_figures(args.json, details)  # a later shape may fail
         weights += shape[0] * shape[1]
         seconds += medians["ours"]
     table(rows)

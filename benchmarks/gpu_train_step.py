@@ -1,20 +1,29 @@
-"""Train steps of a random model with Llama-3-8B's shapes: ours, or PEFT + bitsandbytes.
+"""Train steps of a random model with the shapes of an 8B: ours, or PEFT + bitsandbytes.
 
-    python benchmarks/gpu_train_step.py CONTESTANT [--quick] [--tokens 2048 8192] [--kernels]
-                                        [--json FILE]
+    python benchmarks/gpu_train_step.py CONTESTANT [KEY=VALUE ...] [--quick] [--model NAME]
+                                        [--tokens 2048 8192] [--kernels] [--json FILE]
 
 CONTESTANT is one of ours_qlora, ours_qdora, ours_lora (bf16 base), peft_qlora, peft_qdora. Weights
 are drawn on the device and are the same for all, so nothing is read from disk. Our steps are the
-recipe's `train_step` with compiled layers; PEFT's run under bf16 autocast with fused AdamW. Rank 16
-on all linears, rows of 2048 tokens with a target at every position, no activation checkpointing.
-`--kernels` prints a table of the kernels of one more step. `--quick` tries the script on a CPU: two
-small layers, two steps, 2048 tokens (a bf16 step of PEFT takes 11 s on a CPU without bf16
-products).
+recipe's `train_step` with compiled layers, and KEY=VALUE changes its config; PEFT's run under bf16
+autocast with fused AdamW. Rank 16 on all linears, rows of 2048 tokens with a target at every
+position, no activation checkpointing. `--kernels` prints a table of the kernels of one more step.
+`--quick` tries the script on a CPU: two small layers, two steps, 2048 tokens (a bf16 step of PEFT
+takes 11 s on a CPU without bf16 products).
 
-Keys, for every number of tokens in a micro-batch that fits into memory:
-`CONTESTANT_8192_tokens_per_second`, `_seconds` (median of the steps), `_peak_bytes` (allocated),
-`_first_loss`, `_last_loss`; for ours also `_model_flops_utilization`,
-`_hardware_flops_utilization` and `_seconds/PHASE`.
+    --model NAME     llama3_8b, qwen3_8b, or llama3_70b_8_layers: 8 of its 80 layers
+    --fsdp           wraps the model by FSDP2, which a single process otherwise does without
+    --packed         rows hold documents of 128 to 1024 tokens
+    --estimate       compares the peak with the memory estimate; layers then run uncompiled, as in
+                     the estimate
+    --losses STEPS   no figures of time: the losses of so many steps over eight batches in turn
+    --name NAME      of the keys, in place of CONTESTANT
+
+Keys, for every number of tokens in a micro-batch that fits into memory, written as soon as they are
+known: `CONTESTANT_8192_tokens_per_second`, `_seconds` (median of the steps), `_peak_bytes`
+(allocated), `_first_loss`, `_last_loss`; for ours also `_model_flops_utilization`,
+`_hardware_flops_utilization` and `_seconds/PHASE`; with `--estimate` `_estimated_bytes` and
+`_estimate_over_peak`; with `--losses` `_loss_N` for N updates.
 """
 
 from __future__ import annotations
@@ -22,9 +31,13 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import os
 import statistics
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +46,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from benchmarks.timing import write_figures
 from benchmarks.train_step_worker import (
     ADAPTED,
     ALPHA,
@@ -41,35 +55,28 @@ from benchmarks.train_step_worker import (
     Step,
     training_step,
 )
+from qfsdp.cli.config import load_config
 from qfsdp.cli.recipes import load_recipe
-from qfsdp.data.loader import Batch
+from qfsdp.data.loader import Batch, collate
+from qfsdp.distributed import sharding, world
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.distributed.world import World
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, base_parameters, init_adapters
-from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.memory.estimate import StoredFormats
+from qfsdp.memory.extrapolate import estimate_fast
+from qfsdp.memory.known_models import find_config
+from qfsdp.modules.adapters import base_parameters, init_adapters
 from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.memory_usage import peak_memory_bytes
 from qfsdp.training.throughput import StepClock, matmul_rate, step_flops, utilization
 
-LLAMA_8B: dict[str, Any] = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 128256,
-    "hidden_size": 4096,
-    "intermediate_size": 14336,
-    "num_hidden_layers": 32,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "max_position_embeddings": 8192,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 500000.0,
-    "tie_word_embeddings": False,
+MODELS: dict[str, dict[str, Any]] = {
+    "llama3_8b": {"name": "Llama-3-8B"},
+    "qwen3_8b": {"name": "Qwen3-8B"},
+    "llama3_70b_8_layers": {"name": "Llama-3-70B", "num_hidden_layers": 8},
 }
-TINY = LLAMA_8B | {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512}
-TINY |= {"num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+TINY = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 ROOT = Path(__file__).parent.parent
 ROW, RANK = 2048, 16
 WARMUP = 3  # the first step compiles, the second still allocates
@@ -85,49 +92,90 @@ def random_weight(name: str, like: Tensor, device: torch.device) -> Tensor:
     return drawn.mul_(0.02)
 
 
+def our_config(args: argparse.Namespace, folder: Path, rows: int) -> tuple[Any, Any]:
+    """The recipe and its config for one contestant."""
+    recipe = load_recipe(ROOT / "recipes/qdora_distributed.py")
+    kind = args.contestant.partition("_")[2]
+    words = ["--config", str(ROOT / "configs/llama3_8b_qlora.yaml"), f"model.path={folder}"]
+    words += [f"quantization.format={'nf4' if kind.startswith('q') else 'none'}"]
+    words += [f"adapter.method={'dora' if kind.endswith('dora') else 'lora'}"]
+    words += [f"adapter.rank={RANK}", f"adapter.alpha={ALPHA}", "activation.checkpointing=none"]
+    words += [f"optimizer.lr={LEARNING_RATE}", f"compile={'false' if args.estimate else 'true'}"]
+    words += [f"batch_size={rows}", f"max_seq_len={ROW}", "gradient_accumulation_steps=1"]
+    words += [f"packed={'true' if args.packed else 'false'}", f"clip_grad_norm={CLIP}"]
+    return recipe, load_config(recipe.Config, words + args.words)
+
+
+@contextmanager
+def forced_fsdp(force: bool) -> Iterator[None]:
+    """Makes a single process wrap its model by FSDP2."""
+    if force:
+        sharding.needs_fsdp = world.needs_fsdp = lambda *_, **__: True
+    yield
+
+
 def ours(
-    kind: str, config: dict[str, Any], device: torch.device, clock: StepClock
+    args: argparse.Namespace, config: dict[str, Any], device: torch.device, clock: StepClock
 ) -> tuple[Step, Decoder]:
-    with torch.device("meta"):
-        model = Decoder(DecoderConfig.from_dict(config)).bfloat16()
-    quantize_linears(model, QuantizationConfig("nf4" if kind.startswith("q") else "none"))
-    method = "dora" if kind.endswith("dora") else "lora"
-    add_adapters(model, AdapterConfig(method, RANK, ALPHA))  # type: ignore[arg-type]
-    model.compile_layers()
-    for name, param in list(model.named_parameters()):
-        owner = model.get_submodule(name.rpartition(".")[0])
-        empty = torch.empty_like(param, device=device)
-        made = nn.Parameter(empty, requires_grad=param.requires_grad)
-        setattr(owner, name.rpartition(".")[2], made)
+    with tempfile.TemporaryDirectory() as folder, forced_fsdp(args.fsdp):
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        recipe, cfg = our_config(args, Path(folder), rows=1)
+        of_rank = recipe.init_world(cfg.sharding, cfg.distributed)
+        model = recipe.build_model(cfg, StoredFormats({}))
+        sharding.shard_model(model, cfg.sharding, of_rank)
+    model.to_empty(device=device)
+    model.tie_weights()
     with torch.no_grad():
         for name, param in base_parameters(model):
-            weight = random_weight(name, param, device)
-            if isinstance(param.data, QuantizedTensor):
-                param.data.quantize_(weight, name)
+            weight, held = random_weight(name, param, device), local_part(param)
+            if isinstance(held, QuantizedTensor):
+                held.quantize_(weight, name)
             else:
-                param.copy_(weight)
-    init_adapters(model, seed=0)
-    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=LEARNING_RATE, fused=True)
-    recipe = load_recipe(ROOT / "recipes/qdora_distributed.py")
-    world = World(device)
+                held.copy_(weight)
+    init_adapters(model, seed=args.seed)
+    optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(model))
 
     def step(tokens: Tensor, labels: Tensor) -> float:
-        batches = [Batch(tokens, labels, tokens.numel())]
-        return recipe.train_step(model, optimizer, None, batches, CLIP, world, clock)["loss"]
+        batch = Batch(tokens, labels, tokens.numel())
+        if args.packed:
+            batch = packed_batch(tokens)
+        metrics = recipe.train_step(model, optimizer, None, [batch], CLIP, of_rank, clock)
+        return float(metrics["loss"])
 
     return step, model.train()
 
 
+def packed_batch(tokens: Tensor) -> Batch:
+    """The same tokens as rows of documents of 128, 256, 512, 1024 and 128 tokens."""
+    lengths = [128, 256, 512, 1024, 128]
+    packs = [{"tokens": row, "labels": row, "lengths": lengths} for row in tokens]
+    return collate(packs, pad_id=0, max_seq_len=ROW)
+
+
+def estimated_bytes(args: argparse.Namespace, config: dict[str, Any], rows: int) -> int:
+    """The peak of a dry run of the same config."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(config))
+        recipe, cfg = our_config(args, Path(folder), rows)
+        target = "cuda" if torch.cuda.is_available() else "cpu"
+        functions = (recipe.build_model, recipe.train_step)
+        return estimate_fast(*functions, cfg, 1, target=target).peak  # type: ignore[arg-type]
+
+
 def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
+    import transformers
     from bitsandbytes.nn import Linear4bit, Params4bit
     from peft import LoraConfig, get_peft_model
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = {key: value for key, value in config.items() if key != "rope_theta"}
-    rope = {"rope_type": "default", "rope_theta": LLAMA_8B["rope_theta"]}
+    family = config["architectures"][0].removesuffix("ForCausalLM")
+    rope = {"rope_type": "default", "rope_theta": config["rope_theta"]}
+    fields = {key: value for key, value in config.items() if key != "rope_theta"}
+    of_model = getattr(transformers, f"{family}Config")(
+        **fields, rope_parameters=rope, use_cache=False
+    )
     torch.set_default_dtype(torch.bfloat16)
     with device:
-        base = LlamaForCausalLM(LlamaConfig(**config, rope_parameters=rope, use_cache=False))
+        base = getattr(transformers, f"{family}ForCausalLM")(of_model)
     torch.set_default_dtype(torch.float32)
     for name, param in base.named_parameters():
         param.data = random_weight(name, param, device)
@@ -197,47 +245,88 @@ def print_kernels(step: Step, rows: int, vocabulary: int) -> None:
     print(averages.table(sort_by=most, row_limit=30, max_name_column_width=80), flush=True)
 
 
-def main() -> None:
+def losses(step: Step, vocabulary: int, name: str, updates: int) -> dict[str, float]:
+    """Losses of `updates` updates on eight batches in turn, which a model can learn by heart."""
+    every, found = max(1, updates // 10), {}
+    for index in range(1, updates + 1):
+        loss = step(*random_batch(1, vocabulary, index % 8))
+        if index % every == 0:
+            found[f"{name}_loss_{index}"] = loss
+    return found
+
+
+def shapes(args: argparse.Namespace) -> dict[str, Any]:
+    """The `config.json` of the model."""
+    chosen = dict(MODELS[args.model])
+    config = find_config(chosen.pop("name")) | chosen
+    config.setdefault("model_type", config["architectures"][0].partition("For")[0].lower())
+    return config | TINY if args.quick else config
+
+
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("contestant")
+    parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--tokens", type=int, nargs="+", help="default: 2048 8192")
+    parser.add_argument("--fsdp", action="store_true")
+    parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--estimate", action="store_true")
+    parser.add_argument("--losses", type=int, default=0, metavar="STEPS")
+    parser.add_argument("--seed", type=int, default=0, help="of the adapters")
+    parser.add_argument("--name")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
-    steps, sizes = (2, [2048]) if args.quick else (8, [2048, 8192])
+    return parser.parse_intermixed_args()
+
+
+def main() -> None:
+    args = arguments()
+    steps = 2 if args.quick else 8
+    sizes = args.tokens or ([ROW] if args.quick else [2048, 8192])
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    config = TINY if args.quick else LLAMA_8B
-    library, _, kind = args.contestant.partition("_")
+    config, name = shapes(args), args.name or args.contestant
     found: dict[str, float] = {}
+    if args.estimate:  # first: a dry run makes a process group of its own
+        for tokens in sizes:
+            found[f"{name}_{tokens}_estimated_bytes"] = estimated_bytes(args, config, tokens // ROW)
     clock, model = StepClock(device), None
-    rate = matmul_rate(device, torch.bfloat16)
+    rate = found["matmul_flops_per_second"] = matmul_rate(device, torch.bfloat16)
     since = time.perf_counter()
-    if library == "ours":
-        step, model = ours(kind, config, device, clock)
+    if args.contestant.startswith("ours"):
+        step, model = ours(args, config, device, clock)
     else:
-        step = peft(kind, config, device)
-    found[f"{args.contestant}_load_seconds"] = time.perf_counter() - since
-    for tokens in args.tokens or sizes:
+        step = peft(args.contestant.partition("_")[2], config, device)
+    found[f"{name}_load_seconds"] = time.perf_counter() - since
+    if args.losses:
+        found |= losses(step, config["vocab_size"], name, args.losses)
+        sizes = []
+    for tokens in sizes:
         rows = max(1, tokens // ROW)
         try:
             of_size = measure(step, rows, config["vocab_size"], steps, device, clock)
         except torch.OutOfMemoryError as error:  # PEFT allocates 76 GB at 8,192 tokens
-            print(f"{args.contestant}, {tokens} tokens: out of memory: {error}")
+            print(f"{name}, {tokens} tokens: out of memory: {error}")
             continue
         if model is not None:
             flops = step_flops(model, [ROW] * rows, rows * ROW)
             of_size |= utilization(flops, of_size["seconds"], rate)
+        if args.estimate and of_size["peak_bytes"]:
+            expected = found[f"{name}_{tokens}_estimated_bytes"]
+            of_size["estimate_over_peak"] = expected / of_size["peak_bytes"]
+        found |= {f"{name}_{tokens}_{key}": value for key, value in of_size.items()}
+        write_figures(args.json, found)
         if args.kernels:
             print_kernels(step, rows, config["vocab_size"])
-        found |= {f"{args.contestant}_{tokens}_{key}": value for key, value in of_size.items()}
-    found["matmul_flops_per_second"] = rate
     for key, value in found.items():
         print(f"{key} {value:.5g}")
-    if args.json:
-        args.json.write_text(json.dumps(found, indent=2) + "\n")
+    write_figures(args.json, found)
+    sys.stdout.flush()
+    if torch.distributed.is_initialized():
+        os._exit(0)  # gloo's threads may abort the interpreter as it shuts down
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ from benchmarks.timing import (
     table,
     tell,
     usual_dtype,
+    write_figures,
 )
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import LowRankLinear, init_adapters
@@ -189,6 +190,7 @@ def main() -> None:
         medians, part = measure(shape, tokens, args.device, args.repeat)
         parts.append(part)
         details |= {f"{key}_{name}": value for name, value in part.items()}
+        write_figures(args.json, details)  # a later shape may fail
         what = f"{key}, {tokens} tokens, {usual_dtype(args.device)}"
         rows = [[what, "ms", "over plain", "saved MB"]]
         for name, seconds in medians.items():

@@ -50,7 +50,7 @@ SIZES: dict[str, Any] = {
 TIERS: dict[str, Any] = {"resident": "none", "host": "cpu", "disk": "disk", "disk, cold": "disk"}
 
 
-def write_quantized_model(folder: Path, layers: int) -> int:
+def write_quantized_model(folder: Path, layers: int, sizes: dict[str, Any] = SIZES) -> int:
     """Writes a quantized folder with the same bytes in every layer; returns the bytes of its
     quantized weights. Drawing and quantizing 3 G numbers would take long."""
     from qfsdp.checkpoint.weights.folder import ModelWeights
@@ -63,7 +63,7 @@ def write_quantized_model(folder: Path, layers: int) -> int:
     with tempfile.TemporaryDirectory(dir=folder) as work:
         plain, quantized = Path(work) / "plain", Path(work) / "quantized"
         plain.mkdir()
-        config = SIZES | {"num_hidden_layers": 1}
+        config = sizes | {"num_hidden_layers": 1}
         (plain / "config.json").write_text(json.dumps(config))
         torch.manual_seed(0)
         model = Decoder(DecoderConfig.from_dict(config))

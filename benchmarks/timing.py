@@ -126,11 +126,18 @@ def table(rows: Sequence[Sequence[str]]) -> None:
     print(flush=True)
 
 
+def write_figures(path: Path | None, figures: Mapping[str, float]) -> None:
+    """Writes the figures so far to `path`, if there is one: whole, whenever the process ends."""
+    if path is not None:
+        unfinished = path.with_name(path.name + ".part")
+        unfinished.write_text(json.dumps(figures, indent=2) + "\n")
+        unfinished.replace(path)
+
+
 def tell(figures: Figures, path: Path | None, details: Figures | None = None) -> None:
     """Prints every figure with its spread; writes the figures and `details` to `path`."""
     for key, value in figures.items():
         if not key.endswith(("_min", "_max")):
             ends = [f"{figures[k]:.3g}" for k in (f"{key}_min", f"{key}_max") if k in figures]
             print(f"{key} {value:.4g}" + (f" ({' to '.join(ends)})" if ends else ""))
-    if path is not None:
-        path.write_text(json.dumps((details or {}) | figures, indent=2) + "\n")
+    write_figures(path, (details or {}) | figures)

@@ -1,0 +1,95 @@
+"""Train steps of an 8B-shaped QLoRA with its base on the GPU, in host memory, and on disk.
+
+    python benchmarks/gpu_offload.py [--quick] [--json offload.json]
+
+Writes a quantized folder with the shapes of Llama-3-8B (32 equal layers, 5 GB; removed at the end)
+into TMPDIR, and loads it as the recipe does. Rows of 2,048 tokens, 8,192 per micro-batch, rank 16,
+compiled layers. Tiers run one after the other and must give equal losses within 2e-2.
+
+    TIER_tokens_per_second, TIER_seconds, TIER_peak_bytes, TIER_load_seconds, TIER_last_loss
+    cpu_over_resident_tokens, disk_over_resident_tokens, cpu_over_resident_memory
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parent.parent))
+
+from benchmarks.gpu_train_step import ROW, TINY, measure, our_config
+from benchmarks.offload_tiers import write_quantized_model
+from benchmarks.timing import write_figures
+from benchmarks.train_step_worker import CLIP, LEARNING_RATE
+from qfsdp.data.loader import Batch
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.memory.known_models import find_config
+from qfsdp.training.throughput import StepClock
+
+TIERS = {"resident": "none", "cpu": "cpu", "disk": "disk"}
+
+
+def measure_tier(tier: str, folder: Path, sizes: dict[str, Any], quick: bool) -> dict[str, float]:
+    words = [f"sharding.offload_base={TIERS[tier]}", f"compile={'false' if quick else 'true'}"]
+    args = argparse.Namespace(contestant="ours_qlora", words=words, packed=False, estimate=False)
+    recipe, cfg = our_config(args, folder, rows=1)
+    since = time.perf_counter()
+    world = recipe.init_world(cfg.sharding, cfg.distributed)
+    model = recipe.load_model(cfg, world)
+    load = time.perf_counter() - since
+    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=LEARNING_RATE, fused=True)
+    clock = StepClock(world.device)
+
+    def step(tokens: torch.Tensor, labels: torch.Tensor) -> float:
+        batch = Batch(tokens, labels, tokens.numel())
+        metrics = recipe.train_step(model, optimizer, None, [batch], CLIP, world, clock)
+        return float(metrics["loss"])
+
+    rows, steps = (1, 1) if quick else (8192 // ROW, 4)
+    found = measure(step, rows, sizes["vocab_size"], steps, world.device, clock)
+    return {f"{tier}_load_seconds": load} | {f"{tier}_{key}": v for key, v in found.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--json", type=Path)
+    args = parser.parse_args()
+    sizes = find_config("Llama-3-8B") | (TINY if args.quick else {})
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory() as work:
+        folder, layers = Path(work), sizes["num_hidden_layers"]
+        found["base_bytes"] = write_quantized_model(folder, layers, sizes)
+        for tier in TIERS:
+            found |= measure_tier(tier, folder, sizes, args.quick)
+            torch._dynamo.reset()
+            gc.collect()
+            torch.cuda.empty_cache()
+            if tier != "resident":
+                over = found["resident_seconds"] / found[f"{tier}_seconds"]
+                found[f"{tier}_over_resident_tokens"] = over
+                if found["resident_peak_bytes"]:
+                    memory = found[f"{tier}_peak_bytes"] / found["resident_peak_bytes"]
+                    found[f"{tier}_over_resident_memory"] = memory
+                difference = found[f"{tier}_last_loss"] - found["resident_last_loss"]
+                found[f"{tier}_loss_difference"] = difference
+                assert abs(difference) < 2e-2, (tier, difference)
+            write_figures(args.json, found)
+    for key, value in found.items():
+        print(f"{key} {value:.5g}")
+    sys.stdout.flush()
+    os._exit(0)  # gloo's threads may abort the interpreter as it shuts down
+
+
+if __name__ == "__main__":
+    main()
