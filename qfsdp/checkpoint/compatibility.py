@@ -31,6 +31,7 @@ SHARED_SECTIONS = (
     *("tokenizer", "dataset", "loss", "reference"),
 )
 SHARED_KEYS = ("model.dtype", "seed", "max_seq_len")
+ADDED_LATER = {"quantization.compute": "bf16"}  # what checkpoints without the key were trained with
 SETTINGS_FILE = "facts.json"
 SAMPLE_BYTES = 4096
 SAMPLED_ROWS = 8
@@ -87,7 +88,7 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> None:
     """
     # As JSON: what is not finite is null there.
     mine = json.loads(to_json(dict(mine)))
-    theirs = json.loads(to_json(read_settings(folder)["facts"]))
+    theirs = ADDED_LATER | json.loads(to_json(read_settings(folder)["facts"]))
     # A setting that only the checkpoint's optimizer, dataset, ... has is a difference too.
     sections = {key.partition(".")[0] for key in mine} & set(SHARED_SECTIONS)
     keys = [*mine, *(k for k in theirs if k.partition(".")[0] in sections and k not in mine)]

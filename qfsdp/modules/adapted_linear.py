@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qfsdp.tensor_subclasses.fp8 import backward_product, forward_product
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
@@ -38,10 +39,16 @@ def _adapted_linear(
     scaling: float,
     format: str,
     row_offset: int,
+    fp8: bool,
 ) -> tuple[Tensor, Tensor]:
     dtype = x.dtype
     z = (x if dropped is None else dropped).flatten(0, -2) @ a.to(dtype).t()
-    y = z @ scaled_b(b, ratio, scaling, dtype).t()
+    of_b = scaled_b(b, ratio, scaling, dtype)
+    if fp8:
+        flat = x.flatten(0, -2)
+        y = forward_product(flat, weight, metadata, format, row_offset, ratio)
+        return y.addmm_(z, of_b.t()).view(*x.shape[:-1], -1), z
+    y = z @ of_b.t()
     w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
     y.addmm_(x.flatten(0, -2), w.t())
     return y.view(*x.shape[:-1], -1), z
@@ -61,6 +68,7 @@ def _adapted_linear_backward(
     scaling: float,
     format: str,
     row_offset: int,
+    fp8: bool,
     wants_x: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Gradients of x, dropped, a and b; empty tensors for those that do not exist."""
@@ -69,7 +77,13 @@ def _adapted_linear_backward(
     grad_b = scaled_b((g.t() @ z).float(), ratio, scaling, torch.float32)
     # Two empty tensors: outputs of a custom op must be different tensors.
     grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
-    if wants_x:
+    if wants_x and fp8:
+        base = backward_product(g, weight, metadata, format, x.size(-1), row_offset, ratio)
+        if dropped is None:
+            grad_x = base.addmm_(grad_z, a.to(dtype)).view_as(x)
+        else:
+            grad_dropped, grad_x = (grad_z @ a.to(dtype)).view_as(x), base.view_as(x)
+    elif wants_x:
         w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
         through_a = grad_z @ a.to(dtype)
         if dropped is None:
@@ -116,7 +130,7 @@ class _AdaptedLinear(torch.autograd.Function):
         a: Tensor,
         b: Tensor,
         ratio: Tensor | None,
-        which: tuple[float, str, int],  # scaling, format, row_offset
+        which: tuple[float, str, int, bool],  # scaling, format, row_offset, fp8
     ) -> Tensor:
         ctx.which = which
         y, z = _adapted_linear(x, dropped, weight, metadata, a, b, ratio, *which)
@@ -168,6 +182,7 @@ def adapted_linear(
     scaling: float,
     ratio: Tensor | None = None,
     dropped: Tensor | None = None,
+    fp8: bool = False,
 ) -> Tensor:
     """`ratio * (x @ weight.T + scaling * (dropped @ a.T) @ b.T)`, computed in x's dtype.
 
@@ -177,17 +192,18 @@ def adapted_linear(
         a, b: fp32 `[rank, in]` and `[out, rank]`.
         ratio: fp32 `[out]`, DoRA's magnitude / norm; None: ones.
         dropped: `[..., in]`, x after dropout; None: x itself.
+        fp8: multiply by a quantized weight in FP8 (`qfsdp.tensor_subclasses.fp8`).
 
     Returns:
         `[..., out]` of x's dtype, with gradients for x, dropped, a, b and ratio.
     """
     metadata: Sequence[Tensor] = ()
-    which = (scaling, "", 0)
+    which = (scaling, "", 0, False)
     if isinstance(weight, QuantizedTensor):
         # Traced into a compiled layer, the check made it keep weights of norms for backward.
         if not torch.compiler.is_compiling():
             weight.check_product()
-        which = (scaling, weight.format, weight.row_offset)
+        which = (scaling, weight.format, weight.row_offset, fp8)
         metadata, weight = weight.metadata, weight.qdata
     y = _AdaptedLinear.apply(x, dropped, weight, metadata, a, b, ratio, which)
     return y if ratio is None else _RatioGradient.apply(y, ratio)

@@ -78,6 +78,7 @@ class AdaptedLinear(nn.Module):
     Fields:
         weight: `[out, in]`, frozen, quantized or plain.
         bias: `[out]` or None, frozen.
+        fp8: multiply by the weight in FP8.
         is_reference: compute what the linear computed at the start of the run, see
             `qfsdp.modules.reference`.
         start: frozen copies of the adapter's parameters at the start, by their names; empty: at
@@ -88,6 +89,7 @@ class AdaptedLinear(nn.Module):
         super().__init__()
         self.weight = base.weight.requires_grad_(False)
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+        self.fp8 = isinstance(base, QuantizedLinear) and base.fp8
         self.is_reference = False
         self.start = nn.ParameterDict()
 
@@ -119,7 +121,7 @@ class LowRankLinear(AdaptedLinear):
         self.base_squares: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = adapted_linear(x, self.weight, *self._adapter(), self._dropped(x))
+        y = adapted_linear(x, self.weight, *self._adapter(), self._dropped(x), self.fp8)
         return y if self.bias is None else y + self.bias  # DoRA must not scale the bias
 
     def _adapter(self) -> tuple[Tensor, Tensor, float, Tensor | None]:
@@ -248,8 +250,8 @@ class ScaledLinear(AdaptedLinear):
         if self.is_reference:
             factors = self.start["ia3_l"].flatten() if self.start else torch.ones_like(factors)
         if self.scales_input:
-            return linear((x * factors).to(x.dtype), self.weight, self.bias)
-        return (linear(x, self.weight, self.bias) * factors).to(x.dtype)
+            return linear((x * factors).to(x.dtype), self.weight, self.bias, self.fp8)
+        return (linear(x, self.weight, self.bias, self.fp8) * factors).to(x.dtype)
 
 
 def add_adapters(model: nn.Module, config: AdapterConfig) -> None:

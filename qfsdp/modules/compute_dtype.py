@@ -82,6 +82,23 @@ def has_bf16_gpus() -> bool:
     return torch.cuda.is_bf16_supported(including_emulation=False)
 
 
+def check_fp8_products() -> None:
+    """Checks that products in FP8 run here: on GPUs from compute capability 8.9. With
+    QFSDP_EMULATE_FP8=1 a CPU computes the same numbers in fp32, slower than bf16.
+
+    Raises:
+        UserError: they do not.
+    """
+    if _planned_device is not None or os.environ.get("QFSDP_EMULATE_FP8") == "1":
+        return
+    here = "a CPU"
+    if _device_kind() == "cuda":
+        if torch.cuda.get_device_capability() >= (8, 9):
+            return
+        here = f"a {torch.cuda.get_device_name()}"
+    raise UserError(f"quantization.compute: 'fp8', which {here} does not multiply; expected bf16")
+
+
 def _device_kind() -> str:
     if _planned_device is not None:
         return _planned_device

@@ -23,6 +23,7 @@ DTYPE_TO_INTEGER = {
     torch.bfloat16: torch.int32,
     torch.float16: torch.uint32,
     torch.float32: torch.int64,
+    torch.float8_e4m3fn: torch.int16,
 }
 """dtype of weights -> the integers that hold the bits of two neighbouring weights. They differ, so
 that a kernel knows the dtype from its output."""
@@ -105,6 +106,11 @@ def write_pairs(first: Tensor, second: Tensor, out: Tensor) -> None:
     if out.dtype == torch.int64:
         low, high = (half.view(torch.int32).long() for half in (first, second))
         pair = (low & 0xFFFFFFFF) | (high << 32)
+    elif out.dtype == torch.int16:
+        low, high = (
+            half.to(torch.float8_e4m3fn).view(torch.uint8).int() for half in (first, second)
+        )
+        pair = ((high << 8) | low).to(torch.int16)
     else:
         dtype = INTEGER_TO_DTYPE[out.dtype]
         low, high = (half.to(dtype).view(torch.int16).int() for half in (first, second))

@@ -105,7 +105,7 @@ class NF4Tensor(QuantizedTensor):
         scales, offset = metadata
         codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
         dynamic = table(DYNAMIC_LEVELS, qdata)
-        products = _absmax_products(absmax_codes, scales, dynamic, row_offset)
+        products = absmax_products(absmax_codes, scales, dynamic, row_offset)
         return dequantize_nf4(codes, products, offset, cols, dtype, row_scale)
 
     def _quantize(
@@ -283,7 +283,7 @@ def dequantize_nf4(
 
 
 @partial(compiled, smallest=1 << 8)
-def _absmax_products(
+def absmax_products(
     absmax_codes: Tensor, scales: Tensor, dynamic: Tensor, row_offset: int
 ) -> Tensor:
     """Codes uint8 `[rows, blocks_per_row]` -> level * scale, fp32: absmax without the offset."""

@@ -511,3 +511,13 @@ def test_a_temporarily_full_disk_loses_no_log_line(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+
+
+def test_a_checkpoint_from_before_fp8_was_trained_in_bf16(tmp_path: Path) -> None:
+    from qfsdp.checkpoint.compatibility import check_settings, write_settings
+
+    before = {"quantization.format": "nf4"}
+    write_settings(tmp_path, before, step=3, world_size=1)
+    check_settings(before | {"quantization.compute": "bf16"}, tmp_path)
+    with pytest.raises(UserError, match="quantization.compute: was bf16, is fp8; expected"):
+        check_settings(before | {"quantization.compute": "fp8"}, tmp_path)
