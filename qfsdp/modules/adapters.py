@@ -79,8 +79,7 @@ class AdaptedLinear(nn.Module):
         weight: `[out, in]`, frozen, quantized or plain.
         bias: `[out]` or None, frozen.
         fp8: multiply by the weight in FP8.
-        is_reference: compute what the linear computed at the start of the run, see
-            `qfsdp.modules.reference`.
+        is_reference: compute what it computed at the start (`qfsdp.modules.reference`).
         start: frozen copies of the adapter's parameters at the start, by their names; empty: at
             the start the adapter changed nothing.
     """
