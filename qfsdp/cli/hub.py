@@ -246,8 +246,10 @@ class Repository:
             if hidden:
                 disable_progress_bars()
             try:
-                with told_if_slow(about) if hidden else nullcontext():
-                    found = snapshot_download(repo, revision=revision, allow_patterns=files)
+                with told_if_slow(about) if hidden else nullcontext(), _closed_bars() as bar:
+                    found = snapshot_download(
+                        repo, revision=revision, allow_patterns=files, tqdm_class=bar
+                    )
             finally:
                 if hidden:
                     enable_progress_bars()
@@ -276,6 +278,26 @@ class Repository:
         ):
             list(pool.map(write, missing))
         return into
+
+
+@contextmanager
+def _closed_bars() -> Iterator[type]:
+    """The class of the hub's bars; closes them. `huggingface_hub` 2.4 leaves two of them open: they
+    stay below all later text, and are drawn once more when the process ends."""
+    from huggingface_hub.utils import tqdm
+
+    bars: list[Any] = []
+
+    class Bar(tqdm):  # type: ignore[misc]
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            bars.append(self)
+
+    try:
+        yield Bar
+    finally:
+        for bar in bars:
+            bar.close()
 
 
 def cache_folder() -> Path:

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from huggingface_hub import constants
+from tqdm import tqdm
 
 from qfsdp.checkpoint.compatibility import _content
 from qfsdp.checkpoint.weights.folder import ModelWeights
@@ -104,6 +105,25 @@ def test_without_a_terminal_a_download_has_no_bar(server: HubServer, capsys: Any
     printed = capsys.readouterr().err
     assert printed.startswith(f"downloading {NAME} (") and printed.count("\n") == 1
     assert "\r" not in printed and "%" not in printed
+
+
+def test_no_bar_of_a_download_stays_open(
+    server: HubServer, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    """It would stand below the bar of the run, and be drawn again at its end."""
+    monkeypatch.setattr(hub, "is_terminal", lambda: True)
+    monkeypatch.setenv("TQDM_POSITION", "-1")  # its bars, though this is no terminal
+    opened: list[Any] = []
+    start = tqdm.__init__
+
+    def opening(bar: Any, *args: Any, **kwargs: Any) -> None:
+        opened.append(bar)
+        start(bar, *args, **kwargs)
+
+    monkeypatch.setattr(tqdm, "__init__", opening)
+    check_and_download(lambda _: None, config())
+    assert "Fetching 2 files" in capsys.readouterr().err
+    assert len(opened) > 2 and all(bar.disable for bar in opened)  # closed ones are disabled
 
 
 def test_a_mistake_costs_no_download(server: HubServer) -> None:
