@@ -20,12 +20,14 @@ class Progress:
         step: the current training step; 0 before the first.
         phase: what runs now, or "after X" between two phases.
         moves: grows whenever the process moves on.
+        part: what the phase works on, such as "model.layers.7"; "" if it has not said.
         ended: phases that have ended once. The first time of a phase may compile or load.
     """
 
     step: int = 0
     phase: str = "loading"
     moves: int = 0
+    part: str = ""
     ended: set[str] = field(default_factory=set)
 
 
@@ -39,9 +41,10 @@ def begin() -> None:
     _outer.clear()
 
 
-def moved() -> None:
-    """Says that a part of a long piece of work is done."""
+def moved(part: str = "") -> None:
+    """Says that a part of a long piece of work is done; `part` names the one that comes next."""
     NOW.moves += 1
+    NOW.part = part or NOW.part
 
 
 def at_step(step: int) -> None:
@@ -54,10 +57,10 @@ def at_step(step: int) -> None:
 def phase(name: str) -> Iterator[None]:
     """Names the work of a `with` block. After an exception the phase stays the one that raised."""
     _outer.append(NOW.phase)
-    NOW.phase = name
+    NOW.phase, NOW.part = name, ""
     moved()
     yield
     before = _outer.pop()
     NOW.ended.add(name)
-    NOW.phase = before if _outer else f"after {name}"
+    NOW.phase, NOW.part = before if _outer else f"after {name}", ""
     moved()

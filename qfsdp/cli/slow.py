@@ -8,16 +8,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from qfsdp.cli.errors import speaks_for_all
+from qfsdp.cli.progress import NOW
 from qfsdp.cli.terminal import say
 
 SLOW_S = 5.0
+LONGEST_SILENCE_S = 60.0
 
 
 @contextmanager
 def told_if_slow(text: str, seconds: float = SLOW_S) -> Iterator[None]:
     """Prints `text` and "..." on stderr once the `with` block has run for `seconds`; on rank 0.
 
-    Prints it again, with the time so far, whenever that has doubled twice: after 5, 20, 80 s, ...
+    Prints it again after 20 s, 80 s and every further minute, with the time so far and the part
+    that the work has come to (`progress.moved`).
     """
     ended, since = threading.Event(), time.monotonic()
 
@@ -27,8 +30,8 @@ def told_if_slow(text: str, seconds: float = SLOW_S) -> Iterator[None]:
         say(f"{text} ...")
         wait = 3 * (seconds or SLOW_S)
         while not ended.wait(wait):
-            say(f"{text} ... {time.monotonic() - since:.0f} s")
-            wait *= 4
+            say(f"{text} ... {time.monotonic() - since:.0f} s{where()}")
+            wait = min(4 * wait, LONGEST_SILENCE_S)
 
     if speaks_for_all():
         threading.Thread(target=tell, name="told_if_slow", daemon=True).start()
@@ -36,3 +39,8 @@ def told_if_slow(text: str, seconds: float = SLOW_S) -> Iterator[None]:
         yield
     finally:
         ended.set()
+
+
+def where() -> str:
+    """The part that the current work has come to: ", at model.layers.7", or ""."""
+    return f", at {NOW.part}" if NOW.part else ""

@@ -36,6 +36,8 @@ from typing import Any
 from qfsdp.cli.durations import format_duration, parse_duration
 from qfsdp.cli.errors import InvalidField
 from qfsdp.cli.progress import NOW
+from qfsdp.cli.slow import LONGEST_SILENCE_S, where
+from qfsdp.cli.terminal import say
 
 HANG_STATUS = 75  # EX_TEMPFAIL: starting the run again may help
 STORE = "QFSDP_STORE"  # "host:port" of a store that outlives every rank; set by our agent
@@ -121,6 +123,7 @@ class Watchdog(threading.Thread):
         self._store: Any = None
         self._agent = os.getppid() if "LOCAL_RANK" in os.environ else None
         self._moves, self._quiet, self._number = NOW.moves, 0.0, 0
+        self._doing, self._since, self._told = (0, ""), 0.0, 0.0
         # Of the other ranks: the last words, and the seconds since they were new.
         self._texts: dict[int, bytes] = {}
         self._silent = {other: 0.0 for other in range(size) if other != rank}
@@ -139,6 +142,7 @@ class Watchdog(threading.Thread):
             elapsed, before = min(now - before, 2 * self._period), now
             self._follow_agent()
             looks = self._look(elapsed)
+            self._tell(elapsed)
             if self._is_hung(looks) and not self._over.is_set():
                 self._end()
 
@@ -147,6 +151,16 @@ class Watchdog(threading.Thread):
         if self._agent is not None and os.getppid() != self._agent:
             self._agent = None
             os.kill(os.getpid(), signal.SIGTERM)
+
+    def _tell(self, elapsed: float) -> None:
+        """Says every minute what a long step does; `StepClock` tells the first time of a phase."""
+        self._since += elapsed
+        if self._doing != (NOW.step, NOW.phase):
+            self._doing, self._since, self._told = (NOW.step, NOW.phase), 0.0, 0.0
+        known = NOW.step > 0 and NOW.phase in NOW.ended
+        if self._rank == 0 and known and self._since - self._told >= LONGEST_SILENCE_S:
+            self._told = self._since
+            say(f"step {NOW.step}: {NOW.phase} ... {self._since:.0f} s{where()}")
 
     # ---- what the ranks say ----------------------------------------------------------------
 

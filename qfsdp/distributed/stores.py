@@ -12,6 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
+from qfsdp.cli import progress
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.fetch_order import FetchOrder
 from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, in_host_memory, moved, to_device
@@ -32,6 +33,7 @@ class OffloadStore:
 
     def fetch(self, weight: QuantizedTensor) -> Tensor:
         """uint8 `[rows, row_bytes]` of `weight` on its device."""
+        progress.moved(self.unit)
         self.needed()
         return self.read(weight) if self._ahead is None else self._ahead.fetch(self, weight)
 

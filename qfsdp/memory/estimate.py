@@ -157,7 +157,7 @@ def _run(
     in_backward = getattr(cfg, "optimizer_in_backward", False)
     optimizer = build_optimizer(any_lr(cfg.optimizer), trainable_parameters(model), in_backward)
     batches = _batches(cfg)
-    clock = StepClock(world.device)
+    clock = StepClock(world.device, tells=False)
 
     options = step_options(cfg)
 

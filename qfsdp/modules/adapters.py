@@ -37,13 +37,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.cli.errors import UserError
+from qfsdp.modules import row_norms
 from qfsdp.modules.adapted_experts import adapted_experts, of_all
 from qfsdp.modules.adapted_linear import adapted_linear
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.experts import ExpertLinear, bias_of_rows
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.modules.router import ChoosesExperts, Router
-from qfsdp.modules.row_norms import adapted_expert_norms, adapted_norms, held_rows, squared_norms
 from qfsdp.modules.targets import (
     LINEAR_NAMES,
     ROUTER_NAMES,
@@ -155,7 +155,7 @@ class LowRankLinear(AdaptedLinear):
 
     def norms(self, weight: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
         """Row norms of W + scaling * B A, of the rows that this rank holds in `weight` and `b`."""
-        return adapted_norms(weight, a, b, self.scaling, base_squares)
+        return row_norms.adapted_norms(weight, a, b, self.scaling, base_squares)
 
 
 class LowRankExpertLinear(LowRankLinear):
@@ -214,7 +214,7 @@ class LowRankExpertLinear(LowRankLinear):
         ends = torch.arange(1, self.experts + 1, dtype=torch.int32, device=weight.device)
         ends = ends * size - first
         a = of_all(a, self.experts * b.size(1))
-        return adapted_expert_norms(weight, a, b, self.scaling, base_squares, ends)
+        return row_norms.adapted_expert_norms(weight, a, b, self.scaling, base_squares, ends)
 
 
 class LowRankRouter(ChoosesExperts, LowRankLinear):  # type: ignore[misc]  # two `forward`s
@@ -360,33 +360,34 @@ def init_adapters(model: nn.Module, seed: int) -> None:
             a = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator)
             local_part(module.lora_A).copy_(a[local_rows(module.lora_A)])
             local_part(module.lora_B).zero_()
-    start_magnitudes(model)
+    start_magnitudes(model, b_is_zero=True)
 
 
 @torch.no_grad()
-def start_magnitudes(model: nn.Module) -> None:
+def start_magnitudes(model: nn.Module, b_is_zero: bool = False) -> None:
     """Sets DoRA's magnitudes to the row norms of W + scaling * B A, with the current A and B: the
     magnitudes then change nothing. Every rank must call it."""
-    refresh_dora_norms(model)
+    refresh_dora_norms(model, b_is_zero)
     for _, module in low_rank_linears(model):
         if module.magnitude is not None and module.weight_norm is not None:
             local_part(module.magnitude).copy_(local_part(module.weight_norm))
 
 
 @torch.no_grad()
-def refresh_dora_norms(model: nn.Module) -> None:
+def refresh_dora_norms(model: nn.Module, b_is_zero: bool = False) -> None:
     """Recomputes `weight_norm` of every DoRA linear; call it after each optimizer step.
 
-    Each rank computes its own rows. Every rank must call it, as A is gathered.
+    Each rank computes its own rows. Every rank must call it, as A is gathered. With `b_is_zero`
+    (everywhere) the norms are those of W, which is then dequantized once instead of twice.
     """
     modules = [module for _, module in low_rank_linears(model) if module.weight_norm is not None]
     for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
         assert module.weight_norm is not None
         b = module.held_b()
-        weight = held_rows(module.weight, module.weight_norm, b.device)
-        if module.base_squares is None:
-            module.base_squares = squared_norms(weight)
-        norms = module.norms(weight, a, b, module.base_squares)
+        weight = row_norms.held_rows(module.weight, module.weight_norm, b.device)
+        if (squares := module.base_squares) is None:
+            squares = module.base_squares = row_norms.squared_norms(weight)
+        norms = row_norms.roots(squares) if b_is_zero else module.norms(weight, a, b, squares)
         local_part(module.weight_norm).copy_(norms)
 
 

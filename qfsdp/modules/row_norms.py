@@ -74,17 +74,18 @@ def _norms(mixed: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
     """Row norms, without the product B A. `mixed` is w A^T of rows w, `base_squares` their squared
     norms; b is scaled."""
     gram = a.float() @ a.t().float()
-    return _root(base_squares + ((2 * mixed.float() + b @ gram) * b).sum(1))
+    return roots(base_squares + ((2 * mixed.float() + b @ gram) * b).sum(1))
 
 
 @compiled
 def _expert_norms(mixed: Tensor, grams: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
     """`_norms` where each row has its own A A^T, fp32 `[rows, rank, rank]`."""
     crossed = (b.unsqueeze(2) * grams).sum(1)
-    return _root(base_squares + ((2 * mixed.float() + crossed) * b).sum(1))
+    return roots(base_squares + ((2 * mixed.float() + crossed) * b).sum(1))
 
 
-def _root(squares: Tensor) -> Tensor:
+def roots(squares: Tensor) -> Tensor:
+    """Row norms, fp32 `[rows]`, from their squares."""
     # In a row of zeros (an unused vocabulary entry) magnitude and norm are equal: their ratio is 1.
     return squares.clamp(min=0.0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
 

@@ -53,13 +53,16 @@ class StepClock:
     for the device. Work of the host that the device does not wait for takes no time, such as
     collating a batch while the last step still runs.
 
+    Args:
+        tells: say so when a phase takes long; a dry run does not.
+
     Attributes:
         now: the innermost phase that runs; after an exception the phase that raised it.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, tells: bool = True) -> None:
         self.now: str | None = None
-        self._device = device
+        self._device, self._tells = device, tells
         self._spent: defaultdict[str, float] = defaultdict(float)
         self._events: list[tuple[str, torch.Event, torch.Event]] = []
 
@@ -82,7 +85,7 @@ class StepClock:
 
     def _told(self, name: str) -> AbstractContextManager[None]:
         """Says so if a phase takes long that has not ended before: it may compile kernels."""
-        known = name in progress.NOW.ended
+        known = name in progress.NOW.ended or not self._tells
         return nullcontext() if known else told_if_slow(f"step {progress.NOW.step}: {name}")
 
     def seconds(self, wait: bool = True) -> dict[str, float]:

@@ -6,6 +6,7 @@ import threading
 
 import pytest
 
+from qfsdp.cli import progress, slow
 from qfsdp.cli.slow import told_if_slow
 from tests.waiting import wait_until
 
@@ -29,3 +30,24 @@ def test_what_is_quick_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
         if thread.name == "told_if_slow":
             thread.join()  # it ends with the block
     assert capsys.readouterr().err == ""
+
+
+def test_what_takes_very_long_is_told_again_with_its_part(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slow, "SLOW_S", 0.001)
+    monkeypatch.setattr(slow, "LONGEST_SILENCE_S", 0.002)
+    printed = ""
+
+    def told() -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().err
+        return printed.count("\n") > 3
+
+    with progress.phase("loading"):
+        progress.moved("model.layers.7")
+        progress.moved()
+        with told_if_slow("reading", seconds=0):
+            wait_until(told, "the line is printed again and again")
+    assert "reading ... 0 s, at model.layers.7\n" in printed
+    assert slow.where() == "", "the phase is over"

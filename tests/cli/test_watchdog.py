@@ -99,6 +99,23 @@ def test_phases_have_a_longer_limit_the_first_time(monkeypatch: pytest.MonkeyPat
     assert dog._look(5.0)[0].quiet == 0
 
 
+def test_a_long_step_is_told_every_minute(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(progress, "NOW", progress.Progress(step=2, ended={"backward"}))
+    for module in ("watchdog", "slow"):
+        monkeypatch.setattr(f"qfsdp.cli.{module}.NOW", progress.NOW)
+    monkeypatch.setattr(progress, "_outer", [])
+    dog = watchdog({}, {})
+    for name in ("forward", "backward"):  # the clock tells the first time of a phase
+        with progress.phase(name):
+            progress.moved("model.layers.7")
+            for _ in range(25):
+                dog._tell(5.0)
+    told = [f"step 2: backward ... {seconds} s, at model.layers.7" for seconds in (60, 120)]
+    assert capsys.readouterr().err.splitlines() == told
+
+
 ALONE = """
 import time
 from types import SimpleNamespace

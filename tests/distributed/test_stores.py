@@ -11,6 +11,7 @@ from safetensors.torch import save_file
 
 from benchmarks.offload_tiers import work, write_quantized_model
 from qfsdp.checkpoint.weights.read import OpenFiles, SafetensorsFolder
+from qfsdp.cli import progress
 from qfsdp.cli.errors import UserError
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.fetch_order import FetchOrder
@@ -38,6 +39,13 @@ def test_the_order_is_known_after_the_first_step() -> None:
             order.saw(unit)  # several weights of a unit
     assert before == len(wrong), "something was still not predicted in the last step"
     assert len(wrong) < len(STEP)
+
+
+def test_a_fetched_weight_says_where_the_step_is(files: SafetensorsFolder) -> None:
+    """A layer may take minutes: without this the watchdog takes a long phase for a hang."""
+    weights, moves = weights_on_disk(files, memory=2048), progress.NOW.moves
+    weights[f"{LAYERS[3]}.a"].fetch()
+    assert (progress.NOW.moves, progress.NOW.part) == (moves + 1, LAYERS[3])
 
 
 @pytest.fixture

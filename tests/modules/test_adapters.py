@@ -349,6 +349,21 @@ def initial_adapters(folder: Path) -> dict[str, Tensor]:
     return {key: whole_tensor(param) for key, param in adapter_parameters(model).items()}
 
 
+@pytest.mark.parametrize("format", FORMATS)
+def test_the_start_reads_a_weight_once_and_has_the_norms_of_a_refresh(
+    format: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    chunks, read = row_norms.row_chunks, list[Tensor]()
+    monkeypatch.setattr(row_norms, "row_chunks", lambda w: read.append(w) or chunks(w))
+    model = adapted_model(folders["llama"], adapter("dora"), format=format)
+    modules = [module for _, module in adapters.low_rank_linears(model)]
+    assert modules and len(read) == len(modules)
+    start = [module.weight_norm.clone() for module in modules]
+    adapters.refresh_dora_norms(model)
+    assert len(read) == 2 * len(modules)
+    assert all(map(torch.equal, start, [module.weight_norm for module in modules]))
+
+
 def test_the_start_does_not_depend_on_ranks(folders: dict[str, Path]) -> None:
     alone = initial_adapters(folders["llama"])
     assert len(alone) == 3 * (2 * 7 + 1)
