@@ -16,7 +16,7 @@ repeat their bytes in turn. So DoRA's norms are real. The tokenizer is SmolLM2's
 are rows of the vocabulary of 128,256. The trained rows are generated.
 
 A rank's private memory is that of `/proc/PID/smaps_rollup`: pages that no other process maps and
-that are not the page cache. `_anon` is its anonymous part, sampled 20 times a second.
+that are not the page cache. `_anon` is its anonymous part, sampled five times a second.
 
 Keys of the JSON file, with N ranks:
 
@@ -186,13 +186,13 @@ class Processes(threading.Thread):
 
     def run(self) -> None:
         looks, pids = 0, list[int]()
-        while not self.over.wait(0.05):
-            if looks % 20 == 0:
+        while not self.over.wait(0.2):
+            if looks % 25 == 0:
                 pids = ranks_of(self._pid, self._ranks)
             for pid in pids:
                 with suppress(OSError, ValueError):
                     self.anonymous = max(self.anonymous, field(pid, "status", "RssAnon"))
-            if looks % 20 == 0:
+            if looks % 25 == 0:
                 self._look(pids)
                 if self._kill_after is not None and self._kill_after.exists():
                     for pid in {self._pid, *pids}:
