@@ -1,32 +1,36 @@
 """QDoRA of a model of 70 billion weights on a CPU, with its base on disk: the command as typed.
 
     python benchmarks/full_size.py [--json full_size.json] [--dir DIR] [--layers 80] [--ranks 1 2]
+                                   [--vocabulary 128256] [--relay] [-- key=value ...]
 
-Writes a quantized folder with the shapes of Llama-3-70B (36 GB, plus 4.2 GB of embeddings; removed
+Writes a quantized folder with the shapes of Llama-3-70B (35 GB, and 4.2 GB of embeddings; removed
 at the end) and runs, for each number of ranks,
 
     tune run [--nproc_per_node N] recipes/qdora_distributed --config configs/llama3_70b_qdora.yaml
-        sharding.offload_base=disk ...
+        sharding.offload_base=disk adapter.rank=16 ...
 
 for two updates of 64 tokens in two rows of 32. Then it resumes the last run after its first update.
-Every number of ranks trains on the same tokens, so losses must agree as far as bf16 does.
+All runs train on the same tokens, so their losses agree as far as bf16 does. With `--relay` there
+is one run: it is killed when the checkpoint of its first update is complete, and resumed on the
+other number of ranks. That takes half of the time.
 
 Weights are normal random numbers, quantized by qfsdp's own code. Two layers are drawn; the others
 repeat their bytes in turn. So DoRA's norms are real. The tokenizer is SmolLM2's, whose 49,152 ids
-are rows of the vocabulary of 128,256. The trained rows are generated.
+are rows of the vocabulary. The trained rows are generated.
 
-A rank's private memory is that of `/proc/PID/smaps_rollup`: pages that no other process maps and
-that are not the page cache. `_anon` is its anonymous part, sampled five times a second.
+A rank's private memory is that of `/proc/PID/smaps_rollup` every 5 s: pages that no other process
+maps and that are not the page cache. "anonymous" is its anonymous part, five times a second.
 
-Keys of the JSON file, with N ranks:
+Keys of the JSON file are `ranks_N_NAME` and `resumed_NAME`:
 
-    ranks_N_start_s, ranks_N_load_s, ranks_N_step_s    until the ranks run, the base is loaded
-                                                       and adapters and norms are there; an update
-    ranks_N_private, ranks_N_estimate                  bytes of the rank with the most
-    ranks_N_private_over_estimate
-    ranks_N_read                                       bytes read from files, per update
-    ranks_N_silence_s                                  longest time without a line of output
-    ranks_N_loss_K                                     of update K
+    start_s, load_s, norms_s   until the memory is estimated; then until the rest of the base is
+                               loaded; then until adapters and norms are there
+    step_s                     the last update
+    private, estimate          bytes of the rank with the most; private_over_estimate
+    read, read_from_disk       bytes that all ranks read from files in the last update
+    silence_s                  longest time without a line of output
+    loss_K, grad_norm_K        of update K
+    adapter                    bytes of the adapter
 """
 
 from __future__ import annotations
@@ -82,6 +86,7 @@ ROOT = Path(__file__).parents[1]
 CONFIG = "configs/llama3_70b_qdora.yaml"
 DISTINCT = 2  # layers that are drawn
 ROWS, LENGTH, UPDATES = 2, 32, 2  # rows of tokens per update, over all ranks
+FIRST = Path("checkpoints/step_00000001")
 KEPT_FREE = 20 << 30  # bytes of the disk that the folder must leave
 
 
@@ -106,7 +111,7 @@ def write_model(folder: Path, layers: int, vocabulary: int) -> None:
             layer = int(name.split(".")[2])
             key = name.replace(f".{layer}.", f".{layer % DISTINCT}.")
             if key not in drawn:
-                drawn[key] = _draw(key, *param.shape, layers)
+                drawn[key] = _draw(key, param.size(0), param.size(1), layers)
             write_quantized(file, name, drawn[key])
         elif param.dim() == 1:
             file.write(name, torch.ones(param.shape, dtype=param.dtype))
@@ -334,32 +339,49 @@ def losses(output: Path) -> Figures:
     }
 
 
+def in_turn(ranks: list[int], work: Path, overrides: list[str], args: Any) -> Figures:
+    """Two updates on each number of ranks, then the second one again from the last checkpoint."""
+    figures: Figures = {}
+    for count in ranks:
+        found = train(count, work, work / f"ranks_{count}", *overrides)
+        figures |= {f"ranks_{count}_{name}": value for name, value in found.items()}
+        tell({}, args.json, figures)
+    begun = work / f"ranks_{ranks[-1]}" / FIRST
+    found = train(ranks[-1], work, work / "resumed", f"resume={begun}", *overrides)
+    figures |= {f"resumed_{name}": value for name, value in found.items()}
+    figures["resumed_loss_differs"] = abs(found["loss_2"] - figures[f"ranks_{ranks[-1]}_loss_2"])
+    return figures
+
+
+def relayed(ranks: list[int], work: Path, overrides: list[str], args: Any) -> Figures:
+    """The first update on the first number of ranks, the second, from there, on the last."""
+    output = work / "run"
+    found = train(ranks[0], work, output, *overrides, kill_after=output / FIRST)
+    figures = {f"ranks_{ranks[0]}_{name}": value for name, value in found.items()}
+    tell({}, args.json, figures)
+    found = train(ranks[-1], work, output, "resume=auto", *overrides)
+    return figures | {f"ranks_{ranks[-1]}_{name}": value for name, value in found.items()}
+
+
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--layers", type=int, default=80)
+    parser.add_argument("--layers", type=int, default=LLAMA3_70B["num_hidden_layers"])
+    parser.add_argument("--vocabulary", type=int, default=LLAMA3_70B["vocab_size"])
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--relay", action="store_true", help="an update on each, see above")
     parser.add_argument("--dir", type=Path, default=Path(tempfile.gettempdir()))
+    parser.add_argument("overrides", nargs="*", help="key=value of the config, after --")
     args = parser.parse_args()
     layers = 2 if args.quick else args.layers
-    figures: Figures = {"layers": layers}
     with tempfile.TemporaryDirectory(dir=args.dir, prefix="full-size-") as folder:
         work = Path(folder)
         since = time.monotonic()
-        write_model(work / "model", layers)
+        write_model(work / "model", layers, args.vocabulary)
         write_rows(work / "rows.jsonl")
         size = sum(f.stat().st_size for f in (work / "model").glob("*.safetensors"))
-        figures |= {"folder": size, "write_s": time.monotonic() - since}
+        figures = {"layers": layers, "folder": size, "write_s": time.monotonic() - since}
         print(f"{layers} layers, {size / 1e9:.1f} GB: {figures['write_s']:.0f} s", flush=True)
-        for ranks in args.ranks:
-            key = f"ranks_{ranks}"
-            found = train(ranks, work, work / key)
-            figures |= {f"{key}_{name}": value for name, value in found.items()}
-            if args.json:
-                tell({}, args.json, figures)
-        begun = sorted((work / key / "checkpoints").iterdir())[0]
-        found = train(ranks, work, work / "resumed", f"resume={begun}")
-        figures |= {f"resumed_{name}": value for name, value in found.items()}
-        figures["resumed_loss_differs"] = abs(found["loss_2"] - figures[f"{key}_loss_2"])
+        figures |= (relayed if args.relay else in_turn)(args.ranks, work, args.overrides, args)
     tell(figures, args.json)
 
 
