@@ -365,8 +365,7 @@ def init_adapters(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def start_magnitudes(model: nn.Module, b_is_zero: bool = False) -> None:
-    """Sets DoRA's magnitudes to the row norms of W + scaling * B A, with the current A and B: the
-    magnitudes then change nothing. Every rank must call it."""
+    """Sets DoRA's magnitudes to the current norms: they then change nothing. For every rank."""
     refresh_dora_norms(model, b_is_zero)
     for _, module in low_rank_linears(model):
         if module.magnitude is not None and module.weight_norm is not None:
