@@ -7,13 +7,15 @@ from torch import nn
 from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter
 from qfsdp.checkpoint.loftq import check_loftq, init_loftq
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.cli.errors import UserError
 from qfsdp.cli.slow import told_if_slow
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
 from qfsdp.modules.reference import keeps_start, set_start
+from qfsdp.modules.transformer import Decoder
 
 
-def check_start(config: AdapterConfig, model: nn.Module, weights: ModelWeights) -> None:
+def check_start(config: AdapterConfig, model: Decoder, weights: ModelWeights) -> None:
     """The preflight of `start_adapters`; reads settings and headers, no tensors.
 
     Args:
@@ -21,8 +23,13 @@ def check_start(config: AdapterConfig, model: nn.Module, weights: ModelWeights) 
         weights: of `model.path`.
 
     Raises:
-        UserError: see `check_adapter` and `check_loftq`.
+        UserError: see `check_adapter` and `check_loftq`; or a rank of experts without experts.
     """
+    if config.expert_rank is not None and model.config.experts is None:
+        raise UserError(
+            f"adapter.expert_rank: {config.expert_rank!r}, but this model has no mixture of "
+            "experts; expected null"
+        )
     if config.start_from is not None:
         check_adapter(config, config.start_from, model)
     if config.init == "loftq":

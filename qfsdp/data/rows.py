@@ -112,6 +112,10 @@ def load_rows(
             f"dataset.data_files: {data_files} together with the single file {source}; "
             "expected a folder or a hub dataset as the source"
         )
+    if subset is not None and path.exists():
+        raise UserError(
+            f"dataset.subset: '{subset}' together with {source}; expected a hub dataset, or null"
+        )
     options = {"split": split, "streaming": current().streaming}
     try:
         with told_if_slow(f"reading {source}"):

@@ -178,13 +178,16 @@ def _serve(work: bytes, path: list[str], connection: Connection) -> None:
     while True:
         try:
             arguments = connection.recv()
-        except EOFError:
+        except (EOFError, OSError):  # the rank has ended, perhaps with an answer unread
             return
         try:
             answer: tuple[Any, UserError | None] = (_work(*arguments), None)
         except UserError as error:
             answer = (None, error)
-        connection.send(answer)
+        try:
+            connection.send(answer)
+        except OSError:
+            return
 
 
 def _ended() -> UserError:

@@ -81,7 +81,10 @@ class ValidationConfig:
         if self.lm_eval.tasks and not self.sets:
             raise InvalidField("sets", {}, "at least one set beside lm_eval.tasks")
         if self.metric is not None and self.metric.partition("/")[0] not in self.sets:
-            raise InvalidField("metric", self.metric, f"one of {', '.join(self.sets)}, or null")
+            expected = (
+                f"one of {', '.join(self.sets)}, or null" if self.sets else "null without sets"
+            )
+            raise InvalidField("metric", self.metric, expected)
 
 
 class Validation:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections import deque
 from itertools import islice
+from multiprocessing import Pipe
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,14 @@ import pytest
 
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.data import StreamLoader, build_dataset, check_dataset, packed, step_loader
+from qfsdp.data import (
+    StreamLoader,
+    build_dataset,
+    check_dataset,
+    packed,
+    step_loader,
+    tokenize_processes,
+)
 from qfsdp.data import stream as stream_module
 from qfsdp.training.run_config import check_run_config
 
@@ -214,3 +222,17 @@ def test_in_a_process(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr(stream_module, "Background", Here)
     assert content(loader(source), range(15)) == expected
     assert len(list(islice(expected, 15))) == 15
+
+
+@pytest.mark.parametrize("ahead", ["before a request", "before an answer"])
+def test_a_process_whose_rank_has_ended_ends_silently(monkeypatch: Any, ahead: str) -> None:
+    """The rank may end with requests and answers in the pipe: that resets the connection."""
+    mine, theirs = Pipe()
+    monkeypatch.setattr(tokenize_processes, "_start_worker", lambda *_: None)
+    monkeypatch.setattr(tokenize_processes.signal, "signal", lambda *_: None)
+    monkeypatch.setattr(tokenize_processes, "_work", lambda: b"x" * 10, raising=False)
+    if ahead == "before an answer":
+        mine.send(())
+    theirs.send("an answer that nobody reads")
+    mine.close()
+    tokenize_processes._serve(b"", [], theirs)

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,11 +14,13 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
+from qfsdp.checkpoint.adapter_start import check_start
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import add_adapters, base_parameters, init_adapters
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.routing import balance_loss, counted_tokens, routing_metrics, routing_sums
 from qfsdp.modules.transformer import Decoder
 from tests.modules.test_families import (
@@ -203,3 +206,7 @@ def test_the_key_without_experts_is_refused(tmp_path: Path) -> None:
         ModelConfig(str(tmp_path), router_aux_loss=0.1).decoder()
     with pytest.raises(InvalidField, match="at least 0"):
         ModelConfig(str(tmp_path), router_aux_loss=-0.1).check()
+    adapter = AdapterConfig(expert_rank=4)
+    model: Any = SimpleNamespace(config=DecoderConfig.from_dir(tmp_path))
+    with pytest.raises(UserError, match=r"expert_rank: 4, but .* no mixture .* expected null$"):
+        check_start(adapter, model, None)  # type: ignore[arg-type]

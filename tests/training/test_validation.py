@@ -604,6 +604,7 @@ def test_the_example_in_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
             "validation.sets: {} is not valid; expected at least one set beside lm_eval.tasks",
         ),
         (["validation.metric=sene"], "'sene' is not valid; expected one of seen, other, or null"),
+        (["validation.sets={}", "validation.metric=x"], "'x' is not valid; expected null without"),
         (["validation.sets.seen=5"], "validation.sets.seen: 5 is not valid; expected a mapping"),
         (["validation.sets.a/b=x.y"], "validation.sets: 'a/b' is not valid; expected names of"),
         (["validation.sets.seen.sede=1"], "validation.sets.seen.sede: 'tests.toy_data.Samples' t"),
