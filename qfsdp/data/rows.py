@@ -108,14 +108,11 @@ def load_rows(
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises as well
     path = Path(source).expanduser()
     if path.is_file() and data_files is not None:
-        raise UserError(
-            f"dataset.data_files: {data_files} together with the single file {source}; "
-            "expected a folder or a hub dataset as the source"
-        )
+        given = f"dataset.data_files: {data_files} together with the single file {source}"
+        raise UserError(f"{given}; expected a folder or a hub dataset as the source")
     if subset is not None and path.exists():
-        raise UserError(
-            f"dataset.subset: '{subset}' together with {source}; expected a hub dataset, or null"
-        )
+        given = f"dataset.subset: '{subset}' together with {source}"
+        raise UserError(f"{given}; expected a hub dataset as the source, or null")
     options = {"split": split, "streaming": current().streaming}
     try:
         with told_if_slow(f"reading {source}"):
