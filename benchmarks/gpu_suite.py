@@ -36,7 +36,7 @@ import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, distribution
 from importlib.util import find_spec
@@ -55,6 +55,7 @@ TESTS = ["tests/test_gpu.py", "tests/test_gpu_packing.py"]
 TESTS += ["tests/training/test_throughput.py", "tests/training/test_profiler.py"]
 TESTS += ["tests/modules/test_activations.py"]
 ATTEMPTS = 2  # starts of a part
+ON_CPUS = 5  # times the limits: a CPU compiles and computes more slowly
 FINISHED = "finished"
 
 
@@ -349,6 +350,8 @@ def main() -> None:
     end = time.monotonic() + 60 * args.minutes
     results = Results(args.out, args.tiny)
     parts = tuple(part for part in PARTS if not args.only or part.name in args.only)
+    if not torch.cuda.is_available():
+        parts = tuple(replace(part, limit=ON_CPUS * part.limit) for part in parts)
     print(f"{device_name()}, torch {torch.__version__}, {version()}: {results.folder}", flush=True)
     if not args.list:
         with tempfile.TemporaryDirectory() as scratch:

@@ -256,3 +256,50 @@ def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_
     error = expected.peak / measured - 1
     print(f"{expected.peak / 1e6:.1f} MB of {measured / 1e6:.1f}: {error:+.3f} {expected.at_peak}")
     assert -0.01 < error < 0.06
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_one_kernel_has_the_bits_of_two(
+    shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    weight = nf4.quantize(random_weight(*shape).to(GPU))
+    for dtype in (torch.float32, torch.bfloat16):
+        monkeypatch.delenv("QFSDP_ONE_KERNEL", raising=False)
+        expected = weight.dequantize(dtype), weight[100:250].dequantize(dtype)
+        monkeypatch.setenv("QFSDP_ONE_KERNEL", "1")
+        assert torch.equal(weight.dequantize(dtype), expected[0])
+        assert torch.equal(weight[100:250].dequantize(dtype), expected[1])
+
+
+@pytest.mark.parametrize("rank", [5, 16, 64])
+@pytest.mark.parametrize("shape", [(1023, 4096), (1024, 28672), (9000, 1024)])
+def test_the_norm_kernel_equals_the_compiled_way(
+    shape: tuple[int, int], rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from qfsdp.modules.row_norms import adapted_norms, has_norm_kernel, squared_norms
+
+    weight = nf4.quantize(random_weight(*shape).to(GPU))
+    a, b = torch.randn(rank, shape[1], device=GPU), torch.randn(shape[0], rank, device=GPU) * 0.02
+    squares = squared_norms(weight)
+    expected = adapted_norms(weight, a, b, 0.5, squares)
+    monkeypatch.setenv("QFSDP_NORM_KERNEL", "1")
+    assert has_norm_kernel(weight)
+    found = adapted_norms(weight, a, b, 0.5, squares)
+    assert torch.allclose(found, expected, rtol=3e-3)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="FP8 products of CUDA")
+def test_products_in_fp8_equal_emulated_ones() -> None:
+    from qfsdp.tensor_subclasses import fp8
+
+    if torch.cuda.get_device_capability() < (8, 9):
+        pytest.skip("this GPU has no FP8 products")
+    weight, found = nf4.quantize(random_weight(512, 768)), []
+    x, grad = random_weight(33, 768) * 50, random_weight(33, 512) * 50
+    for device in ("cpu", GPU):
+        there = weight.to(device)
+        parts = (there.qdata, there.metadata, "nf4")
+        y = fp8.forward_product(x.to(device), *parts, 0, None)
+        found.append((y, fp8.backward_product(grad.to(device), *parts, 768, 0, None)))
+    for on_cpu, on_gpu in zip(*found, strict=True):
+        assert (on_gpu.cpu() - on_cpu).norm() < 5e-3 * on_cpu.norm()

@@ -21,6 +21,7 @@ weights cannot be exchanged.
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -102,6 +103,10 @@ class NF4Tensor(QuantizedTensor):
         dtype: torch.dtype,
         row_scale: Tensor | None = None,
     ) -> Tensor:
+        if os.environ.get("QFSDP_ONE_KERNEL") == "1":
+            from qfsdp.tensor_subclasses.nf4_one_kernel import dequantize_at_once
+
+            return dequantize_at_once(qdata, metadata, cols, row_offset, dtype, row_scale)
         scales, offset = metadata
         codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
         dynamic = table(DYNAMIC_LEVELS, qdata)
@@ -253,10 +258,8 @@ def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> QuantizedTenso
 
 
 # ---- dequantizing ----------------------------------------------------------------------------
-# Two kernels: first the absmax of every block, then the weights. In a single kernel, inductor
-# computes the absmax again for every weight. The first kernel stores a product, the second adds the
-# offset: in one kernel, GPU compilers turn both into a fused multiply-add, which rounds once and
-# gives other bits than bitsandbytes.
+# Two kernels: absmax of every block, then weights (in one: `nf4_one_kernel`). The first stores a
+# product, the second adds the offset: in one, GPU compilers fuse them and round only once.
 
 
 def dequantize_nf4(
