@@ -39,34 +39,10 @@ from qfsdp.tensor_subclasses.four_bit import (
     write_uncompiled,
 )
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
+from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, NF4_PAIRS, SCALE_BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
-SCALE_BLOCK = 256  # absmax values per second-level scale
 CHUNK_ABSMAX = 1 << 20  # absmax values at a time, a multiple of SCALE_BLOCK
-
-# The 16 levels, published by the authors of QLoRA (appendix E); exact in fp32.
-# fmt: off
-NF4_LEVELS = (
-    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453,
-    -0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0,
-    0.07958029955625534, 0.16093020141124725, 0.24611230194568634, 0.33791524171829224,
-    0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0,
-)
-# fmt: on
-NF4_PAIRS = tuple(level for high in NF4_LEVELS for low in NF4_LEVELS for level in (high, low))
-"""The two levels of each byte, one after the other."""
-
-
-def _dynamic_levels() -> list[float]:
-    """The 256 levels of the signed dynamic 8-bit type (https://arxiv.org/abs/1511.04561):
-    2**e fractions per decade 10**(e - 6) for e = 0..6, both signs, and 0 and 1."""
-    levels = [0.0, 1.0]
-    for e in range(7):
-        edges = torch.linspace(0.1, 1.0, 2**e + 1, dtype=torch.float32)
-        centres = (10.0 ** (e - 6)) * ((edges[:-1] + edges[1:]) / 2.0)
-        levels += centres.tolist() + (-centres).tolist()
-    return sorted(levels)
-
 
 # Midpoints of neighbouring levels, in fp32. Four of them lie exactly between two fp32 numbers;
 # bitsandbytes' code for GPUs rounds these the other way. One fp32 weight in some ten million
@@ -74,7 +50,6 @@ def _dynamic_levels() -> list[float]:
 _MIDPOINTS = tuple((torch.tensor(NF4_LEVELS)[1:] + torch.tensor(NF4_LEVELS)[:-1]).div(2).tolist())
 _OTHER_ROUNDING = {0: -0.848096430, 8: 0.120255254, 12: 0.501663387, 14: 0.861478388}  # by index
 _MIDPOINTS_ON_GPUS = tuple(_OTHER_ROUNDING.get(i, mid) for i, mid in enumerate(_MIDPOINTS))
-DYNAMIC_LEVELS = tuple(_dynamic_levels())
 
 
 class NF4Tensor(QuantizedTensor):

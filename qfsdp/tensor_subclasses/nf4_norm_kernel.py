@@ -21,7 +21,8 @@ import triton.language as tl
 from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import BLOCK, table
-from qfsdp.tensor_subclasses.nf4 import DYNAMIC_LEVELS, NF4_LEVELS, SCALE_BLOCK, NF4Tensor
+from qfsdp.tensor_subclasses.nf4 import NF4Tensor
+from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, SCALE_BLOCK
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, for tests
 SMALLEST = 16  # rows and columns of Triton's products

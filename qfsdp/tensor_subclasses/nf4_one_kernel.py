@@ -22,7 +22,7 @@ from qfsdp.tensor_subclasses.four_bit import (
     write_uncompiled,
 )
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS, compiled
-from qfsdp.tensor_subclasses.nf4 import DYNAMIC_LEVELS, NF4_LEVELS, NF4_PAIRS, SCALE_BLOCK
+from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, NF4_PAIRS, SCALE_BLOCK
 
 
 def dequantize_at_once(
