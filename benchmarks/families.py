@@ -1,6 +1,6 @@
 """Every model family against transformers, on random tiny models that use all its switches.
 
-    python benchmarks/families.py [--json families.json]
+    python benchmarks/families.py [MODEL ...] [--json families.json]
 
 Columns: the largest difference of fp32 logits; the largest difference of any gradient, relative to
 the largest number of that gradient; greedy tokens that are equal, of all; lines of the family's
@@ -35,11 +35,12 @@ from tests.modules import test_families as tiny  # noqa: E402
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("models", nargs="*", help="names in TINY; default: all")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     found = {}
     print(f"{'model':26}{'logits':>9}{'gradients':>11}{'greedy':>8}{'lines':>7}")
-    for name in tiny.TINY:
+    for name in args.models or tiny.TINY:
         found[name] = row = measure(name)
         print(
             f"{name:26}{row['logits']:9.1e}{row['gradients']:11.1e}{row['greedy']:>8}"
