@@ -333,7 +333,7 @@ def check_reference() -> Iterator[str]:
     from docs.reference import is_up_to_date
 
     if not is_up_to_date():
-        yield "docs/reference/configuration.md: not up to date; run `python docs/reference.py`"
+        yield "docs/reference: not up to date; run `python docs/reference.py`"
 
 
 def write_counts() -> None:

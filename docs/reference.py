@@ -1,7 +1,8 @@
-"""Writes docs/reference/configuration.md: every key of every recipe, from the recipes' source.
+"""Writes two pages of docs/reference/: configuration.md, every key of every recipe, from the
+recipes' source; and other-projects.md, every key of other projects and what a run answers to it.
 
-    python docs/reference.py            writes it
-    python docs/reference.py --check    status 1 if it is not what would be written
+    python docs/reference.py            writes them
+    python docs/reference.py --check    status 1 if they are not what would be written
 
 A key that several recipes have with the same type, default and sentence is printed once.
 """
@@ -18,6 +19,15 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
+OTHERS = PAGE.with_name("other-projects.md")
+OTHERS_HEAD = """# Keys of other projects
+
+Written by `python docs/reference.py` from `qfsdp/cli/foreign_keys.py` and its neighbours; do not
+edit. A run that is given one of these keys of torchtune, Axolotl, LLaMA-Factory, Unsloth, HF
+Trainer, TRL or PEFT answers so, in one line and before anything is loaded. The guides from
+[torchtune](../guide/from-torchtune.md) and from
+[the others](../guide/from-axolotl-and-trl.md) have the most used ones side by side.
+"""
 MOST_IN_HEADING = 3  # recipes
 HEAD = """# Configuration
 
@@ -37,11 +47,13 @@ def main() -> int:
         return 0 if is_up_to_date() else 1
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())
+    OTHERS.write_text(others())
     return 0
 
 
 def is_up_to_date() -> bool:
-    return PAGE.is_file() and PAGE.read_text() == page()
+    written = {file: file.read_text() for file in (PAGE, OTHERS) if file.is_file()}
+    return written == {PAGE: page(), OTHERS: others()}
 
 
 def page() -> str:
@@ -68,6 +80,33 @@ def page() -> str:
                 lines += entry(key, names if sorted(names) != everywhere else [])
         lines += ["", *wrapped(f"Recipes: {', '.join(everywhere)}.")]
     return HEAD + "\n".join(lines) + "\n"
+
+
+def others() -> str:
+    """A table of the keys that have one here, and the others by what is said of them."""
+    from qfsdp.cli.foreign_keys import ANSWERS
+
+    table, said = ["| key | here |", "|---|---|"], dict[str, list[str]]()
+    for key, answer in sorted(ANSWERS.items()):
+        if isinstance(answer, str) and " " in answer:
+            said.setdefault(answer, []).append(f"`{key}`")
+            continue
+        choices = answer if isinstance(answer, dict) else {"": answer}
+        values: dict[str, list[str]] = {}
+        for value, ours in choices.items():
+            values.setdefault(ours if " " in ours else f"`{ours}`", []).append(value)
+        cells = [f"{ours}{given_as(names)}" for ours, names in values.items()]
+        table.append(f"| `{key}` | {'; '.join(cells)} |")
+    lines = [OTHERS_HEAD, *table, "", "## Without a key here", ""]
+    for sentence, keys in sorted(said.items()):
+        lines += wrapped(f"* {sentence[0].upper()}{sentence[1:]}: {', '.join(keys)}.", "  ")
+    return "\n".join(lines) + "\n"
+
+
+def given_as(values: list[str]) -> str:
+    """The values for which an answer holds; "" stands for all others."""
+    words = ["other values" if value == "" else f"`{value}`" for value in values]
+    return "" if words == ["other values"] else f" for {', '.join(words)}"
 
 
 def read_places() -> dict[str, dict[Key, list[str]]]:
