@@ -84,7 +84,8 @@ def check_file(file: Path) -> Iterator[str]:
         yield from (f"{name}: {problem}" for problem in check_paths(text))
     if name != "docs/results.md":
         yield from (f"{name}: {problem}" for problem in check_commands(text))
-        yield from (f"{name}: {problem}" for problem in check_keys(text))
+        if name != "docs/reference/other-projects.md":  # which has keys that are not ours
+            yield from (f"{name}: {problem}" for problem in check_keys(text))
 
 
 # Links and paths

@@ -99,7 +99,7 @@ def others() -> str:
         table.append(f"| `{key}` | {'; '.join(cells)} |")
     lines = [OTHERS_HEAD, *table, "", "## Without a key here", ""]
     for sentence, keys in sorted(said.items()):
-        lines += wrapped(f"* {sentence[0].upper()}{sentence[1:]}: {', '.join(keys)}.", "  ")
+        lines += wrapped(f"* {sentence}: {', '.join(keys)}.", "  ")
     return "\n".join(lines) + "\n"
 
 

@@ -23,7 +23,7 @@ from qfsdp.cli.slow import told_if_slow
 from qfsdp.cli.tool_config import Training, run_tool
 from qfsdp.distributed.global_batch import split_batch
 from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.hardware import device_memory_of
+from qfsdp.memory.hardware import check_bf16, device_memory_of, known_gpu, known_name
 from qfsdp.memory.report import draw, lines
 
 
@@ -34,6 +34,7 @@ class Config:
     world_size: int = 1  # ranks
     local_world_size: int | None = None  # ranks per machine; null: all are on one machine
     target: Literal["cuda", "cpu"] = "cuda"  # device type that the estimate is for
+    gpu: str | None = None  # a known GPU, such as rtx4090, whose memory is the limit
     picture: str | None = None  # a PNG; null: memory.png in the training's output_dir
 
     def check(self) -> None:
@@ -41,11 +42,15 @@ class Config:
         local = self.local_world_size or self.world_size
         if local < 1 or self.world_size % local:
             raise InvalidField("local_world_size", local, f"a divisor of {self.world_size}")
+        if self.gpu is not None:
+            known_name(self.gpu)
 
 
-def device_memory(train: Any) -> int | None:
-    """Bytes from the config, else of this machine's GPU; None without both."""
+def device_memory(cfg: Config, train: Any) -> int | None:
+    """Bytes from the config, else of `gpu`, else of this machine's GPU; None without all three."""
     given = device_memory_of(train)
+    if given is None and cfg.gpu is not None:
+        return known_gpu(cfg.gpu).device_memory
     if given is None and torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     return given
@@ -54,7 +59,8 @@ def device_memory(train: Any) -> int | None:
 def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
     split_batch(train, cfg.world_size)
-    limit = device_memory(train)
+    check_bf16(cfg.gpu, train.model.dtype)
+    limit = device_memory(cfg, train)
     functions = (training.recipe.build_model, training.recipe.train_step)
     with told_if_slow("memory: the training step runs dry"):
         found = estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)

@@ -13,8 +13,8 @@ from typing import Literal
 import pytest
 
 from qfsdp.cli.component import Component
-from qfsdp.cli.recipes import load_recipe
 from qfsdp.cli.foreign_keys import ANSWERS
+from qfsdp.cli.recipes import load_recipe
 from qfsdp.cli.reference import REQUIRED, Key, component_keys, entries, help_lines, keys_of, shown
 from tests.cli.stand_in import ROOT
 

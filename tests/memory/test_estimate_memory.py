@@ -50,9 +50,19 @@ def test_a_config_that_does_not_fit(
     assert (tmp_path / "step.png").is_file()
 
 
+def test_a_gpu_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    run(monkeypatch, f"model.path={model}", "gpu=RTX-4090", f"picture={tmp_path}/step.png")
+    assert "fits into 23.60 GiB:" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("word", "message"),
     [
+        ("gpu=rtx4091", "gpu: 'rtx4091' is unknown; did you mean 'rtx4090'?"),
+        ("gpu=t4", "model.dtype: 'bf16', which a t4 does not compute; expected fp16"),
         ("world_size=0", "world_size: 0 is not valid; expected an integer of at least 1"),
         (
             "world_size=1000000000",
