@@ -87,7 +87,8 @@ def load_rows(
         source: a file, a folder or a hub name; see `check_source`. A folder may also be one that
             `save_to_disk` of `datasets` wrote.
         split: "train", or a part, such as "train[:95%]". Files have only "train" and parts of it.
-        subset: the configuration of a hub dataset that has several. Files have none.
+        subset: the configuration of a hub dataset that has several. Files have none: `gsm8k_dataset`
+            names one also where its source is a copy on this disk.
         data_files: which files of a folder or a hub dataset to read.
         max_rows: keep only the first `max_rows` rows; None keeps all.
 
@@ -110,9 +111,6 @@ def load_rows(
     if path.is_file() and data_files is not None:
         given = f"dataset.data_files: {data_files} together with the single file {source}"
         raise UserError(f"{given}; expected a folder or a hub dataset as the source")
-    if subset is not None and path.exists():
-        given = f"dataset.subset: '{subset}' together with {source}"
-        raise UserError(f"{given}; expected a hub dataset as the source, or null")
     options = {"split": split, "streaming": current().streaming}
     try:
         with told_if_slow(f"reading {source}"):

@@ -187,10 +187,6 @@ def test_chat_rows(tokenizer: HFTokenizer, tmp_path: Path, caplog: Any) -> None:
         ({"max_rows": 0}, "max_rows: 0; expected an integer of at least 1"),
         ({"split": "test"}, "split test: Unknown split"),
         ({"data_files": "x.jsonl"}, "data_files: x.jsonl together with the single file"),
-        (
-            {"subset": "main"},
-            "subset: 'main' together with .*; expected a hub dataset as the source, or null",
-        ),
     ],
 )
 def test_faulty_options(
