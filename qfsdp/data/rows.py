@@ -87,8 +87,8 @@ def load_rows(
         source: a file, a folder or a hub name; see `check_source`. A folder may also be one that
             `save_to_disk` of `datasets` wrote.
         split: "train", or a part, such as "train[:95%]". Files have only "train" and parts of it.
-        subset: the configuration of a hub dataset that has several. Files have none: `gsm8k_dataset`
-            names one also where its source is a copy on this disk.
+        subset: the configuration of a hub dataset that has several. Files have none;
+            `gsm8k_dataset` names one also where its source is a copy on this disk.
         data_files: which files of a folder or a hub dataset to read.
         max_rows: keep only the first `max_rows` rows; None keeps all.
 
