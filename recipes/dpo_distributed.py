@@ -37,6 +37,7 @@ from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig, World, init_world
+from qfsdp.memory.estimate import rows_of
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.adapter_config import AdapterConfig
@@ -144,7 +145,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
     """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = open_weights(cfg.model, cfg.quantization, world)
     model = build_model(cfg, weights)
-    shard_model(model, cfg.sharding, world)
+    shard_model(model, cfg.sharding, world, rows_of(cfg) * cfg.max_seq_len)
     load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
     start_adapters(model, cfg.adapter, cfg.model.path, cfg.seed, resumed)
     return model.train()
@@ -186,7 +187,7 @@ def train_step(
             reference = objective.reference(model, b)
         return update.loss(b, reference, sequence_logprobs(model, b))
 
-    loss = forward_backward(loss_of, batches, optimizer, world, clock)
+    loss = forward_backward(loss_of, batches, optimizer, world, clock, model)
     metrics = optim_step(model, optimizer, loss, world, clip=clip, scheduler=scheduler, clock=clock)
     return metrics | update.metrics()
 

@@ -135,7 +135,7 @@ def load_model(cfg: Config, world: World) -> Decoder:
     """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = ModelWeights(cfg.model.path)
     model = build_model(cfg, weights)
-    shard_model(model, cfg.sharding, world)
+    shard_model(model, cfg.sharding, world, cfg.batch_size * cfg.max_seq_len)
     load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
     return model.train()
 
@@ -178,7 +178,7 @@ def train_step(
         summed: Tensor = model(b.tokens, b.positions, **given)
         return summed / targets
 
-    loss = forward_backward(loss_of, batches, optimizer, world, clock)
+    loss = forward_backward(loss_of, batches, optimizer, world, clock, model)
     return optim_step(model, optimizer, loss, world, clip=clip, scheduler=scheduler, clock=clock)
 
 

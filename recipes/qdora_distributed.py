@@ -136,7 +136,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
     """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = open_weights(cfg.model, cfg.quantization, world)
     model = build_model(cfg, weights)
-    shard_model(model, cfg.sharding, world)
+    shard_model(model, cfg.sharding, world, cfg.batch_size * cfg.max_seq_len)
     load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
     start_adapters(model, cfg.adapter, cfg.model.path, cfg.seed, resumed)
     return model.train()
@@ -180,7 +180,7 @@ def train_step(
         summed: Tensor = model(b.tokens, b.positions, **given)
         return summed / targets
 
-    loss = forward_backward(loss_of, batches, optimizer, world, clock)
+    loss = forward_backward(loss_of, batches, optimizer, world, clock, model)
     return optim_step(model, optimizer, loss, world, clip=clip, scheduler=scheduler, clock=clock)
 
 

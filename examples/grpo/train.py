@@ -126,7 +126,7 @@ def main(cfg: Config) -> None:
 
         rows = [answer.row() for answer in answers]
         batches = micro_batches(rows, world, batch_size=cfg.batch_size, pad_id=tokenizer.pad_id)
-        loss = forward_backward(loss_of, batches, optimizer, world)
+        loss = forward_backward(loss_of, batches, optimizer, world, model=model)
         return optim_step(model, optimizer, loss, world, clip=1.0)
 
     heldout, train = problems[: cfg.heldout], problems[cfg.heldout :]

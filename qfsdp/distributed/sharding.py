@@ -22,7 +22,8 @@ from qfsdp.distributed.expert_parallel import (
     keep_own_experts,
     see_all_rows,
 )
-from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.distributed.gradients import choose_reduction, trainable_parameters
+from qfsdp.distributed.split_vocabulary import SplitVocabulary, splits_vocabulary
 from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
 from qfsdp.distributed.world import World
@@ -39,7 +40,9 @@ LINEARS = (AdaptedLinear, QuantizedLinear, ExpertLinear, nn.Linear)
 """Units with `wrap: linear`."""
 
 
-def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
+def shard_model(
+    model: Decoder, config: ShardingConfig, world: World, tokens: int | None = None
+) -> None:
     """Shards the parameters of `model`, on the meta device, by rows over the ranks (FSDP2).
 
     Each unit is gathered at once: decoder layers (or their linears), the embeddings, and the
@@ -53,6 +56,12 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
 
     A single process that offloads and casts nothing wraps nothing: FSDP2 would copy every
     parameter. With strategy "ddp" the units have trained parameters only.
+
+    Args:
+        tokens: of a rank's micro-batch, at most, for `config.vocabulary`; None: not known.
+
+    Raises:
+        UserError: `config` asks for something that this model or number of ranks cannot have.
     """
     if config.expert_parallel > 1:
         check_expert_parallel(model, config, world.size)
@@ -70,7 +79,10 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
                 if isinstance(module, LINEARS) and not isinstance(module, FSDPModule):
                     _shard_unit(module, **unit)
         _shard_unit(layer, **unit)
-    if model.lm_head.weight is not body.embed_tokens.weight:
+    if splits_vocabulary(model, config, unit["mesh"].size(-1), tokens):
+        model.split = SplitVocabulary(model, unit["mesh"], world)
+        unit["ignored_params"] = unit.get("ignored_params", set()) | model.split.parameters
+    elif model.lm_head.weight is not body.embed_tokens.weight:
         _shard_unit(body.embed_tokens, **unit)
         _shard_unit(model.lm_head, **unit | {"reshard_after_forward": False})
     # The root's own parameters are used first and last, so it does not reshard after forward.
@@ -82,6 +94,7 @@ def shard_model(model: Decoder, config: ShardingConfig, world: World) -> None:
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _set_prefetch(body, config.prefetch)
+    choose_reduction(model, config)
 
 
 def _shard_experts(

@@ -31,6 +31,14 @@ class ShardingConfig:
         offload_base: where the frozen weights of the linears are: "none": on the device; "cpu": in
             host memory; "disk": in the files of a quantized model folder.
         ring_memory: host memory for reading ahead with offload_base "disk", per rank.
+        vocabulary: "gather": the embedding and the output layer are gathered like other units.
+            "split": tokens travel instead of rows of the vocabulary: each rank looks up its own
+            rows of the embedding, and computes the logits of its own rows of the output layer, for
+            the tokens of all ranks that share them. "auto": split where a micro-batch of these
+            ranks has fewer tokens than the vocabulary.
+        reduce_gradients: "every_micro_batch"; "every_update": gradients of micro-batches add up
+            unsharded, and are reduced after the last one. "auto": every update, if unsharded
+            gradients take at most 1 GiB.
         expert_parallel: into how many parts the experts of a mixture are divided. Every part has
             an equal number of experts and of ranks, which gather these experts only; tokens travel
             to the ranks of their experts and back. 1: every rank gathers all experts. A divisor of
@@ -47,6 +55,8 @@ class ShardingConfig:
     cpu_offload: bool = False
     offload_base: Literal["none", "cpu", "disk"] = "none"
     ring_memory: str = "4GiB"
+    vocabulary: Literal["auto", "gather", "split"] = "auto"
+    reduce_gradients: Literal["auto", "every_update", "every_micro_batch"] = "auto"
     expert_parallel: int = 1
 
     def check(self) -> None:
@@ -63,6 +73,8 @@ class ShardingConfig:
             raise InvalidField("offload_base", self.offload_base, why)
         if self.strategy == "ddp" and (self.offload_base != "none" or self.cpu_offload):
             raise InvalidField("strategy", "ddp", "full_shard, if anything is offloaded")
+        if self.vocabulary == "split" and self.cpu_offload:
+            raise InvalidField("vocabulary", "split", "auto or gather with cpu_offload")
         if self.expert_parallel < 1:
             raise InvalidField("expert_parallel", self.expert_parallel, "an integer of at least 1")
         if self.expert_parallel > 1 and self.strategy not in ("full_shard", "shard_grad_op"):

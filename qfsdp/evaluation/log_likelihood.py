@@ -177,10 +177,11 @@ def _inputs(rows: list[_Row]) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Te
 def _output_at(model: Decoder, places: Tensor) -> Iterator[None]:
     """Context in which the model returns logits of `places` only: `[targets, vocab]`."""
 
-    def select(module: Any, args: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
-        return (args[0][places[:, 0], places[:, 1]],)
+    def select(module: Any, args: Any, out: Tensor) -> Tensor:
+        return out[places[:, 0], places[:, 1]]
 
-    handle = model.lm_head.register_forward_pre_hook(select)
+    # Not of the output layer: a split one (`Decoder.split`) is not called.
+    handle = model.model.norm.register_forward_hook(select)
     try:
         yield
     finally:

@@ -134,7 +134,7 @@ def estimate(
         world = stack.enter_context(_fake_world(world_size, local_world_size or world_size))
         with planned_for(target):
             model = build_model(cfg, formats)
-        shard_model(model, cfg.sharding, world)
+        shard_model(model, cfg.sharding, world, rows_of(cfg) * cfg.max_seq_len)
         tracker = MemoryTracker(target, cfg.sharding.cpu_offload, local_world_size)
         if target == "cuda":
             tracker.workspace(CUBLAS_WORKSPACES, keep=True)
@@ -177,7 +177,7 @@ def _run(
     step()
     if cfg.sharding.offload_base == "disk":
         tracker.host_peak[RING] = parse_size(cfg.sharding.ring_memory)
-    repeats = cfg.gradient_accumulation_steps / len(batches)
+    more = cfg.gradient_accumulation_steps - len(batches)
     peak = tracker.peak
     return Estimate(
         peak=peak.total,
@@ -185,9 +185,9 @@ def _run(
         where=peak,
         steady=sum(tracker.now.values()),
         host=dict(+tracker.host_peak),
-        wire=tracker.per_step(tracker.wire, repeats),
-        between=tracker.per_step(tracker.between, repeats),
-        moved=tracker.per_step(tracker.copies, repeats),
+        wire=tracker.per_step(tracker.wire, more),
+        between=tracker.per_step(tracker.between, more),
+        moved=tracker.per_step(tracker.copies, more),
         timeline=tracker.points,
         reserved=reserved_bytes(peak.total) if tracker.target == "cuda" else 0,
     )

@@ -59,7 +59,9 @@ def estimate_fast(
     first, pattern = config.pattern
     every = math.lcm(cfg.activation.every_n_layers, pattern)
     # Both models have all first layers in their first half.
-    shallow = max(2 * every, 2 * cfg.sharding.prefetch + 2, 4) + 2 * first
+    # Offloaded activations of three layers are on the way: their growth is not that of depth.
+    least = 8 if get_key(cfg, "activation.offload") else 4
+    shallow = max(2 * every, 2 * cfg.sharding.prefetch + 2, least) + 2 * first
     shallow += (depth - shallow) % every
     sizes = (shallow, shallow + every)
     if depth <= sizes[1] or not _layers_are_equal(cfg):

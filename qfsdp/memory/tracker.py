@@ -58,6 +58,9 @@ ALLOCATION_UNIT = {"cpu": 1, "cuda": 512}  # bytes: PyTorch's allocators round s
 LATE_BYTES = 8 << 20
 
 
+Traffic = Counter[tuple[str, str, int]]
+
+
 @dataclass
 class _Block:
     """A storage that is allocated; `released` is the weak reference that reports its end."""
@@ -102,9 +105,9 @@ class MemoryTracker(TorchDispatchMode):
         points: the peaks of all modules in the last step, in order.
         now, host: current bytes by kind, on the device and in host memory.
         host_peak: most bytes in host memory by kind; the kinds may peak at different times.
-        wire: bytes sent in the last step, by phase and collective.
+        wire: bytes sent in the last step, by phase, collective and number of the micro-batch.
         between: those of all ranks of the machine that go to other machines, likewise.
-        copies: bytes copied in the last step, by phase and "to_device", "to_host" or "from_disk".
+        copies: bytes copied in the last step, likewise by "to_device", "to_host" or "from_disk".
     """
 
     def __init__(
@@ -130,16 +133,17 @@ class MemoryTracker(TorchDispatchMode):
 
     def start_step(self) -> None:
         self.points: list[Point] = []
-        self.wire, self.between = Counter[tuple[str, str]](), Counter[tuple[str, str]]()
-        self.copies = Counter[tuple[str, str]]()
-        self._operations = 0
+        self.wire, self.between, self.copies = Traffic(), Traffic(), Traffic()
+        self._operations = self._micro_batch = 0
 
     @staticmethod
-    def per_step(traffic: Counter[tuple[str, str]], repeats: float) -> dict[str, int]:
-        """Bytes by name, with forward and backward counted `repeats` times."""
+    def per_step(traffic: Traffic, more: int = 0) -> dict[str, int]:
+        """Bytes by name, with the first micro-batch counted `more` times more. The last may differ
+        from it: gradients may be reduced then only."""
         total = Counter[str]()
-        for (phase, name), size in traffic.items():
-            total[name] += int(size * (repeats if phase in ("forward", "backward") else 1))
+        for (phase, name, micro_batch), size in traffic.items():
+            again = more if micro_batch == 1 and phase in ("forward", "backward") else 0
+            total[name] += size * (1 + again)
         return dict(total)
 
     # ---- allocated storages ------------------------------------------------------------------
@@ -274,6 +278,7 @@ class MemoryTracker(TorchDispatchMode):
     def _range(self, func: Any, args: Any, kwargs: Any) -> Any:
         self.note_peak()
         if "enter" in str(func):
+            self._micro_batch += not self._ranges and args[0] == "forward"
             self._ranges.append(args[0])
         else:
             self._ranges.pop()
@@ -292,8 +297,9 @@ class MemoryTracker(TorchDispatchMode):
 
     def _count_wire(self, func: Any, args: Any) -> None:
         if (sent := sent_by(func, args, self._local_size)) is not None:
-            self.wire[self.phase, sent.name] += sent.bytes
-            self.between[self.phase, sent.name] += sent.between
+            key = (self.phase, sent.name, self._micro_batch)
+            self.wire[key] += sent.bytes
+            self.between[key] += sent.between
 
     def _gather_from_host(self, shards: list[Tensor]) -> None:
         """Counts the copies to the device that FSDP2 makes of shards in host memory."""
@@ -325,7 +331,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def moved(self, way: str, size: int) -> None:
         """See `kernels.dry_run.DryRun`."""
-        self.copies[self.phase, way] += size
+        self.copies[self.phase, way, self._micro_batch] += size
 
     @contextmanager
     def following(self, model: nn.Module) -> Iterator[None]:

@@ -14,7 +14,7 @@ again: one gradient per sample and weight would be too large.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, cast
 
@@ -26,6 +26,9 @@ from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.row_norms import row_chunks
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
+
+LossesAndGradient = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
+"""As `_losses_and_gradient_`."""
 
 # Logits of a chunk: 128 MB in bf16, 512 tokens of a vocabulary of 128,256.
 CHUNK_LOGITS = 1 << 26
@@ -80,15 +83,33 @@ def head_loss(
         that depends on nothing else). With gradients for `hidden` and the trained parameters of
         `head`.
     """
-    trained = _trained(head) if torch.is_grad_enabled() else []
-    ids = None if sample_ids is None else sample_ids.flatten()
-    return _HeadLoss.apply(
-        hidden.flatten(0, -2), labels.flatten(), ids, num_samples, num_targets, head, *trained
+    trained: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
+    in_chunks = partial(_in_chunks, head)
+    if not torch.is_grad_enabled():
+        trained = []
+    return summed_by_sample(
+        in_chunks, trained, hidden, labels, sample_ids, num_samples, num_targets
     )
 
 
-def _trained(head: nn.Module) -> list[Tensor]:
-    return [param for param in head.parameters() if param.requires_grad]
+def summed_by_sample(
+    in_chunks: Callable[..., Any],
+    trained: Sequence[Tensor],
+    hidden: Tensor,
+    labels: Tensor,
+    sample_ids: Tensor | None,
+    num_samples: int,
+    num_targets: int | None,
+) -> Tensor:
+    """`head_loss` with the output layer given as a function.
+
+    Args:
+        in_chunks: as `_in_chunks` of an output layer.
+        trained: tensors of the output layer that get gradients.
+    """
+    ids = None if sample_ids is None else sample_ids.flatten()
+    flat = (hidden.flatten(0, -2), labels.flatten(), ids)
+    return _HeadLoss.apply(*flat, num_samples, num_targets, in_chunks, *trained)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -102,7 +123,7 @@ class _HeadLoss(torch.autograd.Function):
         ids: Tensor | None,
         count: int,
         num_targets: int | None,
-        head: nn.Module,
+        in_chunks: Callable[..., Any],
         *given: Tensor,
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[6:])
@@ -110,10 +131,11 @@ class _HeadLoss(torch.autograd.Function):
         hidden, labels = hidden[chosen], labels[chosen]
         ids = None if ids is None else ids[chosen]
         trained = given if wanted else ()
-        ctx.head, ctx.dtypes = head, [param.dtype for param in trained]
+        ctx.in_chunks, ctx.trained = in_chunks, trained
+        ctx.dtypes = [param.dtype for param in trained]
         ctx.again = ids is not None and bool(trained)
         now = wanted and not ctx.again
-        losses, grad_hidden, grads = _in_chunks(head, trained if now else (), hidden, labels, now)
+        losses, grad_hidden, grads = in_chunks(trained if now else (), hidden, labels, now)
         kept = [hidden, labels] if ctx.again else [grad_hidden, *grads]
         ctx.save_for_backward(*([chosen, ids, *kept] if wanted else []))
         if ids is None:
@@ -127,9 +149,8 @@ class _HeadLoss(torch.autograd.Function):
         spread = kept[0].new_zeros(ctx.tokens, kept[0].size(1))
         rest = (None, None, None, None, None)
         if ctx.again:
-            trained, weights = _trained(ctx.head), grad[ids]
             hidden, labels = kept
-            _, of_hidden, grads = _in_chunks(ctx.head, trained, hidden, labels, True, weights)
+            _, of_hidden, grads = ctx.in_chunks(ctx.trained, hidden, labels, True, grad[ids])
             cast_to = zip(grads, ctx.dtypes, strict=True)
             of_head = (of_param.to(dtype) for of_param, dtype in cast_to)
             return spread.index_copy_(0, chosen, cast(Tensor, of_hidden)), *rest, *of_head
@@ -171,15 +192,8 @@ def _in_chunks(
     """
     grad_hidden = torch.zeros_like(hidden) if wanted else None
     grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
-    weight = cast(Tensor, head.weight)
-    step = CHUNK_LOGITS // weight.size(0) or 1
-    step -= step % TILE if step > TILE else 0
-    logits, gradients = head.forward, partial(_of_any, head, trained)
-    if isinstance(head, nn.Linear):
-        weight = weight.detach()
-        logits, gradients = partial(F.linear, weight=weight), partial(_of_plain, weight)
-    elif isinstance(head, QuantizedLinear) and head.bias is None:
-        logits, gradients = partial(_logits, weight), partial(_of_quantized, weight)
+    step = chunk_tokens(cast(Tensor, head.weight).size(0))
+    logits, gradients = chunk_functions(head, trained, _losses_and_gradient_)
     losses = []
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
@@ -190,6 +204,29 @@ def _in_chunks(
         of_chunk, grad_hidden[part] = gradients(hidden[part], labels[part], of_rows, grads)
         losses.append(of_chunk)
     return losses, grad_hidden, grads
+
+
+def chunk_tokens(vocabulary: int) -> int:
+    """The number of tokens whose logits are computed at a time."""
+    step = CHUNK_LOGITS // vocabulary or 1
+    return step - (step % TILE if step > TILE else 0)
+
+
+def chunk_functions(
+    head: nn.Module, trained: Sequence[Tensor], loss: LossesAndGradient
+) -> tuple[Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+    """The logits of a chunk `[n, hidden]`; and, as `_of_any`, its losses and gradients.
+
+    Args:
+        head: with all rows of the vocabulary, or with some, which `loss` must know.
+    """
+    weight = cast(Tensor, head.weight)
+    if isinstance(head, nn.Linear):
+        weight = weight.detach()
+        return partial(F.linear, weight=weight), partial(_of_plain, weight, loss)
+    if isinstance(head, QuantizedLinear) and head.bias is None:
+        return partial(_logits, weight), partial(_of_quantized, weight, loss)
+    return head.forward, partial(_of_any, head, trained, loss)
 
 
 def _sums(losses: list[Tensor], ids: Tensor, count: int) -> Tensor:
@@ -208,6 +245,7 @@ def _sums(losses: list[Tensor], ids: Tensor, count: int) -> Tensor:
 def _of_any(
     head: nn.Module,
     trained: Sequence[Tensor],
+    loss: LossesAndGradient,
     hidden: Tensor,
     labels: Tensor,
     weights: Tensor | None,
@@ -219,7 +257,7 @@ def _of_any(
         logits = head.forward(chunk)
     # DoRA keeps its output for backward. No other output layer does: it may be overwritten.
     numbers = logits.detach().clone() if trained else logits.detach()
-    losses, grad_logits = _losses_and_gradient_(numbers, labels, weights)
+    losses, grad_logits = loss(numbers, labels, weights)
     of_chunk, *of_params = torch.autograd.grad(logits, [chunk, *trained], grad_logits)
     for grad, of_param in zip(grads, of_params, strict=True):
         grad += of_param
@@ -227,11 +265,16 @@ def _of_any(
 
 
 def _of_plain(
-    weight: Tensor, hidden: Tensor, labels: Tensor, weights: Tensor | None, grads: list[Tensor]
+    weight: Tensor,
+    loss: LossesAndGradient,
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    grads: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """`_of_any` for a plain weight, without another tensor of its size; `grads`: [] if frozen."""
     rows = max(1, GRADIENT_CHUNK_WEIGHTS // hidden.size(1))
-    losses, grad_logits = _losses_and_gradient_(F.linear(hidden, weight), labels, weights)
+    losses, grad_logits = loss(F.linear(hidden, weight), labels, weights)
     for grad in grads:
         for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
             into += columns.t() @ hidden
@@ -239,11 +282,16 @@ def _of_plain(
 
 
 def _of_quantized(
-    weight: Tensor, hidden: Tensor, labels: Tensor, weights: Tensor | None, grads: list[Tensor]
+    weight: Tensor,
+    loss: LossesAndGradient,
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    grads: list[Tensor],
 ) -> tuple[Tensor, Tensor]:
     """`_of_any` for a quantized weight, dequantized some rows at a time: whole, that of a
     vocabulary of 201,088 took 1.1 GiB. It is frozen, so `grads` is empty."""
-    losses, grad_logits = _losses_and_gradient_(_logits(weight, hidden), labels, weights)
+    losses, grad_logits = loss(_logits(weight, hidden), labels, weights)
     of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
     for part, rows in row_chunks(weight):
         of_hidden += grad_logits[:, part] @ rows

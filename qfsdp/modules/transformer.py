@@ -200,12 +200,15 @@ class Decoder(nn.Module):
     Fields:
         compute_dtype: FSDP2 casts trained weights to it as it gathers them; None: no cast.
         routing: what the routers of a mixture of experts do in training.
+        split: computes embedding and output layer where ranks share their rows
+            (`qfsdp.distributed.split_vocabulary`); None: this rank has all rows.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
         self.config = config
         self.compute_dtype: torch.dtype | None = None
+        self.split: Any = None
         self.routing = Routing(config.experts.router.aux_loss if config.experts else 0.0)
         self.model = Backbone(config)
         self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
@@ -298,7 +301,7 @@ class Decoder(nn.Module):
         x, routed = self._layers(x, tables, masks, cu_seqlens, counted)
         x = self._final(x)
         if labels is None:
-            return self.lm_head(x)
+            return self._logits(x)
         loss = self._loss(x, labels, sample_ids, num_samples, num_targets)
         return loss if counted is None else self.routing.follow(loss, routed, counted, labels)
 
@@ -334,7 +337,7 @@ class Decoder(nn.Module):
         for layer, kind, kept in layers:
             x = layer(x, *tables[kind.rope], masks[kind.window], None, kept)
         cache.advance()
-        return self.lm_head(self._final(x[rows, last]))
+        return self._logits(self._final(x[rows, last]))
 
     def _within_windows(
         self, mask: Tensor | None, tokens: Tensor
@@ -346,7 +349,8 @@ class Decoder(nn.Module):
         return {window: _within_window(mask, window, tokens) for window in windows}
 
     def _embedded(self, tokens: Tensor) -> Tensor:
-        x, factors = self.model.embed_tokens(tokens), self.config.multipliers
+        embedding, factors = self.model.embed_tokens, self.config.multipliers
+        x = self.split.embedded(embedding, tokens) if self.split else embedding(tokens)
         if factors.rounds_embedding:
             return x * torch.tensor(factors.embedding, dtype=x.dtype, device=x.device)
         return x if factors.embedding == 1.0 else x * factors.embedding
@@ -356,8 +360,13 @@ class Decoder(nn.Module):
         x, factor = self.model.norm(x), self.config.multipliers.logits
         return x if factor == 1.0 else x * factor
 
+    def _logits(self, x: Tensor) -> Tensor:
+        return self.split.logits(self.lm_head, x) if self.split else self.lm_head(x)
+
     def _loss(self, hidden: Tensor, labels: Tensor, *samples: Any) -> Tensor:
         head = self.lm_head
+        if self.split is not None:
+            return cast(Tensor, self.split.loss(head, hidden, labels, *samples))
         if not isinstance(head, FSDPModule):
             return head_loss(head, hidden, labels, *samples)
         if isinstance(head, OutputLayer) and head.weight.requires_grad:

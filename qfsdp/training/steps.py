@@ -23,7 +23,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.checkpoint.adapter_files import save_adapter as save
 from qfsdp.data.loader import Batch
-from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
+from qfsdp.distributed.gradients import clip_grad_norm, reduce_gradients, trainable_parameters
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import refresh_dora_norms
 from qfsdp.training.loss_scale import loss_scale
@@ -42,6 +42,7 @@ def forward_backward(
     optimizer: Optimizer,
     world: World,
     clock: StepClock | None = None,
+    model: nn.Module | None = None,
 ) -> Tensor:
     """Adds the gradients of a loss over all micro-batches of all ranks to those of the model.
 
@@ -53,13 +54,16 @@ def forward_backward(
             or samples of *all* ranks and micro-batches: then nothing depends on how they are split.
         batches: this rank's micro-batches, on any device; `loss_of` gets them on the rank's.
         clock: takes the time of the phases "forward" and "backward".
+        model: whose gradients are reduced once, with the last micro-batch, if
+            `sharding.reduce_gradients` says so; None: with every micro-batch.
 
     Returns:
         The parts of this rank, summed; `[]`, without gradients. `optim_step` adds up the ranks'.
     """
     clock = clock or StepClock(world.device)
     loss = torch.zeros((), device=world.device)
-    for batch in batches:
+    for number, batch in enumerate(batches, 1):
+        reduce_gradients(model, now=number == len(batches))
         moved = cast(AnyBatch, batch.to(world.device))
         with clock.phase("forward"):
             part = loss_of(moved)

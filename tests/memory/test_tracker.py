@@ -75,7 +75,7 @@ def test_host_memory_does_not_count_for_the_device(tracker: MemoryTracker) -> No
     del a, kept
     assert tracker.peak.total <= 2 * KB and held(tracker) == KB
     assert sum(tracker.host_peak.values()) == KB and not any(tracker.host.values())
-    assert tracker.per_step(tracker.copies, 1) == {"to_host": KB, "to_device": KB}
+    assert tracker.per_step(tracker.copies) == {"to_host": KB, "to_device": KB}
     del back
 
 
