@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.cli.errors import UserError
+from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.distributed.split_vocabulary import splits_vocabulary
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.modules.decoder_config import DecoderConfig
@@ -218,7 +218,7 @@ def test_what_cannot_be_split(config: dict[str, Any], ranks: int, why: str) -> N
 
 
 def test_offloaded_parameters_are_not_split() -> None:
-    with pytest.raises(UserError, match="vocabulary.*'split'.*gather with cpu_offload"):
+    with pytest.raises(InvalidField, match="^vocabulary: 'split' .* gather with cpu_offload"):
         ShardingConfig(vocabulary="split", cpu_offload=True).check()
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
