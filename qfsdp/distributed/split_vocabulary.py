@@ -39,7 +39,13 @@ from qfsdp.modules.adapters import AdaptedLinear
 from qfsdp.modules.loss import chunk_functions, chunk_tokens, summed_by_sample
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, shard_group, sharded
+from qfsdp.tensor_subclasses.dtensor import (
+    local_part,
+    local_rows,
+    shard_group,
+    sharded,
+    whole_tensor,
+)
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -362,7 +368,7 @@ class _Whole(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, param: DTensor) -> Tensor:
         ctx.param = param
-        return param.detach().full_tensor()
+        return whole_tensor(param)
 
     @staticmethod
     @once_differentiable
