@@ -36,7 +36,8 @@ from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import AdaptedLinear
-from qfsdp.modules.loss import chunk_functions, chunk_tokens, summed_by_sample
+from qfsdp.modules.chunk_gradients import chunk_functions
+from qfsdp.modules.loss import chunk_tokens, summed_by_sample
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import (

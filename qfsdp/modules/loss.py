@@ -23,12 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.data.loader import IGNORE_INDEX
-from qfsdp.modules.quantized_linear import QuantizedLinear
-from qfsdp.modules.row_norms import row_chunks
+from qfsdp.modules.chunk_gradients import chunk_functions
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
-
-LossesAndGradient = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
-"""As `_losses_and_gradient_`."""
 
 # Logits of a chunk: 128 MB in bf16, 512 tokens of a vocabulary of 128,256.
 CHUNK_LOGITS = 1 << 26
@@ -36,8 +32,6 @@ CHUNK_LOGITS = 1 << 26
 # rows of tiles, so the gradient of the hidden state has 160 tiles of 128 x 128: two rounds on the
 # 132 processors of an H200. 512 tokens make 128 tiles, one round.
 TILE = 128
-# Weights of the output layer whose gradient is added at a time: 32 MB in bf16.
-GRADIENT_CHUNK_WEIGHTS = 1 << 24
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -212,23 +206,6 @@ def chunk_tokens(vocabulary: int) -> int:
     return step - (step % TILE if step > TILE else 0)
 
 
-def chunk_functions(
-    head: nn.Module, trained: Sequence[Tensor], loss: LossesAndGradient
-) -> tuple[Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tensor]]]:
-    """The logits of a chunk `[n, hidden]`; and, as `_of_any`, its losses and gradients.
-
-    Args:
-        head: with all rows of the vocabulary, or with some, which `loss` must know.
-    """
-    weight = cast(Tensor, head.weight)
-    if isinstance(head, nn.Linear):
-        weight = weight.detach()
-        return partial(F.linear, weight=weight), partial(_of_plain, weight, loss)
-    if isinstance(head, QuantizedLinear) and head.bias is None:
-        return partial(_logits, weight), partial(_of_quantized, weight, loss)
-    return head.forward, partial(_of_any, head, trained, loss)
-
-
 def _sums(losses: list[Tensor], ids: Tensor, count: int) -> Tensor:
     """The sums of the samples, fp32 `[count]`. `index_add_` adds in any order on a GPU."""
     sums, at = ids.new_zeros(count, dtype=torch.float64), 0
@@ -240,70 +217,6 @@ def _sums(losses: list[Tensor], ids: Tensor, count: int) -> Tensor:
         sums += torch.where(mine, part.double(), 0.0).sum(1)
         at += len(part)
     return sums.float()
-
-
-def _of_any(
-    head: nn.Module,
-    trained: Sequence[Tensor],
-    loss: LossesAndGradient,
-    hidden: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
-    grads: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """The losses of a chunk and its hidden state's gradient; adds those of `trained` to `grads`."""
-    chunk = hidden.detach().requires_grad_()
-    with torch.enable_grad():
-        logits = head.forward(chunk)
-    # DoRA keeps its output for backward. No other output layer does: it may be overwritten.
-    numbers = logits.detach().clone() if trained else logits.detach()
-    losses, grad_logits = loss(numbers, labels, weights)
-    of_chunk, *of_params = torch.autograd.grad(logits, [chunk, *trained], grad_logits)
-    for grad, of_param in zip(grads, of_params, strict=True):
-        grad += of_param
-    return losses, of_chunk
-
-
-def _of_plain(
-    weight: Tensor,
-    loss: LossesAndGradient,
-    hidden: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
-    grads: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """`_of_any` for a plain weight, without another tensor of its size; `grads`: [] if frozen."""
-    rows = max(1, GRADIENT_CHUNK_WEIGHTS // hidden.size(1))
-    losses, grad_logits = loss(F.linear(hidden, weight), labels, weights)
-    for grad in grads:
-        for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
-            into += columns.t() @ hidden
-    return losses, grad_logits @ weight
-
-
-def _of_quantized(
-    weight: Tensor,
-    loss: LossesAndGradient,
-    hidden: Tensor,
-    labels: Tensor,
-    weights: Tensor | None,
-    grads: list[Tensor],
-) -> tuple[Tensor, Tensor]:
-    """`_of_any` for a quantized weight, dequantized some rows at a time: whole, that of a
-    vocabulary of 201,088 took 1.1 GiB. It is frozen, so `grads` is empty."""
-    losses, grad_logits = loss(_logits(weight, hidden), labels, weights)
-    of_hidden = torch.zeros_like(hidden, dtype=torch.float32)
-    for part, rows in row_chunks(weight):
-        of_hidden += grad_logits[:, part] @ rows
-    return losses, of_hidden.to(hidden.dtype)
-
-
-def _logits(weight: Tensor, hidden: Tensor) -> Tensor:
-    """`hidden @ weight.T` of a quantized weight, dequantized some rows at a time."""
-    logits = hidden.new_empty(hidden.size(0), weight.size(0))
-    for part, rows in row_chunks(weight):
-        logits[:, part] = hidden @ rows.t()
-    return logits
 
 
 def _losses_and_gradient_(

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from qfsdp.modules import chunk_gradients, row_norms
 from qfsdp.modules import loss as loss_module
-from qfsdp.modules import row_norms
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import LowRankLinear
 from qfsdp.modules.loss import head_loss, summed_cross_entropy
@@ -58,7 +58,7 @@ def test_loss_and_gradients_in_chunks(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk * VOCABULARY)
-    monkeypatch.setattr(loss_module, "GRADIENT_CHUNK_WEIGHTS", 100 * HIDDEN)
+    monkeypatch.setattr(chunk_gradients, "GRADIENT_CHUNK_WEIGHTS", 100 * HIDDEN)
     monkeypatch.setattr(row_norms, "NORM_CHUNK_WEIGHTS", 100 * HIDDEN)
     head, generator = head_of(name), torch.Generator().manual_seed(1)
     hidden = torch.randn(3, 20, HIDDEN, generator=generator).requires_grad_()
@@ -98,7 +98,7 @@ def test_a_trained_head_is_left_alone_where_nothing_is_recorded(
     def gradients(*_: object) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(loss_module, "_of_plain", gradients)
+    monkeypatch.setattr(chunk_gradients, "_of_plain", gradients)
     with pytest.raises(NotImplementedError):
         head_loss(head, hidden, labels)
     with torch.no_grad():
