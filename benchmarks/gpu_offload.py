@@ -38,8 +38,10 @@ TIERS = {"resident": "none", "cpu": "cpu", "disk": "disk"}
 
 
 def measure_tier(tier: str, folder: Path, sizes: dict[str, Any], quick: bool) -> dict[str, float]:
-    words = [f"sharding.offload_base={TIERS[tier]}", f"compile={'false' if quick else 'true'}"]
-    args = argparse.Namespace(contestant="ours_qlora", words=words, packed=False, estimate=False)
+    words = [f"sharding.offload_base={TIERS[tier]}"]
+    args = argparse.Namespace(
+        contestant="ours_qlora", words=words, packed=False, estimate=False, quick=quick
+    )
     recipe, cfg = our_config(args, folder, rows=1)
     since = time.perf_counter()
     world = recipe.init_world(cfg.sharding, cfg.distributed)

@@ -8,8 +8,8 @@ are drawn on the device and are the same for all, so nothing is read from disk. 
 recipe's `train_step` with compiled layers, and KEY=VALUE changes its config; PEFT's run under bf16
 autocast with fused AdamW. Rank 16 on all linears, rows of 2048 tokens with a target at every
 position, no activation checkpointing. `--kernels` prints a table of the kernels of one more step.
-`--quick` tries the script on a CPU: two small layers, two steps, 2048 tokens (a bf16 step of PEFT
-takes 11 s on a CPU without bf16 products).
+`--quick` tries the script on a CPU: two small layers, uncompiled there, two steps, 2048 tokens (a
+bf16 step of PEFT takes 11 s on a CPU without bf16 products).
 
     --model NAME     llama3_8b, qwen3_8b, or llama3_70b_8_layers: 8 of its 80 layers
     --fsdp           wraps the model by FSDP2, which a single process otherwise does without
@@ -100,7 +100,8 @@ def our_config(args: argparse.Namespace, folder: Path, rows: int) -> tuple[Any, 
     words += [f"quantization.format={'nf4' if kind.startswith('q') else 'none'}"]
     words += [f"adapter.method={'dora' if kind.endswith('dora') else 'lora'}"]
     words += [f"adapter.rank={RANK}", f"adapter.alpha={ALPHA}", "activation.checkpointing=none"]
-    words += [f"optimizer.lr={LEARNING_RATE}", f"compile={'false' if args.estimate else 'true'}"]
+    uncompiled = args.estimate or args.quick and not torch.cuda.is_available()
+    words += [f"optimizer.lr={LEARNING_RATE}", f"compile={'false' if uncompiled else 'true'}"]
     words += [f"batch_size={rows}", f"max_seq_len={ROW}", "gradient_accumulation_steps=1"]
     words += [f"packed={'true' if args.packed else 'false'}", f"clip_grad_norm={CLIP}"]
     return recipe, load_config(recipe.Config, words + args.words)
