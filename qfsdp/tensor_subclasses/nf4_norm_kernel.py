@@ -26,7 +26,7 @@ from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, SCALE
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"  # on a CPU, for tests
 SMALLEST = 16  # rows and columns of Triton's products
-# At most so many rows: rows of a program. With 16, 32, 64 rows a weight takes 32, 22 and 17
+# At most so many rows: rows of a program. With 16, 32, 64 rows a weight takes 33, 23 and 17
 # instructions of an H100 (rank 16; compiled and counted, not timed), but there must be enough
 # programs for its 132 processors.
 ROWS_OF_PROGRAM = ((2048, 16), (8192, 32))
