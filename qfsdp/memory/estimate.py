@@ -84,6 +84,7 @@ class Estimate:
         reserved: the peak and an allowance for other memory of a GPU (`reserved_bytes`); 0 for a
             CPU.
         between: of `wire`, what all ranks of a machine together send to other machines.
+        launches: kernels that a step starts (`MemoryTracker.launches`).
     """
 
     peak: int
@@ -96,6 +97,7 @@ class Estimate:
     timeline: list[Point] = field(default_factory=list)
     reserved: int = 0
     between: Kinds = field(default_factory=dict)
+    launches: int = 0
 
 
 def reserved_bytes(peak: int) -> int:
@@ -188,6 +190,7 @@ def _run(
         wire=tracker.per_step(tracker.wire, more),
         between=tracker.per_step(tracker.between, more),
         moved=tracker.per_step(tracker.copies, more),
+        launches=sum(tracker.per_step(tracker.launches, more).values()),
         timeline=tracker.points,
         reserved=reserved_bytes(peak.total) if tracker.target == "cuda" else 0,
     )

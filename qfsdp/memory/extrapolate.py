@@ -123,6 +123,7 @@ def _between(one: Estimate, two: Estimate, share: float, timeline: list[Point]) 
         wire=_on_line(one.wire, two.wire, share),
         between=_on_line(one.between, two.between, share),
         moved=_on_line(one.moved, two.moved, share),
+        launches=round(one.launches + share * (two.launches - one.launches)),
         timeline=timeline,
         reserved=reserved_bytes(where.total) if two.reserved else 0,
     )

@@ -10,6 +10,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
 
+from torch import Tensor
+
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.sizes import format_size
 from qfsdp.cli.slow import told_if_slow
@@ -27,6 +29,7 @@ from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.memory.hardware import Hardware
 from qfsdp.memory.known_models import find_config
 from qfsdp.memory.roofline import Load, StepTime, step_time
+from qfsdp.modules.adapters import low_rank_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.mixture import expert_parameters
@@ -260,16 +263,15 @@ def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Loa
     objectives = step_options(cfg).values()
     further = sum(objective.further_passes for objective in objectives)  # without gradients
     parts = dict.fromkeys(expert_parameters(model), cfg.sharding.expert_parallel)
-    dequantized = sum(
-        (p.data.qdata.numel() + p.numel() * p.dtype.itemsize) / parts.get(p, 1)
-        for p in model.parameters()
-        if isinstance(p.data, QuantizedTensor)
-    )
+    dequantized = sum(_dequantized_bytes(p) / parts.get(p, 1) for p in model.parameters())
+    # DoRA's norms: once an update, each rank its own rows.
+    norms = [m.weight for _, m in low_rank_linears(model) if m.weight_norm is not None]
+    refreshed = sum(map(_dequantized_bytes, norms)) / world_size
     # Weights are dequantized in forward, in backward, and when a whole layer is computed again.
     passes = further + (3 if cfg.activation.checkpointing == "full" else 2)
     return Load(
         flops=rows * (flops.hardware + further * flops.forward),
-        dequantized_bytes=dequantized * passes * cfg.gradient_accumulation_steps,
+        dequantized_bytes=dequantized * passes * cfg.gradient_accumulation_steps + refreshed,
         wire_bytes=sum(found.wire.values()),
         network_bytes=sum(found.between.values()),
         to_device_bytes=found.moved.get("to_device", 0),
@@ -280,3 +282,10 @@ def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Loa
         prefetched=cfg.sharding.prefetch > 0,
         host_optimizer=cfg.sharding.cpu_offload,
     )
+
+
+def _dequantized_bytes(weight: Tensor) -> int:
+    """Bytes read and written to dequantize a weight; 0 for one that is not quantized."""
+    if not isinstance(weight.data, QuantizedTensor):
+        return 0
+    return weight.data.qdata.numel() + weight.numel() * weight.dtype.itemsize

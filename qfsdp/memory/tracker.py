@@ -53,6 +53,14 @@ KINDS = (
 )
 SHARDED = {QUANTIZED, PLAIN, TRAINED, GRADIENTS, OPTIMIZER}
 ALLOCATION_UNIT = {"cpu": 1, "cuda": 512}  # bytes: PyTorch's allocators round sizes up to it
+# Operations without a kernel, besides views.
+WITHOUT_KERNEL = frozenset(
+    getattr(aten, name)
+    for name in (
+        *("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"),
+        *("_unsafe_view", "resize_", "set_", "record_stream"),
+    )
+)
 # gloo released one layer's 7.7 MB of 224 MB late in one run of three (LoRA on SmolLM2, 4 ranks);
 # never the 90 MB of wider layers, in 12 cases.
 LATE_BYTES = 8 << 20
@@ -108,6 +116,8 @@ class MemoryTracker(TorchDispatchMode):
         wire: bytes sent in the last step, by phase, collective and number of the micro-batch.
         between: those of all ranks of the machine that go to other machines, likewise.
         copies: bytes copied in the last step, likewise by "to_device", "to_host" or "from_disk".
+        launches: kernels that the last step starts, likewise, uncompiled but for functions that
+            always are. An operation counts as one kernel.
     """
 
     def __init__(
@@ -134,6 +144,7 @@ class MemoryTracker(TorchDispatchMode):
     def start_step(self) -> None:
         self.points: list[Point] = []
         self.wire, self.between, self.copies = Traffic(), Traffic(), Traffic()
+        self.launches = Traffic()
         self._operations = self._micro_batch = 0
 
     @staticmethod
@@ -263,6 +274,8 @@ class MemoryTracker(TorchDispatchMode):
             return self._accumulate(func, args, kwargs)
         if func is torch.ops.fsdp.all_gather_copy_in.default:
             self._gather_from_host(args[0])
+        if not func.is_view and func.overloadpacket not in WITHOUT_KERNEL:
+            self.launches[self.phase, "launches", self._micro_batch] += 1
         choose = DATA_DEPENDENT.get(func)
         out = None if choose is None else choose(*args, **kwargs)
         if out is None:
@@ -313,6 +326,7 @@ class MemoryTracker(TorchDispatchMode):
         of dequantizing."""
         given = tree_map_only(Tensor, lambda t: (t.shape, t.dtype, t.stride()), (args, kwargs))
         key = (fn, str(given))
+        self.launches[self.phase, "launches", self._micro_batch] += 1
         if key not in self._compiled:
             self._paused = True
             self._compiled[key] = fn(*args, **kwargs)
