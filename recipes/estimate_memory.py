@@ -25,6 +25,8 @@ from qfsdp.distributed.global_batch import split_batch
 from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.memory.hardware import check_bf16, device_memory_of, known_gpu, known_name
 from qfsdp.memory.report import draw, lines
+from qfsdp.training.learning_rate import any_lr
+from qfsdp.training.optimizer import check_optimizer
 
 
 @dataclass
@@ -60,6 +62,7 @@ def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
     split_batch(train, cfg.world_size)
     check_bf16(cfg.gpu, train.model.dtype)
+    check_optimizer(any_lr(train.optimizer), train.lr_scheduler)
     limit = device_memory(cfg, train)
     functions = (training.recipe.build_model, training.recipe.train_step)
     with told_if_slow("memory: the training step runs dry"):

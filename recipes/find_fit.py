@@ -28,6 +28,8 @@ from qfsdp.memory.changes import as_words, as_yaml
 from qfsdp.memory.hardware import Hardware, HardwareConfig, check_bf16, device_memory_of
 from qfsdp.memory.predict import Predictor, check_process_fits
 from qfsdp.memory.search import Trial, candidates, search
+from qfsdp.training.learning_rate import any_lr
+from qfsdp.training.optimizer import check_optimizer
 
 
 @dataclass
@@ -119,6 +121,7 @@ def show_expert_parallel(best: Trial, predict: Predictor, ranks: int) -> None:
 def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
     split_batch(train, cfg.world_size)
+    check_optimizer(any_lr(train.optimizer), train.lr_scheduler)
     hardware = cfg.build(device_memory_of(train))
     check_bf16(cfg.gpu, train.model.dtype)
     local = cfg.local_world_size or cfg.world_size

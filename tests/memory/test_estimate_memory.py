@@ -76,6 +76,10 @@ def test_a_gpu_by_name(
         ("local_world_size=2", "local_world_size: 2 is not valid; expected a divisor of 1"),
         ("model.path=models/GPT-5", "model.path: 'models/GPT-5' is not a model folder; expected"),
         ("device_memory=many", "device_memory: 'many'; expected a size such as 24GiB"),
+        (
+            "optimizer.fsued=true",
+            "optimizer.fsued: 'torch.optim.AdamW' takes no argument 'fsued'",
+        ),
         ("target=tpu", "target: 'tpu' is not valid; expected one of 'cuda', 'cpu'"),
     ],
 )
