@@ -87,6 +87,7 @@ def test_tokens_travel_to_experts(size: int, parts: int, model_dir: Path) -> Non
     ranks = {"expert_rank": 4} if size == 8 else {}  # 20 rows of A are not divided by 8
     wraps = ("decoder_layer", "linear") if size > 2 else ("decoder_layer",)
     cases = [case(size, wrap, sharding=sharding, **ranks) for wrap in wraps]
+    cases += [case(size, method="lora", sharding=sharding, **ranks)]
     if size == 4:
         kept = sharding | {"strategy": "shard_grad_op"}
         cases += [case(size, sharding=sharding, checkpointing="full"), case(size, sharding=kept)]
@@ -143,7 +144,7 @@ def test_every_rank_gathers_the_experts(size: int, model_dir: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 2, 3])
+@pytest.mark.parametrize("size", [1, 2, 3, 4, 5, 8])
 def test_offloaded_experts(size: int, model_dir: Path, quantized_dir: Path) -> None:
     """In host memory and on disk, where the experts are divided too."""
     ways: list[dict[str, Any]] = [
@@ -151,10 +152,11 @@ def test_offloaded_experts(size: int, model_dir: Path, quantized_dir: Path) -> N
         {"offload_base": "disk"},
         {"cpu_offload": True},
     ]
-    ways += [way | {"expert_parallel": 2} for way in ways] if size == 2 else []
+    ways += [way | {"expert_parallel": 2} for way in ways] if size in (2, 4) else []
+    kinds = [("decoder_layer", "dora"), ("linear", "dora"), ("decoder_layer", "lora")]
     cases = [
-        case(size, wrap, sharding=way, folder=str(quantized_dir))
-        for wrap in ("decoder_layer", "linear")
+        case(size, wrap, method=method, sharding=way, folder=str(quantized_dir))
+        for wrap, method in kinds
         for way in ways
     ]
     compare(size, cases, model_dir)
