@@ -223,11 +223,12 @@ def real_steps(model: Path, cases: list[list[str]]) -> list[list[Collective]]:
     return found
 
 
+@pytest.mark.parametrize("names", [["full_shard"], pytest.param([*CASES], marks=pytest.mark.long)])
 def test_real_ranks_send_what_the_dry_run_says(
-    model: Path, monkeypatch: pytest.MonkeyPatch
+    model: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]
 ) -> None:
     """And besides it, on the host, how many tokens and targets the ranks have (8 bytes each)."""
-    cases = [words_of(case.replace("shard=4", "shard=1"), 2) for case in CASES]
+    cases = [words_of(case.replace("shard=4", "shard=1"), 2) for case in names]
     agreed = ("", "all", torch.int64, 8)
     for seen in zip(*run_ranks(2, real_steps, model, cases), cases, strict=True):
         *by_rank, words = seen

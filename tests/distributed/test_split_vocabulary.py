@@ -21,7 +21,7 @@ from tests.tiny import TINY_CONFIG, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 HYBRID = {"strategy": "hybrid_full_shard", "replicate": 2, "shard": 2}
-SIZES = [pytest.param(2, marks=pytest.mark.long), 3, pytest.param(4, marks=pytest.mark.long)]
+LONG = pytest.mark.long
 
 # The output layer: quantized or plain, frozen or adapted, tied or not; 577 rows.
 FROZEN: dict[str, Any] = {"method": "dora", "adapted": ["all-linear"], "steps": 3}
@@ -75,26 +75,31 @@ def of_adapters(size: int, folders: dict[bool, Path], cases: dict[str, Any], how
     return run_ranks(size, adapters.train, folders[False], given)
 
 
-@pytest.fixture(scope="module")
-def alone(folders: dict[bool, Path]) -> dict[str, Any]:
-    cases = ADAPTER_CASES | {name: c | {"sharding": {}} for name, c in VARIANTS.items()}
-    return dict(zip(cases, of_adapters(1, folders, cases, "gather")[0], strict=True))
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_adapters(size: int, folders: dict[bool, Path], alone: dict[str, Any]) -> None:
-    """Losses and every number of every adapter. Ranks have rows of different lengths, and other
-    numbers of targets, in every micro-batch."""
-    cases = ADAPTER_CASES if size != 3 else ADAPTER_CASES | VARIANTS
-    if size == 4:
-        cases = cases | {f"hybrid, {name}": c | {"sharding": HYBRID} for name, c in cases.items()}
+def assert_as_alone(size: int, folders: dict[bool, Path], cases: dict[str, Any]) -> None:
+    """Losses and every number of every adapter are those of one process."""
+    plain = {name: case | {"sharding": {}} for name, case in cases.items()}
+    alone = of_adapters(1, folders, plain, "gather")[0]
     for rank, results in enumerate(of_adapters(size, folders, cases, "split")):
-        for name, result in zip(cases, results, strict=True):
-            one = alone[name.removeprefix("hybrid, ")]
+        for name, result, one in zip(cases, results, alone, strict=True):
             adapters.assert_same(result, one, f"rank {rank} of {size}: {name}")
 
 
-@pytest.mark.long
+def test_three_ranks(folders: dict[bool, Path]) -> None:
+    """Their rows have different lengths and other numbers of targets, in every micro-batch."""
+    cases = {name: ADAPTER_CASES[name] for name in ("quantized", "adapted, tied")}
+    assert_as_alone(3, folders, cases)
+
+
+@LONG
+@pytest.mark.parametrize("size", [2, 3, 4])
+def test_adapters(size: int, folders: dict[bool, Path]) -> None:
+    cases = ADAPTER_CASES if size != 3 else ADAPTER_CASES | VARIANTS
+    if size == 4:
+        cases = cases | {f"hybrid, {name}": c | {"sharding": HYBRID} for name, c in cases.items()}
+    assert_as_alone(size, folders, cases)
+
+
+@LONG
 @pytest.mark.parametrize("size", [2, 4])
 def test_gathered(size: int, folders: dict[bool, Path]) -> None:
     """Against gathering on the same ranks, besides one process."""
@@ -115,10 +120,13 @@ def of_full(size: int, folders: dict[bool, Path], cases: dict[str, Any], how: st
     return run_ranks(size, full.train, given)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.long)])
-def test_trained(size: int, folders: dict[bool, Path]) -> None:
+@pytest.mark.parametrize(
+    ("size", "names"),
+    [(2, ["tied"]), pytest.param(2, list(TRAINED), marks=LONG), pytest.param(4, [], marks=LONG)],
+)
+def test_trained(size: int, names: list[str], folders: dict[bool, Path]) -> None:
     """Full finetuning: losses, gradients of the first step, weights after three."""
-    cases = dict(TRAINED)
+    cases = {name: TRAINED[name] for name in names or TRAINED}
     if size == 4:
         cases |= {"hybrid": {"sharding": HYBRID}, "tied hybrid": {"tied": True, "sharding": HYBRID}}
     gathered = of_full(size, folders, cases, "gather")
@@ -145,7 +153,8 @@ def train_preferences(folder: Path, how: str, cases: list[dict[str, Any]]) -> An
     return dpo.train(folder, cases)
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(3, marks=pytest.mark.long)])
+@LONG
+@pytest.mark.parametrize("size", [2, 3])
 def test_preferences(size: int, folders: dict[bool, Path]) -> None:
     """Each sample has its own weight, known in backward; also where the output layer is adapted,
     which computes its logits again."""
@@ -180,7 +189,7 @@ def answers(folder: Path, how: str) -> Any:
     return logits, ""
 
 
-@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("tied", [pytest.param(False, marks=LONG), True])
 def test_logits(tied: bool, folders: dict[bool, Path]) -> None:
     gathered = run_ranks(3, answers, folders[tied], "gather")
     split = run_ranks(3, answers, folders[tied], "split")
