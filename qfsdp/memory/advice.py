@@ -101,7 +101,10 @@ def _offload(cfg: Any) -> list[Option]:
     # "ddp" has no shards to offload.
     sharded = get_key(cfg, "sharding.strategy") != "ddp"
     needed = {} if sharded else strategy_over_all_ranks("full_shard")
-    return [Option("offload", PARAMETERS, needed | OFFLOAD[name]) for name in later]
+    found = {name: needed | OFFLOAD[name] for name in later}
+    if "all_to_cpu" in found and get_key(cfg, "sharding.vocabulary") == "split":
+        found["all_to_cpu"] = found["all_to_cpu"] | {"sharding.vocabulary": "auto"}
+    return [Option("offload", PARAMETERS, changes) for changes in found.values()]
 
 
 def _is_quantized(folder: str | None) -> bool:

@@ -48,9 +48,11 @@ class Candidate:
 
     @property
     def changes(self) -> Changes:
+        unsplit = self.strategy == "ddp" or self.offload == "all_to_cpu"  # "split" is refused there
         return {
             **strategy_over_all_ranks(self.strategy),
             **OFFLOAD[self.offload],
+            **({"sharding.vocabulary": "auto"} if unsplit else {}),
             "activation.checkpointing": self.checkpointing,
             "activation.offload": self.offload_activations,
         }
