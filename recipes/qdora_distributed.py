@@ -47,6 +47,7 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import ActivationConfig, Decoder
 from qfsdp.tensor_subclasses.kernels.compiled import use_cache_dir
+from qfsdp.training.cuda_graphs import CudaGraphs, StepGraphs, why_not
 from qfsdp.training.learning_rate import choose_lr
 from qfsdp.training.loss_scale import start_loss_scale
 from qfsdp.training.metric_logger import build_logger, check_logger
@@ -92,6 +93,7 @@ class Config:
     on_nonfinite: OnNonFinite = "stop"  # NaN in a loss or gradient: "stop", or "skip" the update
     compile: bool = False  # compile every decoder layer
     compile_cache_dir: str | None = None  # for compiled code; null: PyTorch's choice
+    cuda_graphs: CudaGraphs = False  # true or "auto": replay steps as CUDA graphs (one GPU)
     seed: int = 0  # of the order of samples, dropout and new adapters
     log_every_n_steps: int = 1  # updates between two lines of metrics
     device_memory: str | None = None  # of one accelerator, e.g. 24GiB; null: what it has
@@ -170,18 +172,22 @@ def train_step(
     clip: float | None,
     world: World,
     clock: StepClock,
+    graphs: StepGraphs | None = None,
 ) -> dict[str, float]:
     """One update from this rank's micro-batches. The loss is the mean over the target tokens of all
     ranks and micro-batches, so it does not depend on how samples are split over them."""
     targets = world.total(sum(batch.num_targets for batch in batches)).clamp_(min=1)
+    targets = targets if graphs is None else graphs.staying(targets)
 
     def loss_of(b: Batch) -> Tensor:
         given = {"labels": b.labels, "cu_seqlens": b.cu_seqlens, "num_targets": b.num_targets}
         summed: Tensor = model(b.tokens, b.positions, **given)
         return summed / targets
 
-    loss = forward_backward(loss_of, batches, optimizer, world, clock, model)
-    return optim_step(model, optimizer, loss, world, clip=clip, scheduler=scheduler, clock=clock)
+    loss = forward_backward(loss_of, batches, optimizer, world, clock, model, graphs)
+    return optim_step(
+        model, optimizer, loss, world, clip=clip, scheduler=scheduler, clock=clock, graphs=graphs
+    )
 
 
 @explain_out_of_memory
@@ -212,6 +218,7 @@ def main(cfg: Config, run: Run) -> None:
     log = RunLog(output_dir, logger, first_step, total_steps, world.rank)
     log.introduce(cfg, model, loader, world)
     run.clock = clock = StepClock(world.device)
+    graphs = StepGraphs(model, cfg.cuda_graphs, why_not(model, world, cfg), world)
     meter = Meter(model, world, clock, optimizer)
     save = partial(save_adapter, model, cfg.adapter, cfg.model.path, world=world, files=files)
     with StopRequest() as signals:
@@ -222,7 +229,7 @@ def main(cfg: Config, run: Run) -> None:
                 with clock.phase("data"):
                     batches = loader.step(step - 1)
                 metrics = train_step(
-                    model, optimizer, scheduler, batches, cfg.clip_grad_norm, world, clock
+                    model, optimizer, scheduler, batches, cfg.clip_grad_norm, world, clock, graphs
                 )
             metrics = watch.after(step, batches, metrics)
             meter.add(batches)

@@ -23,6 +23,10 @@ IGNORE_INDEX = -100
 """Label of a position that is not trained. Also the default of `F.cross_entropy`."""
 
 
+ALL_POSITIONS = -1
+"""`Batch.targets` for shapes that do not depend on labels: the output layer sees every position."""
+
+
 class MapDataset(Protocol):
     """A dataset that the loader can read: it has a length and items for `collate`."""
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.modules.adapted_linear import scaled_b
+from qfsdp.modules.adapted_linear_ops import scaled_b
 from qfsdp.modules.expert_product import (
     CHUNK_BYTES,
     expert_product,

@@ -1,157 +1,80 @@
-"""A frozen linear and its low-rank product as one operation, with gradients written out.
+"""Autograd for adapted linears: what is kept for backward, and whose gradient is which.
 
-    y = ratio * (W x + scaling * B A x)          ratio[i] per output row; all ones without DoRA
-
-The dequantize kernel and B take `ratio` in, as it multiplies rows of W and B. So DoRA needs no pass
-over activations in forward. y is linear in ratio, so the gradient of ratio needs no product:
-
-    d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
-
-Most consumers of y keep it anyway. The products with W and B are added in place, and so are their
-gradients for x: the sum is rounded once and needs no separate pass over the output (235 MB for
-8,192 tokens of an 8B model's feed-forward). Custom ops: see `quantized_linear` for the reason.
+The operations themselves are in `adapted_linear_ops`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.tensor_subclasses.fp8 import backward_product, forward_product
+from qfsdp.modules.adapted_linear_ops import backward_op, forward_op
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
-from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
-
-
-@custom_op("qfsdp::adapted_linear")
-def _adapted_linear(
-    x: Tensor,
-    dropped: Tensor | None,
-    weight: Tensor,
-    metadata: Sequence[Tensor],
-    a: Tensor,
-    b: Tensor,
-    ratio: Tensor | None,
-    scaling: float,
-    format: str,
-    row_offset: int,
-    fp8: bool,
-) -> tuple[Tensor, Tensor]:
-    dtype = x.dtype
-    z = (x if dropped is None else dropped).flatten(0, -2) @ a.to(dtype).t()
-    of_b = scaled_b(b, ratio, scaling, dtype)
-    if fp8:
-        flat = x.flatten(0, -2)
-        y = forward_product(flat, weight, metadata, format, row_offset, ratio)
-        return y.addmm_(z, of_b.t()).view(*x.shape[:-1], -1), z
-    y = z @ of_b.t()
-    w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
-    y.addmm_(x.flatten(0, -2), w.t())
-    return y.view(*x.shape[:-1], -1), z
-
-
-@custom_op("qfsdp::adapted_linear_backward")
-def _adapted_linear_backward(
-    grad: Tensor,
-    x: Tensor,
-    dropped: Tensor | None,
-    weight: Tensor,
-    metadata: Sequence[Tensor],
-    a: Tensor,
-    b: Tensor,
-    ratio: Tensor | None,
-    z: Tensor,
-    scaling: float,
-    format: str,
-    row_offset: int,
-    fp8: bool,
-    wants_x: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Gradients of x, dropped, a and b; empty tensors for those that do not exist."""
-    dtype, g = grad.dtype, grad.flatten(0, -2)
-    grad_z = g @ scaled_b(b, ratio, scaling, dtype)
-    grad_b = scaled_b((g.t() @ z).float(), ratio, scaling, torch.float32)
-    # Two empty tensors: outputs of a custom op must be different tensors.
-    grad_x, grad_dropped = (grad.new_empty(0) for _ in range(2))
-    if wants_x and fp8:
-        base = backward_product(g, weight, metadata, format, x.size(-1), row_offset, ratio)
-        if dropped is None:
-            grad_x = base.addmm_(grad_z, a.to(dtype)).view_as(x)
-        else:
-            grad_dropped, grad_x = (grad_z @ a.to(dtype)).view_as(x), base.view_as(x)
-    elif wants_x:
-        w = frozen_weight(weight, metadata, format, x.size(-1), row_offset, dtype, ratio)
-        through_a = grad_z @ a.to(dtype)
-        if dropped is None:
-            grad_x = through_a.addmm_(g, w).view_as(x)
-        else:
-            grad_dropped, grad_x = through_a.view_as(x), (g @ w).view_as(x)
-    grad_a = (grad_z.t() @ (x if dropped is None else dropped).flatten(0, -2)).float()
-    return grad_x, grad_dropped, grad_a, grad_b
-
-
-def scaled_b(b: Tensor, ratio: Tensor | None, scaling: float, dtype: torch.dtype) -> Tensor:
-    """scaling * ratio * B, multiplied in fp32 and rounded once."""
-    b = b * scaling
-    return (b if ratio is None else b * ratio.unsqueeze(1)).to(dtype)
-
-
-@torch.library.register_fake("qfsdp::adapted_linear")
-def _(x: Tensor, dropped: Any, weight: Tensor, metadata: Any, a: Tensor, *_: Any) -> Any:
-    tokens = x.flatten(0, -2).size(0)
-    return x.new_empty(*x.shape[:-1], weight.size(0)), x.new_empty(tokens, a.size(0))
-
-
-@torch.library.register_fake("qfsdp::adapted_linear_backward")
-def _(grad: Tensor, x: Tensor, dropped: Any, weight: Any, metadata: Any, *rest: Any) -> Any:
-    a, b, wants_x = *rest[:2], rest[-1]
-    return (
-        torch.empty_like(x) if wants_x else grad.new_empty(0),
-        torch.empty_like(x) if wants_x and dropped is not None else grad.new_empty(0),
-        torch.empty_like(a),
-        torch.empty_like(b),
-    )
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
 class _AdaptedLinear(torch.autograd.Function):
-    """y, with gradients for x, dropped, a and b. `_RatioGradient` adds that for ratio."""
+    """The outputs of one to three linears with one input, with gradients for x, dropped, and every
+    a and b. `_RatioGradient` adds that for ratios.
+
+    Each a and b is an argument: Dynamo miscounts a variable number of them.
+    """
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         dropped: Tensor | None,
-        weight: Tensor,
+        weights: Sequence[Tensor],
         metadata: Sequence[Tensor],
-        a: Tensor,
-        b: Tensor,
-        ratio: Tensor | None,
+        ready: Ready | None,
+        ratios: Sequence[Tensor],
         which: tuple[float, str, int, bool],  # scaling, format, row_offset, fp8
-    ) -> Tensor:
-        ctx.which = which
-        y, z = _adapted_linear(x, dropped, weight, metadata, a, b, ratio, *which)
-        ctx.save_for_backward(x, dropped, weight, a, b, ratio, z, *metadata)
-        return y
+        a0: Tensor,
+        b0: Tensor,
+        a1: Tensor | None,
+        b1: Tensor | None,
+        a2: Tensor | None,
+        b2: Tensor | None,
+    ) -> tuple[Tensor, ...]:
+        a = [factor for factor in (a0, a1, a2) if factor is not None]
+        b = [factor for factor in (b0, b1, b2) if factor is not None]
+        if ready is not None:
+            a, b = [ready.a], list(ready.b)
+        ctx.which, ctx.ready = which, ready is not None
+        given = (weights, metadata, a, b, ratios)
+        *outputs, z = forward_op(x, dropped, *given, *which, ctx.ready)
+        ctx.sizes = [len(tensors) for tensors in given]
+        ctx.save_for_backward(x, dropped, z, *(tensor for tensors in given for tensor in tensors))
+        return tuple(outputs)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        x, dropped, weight, a, b, ratio, z, *metadata = ctx.saved_tensors
-        wants_x = ctx.needs_input_grad[0]
-        grad_x, grad_dropped, grad_a, grad_b = _adapted_linear_backward(
-            grad, x, dropped, weight, metadata, a, b, ratio, z, *ctx.which, wants_x
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        (x, dropped, z, *saved), given = ctx.saved_tensors, []
+        for size in ctx.sizes:
+            given.append(saved[:size])
+            saved = saved[size:]
+        wants_x, rows = ctx.needs_input_grad[0], [b.size(0) for b in given[3]]
+        grad_x, grad_dropped, grad_a, grad_b = backward_op(
+            grads, x, dropped, *given, z, *ctx.which, ctx.ready, wants_x
         )
+        factors: list[Tensor | None] = []
+        for pair in zip(grad_a.chunk(len(rows)), grad_b.split(rows), strict=True):
+            factors += pair
+        factors += [None] * (6 - len(factors))
         of_x = grad_x if wants_x else None
         of_dropped = None if dropped is None or not wants_x else grad_dropped
-        return of_x, of_dropped, None, None, grad_a, grad_b, None, None
+        return of_x, of_dropped, None, None, None, None, None, *factors
 
 
 class _RatioGradient(torch.autograd.Function):
-    """y unchanged, with a gradient for the ratio that y contains."""
+    """y unchanged, with a gradient for the ratio that y contains; or for another factor of y's
+    rows that the ratio contains, such as DoRA's magnitude."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, ratio: Tensor) -> Tensor:
@@ -174,6 +97,77 @@ def _column_dots(g: Tensor, y: Tensor) -> Tensor:
 _compiled_column_dots = compiled(_column_dots)
 
 
+def with_row_gradient(y: Tensor, factor: Tensor) -> Tensor:
+    """y, with a gradient for an fp32 `[out]` factor of its rows that it contains already."""
+    return _RatioGradient.apply(y, factor)
+
+
+class Ready(NamedTuple):
+    """A and B of linears with one input, as they are multiplied.
+
+    Fields:
+        a: `[linears * rank, in]`, those of all linears below each other, in the compute dtype.
+        b: `[out, rank]` each, scaling * ratio * B, in the compute dtype.
+        ratios: fp32 `[out]` each, DoRA's magnitude / norm; () with LoRA.
+    """
+
+    a: Tensor
+    b: tuple[Tensor, ...]
+    ratios: tuple[Tensor, ...]
+
+
+MOST_TOGETHER = 3  # linears: queries, keys and values
+
+
+def adapted_linears(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    a: Sequence[Tensor],
+    b: Sequence[Tensor],
+    scaling: float,
+    ratios: Sequence[Tensor] = (),
+    dropped: Tensor | None = None,
+    ready: Ready | None = None,
+    fp8: bool = False,
+) -> list[Tensor]:
+    """`ratio * (x @ weight.T + scaling * (dropped @ a.T) @ b.T)` of linears with one input.
+
+    x meets the A of all in one product, and its gradient is one tensor that every linear adds to.
+    A weight is dequantized just before its product: one at a time is in memory.
+
+    Args:
+        x: `[..., in]`, bf16 or fp32.
+        weights: `[out, in]`, at most `MOST_TOGETHER`, frozen, quantized alike or plain.
+        a, b: fp32 `[rank, in]` and `[out, rank]`, of one rank.
+        ratios: fp32 `[out]`, DoRA's magnitude / norm; (): ones. They get no gradient.
+        dropped: `[..., in]`, x after dropout; None: x itself.
+        fp8: multiply by quantized weights in FP8 (`qfsdp.tensor_subclasses.fp8`).
+        ready: what is multiplied in place of a, b and ratios; they only get gradients then.
+
+    Returns:
+        `[..., out]` each, of x's dtype, with gradients for x, dropped, a and b.
+    """
+    metadata: list[Tensor] = []
+    which, plain = (scaling, "", 0, False), []
+    for weight in weights:
+        if isinstance(weight, QuantizedTensor):
+            # Traced into a compiled layer, the check made it keep weights of norms for backward.
+            if not torch.compiler.is_compiling():
+                weight.check_product()
+            which = (scaling, weight.format, weight.row_offset, fp8)
+            metadata += weight.metadata
+            weight = weight.qdata
+        plain.append(weight)
+    if ready is not None:
+        ratios = ready.ratios
+    factors: list[Tensor | None] = []
+    for pair in zip(a, b, strict=True):
+        factors += pair
+    factors += [None] * (2 * MOST_TOGETHER - len(factors))
+    given = (plain, metadata, ready, ratios, which)
+    return list(_AdaptedLinear.apply(x, dropped, *given, *factors))
+
+
 def adapted_linear(
     x: Tensor,
     weight: Tensor,
@@ -184,26 +178,7 @@ def adapted_linear(
     dropped: Tensor | None = None,
     fp8: bool = False,
 ) -> Tensor:
-    """`ratio * (x @ weight.T + scaling * (dropped @ a.T) @ b.T)`, computed in x's dtype.
-
-    Args:
-        x: `[..., in]`, bf16 or fp32.
-        weight: `[out, in]`, frozen, quantized or plain of x's dtype.
-        a, b: fp32 `[rank, in]` and `[out, rank]`.
-        ratio: fp32 `[out]`, DoRA's magnitude / norm; None: ones.
-        dropped: `[..., in]`, x after dropout; None: x itself.
-        fp8: multiply by a quantized weight in FP8 (`qfsdp.tensor_subclasses.fp8`).
-
-    Returns:
-        `[..., out]` of x's dtype, with gradients for x, dropped, a, b and ratio.
-    """
-    metadata: Sequence[Tensor] = ()
-    which = (scaling, "", 0, False)
-    if isinstance(weight, QuantizedTensor):
-        # Traced into a compiled layer, the check made it keep weights of norms for backward.
-        if not torch.compiler.is_compiling():
-            weight.check_product()
-        which = (scaling, weight.format, weight.row_offset, fp8)
-        metadata, weight = weight.metadata, weight.qdata
-    y = _AdaptedLinear.apply(x, dropped, weight, metadata, a, b, ratio, which)
-    return y if ratio is None else _RatioGradient.apply(y, ratio)
+    """`adapted_linears` for one, and with a gradient for the ratio."""
+    ratios = () if ratio is None else (ratio.detach(),)
+    (y,) = adapted_linears(x, [weight], [a], [b], scaling, ratios, dropped, fp8=fp8)
+    return y if ratio is None else with_row_gradient(y, ratio)

@@ -5,10 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from qfsdp.cli.errors import InvalidField
+from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.modules.targets import ALL_LINEAR, check_targets
 
 IA3_TARGETS = ["k_proj", "v_proj", "down_proj"]
+# The factor of the hidden size, which experts share with `expert_sharing: outer`.
+SHARED_OUTER: dict[str, Literal["lora_A", "lora_B"]] = {
+    "gate_up_proj": "lora_A",
+    "down_proj": "lora_B",
+}
 
 
 @dataclass
@@ -89,3 +94,20 @@ class AdapterConfig:
                 words = str("null" if off is None else off).lower()
                 raise InvalidField(field, value, f"{words}, as method ia3 has no low-rank product")
         check_targets("adapter.targets", self.linears, routers=True)
+
+
+def check_sharing(config: AdapterConfig, of_experts: set[str]) -> None:
+    """Checks that both linears of experts are adapted if they share factors. Files need both: the
+    number of experts is known from the factor that is not shared."""
+    if config.expert_sharing is not None and of_experts != SHARED_OUTER.keys():
+        expected = " and ".join(SHARED_OUTER)
+        raise UserError(
+            f"adapter.expert_sharing: {config.expert_sharing!r}, and adapter.targets selects "
+            f"{' and '.join(sorted(of_experts)) or 'no linear'} of experts; expected {expected}"
+        )
+
+
+def check_rank(key: str, name: str, rank: int, *sides: int) -> None:
+    if rank > max(sides):
+        expected = f"at most {max(sides)}, the larger side of {name}"
+        raise UserError(f"adapter.{key}: {rank}; expected {expected}")

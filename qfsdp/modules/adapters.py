@@ -40,10 +40,11 @@ from qfsdp.cli.errors import UserError
 from qfsdp.modules import row_norms
 from qfsdp.modules.adapted_experts import adapted_experts, of_all
 from qfsdp.modules.adapted_linear import adapted_linear
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapter_config import SHARED_OUTER, AdapterConfig, check_rank, check_sharing
 from qfsdp.modules.experts import ExpertLinear, bias_of_rows
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.modules.router import ChoosesExperts, Router
+from qfsdp.modules.same_input import Copies, low_rank_outputs, prepare
 from qfsdp.modules.targets import (
     LINEAR_NAMES,
     ROUTER_NAMES,
@@ -65,11 +66,6 @@ ADAPTABLE = (nn.Linear, QuantizedLinear, ExpertLinear, Router)
 BASE_FIELDS = ("weight", "bias", "e_score_correction_bias")
 # Linears whose inputs IA3 scales; PEFT's `feedforward_modules`.
 SCALED_INPUTS = ("down_proj", "output_linear")
-# The factor of the hidden size, which experts share with `expert_sharing: outer`.
-SHARED_OUTER: dict[str, Literal["lora_A", "lora_B"]] = {
-    "gate_up_proj": "lora_A",
-    "down_proj": "lora_B",
-}
 
 
 class AdaptedLinear(nn.Module):
@@ -105,7 +101,10 @@ class LowRankLinear(AdaptedLinear):
         magnitude: fp32 `[out]`, DoRA's trained row length; None with LoRA.
         weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A; None with LoRA.
         base_squares: fp32, the squared norms of this rank's rows of W; None until they are needed.
+        copies, copied, stacked_a: see `qfsdp.modules.same_input`.
     """
+
+    multiplies_together = True  # with others of the same input
 
     def __init__(self, base: Adaptable, config: AdapterConfig, count: int = 1) -> None:
         super().__init__(base)
@@ -118,10 +117,12 @@ class LowRankLinear(AdaptedLinear):
         self.magnitude = self._fp32(out_features) if dora else None
         self.weight_norm = self._fp32(out_features).requires_grad_(False) if dora else None
         self.base_squares: Tensor | None = None
+        self.copies: Copies | None = None
+        self.copied: list[tuple[int, int]] = []
+        self.stacked_a: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        y = adapted_linear(x, self.weight, *self._adapter(), self._dropped(x), self.fp8)
-        return y if self.bias is None else y + self.bias  # DoRA must not scale the bias
+        return low_rank_outputs(x, [self])[0]
 
     def _adapter(self) -> tuple[Tensor, Tensor, float, Tensor | None]:
         """A, B, the factor of their product, and the factors of rows.
@@ -168,6 +169,8 @@ class LowRankExpertLinear(LowRankLinear):
         magnitude, weight_norm: fp32 `[experts * out]`, or None.
         shared: the factor that all experts share, `[rank, in]` or `[out, rank]`; None: none.
     """
+
+    multiplies_together = False
 
     def __init__(
         self,
@@ -220,6 +223,8 @@ class LowRankExpertLinear(LowRankLinear):
 class LowRankRouter(ChoosesExperts, LowRankLinear):  # type: ignore[misc]  # two `forward`s
     """A router with a LoRA or DoRA adapter; see `Router`. It has the `forward` of the first."""
 
+    multiplies_together = False
+
     def __init__(self, base: Router, config: AdapterConfig) -> None:
         super().__init__(base, config)
         self.top_k, self.config = base.top_k, base.config
@@ -263,10 +268,11 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
     model.requires_grad_(False)
     targets = target_modules(model, config.linears, ADAPTABLE)
     of_experts = {name.rpartition(".")[2] for name, m in targets if isinstance(m, ExpertLinear)}
-    _check_sharing(config, of_experts)
+    check_sharing(config, of_experts)
     for name, module in targets:
         assert isinstance(module, ADAPTABLE)
         replace_module(model, name, _adapted(model, name, module, config))
+    model.register_forward_pre_hook(prepare)
 
 
 def _adapted(
@@ -277,12 +283,12 @@ def _adapted(
         if config.method == "ia3":
             expected = "lora or dora, or adapter.targets without it"
             raise UserError(f"adapter.method: 'ia3' has no factors of routers ({name}); {expected}")
-        _check_rank("rank", name, config.rank, *module.weight.shape)
+        check_rank("rank", name, config.rank, *module.weight.shape)
         return LowRankRouter(module, config)
     if not isinstance(module, ExpertLinear):
         if config.method == "ia3":
             return ScaledLinear(module, name.rpartition(".")[2] in SCALED_INPUTS)
-        _check_rank("rank", name, config.rank, *module.weight.shape)
+        check_rank("rank", name, config.rank, *module.weight.shape)
         return LowRankLinear(module, config)
     if config.method == "ia3":
         expected = "lora or dora, or adapter.targets without it"
@@ -290,26 +296,9 @@ def _adapted(
     config = config.of_experts(cast(Any, model).config.experts.top_k)
     rows, cols = module.weight.shape
     key = "rank" if config.expert_rank is None else "expert_rank"
-    _check_rank(key, name, config.rank, rows // module.experts, cols)
+    check_rank(key, name, config.rank, rows // module.experts, cols)
     shared = SHARED_OUTER[name.rpartition(".")[2]] if config.expert_sharing == "outer" else None
     return LowRankExpertLinear(module, config, shared)
-
-
-def _check_sharing(config: AdapterConfig, of_experts: set[str]) -> None:
-    """Checks that both linears of experts are adapted if they share factors. Files need both: the
-    number of experts is known from the factor that is not shared."""
-    if config.expert_sharing is not None and of_experts != SHARED_OUTER.keys():
-        expected = " and ".join(SHARED_OUTER)
-        raise UserError(
-            f"adapter.expert_sharing: {config.expert_sharing!r}, and adapter.targets selects "
-            f"{' and '.join(sorted(of_experts)) or 'no linear'} of experts; expected {expected}"
-        )
-
-
-def _check_rank(key: str, name: str, rank: int, *sides: int) -> None:
-    if rank > max(sides):
-        expected = f"at most {max(sides)}, the larger side of {name}"
-        raise UserError(f"adapter.{key}: {rank}; expected {expected}")
 
 
 def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:

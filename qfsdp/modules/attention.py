@@ -14,6 +14,7 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.document_attention import attend_documents
 from qfsdp.modules.kv_cache import LayerCache
+from qfsdp.modules.same_input import outputs
 from qfsdp.modules.shared_attention import attend_shared
 from qfsdp.modules.sink_attention import attend_cached_with_sinks, attend_with_sinks
 
@@ -129,7 +130,7 @@ class Attention(nn.Module):
 
     def _projections(self, x: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values `[batch, seq, width]`."""
-        made = [getattr(self, name)(x) for name in self.inner]
+        made = outputs(x, [getattr(self, name) for name in self.inner])
         return made if len(made) == 3 else made[0].split(self.widths, dim=-1)
 
 

@@ -18,7 +18,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from qfsdp.modules.adapted_linear import scaled_b
+from qfsdp.modules.adapted_linear_ops import scaled_b
 from qfsdp.modules.adapters import (
     Adaptable,
     AdaptedLinear,

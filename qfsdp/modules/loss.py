@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qfsdp.data.loader import IGNORE_INDEX
+from qfsdp.data.loader import ALL_POSITIONS, IGNORE_INDEX
 from qfsdp.modules.chunk_gradients import chunk_functions
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
@@ -71,6 +71,8 @@ def head_loss(
         sample_ids: int64 `[batch, seq]`, the sample of each position; None: one sum of all.
         num_samples: ids are below it.
         num_targets: number of labels that count; None: the host waits for the device to know it.
+            `ALL_POSITIONS`, without `sample_ids`: all positions are computed, and those without a
+            label count nothing.
 
     Returns:
         fp32 scalar, or fp32 `[num_samples]`, the sums of the samples (added up in fp64, in an order
@@ -122,16 +124,23 @@ class _HeadLoss(torch.autograd.Function):
     ) -> Tensor:
         wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[6:])
         chosen, ctx.tokens = _targets(labels, num_targets), len(labels)
-        hidden, labels = hidden[chosen], labels[chosen]
+        weights = None
+        if chosen is None:
+            weights, labels = (labels != IGNORE_INDEX).float(), labels.clamp(min=0)
+        else:
+            hidden, labels = hidden[chosen], labels[chosen]
         ids = None if ids is None else ids[chosen]
         trained = given if wanted else ()
         ctx.in_chunks, ctx.trained = in_chunks, trained
         ctx.dtypes = [param.dtype for param in trained]
         ctx.again = ids is not None and bool(trained)
         now = wanted and not ctx.again
-        losses, grad_hidden, grads = in_chunks(trained if now else (), hidden, labels, now)
+        held = trained if now else ()
+        losses, grad_hidden, grads = in_chunks(held, hidden, labels, now, weights)
         kept = [hidden, labels] if ctx.again else [grad_hidden, *grads]
         ctx.save_for_backward(*([chosen, ids, *kept] if wanted else []))
+        if weights is not None:
+            return torch.cat(losses) @ weights
         if ids is None:
             return sum((part.sum() for part in losses), hidden.new_zeros((), dtype=torch.float32))
         return _sums(losses, ids, count)
@@ -139,6 +148,8 @@ class _HeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         chosen, ids, *kept = ctx.saved_tensors
+        if chosen is None:
+            chosen = torch.arange(ctx.tokens, device=grad.device)
         # Autograd's gradient of `hidden[chosen]` would find the chosen tokens again and sort them.
         spread = kept[0].new_zeros(ctx.tokens, kept[0].size(1))
         rest = (None, None, None, None, None)
@@ -158,8 +169,11 @@ class _HeadLoss(torch.autograd.Function):
         return spread.index_copy_(0, chosen, of_hidden), *rest, *scaled
 
 
-def _targets(labels: Tensor, number: int | None) -> Tensor:
-    """The positions with a target. If their number is not given, `nonzero` waits for the device."""
+def _targets(labels: Tensor, number: int | None) -> Tensor | None:
+    """The positions with a target; None: all. If their number is not given, `nonzero` waits for the
+    device."""
+    if number == ALL_POSITIONS:
+        return None
     counts = labels != IGNORE_INDEX
     found = counts.nonzero() if number is None else torch.nonzero_static(counts, size=number)
     return found.squeeze(1)

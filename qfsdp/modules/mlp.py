@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.same_input import outputs
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
@@ -59,7 +60,7 @@ class MLP(nn.Module):
         setattr(self, part.outer, nn.Linear(inner, hidden, bias=part.bias))
 
     def forward(self, x: Tensor) -> Tensor:
-        made = [getattr(self, name)(x) for name in self.inner]
+        made = outputs(x, [getattr(self, name) for name in self.inner])
         gate, up = made if len(made) == 2 else made[0].chunk(2, dim=-1)
         y: Tensor = getattr(self, self.outer)(ACTIVATIONS[self.activation](gate) * up)
         return y

@@ -24,6 +24,7 @@ from qfsdp.modules.mixture import MixtureMLP
 from qfsdp.modules.mlp import MLP
 from qfsdp.modules.rope import RopeConfig
 from qfsdp.modules.routing import Routing, counted_tokens
+from qfsdp.modules.same_input import copies_in
 
 Documents = Tensor | SharedDocuments | None
 RotaryTables = dict[RopeConfig | None, tuple[Tensor | None, Tensor | None]]
@@ -141,7 +142,7 @@ class DecoderLayer(nn.Module):
         if self.offload is None:
             return checkpointed(self.block, self.recomputed, *args)
         tables = (table for table in (cos, sin) if table is not None)
-        with self.offload.layer((*self.parameters(), *tables)):
+        with self.offload.layer((*self.parameters(), *copies_in(self), *tables)):
             return checkpointed(self.block, self.recomputed, *args)
 
     def _cached_block(

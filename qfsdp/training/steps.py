@@ -26,6 +26,7 @@ from qfsdp.data.loader import Batch
 from qfsdp.distributed.gradients import clip_grad_norm, reduce_gradients, trainable_parameters
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import refresh_dora_norms
+from qfsdp.training.cuda_graphs import StepGraphs
 from qfsdp.training.loss_scale import loss_scale
 from qfsdp.training.nonfinite import are_finite, step_if_finite
 from qfsdp.training.optimizer import backward
@@ -43,6 +44,7 @@ def forward_backward(
     world: World,
     clock: StepClock | None = None,
     model: nn.Module | None = None,
+    graphs: StepGraphs | None = None,
 ) -> Tensor:
     """Adds the gradients of a loss over all micro-batches of all ranks to those of the model.
 
@@ -53,22 +55,32 @@ def forward_backward(
             gradients. The loss is the sum of all parts. For a mean, divide by the number of tokens
             or samples of *all* ranks and micro-batches: then nothing depends on how they are split.
         batches: this rank's micro-batches, on any device; `loss_of` gets them on the rank's.
-        clock: takes the time of the phases "forward" and "backward".
+        clock: takes the time of the phases "forward" and "backward"; of a replayed graph "graph".
         model: whose gradients are reduced once, with the last micro-batch, if
             `sharding.reduce_gradients` says so; None: with every micro-batch.
+        graphs: of the run; `loss_of` must use the same tensors in every step then, besides its
+            batch.
 
     Returns:
         The parts of this rank, summed; `[]`, without gradients. `optim_step` adds up the ranks'.
     """
     clock = clock or StepClock(world.device)
     loss = torch.zeros((), device=world.device)
+
+    def captured(batch: AnyBatch) -> Tensor:  # without phases: a graph has no events of its own
+        part = loss_of(batch)
+        backward(part, optimizer, world)
+        return part.detach()
+
     for number, batch in enumerate(batches, 1):
         reduce_gradients(model, now=number == len(batches))
         moved = cast(AnyBatch, batch.to(world.device))
-        with clock.phase("forward"):
-            part = loss_of(moved)
-        with clock.phase("backward"):
-            backward(part, optimizer, world)
+        part = None if graphs is None else graphs.micro_batch(captured, moved, clock)
+        if part is None:
+            with clock.phase("forward"):
+                part = loss_of(moved)
+            with clock.phase("backward"):
+                backward(part, optimizer, world)
         loss = loss + part.detach()
     return loss
 
@@ -82,6 +94,7 @@ def optim_step(
     clip: float | None = None,
     scheduler: LRScheduler | None = None,
     clock: StepClock | None = None,
+    graphs: StepGraphs | None = None,
 ) -> dict[str, float]:
     """Updates the weights from the gradients that `forward_backward` has added up, and frees them.
 
@@ -104,7 +117,8 @@ def optim_step(
         read = step_if_finite(optimizer, total[0], grad_norm)
         optimizer.zero_grad()
     with clock.phase("norm_refresh"):
-        refresh_dora_norms(model)  # A and B have changed; they change nowhere else
+        # A and B have changed; they change nowhere else.
+        refresh_dora_norms(model) if graphs is None else graphs.refresh_norms()
     metrics = read()  # the host waits only here, while the device has work
     if scheduler is not None and are_finite(metrics):
         scheduler.step()

@@ -79,7 +79,7 @@ def test_chosen_steps_are_recorded(tmp_path: Path, capsys: pytest.CaptureFixture
         ):
             begin, end = ranges[phase]["ts"], ranges[phase]["ts"] + ranges[phase]["dur"]
             calls = [e for e in found if e["name"] == op]
-            assert len(calls) == 14  # 7 linears of 2 layers
+            assert len(calls) == 8  # q, k and v; o; gate and up; down, of 2 layers
             assert all(begin <= call["ts"] <= end for call in calls)
 
 

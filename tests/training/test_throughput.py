@@ -56,18 +56,20 @@ SETUPS: dict[str, tuple[AdapterConfig | None, dict[str, Any]]] = {
 }
 
 
-def plain_adapted_linear(
+def plain_adapted_linears(
     x: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
+    weights: list[Tensor],
+    a: list[Tensor],
+    b: list[Tensor],
     scaling: float,
-    ratio: Tensor | None,
+    ratios: list[Tensor],
     dropped: Tensor | None,
-) -> Tensor:
-    """An adapted linear in plain operations, whose gradient PyTorch computes and counts."""
-    y = x @ weight.T + scaling * ((x if dropped is None else dropped) @ a.T) @ b.T
-    return y if ratio is None else y * ratio
+    ready: None,
+) -> list[Tensor]:
+    """Adapted linears in plain operations, whose gradient PyTorch computes and counts."""
+    inner = x if dropped is None else dropped
+    factors = zip(weights, a, b, strict=True)
+    return [x @ weight.T + scaling * (inner @ one.T) @ other.T for weight, one, other in factors]
 
 
 def attention_flops(q: Any, k: Any, v: Any, *_: Any, **__: Any) -> int:
@@ -102,7 +104,7 @@ def counted(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
 def test_flops_equal_those_that_pytorch_counts(
     name: str, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qfsdp.modules.adapters.adapted_linear", plain_adapted_linear)
+    monkeypatch.setattr("qfsdp.modules.same_input.adapted_linears", plain_adapted_linears)
     adapter, changes = SETUPS[name]
     model = Decoder(DecoderConfig.from_dict(TINY_CONFIG | changes))
     if adapter is not None:

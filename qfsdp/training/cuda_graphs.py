@@ -1,0 +1,229 @@
+"""CUDA graphs: the host launches a micro-batch, and the refresh of DoRA's norms, as one thing each.
+
+A step of 2,048 tokens of an 8B model waits for the host, which launches thousands of kernels. A
+graph records them once, with the addresses of all tensors, and replays them. So:
+
+    inputs       are copied into tensors that stay; so is the number of targets
+    parameters   stay where they are: only without FSDP2
+    gradients    are added to tensors that stay; the optimizer may set `.grad` to None meanwhile
+    A and B      are prepared (`qfsdp.modules.same_input`) before a replay, outside of the graph
+    shapes       are those of the first micro-batch that came `WARM_UP` times; others run as ever
+
+Passes before the capture run as ever, and count. What cannot be captured says why, once, and the
+run goes on without. `Device` is what a test replaces: no graph of CUDA has been captured by this
+code so far, so `cuda_graphs` is off unless a config turns it on.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Literal, cast
+
+import torch
+from torch import Tensor, nn
+
+from qfsdp.cli.messages import first_line
+from qfsdp.data.loader import ALL_POSITIONS, Batch
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.distributed.world import World
+from qfsdp.modules.adapters import refresh_dora_norms
+from qfsdp.modules.same_input import prepare
+from qfsdp.modules.transformer import Decoder
+from qfsdp.training.throughput import StepClock
+
+CudaGraphs = bool | Literal["auto"]
+"""Whether steps are captured: "auto" says nothing where there is no GPU."""
+
+WARM_UP = 3  # passes before a capture: libraries load, kernels are chosen and compiled
+
+
+class Device:
+    """What CUDA does."""
+
+    def capture(self, fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, Any]:
+        """A graph of `fn(*inputs)` and its result, which each replay writes. Runs nothing."""
+        torch.cuda.synchronize()
+        torch.cuda.empty_cache()  # of passes that ran without a graph: the pool needs it
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            result = fn(*inputs)
+        return graph, result
+
+
+class Captured:
+    """A function of tensors, captured at its first call.
+
+    Args:
+        fn: uses tensors that stay, besides its arguments, and returns one or None.
+        inputs: of the first call; copies of them become its arguments.
+    """
+
+    def __init__(self, fn: Callable[..., Any], inputs: Sequence[Tensor], device: Device) -> None:
+        self.inputs = [value.clone() for value in inputs]
+        self.graph, self.result = device.capture(fn, self.inputs)
+
+    def __call__(self, *inputs: Tensor) -> Any:
+        for into, value in zip(self.inputs, inputs, strict=True):
+            into[: len(value)].copy_(value, non_blocking=True)
+            if len(value) < len(into):  # ends of documents: the last is repeated
+                into[len(value) :].copy_(value[-1:].expand(len(into) - len(value)))
+        self.graph.replay()
+        return self.result
+
+
+class StepGraphs:
+    """The graphs of a run's steps.
+
+    Args:
+        model: loaded; its parameters stay where they are.
+        wanted: as in the config.
+        reason: why nothing is captured (`why_not`); None: it is.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        wanted: CudaGraphs,
+        reason: str | None,
+        world: World,
+        device: Device | None = None,
+    ) -> None:
+        self._model = model
+        self._device, self._world = device or Device(), world
+        self._on = bool(wanted) and reason is None
+        if reason is not None and (wanted is True or world.device.type == "cuda" and wanted):
+            self._say(reason)
+        self._seen: Counter[Any] = Counter()
+        self._norms: Captured | None = None
+        self._pass: Captured | None = None
+        self._shapes: list[torch.Size] = []
+        self._grads: list[tuple[nn.Parameter, Tensor]] = []
+        self._targets: Tensor | None = None
+
+    def _say(self, reason: str) -> None:
+        if self._world.rank == 0:
+            print(f"cuda_graphs: not used: {reason}", file=sys.stderr, flush=True)
+
+    def _tried(self, name: str, fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
+        """The function, captured; None if it cannot be."""
+        try:
+            return Captured(fn, inputs, self._device)
+        except RuntimeError as error:
+            self._on = False
+            self._say(f"{name} cannot be captured: {first_line(error)}")
+            return None
+
+    # ---- DoRA's norms ----------------------------------------------------------------------
+
+    def refresh_norms(self) -> None:
+        """`refresh_dora_norms`, replayed after `WARM_UP` calls."""
+        self._seen["norms"] += self._on
+        if self._on and self._norms is None and self._seen["norms"] > WARM_UP:
+            self._norms = self._tried("norm_refresh", lambda: refresh_dora_norms(self._model), ())
+        if self._norms is None:
+            refresh_dora_norms(self._model)
+        else:
+            self._norms()
+
+    # ---- a micro-batch ---------------------------------------------------------------------
+
+    def staying(self, targets: Tensor) -> Tensor:
+        """The number of targets in a tensor that stays."""
+        if not self._on:
+            return targets
+        if self._targets is None:
+            self._targets = torch.empty_like(targets)
+        return self._targets.copy_(targets)
+
+    def micro_batch(
+        self, forward_backward: Callable[[Any], Tensor], batch: Batch, clock: StepClock
+    ) -> Tensor | None:
+        """Runs a micro-batch as a graph; None if it is left to the caller.
+
+        Args:
+            forward_backward: of a batch on the device; adds gradients and returns the loss.
+            clock: takes the time of the phase "graph".
+        """
+        tensors = (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)
+        inputs = [value for value in tensors if value is not None]
+        shapes = [value.shape for value in inputs]
+        if not self._on or (self._pass is not None and not self._fits(shapes)):
+            return None
+        if self._pass is None:
+            self._seen[str(shapes)] += 1
+            if self._seen[str(shapes)] <= WARM_UP:
+                return None
+            self._capture(forward_backward, batch, inputs)
+        if self._pass is None:
+            return None
+        with clock.phase("graph"):
+            prepare(self._model)
+            self._restore_gradients()
+            return cast(Tensor, self._pass(*inputs))
+
+    def _fits(self, shapes: list[torch.Size]) -> bool:
+        """Whether the inputs have the shapes of the graph; there may be fewer documents."""
+        if len(shapes) != len(self._shapes):
+            return False
+        rows, documents = (shapes, []) if len(shapes) == 2 else (shapes[:3], shapes[3:])
+        same = rows == self._shapes[: len(rows)]
+        return same and all(size <= self._shapes[3] for size in documents)
+
+    def _capture(
+        self, forward_backward: Callable[[Any], Tensor], batch: Batch, inputs: list[Tensor]
+    ) -> None:
+        self._shapes = [value.shape for value in inputs]
+        names = ("tokens", "labels", "positions", "cu_seqlens")
+        for param in trainable_parameters(self._model):
+            if param.grad is None:
+                param.grad = torch.zeros_like(param)
+        prepare(self._model)
+
+        def run(*given: Tensor) -> Tensor:
+            changed: dict[str, Any] = dict(zip(names, given, strict=False))
+            return forward_backward(replace(batch, targets=ALL_POSITIONS, **changed))
+
+        self._pass = self._tried("a micro-batch", run, inputs)
+        self._grads = [(p, p.grad) for p in trainable_parameters(self._model) if p.grad is not None]
+
+    def _restore_gradients(self) -> None:
+        """Makes `.grad` the tensors that the graph adds to."""
+        away = [(param, grad) for param, grad in self._grads if param.grad is not grad]
+        if new := [grad for param, grad in away if param.grad is None]:
+            torch._foreach_zero_(new)
+        for param, grad in away:
+            if param.grad is not None:
+                grad.copy_(param.grad)
+            param.grad = grad
+
+
+def why_not(model: Decoder, world: World, cfg: Any) -> str | None:
+    """Why the steps of a run cannot be captured; None if they may be."""
+    layers = [cast(Any, layer) for layer in model.model.layers]
+    kept = cfg.activation.checkpointing
+    checks = [
+        (world.device.type != "cuda", f"the device is {world.device.type}; expected cuda"),
+        (world.mesh is not None, "FSDP2 gathers weights into memory that moves; expected one rank"),
+        (cfg.model.dtype == "fp16", "model.dtype=fp16 changes its loss scale; expected bf16"),
+        (
+            not cfg.packed and not cfg.compile,
+            "the sizes of batches vary; expected packed=true or compile=true",
+        ),
+        (
+            cfg.adapter.dropout > 0,
+            f"adapter.dropout={cfg.adapter.dropout} draws numbers; expected 0",
+        ),
+        (
+            cfg.activation.offload,
+            "activation.offload=true copies on another stream; expected false",
+        ),
+        (
+            any(layer.recomputed != "none" for layer in layers),
+            f"activation.checkpointing={kept}; expected none, or selective with compile=true",
+        ),
+        (model.config.experts is not None, "the host reads how many tokens each expert has"),
+    ]
+    return next((reason for wrong, reason in checks if wrong), None)

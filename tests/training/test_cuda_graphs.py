@@ -1,0 +1,192 @@
+"""When steps are captured, what stays, what is replayed, and why not: with a stand-in for CUDA."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from qfsdp.data.loader import Batch, collate
+from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.distributed.world import World
+from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters import low_rank_linears
+from qfsdp.modules.same_input import copies_in
+from qfsdp.modules.transformer import Decoder
+from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs, why_not
+from qfsdp.training.throughput import StepClock
+from tests.models import adapted_model, randomize_adapters
+from tests.tiny import load_recipe, write_tiny_model
+
+pytestmark = pytest.mark.usefixtures("eager")
+CPU = torch.device("cpu")
+STEPS, ROW = 7, 24
+
+
+class Recorded:
+    """A graph of the stand-in: runs the function that was captured, with the inputs of then, and
+    checks that no tensor has moved."""
+
+    def __init__(self, fn: Callable[..., Any], inputs: Sequence[Tensor], model: Decoder) -> None:
+        self._fn, self._inputs, self._model = fn, inputs, model
+        self.replays, self._places = 0, self._now()
+        # A capture runs nothing: what the function has changed is changed back.
+        grads = [
+            (p.grad, p.grad.clone()) for p in trainable_parameters(model) if p.grad is not None
+        ]
+        self.result = fn(*inputs)
+        for grad, before in grads:
+            grad.copy_(before)
+
+    def _now(self) -> list[int | None]:
+        """Where the tensors are that a graph uses."""
+        trained = trainable_parameters(self._model)
+        used = [*self._inputs, *self._model.parameters(), *copies_in(self._model)]
+        grads = [p.grad for p in trained]
+        places = [getattr(t, "qdata", t).data_ptr() for t in used]
+        return [*places, *(None if grad is None else grad.data_ptr() for grad in grads)]
+
+    def replay(self) -> None:
+        self.replays += 1
+        now = self._now()
+        if self._inputs:  # gradients matter to a micro-batch only
+            assert now == self._places
+        result = self._fn(*self._inputs)
+        if result is not None:
+            self.result.copy_(result)
+
+
+class StandIn:
+    def __init__(self, model: Decoder, fails: str = "") -> None:
+        self.model, self.fails = model, fails
+        self.graphs: list[Recorded] = []
+
+    def capture(self, fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, Any]:
+        if self.fails:
+            raise RuntimeError(f"{self.fails}\nCompile with TORCH_USE_CUDA_DSA")
+        self.graphs.append(Recorded(fn, inputs, self.model))
+        return self.graphs[-1], self.graphs[-1].result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("graphs") / "model")
+
+
+def batch(step: int, packed: bool, row: int = ROW) -> Batch:
+    """Rows with a number of targets, and of documents, that vary."""
+    generator = torch.Generator().manual_seed(step)
+    rows = []
+    for _ in range(2):
+        tokens = torch.randint(0, 500, (row,), generator=generator)
+        labels = tokens.clone()
+        labels[: 3 + step] = -100
+        cut = 5 + step
+        lengths = {"lengths": [cut, row - cut] if step % 3 else [row]} if packed else {}
+        rows.append({"tokens": tokens, "labels": labels, **lengths})
+    return collate(rows, pad_id=0, max_seq_len=row)
+
+
+def train(
+    folder: Path, method: Any, dtype: str, packed: bool, graphs_of: Any
+) -> tuple[list[dict[str, float]], list[Tensor]]:
+    model = adapted_model(folder, AdapterConfig(method, rank=4), dtype=dtype)
+    randomize_adapters(model)
+    model.train()
+    world, recipe = World(CPU), load_recipe("qdora_distributed")
+    optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-3, fused=True)
+    graphs, metrics = graphs_of(model, world), []
+    for step in range(STEPS):
+        batches = [batch(2 * step + part, packed) for part in range(2)]
+        if step == 5:
+            batches[1] = batch(3, packed, row=ROW + 8)  # of another shape: not replayed
+        metrics.append(
+            recipe.train_step(model, optimizer, None, batches, 1.0, world, StepClock(CPU), graphs)
+        )
+    return metrics, [param.detach().clone() for param in trainable_parameters(model)]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    ("method", "dtype"), [("dora", "fp32"), ("lora", "fp32"), ("dora", "bf16")]
+)
+def test_replayed_steps_are_steps(folder: Path, method: str, dtype: str, packed: bool) -> None:
+    expected, weights = train(folder, method, dtype, packed, lambda *_: None)
+    made: list[StandIn] = []
+
+    def graphs_of(model: Decoder, world: World) -> StepGraphs:
+        made.append(StandIn(model))
+        return StepGraphs(model, True, None, world, made[0])  # type: ignore[arg-type]
+
+    found, trained = train(folder, method, dtype, packed, graphs_of)
+    close = 1e-5 if dtype == "fp32" else 2e-2
+    for one, other in zip(found, expected, strict=True):
+        assert one == pytest.approx(other, rel=close)
+    for one, other in zip(trained, weights, strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=close if dtype == "fp32" else 4e-3)
+    passes, norms = made[0].graphs
+    assert passes.replays == 2 * STEPS - WARM_UP - 1
+    assert norms.replays == STEPS - WARM_UP
+
+
+def test_what_cannot_be_captured_says_so_once(
+    folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def graphs_of(model: Decoder, world: World) -> StepGraphs:
+        fails = StandIn(model, "operation not permitted when stream is capturing")
+        return StepGraphs(model, "auto", None, world, fails)  # type: ignore[arg-type]
+
+    found, _ = train(folder, "dora", "fp32", True, graphs_of)
+    expected, _ = train(folder, "dora", "fp32", True, lambda *_: None)
+    assert found == expected
+    reason = "a micro-batch cannot be captured: operation not permitted when stream is capturing"
+    assert capfd.readouterr().err == f"cuda_graphs: not used: {reason}\n"
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, None),
+        ({"device": "cpu"}, "the device is cpu; expected cuda"),
+        ({"mesh": object()}, "FSDP2 gathers weights into memory that moves"),
+        ({"dtype": "fp16"}, "model.dtype=fp16 changes its loss scale"),
+        ({"packed": False}, "the sizes of batches vary; expected packed=true or compile=true"),
+        ({"packed": False, "compile": True}, None),
+        ({"dropout": 0.1}, "adapter.dropout=0.1 draws numbers; expected 0"),
+        ({"offload": True}, "activation.offload=true copies on another stream; expected false"),
+        ({"checkpointing": "full"}, "activation.checkpointing=full; expected none, or selective"),
+    ],
+)
+def test_why_not(folder: Path, changes: dict[str, Any], reason: str | None) -> None:
+    given = {"device": "cuda", "mesh": None, "dtype": "bf16", "packed": True, "compile": False}
+    given |= {"dropout": 0.0, "offload": False, "checkpointing": "none"} | changes
+    model = adapted_model(folder, AdapterConfig("lora", rank=4))
+    for layer in model.model.layers:
+        layer.checkpointing = given["checkpointing"]
+    world = World(torch.device(given["device"]), mesh=given["mesh"])
+    cfg = SimpleNamespace(
+        model=SimpleNamespace(dtype=given["dtype"]),
+        adapter=SimpleNamespace(dropout=given["dropout"]),
+        activation=SimpleNamespace(offload=given["offload"], checkpointing=given["checkpointing"]),
+        packed=given["packed"],
+        compile=given["compile"],
+    )
+    found = why_not(model, world, cfg)
+    assert (found or "").startswith(reason or "") and (found is None) == (reason is None)
+
+
+def test_off_is_off(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    def graphs_of(model: Decoder, world: World) -> StepGraphs:
+        assert list(low_rank_linears(model))
+        return StepGraphs(model, False, None, world, StandIn(model, "never"))  # type: ignore[arg-type]
+
+    found, _ = train(folder, "lora", "fp32", False, graphs_of)
+    assert found == train(folder, "lora", "fp32", False, lambda *_: None)[0]
+    for wanted, said in ((True, True), ("auto", False), (False, False)):
+        StepGraphs(None, wanted, "the device is cpu", World(CPU))  # type: ignore[arg-type]
+        assert bool(capfd.readouterr().err) == said
