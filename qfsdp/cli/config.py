@@ -27,6 +27,7 @@ from qfsdp.cli.convert import (
     check_values,
     defaults,
     explain_unknown,
+    holds_text,
     onto_component,
     overlay,
     plain_tree,
@@ -37,6 +38,7 @@ from qfsdp.cli.messages import did_you_mean, first_line, join_key, required
 from qfsdp.cli.recipes import similar_name
 
 T = TypeVar("T")
+_NULL_OR_QUOTED = re.compile(r"\s*(null|Null|NULL|None|~|'.*'|\".*\")\s*", re.DOTALL)
 MOST_CHARACTERS = 1 << 20  # of a config file
 
 
@@ -46,7 +48,8 @@ def load_config(schema: type[T], argv: Sequence[str]) -> T:
     Args:
         schema: a dataclass; it and its sections may define `check()`, which raises InvalidField.
         argv: `--config FILE`, then `key=value`, `section.key=value` and `~key` (back to the
-            schema's default) in any number, applied in order. Values are YAML.
+            schema's default) in any number, applied in order. Values are YAML; those of keys that
+            hold text are text as typed, unless they are null or in YAML's quotes.
 
     Raises:
         UserError: the words, the file, a key or a value is wrong.
@@ -77,7 +80,7 @@ def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     path, overrides = _split_argv(argv)
     tree = _read_yaml(path)
     for word in overrides:
-        _apply_override(tree, word)
+        _apply_override(schema, tree, word)
     return path, overlay(schema, defaults(schema), tree)
 
 
@@ -146,7 +149,7 @@ def _count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
     return known.get(node, 0) if node is not None else 0
 
 
-def _apply_override(tree: dict[str, Any], word: str) -> None:
+def _apply_override(schema: type, tree: dict[str, Any], word: str) -> None:
     if word.startswith("~"):
         *parents, last = word[1:].partition("=")[0].split(".")
         node: Any = tree
@@ -160,7 +163,8 @@ def _apply_override(tree: dict[str, Any], word: str) -> None:
     if not text.strip():  # such as api_key=$KEY with a variable that is not set
         raise UserError(f"'{word}': no value; expected {key}=VALUE, or {key}=null for none")
     *parents, last = key.split(".")
-    value, node = _parse_value(word, text), tree
+    as_typed = not _NULL_OR_QUOTED.fullmatch(text) and holds_text(schema, tree, key)
+    value, node = _text(word, text) if as_typed else _parse_value(word, text), tree
     for name in parents:
         child = node.get(name)
         if isinstance(child, list):
@@ -169,6 +173,15 @@ def _apply_override(tree: dict[str, Any], word: str) -> None:
             child = {"_component_": child}
         node[name] = node = child if isinstance(child, dict) else {}
     node[last] = onto_component(node.get(last), value)
+
+
+def _text(word: str, text: str) -> str:
+    """A question such as "Fix: {x} # here" is no mapping, and has no comment."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        raise UserError(f"{ascii(shortened(word))}: not UTF-8; expected UTF-8 text") from None
+    return text.strip()
 
 
 def _parse_value(word: str, text: str) -> Any:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import MISSING, fields, is_dataclass
 from typing import Any, Literal, get_args, get_origin, get_type_hints
 
-from qfsdp.cli.component import Component
+from qfsdp.cli.component import Component, passed_by_name
 from qfsdp.cli.errors import MOST_INTEGER, InvalidField, UserError
 from qfsdp.cli.foreign_keys import answer_to, in_words
 from qfsdp.cli.messages import (
@@ -278,6 +278,33 @@ def has_key(schema: type, key: str) -> bool:
         return kind is not None
     section = section_of(kind)
     return has_key(section, rest) if section is not None else True
+
+
+def holds_text(schema: type, tree: Any, key: str) -> bool:
+    """Whether a key holds text, or text and null: a field of a schema, or an argument of the
+    component that `tree` has there."""
+    *parents, last = key.split(".")
+    kind: Any = schema
+    for name in parents:
+        tree = tree.get(name) if isinstance(tree, dict) else None
+        if get_origin(kind) is dict:
+            kind = get_args(kind)[1]
+        elif is_dataclass(kind) and kind is not Component:
+            hint = get_type_hints(kind).get(name)
+            kind = section_of(hint) or hint
+    if get_origin(kind) is dict:
+        return _is_text(get_args(kind)[1])
+    if is_dataclass(kind) and kind is not Component:
+        return _is_text(get_type_hints(kind).get(last))
+    try:
+        arguments = passed_by_name(as_component(tree, key).resolve())
+    except UserError:  # reported later
+        return False
+    return last in arguments and _is_text(arguments[last].annotation)
+
+
+def _is_text(kind: Any) -> bool:
+    return kind is str or (is_union(kind) and set(get_args(kind)) == {str, types.NoneType})
 
 
 def section_of(kind: Any) -> Any:

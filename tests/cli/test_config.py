@@ -13,6 +13,8 @@ import pytest
 from qfsdp.cli.component import Component
 from qfsdp.cli.config import check_components, load_config, to_yaml
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds, user_errors
+from qfsdp.cli.recipes import load_recipe
+from tests.cli.stand_in import ROOT
 
 
 @dataclass
@@ -213,7 +215,7 @@ def test_to_yaml_comes_back_equal(load: Any, text: str) -> None:
         ("max_steps=x", "max_steps: 'x' is not valid; expected an integer or null"),
         ("adapter.alpha=x", "adapter.alpha: 'x' is not valid; expected a number"),
         ("adapter.alpha=true", "adapter.alpha: True is not valid; expected a number"),
-        ("output_dir=3", "output_dir: 3 is not valid; expected a string"),
+        ("names=3", "names: 3 is not valid; expected a list of strings"),
         ("names=a", "names: 'a' is not valid; expected a list of strings"),
         ("names=[a,3]", "names[1]: 3 is not valid; expected a string"),
         ("adapter.targets=[3]", "adapter.targets[0]: 3 is not valid; expected a string"),
@@ -448,7 +450,7 @@ def test_check_components_reaches_all(parts: None) -> None:
         (f"max_steps={'9' * 900}", f"max_steps: {'9' * 150}...{'9' * 150} is not valid; "),
         (f"adapter.alpha={'9' * 900}", "adapter.alpha: 999"),
         ('output_dir="a\\0b"', r"output_dir: 'a\x00b' is not valid; expected a text without NUL"),
-        ("output_dir=" + "[" * 5000, "the value is not valid YAML"),
+        ("batch_size=" + "[" * 5000, "the value is not valid YAML"),
         (f"max_steps={'9' * 5000}", "the value is not valid YAML"),  # more than Python converts
         ("output_dir=caf\udce9", r"'output_dir=caf\udce9': not UTF-8; expected UTF-8 text"),
         ("output_dir=~nobody-here/run", "expected a path in the home of a user of this machine"),
@@ -512,3 +514,32 @@ def test_bounds() -> None:
     with pytest.raises(InvalidField, match="expected an integer of at most 1048576"):
         check_bounds(section, "rank", least=1, most=2**20)
     check_bounds(section, "rank", least=1)
+
+
+@pytest.mark.parametrize(
+    ("word", "expected"),
+    [
+        *((word, word) for word in ("Fix: {x}", "{a}, {b}", "[1, 2]", "a # b", "- x", "12", "yes")),
+        *((word, word) for word in ("0123", "*x", "@x", "1e5", "'tis", "2 = 1 + 1", "C:\\x", "é")),
+        *(("null", None), ("'null'", "null"), ('"a\\nb"', "a\nb"), (" a ", "a")),
+    ],
+)
+def test_text_is_taken_as_typed(word: str, expected: str | None) -> None:
+    """YAML would make a mapping of "Fix: {x}", and cut "a # b"."""
+    generate = load_recipe(ROOT / "recipes/generate.py").Config
+    train = load_recipe(ROOT / "recipes/qdora_distributed.py").Config
+    config = str(ROOT / "configs/generate.yaml")
+    assert load_config(generate, ["--config", config, f"prompt={word}"]).prompt == expected
+    config = str(ROOT / "configs/smollm2_135m_qdora.yaml")
+    words = [
+        f"dataset.prompt_template={word}",
+        "validation.sets.mine._component_=qfsdp.data.alpaca_dataset",
+        f"validation.sets.mine.prompt_template={word}",
+        "optimizer.betas=[0.5, 0.9]",
+        "tokenizer.path=${model.path}",
+        "model.path=x",
+    ]
+    cfg = load_config(train, ["--config", config, *words])
+    assert cfg.dataset.kwargs["prompt_template"] == expected
+    assert cfg.validation.sets["mine"].kwargs["prompt_template"] == expected
+    assert cfg.optimizer.kwargs["betas"] == [0.5, 0.9] and cfg.tokenizer.kwargs["path"] == "x"
