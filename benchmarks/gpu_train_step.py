@@ -303,7 +303,8 @@ def main() -> None:
         step = peft(args.contestant.partition("_")[2], config, device)
     found[f"{name}_load_seconds"] = time.perf_counter() - since
     if args.losses:
-        found |= losses(step, config["vocab_size"], name, args.losses)
+        updates = min(args.losses, 10) if args.quick else args.losses
+        found |= losses(step, config["vocab_size"], name, updates)
         sizes = []
     for tokens in sizes:
         rows = max(1, tokens // ROW)
@@ -315,7 +316,7 @@ def main() -> None:
         if model is not None:
             flops = step_flops(model, [ROW] * rows, rows * ROW)
             of_size |= utilization(flops, of_size["seconds"], rate)
-        if args.estimate and of_size["peak_bytes"]:
+        if args.estimate and device.type != "cpu":  # a CPU's peak is that of the process
             expected = found[f"{name}_{tokens}_estimated_bytes"]
             of_size["estimate_over_peak"] = expected / of_size["peak_bytes"]
         found |= {f"{name}_{tokens}_{key}": value for key, value in of_size.items()}
