@@ -14,10 +14,13 @@ from qfsdp.cli.config import load_config
 from qfsdp.cli.sizes import parse_size
 from qfsdp.cli.tool_config import run_tool
 from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.predict import Predictor
+from qfsdp.memory.hardware import known_gpu
+from qfsdp.memory.predict import Predictor, step_load
+from qfsdp.modules.adapters import LowRankLinear
 from tests.recipes.test_sharded_mixtures import MIXTURE
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
+CARD = known_gpu("h100")
 CONFIG = ["--config", str(ROOT / "configs/llama3_8b_lora.yaml")]
 
 
@@ -126,3 +129,30 @@ def test_a_copy_and_a_config_that_trains_nothing(tmp_path: Path) -> None:
     assert done.returncode == 2
     message = r"error: .*quantize.yaml: it belongs to recipes/quantize, which trains nothing\n"
     assert re.fullmatch(message, done.stderr)
+
+
+@pytest.mark.long
+def test_the_load_of_a_step_counts_norms_and_kernels(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
+    recipe, ranks = load_recipe(), 2
+    loads, launches = {}, {}
+    for method in ("lora", "dora"):
+        for micro_batches in (2, 3, 4):
+            words = [f"model.path={model}", "quantization.format=nf4", f"adapter.method={method}"]
+            words += [f"gradient_accumulation_steps={micro_batches}", "max_seq_len=64"]
+            cfg = load_config(recipe.Config, [*CONFIG, *words])
+            predictor = Predictor(recipe.build_model, recipe.train_step, cfg, ranks, ranks, CARD)
+            found = estimate_fast(recipe.build_model, recipe.train_step, cfg, ranks)
+            built = predictor._model(cfg)
+            loads[method, micro_batches] = step_load(built, cfg, found, ranks)
+            launches[method, micro_batches] = found.launches
+    weights = [m.weight for m in built.modules() if isinstance(m, LowRankLinear)]
+    once = sum(w.data.qdata.numel() + w.numel() * w.dtype.itemsize for w in weights)
+    for count in (2, 3, 4):  # a rank refreshes the norms of its own rows, once an update
+        more = loads["dora", count].dequantized_bytes - loads["lora", count].dequantized_bytes
+        assert more == once / ranks
+        assert loads["lora", count].dequantized_bytes % (once * count) == 0
+    for method in ("lora", "dora"):
+        two, three, four = (launches[method, count] for count in (2, 3, 4))
+        assert 0 < four - three == three - two < two
+    assert launches["dora", 2] > launches["lora", 2] + 2 * len(weights)
