@@ -17,6 +17,7 @@ from pathlib import Path
 
 from qfsdp.cli import recipes
 from qfsdp.cli.errors import UserError, user_errors
+from qfsdp.cli.full_output import check_output, outlive_full_disk
 from qfsdp.cli.messages import did_you_mean
 from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.cli.terminal import until_unread
@@ -41,7 +42,9 @@ def run_command(program: str, words: Sequence[str]) -> None:
     Ends the process with status 2 and one line on stderr after a UserError.
     """
     quiet_torchao()
+    outlive_full_disk()
     with user_errors():
+        check_current_folder()
         if words[:1] == ["run"]:
             return run(program, words[1:])
         if words[:1] and words[0] in SHORT:
@@ -57,6 +60,15 @@ def run_command(program: str, words: Sequence[str]) -> None:
                 print_file(args.file, args.sort)
         else:
             validate(args.config)
+        check_output()
+
+
+def check_current_folder() -> None:
+    """Raises UserError if the folder that the command was started in has been deleted since."""
+    try:
+        os.getcwd()
+    except FileNotFoundError:
+        raise UserError("the current folder was deleted; expected one that exists: cd") from None
 
 
 def _parser(program: str) -> argparse.ArgumentParser:

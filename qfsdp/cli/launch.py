@@ -24,6 +24,7 @@ from typing import TypeVar
 from qfsdp.cli import progress
 from qfsdp.cli.config import check_components, load_config
 from qfsdp.cli.errors import UserError, user_errors
+from qfsdp.cli.full_output import check_output, outlive_full_disk
 from qfsdp.cli.hub import download, previewed
 from qfsdp.cli.hub_upload import check_push, push_results
 from qfsdp.cli.lost_peers import lost_peers
@@ -57,6 +58,7 @@ def launch(
     """
     argv = sys.argv[1:]
     quiet_torchao()
+    outlive_full_disk()
     with user_errors(), interrupts(), closed_at_end():
         if wants_help(argv):
             usage = f"{os.path.basename(recipe_file)} --config FILE [key=value ...]"
@@ -73,6 +75,8 @@ def launch(
             main(config)
             leave_process_group()
         push_results()
+        if not hasattr(config, "distributed"):  # no training: what it prints is its result
+            check_output()
 
 
 def launch_alone(
@@ -92,6 +96,7 @@ def launch_alone(
     """
     argv = sys.argv[1:]
     quiet_torchao()
+    outlive_full_disk()
     with user_errors(), interrupts(), closed_at_end():
         if wants_help(argv):
             usage = f"{os.path.basename(recipe_file)} {'WORD ...' if words else '--config FILE'}"
@@ -102,6 +107,7 @@ def launch_alone(
         config = load_config(schema, argv if words is None else _typed_words(argv, words))
         check(config)
         main(config)
+        check_output()
 
 
 def _typed_words(argv: Sequence[str], key: str) -> list[str]:

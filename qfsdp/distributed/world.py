@@ -120,8 +120,9 @@ def init_world(
         casts: trained weights are held in another dtype than they are computed in.
 
     Raises:
-        UserError: this machine has fewer accelerators than processes, or `sharding.replicate` and
-            `sharding.shard` do not give the number of processes.
+        UserError: this machine has fewer accelerators than processes, the environment has only
+            some of torchrun's variables, or `sharding.replicate` and `sharding.shard` do not give
+            the number of processes.
     """
     size = int(os.environ.get("WORLD_SIZE", 1))
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", size))
@@ -141,6 +142,10 @@ def init_world(
         return World(device)
     timeout = (distributed or DistributedConfig()).for_collectives
     if not dist.is_initialized():
+        needed = ("RANK", "MASTER_ADDR", "MASTER_PORT")
+        if size > 1 and (missing := [name for name in needed if name not in os.environ]):
+            given = f"WORLD_SIZE: {size} in the environment, without {', '.join(missing)}"
+            raise UserError(f"{given}; expected all that torchrun sets, or `unset WORLD_SIZE`")
         # With an explicit device NCCL connects now, not in the first collective.
         options: dict[str, Any] = {"device_id": device if device.type != "cpu" else None}
         options["timeout"] = timeout

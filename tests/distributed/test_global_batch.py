@@ -1,4 +1,4 @@
-"""The micro-batches that follow from a config's global batch."""
+"""The micro-batches that follow from a config's global batch, and from the ranks."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import pytest
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.ranks import torchrun_flags
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
+from qfsdp.distributed.world import init_world
 
 
 @dataclass
@@ -69,3 +70,12 @@ def test_every_number_of_machines_is_checked() -> None:
         assert config.gradient_accumulation_steps == 4
     with torchrun_flags("1:4", "2"), pytest.raises(UserError, match="batch_size 1 x 6 ranks"):
         check_global_batch(config)
+
+
+def test_half_of_torchruns_environment_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    expected = "WORLD_SIZE: 4 in the environment, without RANK, MASTER_ADDR, MASTER_PORT; expected"
+    with pytest.raises(UserError, match=expected):
+        init_world()
