@@ -28,17 +28,12 @@ def trainable_parameters(model: nn.Module) -> list[nn.Parameter]:
     return [p for p in model.parameters() if p.requires_grad]
 
 
-def choose_reduction(model: nn.Module, config: ShardingConfig) -> None:
-    """Remembers for `reduce_gradients` how often the gradients of a sharded model are reduced.
-
-    Those of a split vocabulary are reduced as they are computed and do not count.
-    """
-    split = getattr(model, "split", None)
-    counted = set(trainable_parameters(model)) - (split.parameters if split else set())
-    small = 4 * sum(param.numel() for param in counted) <= SMALL_GRADIENTS
+def reduces_every_update(model: nn.Module, config: ShardingConfig) -> bool:
+    """Whether gradients of `model` are reduced once per update, as `config` or their size says."""
+    unsharded = 4 * sum(param.numel() for param in trainable_parameters(model))
+    small = unsharded <= SMALL_GRADIENTS
     chosen = config.reduce_gradients
-    if chosen == "every_update" or (chosen == "auto" and small):
-        setattr(model, REDUCES_NOW, True)
+    return chosen == "every_update" or (chosen == "auto" and small)
 
 
 def reduce_gradients(model: nn.Module | None, now: bool) -> None:

@@ -22,7 +22,7 @@ from qfsdp.distributed.expert_parallel import (
     keep_own_experts,
     see_all_rows,
 )
-from qfsdp.distributed.gradients import choose_reduction, trainable_parameters
+from qfsdp.distributed.gradients import REDUCES_NOW, reduces_every_update, trainable_parameters
 from qfsdp.distributed.split_vocabulary import SplitVocabulary, splits_vocabulary
 from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
@@ -94,7 +94,8 @@ def shard_model(
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _set_prefetch(body, config.prefetch)
-    choose_reduction(model, config)
+    if reduces_every_update(model, config):
+        setattr(model, REDUCES_NOW, True)
 
 
 def _shard_experts(

@@ -12,6 +12,7 @@ from typing import Any
 
 from qfsdp.cli.config import get_key
 from qfsdp.cli.errors import UserError
+from qfsdp.distributed.gradients import reduces_every_update
 from qfsdp.memory.estimate import (
     BuildModel,
     Estimate,
@@ -19,10 +20,12 @@ from qfsdp.memory.estimate import (
     Target,
     TrainStep,
     estimate,
+    model_folder,
     reserved_bytes,
 )
 from qfsdp.memory.known_models import find_config
 from qfsdp.memory.tracker import Point
+from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.loss import CHUNK_LOGITS
 
@@ -43,6 +46,7 @@ def estimate_fast(
     is one of these moments. A 70B model takes a tenth of the time; the peak differs by less than
     0.5 % (tests). Likewise, the estimate of a large micro-batch comes from two smaller ones.
     """
+    cfg = _with_reduction(build_model, cfg, target)
     given = (build_model, train_step, cfg, world_size, local_world_size, target)
     config = DecoderConfig.from_dict(find_config(cfg.model.path), f"{cfg.model.path}/config.json")
     if cfg.max_seq_len > (positions := config.max_position_embeddings):
@@ -67,6 +71,18 @@ def estimate_fast(
     if depth <= sizes[1] or not _layers_are_equal(cfg):
         return estimate(*given)
     return _extrapolate(estimate(*given, sizes[0]), estimate(*given, sizes[1]), sizes, depth)
+
+
+def _with_reduction(build_model: BuildModel, cfg: Any, target: Target) -> Any:
+    """`cfg` with what `sharding.reduce_gradients: auto` means for all layers: a few have few."""
+    sharding = cfg.sharding
+    if sharding.reduce_gradients != "auto" or cfg.gradient_accumulation_steps == 1:
+        return cfg
+    with model_folder(cfg.model.path, None) as (folder, formats), planned_for(target):
+        whole = replace(cfg, compile=False, model=replace(cfg.model, path=str(folder)))
+        once = reduces_every_update(build_model(whole, formats), sharding)
+    chosen = "every_update" if once else "every_micro_batch"
+    return replace(cfg, sharding=replace(sharding, reduce_gradients=chosen))
 
 
 def _few_rows(cfg: Any, config: DecoderConfig) -> tuple[int, int]:
