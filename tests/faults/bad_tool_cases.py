@@ -31,7 +31,7 @@ WORDS: dict[str, tuple[str, ...]] = {
         "system_prompt=x chat_template=false",
         "output=/proc/nothing/out.jsonl prompt=null prompts={rows} prompt_column=question",
         "prompt=null prompts={rows} prompt_column=missing",
-        "prompt=[1,2]",
+        "prompts=[1,2]",
         "prompt=",
         "tokenizer.path=/nowhere",
         "tokenizer._component_=subprocess.Popen",
