@@ -100,6 +100,7 @@ def tests(name: str, limit: int, *options: str) -> Part:
 
 FIRST_TESTS = "bits or equals or loss or trains_the_same or estimate"
 FP8 = "quantization.compute=fp8"
+GRAPHS = "cuda_graphs=true"
 OF_70B = ("--model", "llama3_70b_8_layers", "activation.checkpointing=full")
 
 # Most valuable first. On an H200 the 8B steps at both sizes took 50 (QLoRA), 70 (QDoRA), 47 (LoRA)
@@ -113,6 +114,8 @@ PARTS = (
     steps("ours_qdora", 140, "ours_qdora", "--kernels"),
     steps("ours_lora", 110, "ours_lora"),
     steps("peft_qlora", 140, "peft_qlora"),
+    steps("ours_qlora_graphs", 110, "ours_qlora", GRAPHS),
+    steps("ours_qdora_graphs", 140, "ours_qdora", GRAPHS),
     steps("ours_fp8_qlora", 140, "ours_qlora", FP8, "--kernels"),
     steps("qwen3_8b_qlora", 110, "ours_qlora", "--model", "qwen3_8b", "--tokens", "4096"),
     steps("qwen3_8b_fp8_qlora", 110, "ours_qlora", FP8, "--model", "qwen3_8b", "--tokens", "4096"),
@@ -140,6 +143,8 @@ TIMES = {  # key: seconds of the first over those of the second
     "qlora_over_lora_tokens": ("ours_lora", "ours_qlora"),
     "qlora_over_peft_tokens": ("peft_qlora", "ours_qlora"),
     "qdora_over_peft_tokens": ("peft_qdora", "ours_qdora"),
+    "qdora_over_qlora_time_graphs": ("ours_qdora_graphs", "ours_qlora_graphs"),
+    "graphs_over_qlora_tokens": ("ours_qlora", "ours_qlora_graphs"),
     "fp8_over_qlora_tokens": ("ours_qlora", "ours_fp8_qlora"),
 }
 

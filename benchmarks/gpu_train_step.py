@@ -135,12 +135,14 @@ def ours(
                 held.copy_(weight)
     init_adapters(model, seed=args.seed)
     optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(model))
+    obstacle = recipe.why_not(model, of_rank, cfg)
+    graphs = recipe.StepGraphs(model, cfg.cuda_graphs, obstacle, of_rank)
 
     def step(tokens: Tensor, labels: Tensor) -> float:
         batch = Batch(tokens, labels, tokens.numel())
         if args.packed:
             batch = packed_batch(tokens)
-        metrics = recipe.train_step(model, optimizer, None, [batch], CLIP, of_rank, clock)
+        metrics = recipe.train_step(model, optimizer, None, [batch], CLIP, of_rank, clock, graphs)
         return float(metrics["loss"])
 
     return step, model.train()
