@@ -287,6 +287,9 @@ def test_measured_cells_share_the_devices(
     assert len(rows) == 4 and set(used) == {("0", "1"), ("2", "3")}
     with pytest.raises(UserError, match="^world_size: 8; expected at most the 5 visible devices"):
         sweep.check(config(tmp_path, mode="steps", world_size=8))
+    monkeypatch.setattr(sweep, "visible_devices", lambda: [])
+    with pytest.raises(UserError, match="^world_size: 1000; expected at most .* ranks without acc"):
+        sweep.check(config(tmp_path, mode="steps", world_size=1000))
 
 
 def test_the_reason_of_a_failure(tmp_path: Path) -> None:

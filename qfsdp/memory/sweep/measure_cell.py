@@ -34,6 +34,7 @@ FEW_STEPS = (
     *("checkpoint.every_minutes=null", "report=false", "epochs=1000000"),
 )
 LARGE = ("checkpoints", "adapter", "model", "best")  # folders of a few steps that nobody needs
+MOST_ON_A_CPU = 8  # ranks, or one for each core
 SAVES_S = 60.0  # a run that is ended needs at most this long to save its state
 # The run dies with the sweep, however that ends: else the same command, started again, would meet
 # its lock. `prctl(PR_SET_PDEATHSIG)` outlives `exec`; other systems than Linux do not have it.
@@ -233,6 +234,9 @@ def visible_devices() -> list[str]:
 
 
 def check_devices(devices: Sequence[str], ranks: int) -> None:
-    """Raises UserError if there are accelerators, but fewer than a cell needs."""
+    """Raises UserError if a cell has more ranks than devices, or than a machine without any runs:
+    64 ranks on two cores took 19 GB and did not come to their first step."""
     if devices and len(devices) < ranks:
         raise UserError(f"world_size: {ranks}; expected at most the {len(devices)} visible devices")
+    if not devices and ranks > (most := max(MOST_ON_A_CPU, os.cpu_count() or 1)):
+        raise UserError(f"world_size: {ranks}; expected at most {most} ranks without accelerators")
