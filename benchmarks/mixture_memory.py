@@ -35,7 +35,7 @@ from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 HIDDEN, INNER, TOP_K, TOKENS = 2048, 768, 8, 512
-COMMON = {"num_hidden_layers": 1, "vocab_size": 1024, "tie_word_embeddings": False}
+COMMON: dict[str, Any] = {"num_hidden_layers": 1, "vocab_size": 1024, "tie_word_embeddings": False}
 QWEN = COMMON | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 QWEN |= {"hidden_size": HIDDEN, "moe_intermediate_size": INNER, "num_experts": 32}
 QWEN |= {"num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128}
@@ -57,7 +57,8 @@ def experts(format: str) -> Experts:
     for linear in (module.gate_up_proj, module.down_proj):
         weight: Tensor = torch.randn_like(linear.weight).mul_(0.02).bfloat16()
         if format:
-            made = FORMATS[format].empty(*weight.shape, torch.bfloat16, "cpu")
+            rows, cols = weight.shape
+            made = FORMATS[format].empty(rows, cols, torch.bfloat16, "cpu")
             made.quantize_(weight)
             weight = made
         linear.weight = nn.Parameter(weight, requires_grad=False)
