@@ -156,7 +156,7 @@ class Study:
         found = []
         for seed, run in enumerate(runs):
             if method.adapter:
-                base = self._config(method.config).quantization.format
+                base = shipped(method.config).quantization.format
                 form = dict(method.changes).get("quantization.format", base)
                 model, adapter = self.model, run / "adapter"
             else:
@@ -189,22 +189,19 @@ class Study:
             losses[rate] = read_metrics(run / "metrics.jsonl")["chosen_by_loss"]
         return min(losses, key=lambda rate: losses[rate])
 
-    def _config(self, stem: str) -> Any:
-        return OmegaConf.load(ROOT / f"configs/{stem}.yaml")
-
     def _train(self, task: Task, name: str, rate: float, seed: int) -> Path:
         """Trains, unless an earlier call has; returns the run's folder."""
         method, out = METHODS[name], self.work / f"{task.name}_{name}_{rate:g}_{seed}"
         if not (out / "finished").exists():
             shutil.rmtree(out, ignore_errors=True)
-            cfg = self._config(method.config)
+            cfg = shipped(method.config)
             for key, value in {**dict(method.changes), **self._run(task, out, rate, seed)}.items():
                 OmegaConf.update(cfg, key, value, merge=False)
             if method.adapter:
                 cfg.model.quantize_cache = str(self.work / "quantized")
             if name == "llama_pro":
                 cfg.model.path = str(self._expanded())
-            self._command(method.config, cfg, out)
+            run_recipe(method.config, cfg, out)
             (out / "finished").touch()
         return out
 
@@ -238,10 +235,10 @@ class Study:
         """The folder of the model with 3 new blocks."""
         folder = self.work / "expanded"
         if not (folder / "config.json").exists():
-            cfg = self._config("block_expansion")
+            cfg = shipped("block_expansion")
             cfg.update(model={"path": str(self.model)}, output_dir=str(folder))
             cfg.update(rate=None, new_blocks=3)
-            self._command("block_expansion", cfg, self.work / "expansion")
+            run_recipe("block_expansion", cfg, self.work / "expansion")
         return folder
 
     def _evaluate(
@@ -259,7 +256,7 @@ class Study:
         if results.exists():  # is written last
             return results
         shutil.rmtree(out, ignore_errors=True)
-        cfg = self._config("evaluate")
+        cfg = shipped("evaluate")
         cfg.update(output=str(results), adapter=adapter and str(adapter), text={}, batch_size=10)
         cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(self.work / "quantized"))
         cfg.quantization.format = quantized_as
@@ -274,21 +271,27 @@ class Study:
         shots = {"shots": SHOTS, "examples": str(task.train), "seed": seed}
         asked |= {"max_new_tokens": task.new_tokens} | (shots if name == "few_shot" else {})
         cfg.exact_match = {"test": rows | asked}
-        self._command("evaluate", cfg, out)
+        run_recipe("evaluate", cfg, out)
         return results
 
-    def _command(self, stem: str, cfg: Any, out: Path) -> None:
-        """Runs the recipe of a shipped config with a changed config."""
-        out.mkdir(parents=True, exist_ok=True)
-        OmegaConf.save(cfg, out / "changed.yaml")
-        header = (ROOT / f"configs/{stem}.yaml").read_text().split("\n", 1)[0]
-        recipe = ROOT / f"{header.split()[3]}.py"
-        with (out / "log.txt").open("w") as log:
-            command = [sys.executable, str(recipe), "--config", str(out / "changed.yaml")]
-            status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
-        if status:
-            tail = "\n".join((out / "log.txt").read_text().splitlines()[-3:])
-            raise SystemExit(f"{recipe.name} failed, see {out / 'log.txt'}\n{tail}")
+
+def shipped(stem: str) -> Any:
+    """A config of `configs/`."""
+    return OmegaConf.load(ROOT / f"configs/{stem}.yaml")
+
+
+def run_recipe(stem: str, cfg: Any, out: Path) -> None:
+    """Runs the recipe of a shipped config with a changed config; its output goes to `out`."""
+    out.mkdir(parents=True, exist_ok=True)
+    OmegaConf.save(cfg, out / "changed.yaml")
+    header = (ROOT / f"configs/{stem}.yaml").read_text().split("\n", 1)[0]
+    recipe = ROOT / f"{header.split()[3]}.py"
+    with (out / "log.txt").open("w") as log:
+        command = [sys.executable, str(recipe), "--config", str(out / "changed.yaml")]
+        status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
+    if status:
+        tail = "\n".join((out / "log.txt").read_text().splitlines()[-3:])
+        raise SystemExit(f"{recipe.name} failed, see {out / 'log.txt'}\n{tail}")
 
 
 def read_metrics(file: Path) -> Changes:
