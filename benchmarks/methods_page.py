@@ -51,10 +51,9 @@ class Row:
     @property
     def match(self) -> tuple[float, Interval]:
         """The share of right answers, %, and its interval over problems."""
-        means = [100 * fmean(of) for of in zip(*self.right, strict=True)]
-        ones = [mean / 100 for mean in means] if len(self.right) == 1 else None
-        low, high = mean_interval(ones) if ones else mean_interval(means)
-        return fmean(means), (100 * low, 100 * high) if ones else (low, high)
+        shares = [fmean(of) for of in zip(*self.right, strict=True)]
+        low, high = mean_interval(shares)
+        return 100 * fmean(shares), (100 * low, 100 * high)
 
     @property
     def loss(self) -> tuple[float, Interval] | None:

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import fmean
-
-from qfsdp.evaluation.intervals import mean_interval
+from statistics import NormalDist, fmean, stdev
 
 LEVEL = 0.05  # of error, over all pairs together
 Scores = Sequence[Sequence[float]]  # by seed, by question; higher is better
@@ -20,7 +18,7 @@ class Pair:
 
     Fields:
         difference: of their mean scores, at least 0.
-        interval: 95 %, over questions; the scores of a question are means over seeds.
+        interval: 95 %, normal, over questions; their scores are means over seeds.
         p: of the sign test over questions, corrected by Holm for all pairs.
         seeds: in how many seeds the better one is better.
         ordered: p is below 0.05, and the better one is better in every seed.
@@ -83,4 +81,6 @@ def _pair(
     seeds = [list(scores[name]) * (count // len(scores[name])) for name in (one, other)]
     wins = sum(fmean(a) > fmean(b) for a, b in zip(*seeds, strict=True))
     ordered = p < LEVEL and wins == count
-    return Pair(one, other, fmean(apart), mean_interval(apart), p, wins, ordered)
+    half = NormalDist().inv_cdf(0.975) * stdev(apart) / math.sqrt(len(apart))
+    middle = fmean(apart)
+    return Pair(one, other, middle, (middle - half, middle + half), p, wins, ordered)

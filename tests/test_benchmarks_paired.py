@@ -45,6 +45,9 @@ def test_tables_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert figures["arithmetic/qlora/exact_match"] == pytest.approx(500 / 6)
     assert figures["arithmetic/qlora/loss"] == pytest.approx(0.5)
     assert figures["arithmetic/zero_shot/exact_match"] == pytest.approx(100 / 3)
+    # Four times nothing right in two seeds: Wilson's interval, in per cent.
+    none = Row("arithmetic", "none", [[0.0] * 4] * 2, [], {}, [], [])
+    assert none.match == (0, (0, pytest.approx(48.99, abs=0.01)))
     printed = capsys.readouterr().out
     assert "66.7 100.0" in printed and "5,040,000" in printed
     page = write_study(tmp_path / "report.html", [untrained, trained]).read_text()
