@@ -94,7 +94,7 @@ class Batch:
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """`tensor` on `device`; the host does not wait for the copy. PyTorch keeps the pinned memory
     until the copy has ended."""
-    if tensor.device.type == "cpu" and torch.device(device).type != "cpu":
+    if tensor.device.type == "cpu" and torch.device(device).type not in ("cpu", "meta"):
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
 

@@ -25,7 +25,7 @@ def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("method", ["lora", "dora"])
 @pytest.mark.usefixtures("eager")
 @torch.no_grad()
-def test_the_same_bits(method: str, format: str, dtype: str, tiny: Path) -> None:
+def test_the_same_numbers(method: str, format: str, dtype: str, tiny: Path) -> None:
     model = adapted_model(tiny, AdapterConfig(method, 4), format=format, dtype=dtype)  # type: ignore[arg-type]
     randomize_adapters(model)
     folded = copy.deepcopy(model)
@@ -37,6 +37,8 @@ def test_the_same_bits(method: str, format: str, dtype: str, tiny: Path) -> None
     expected, found = model(tokens), folded(tokens)
     if format == "none" and method == "dora":  # the output is scaled, not the weight
         assert (found - expected).abs().max() < (1e-4 if dtype == "fp32" else 0.1)
+    elif dtype == "fp32":  # training multiplies the A of linears with one input together
+        assert (found - expected).abs().max() < 1e-5 * expected.abs().max()
     else:
         assert torch.equal(found, expected)
     linears[0].b.zero_()

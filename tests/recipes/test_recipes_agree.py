@@ -15,10 +15,12 @@ DIFFERENT = {
         "read",
         "build_model": "adapters are added to a frozen model, or some of its weights are trained",
         "load_model": "adapters get their start; a packed copy of the folder is kept for later",
+        "train_step": "steps of adapters may be CUDA graphs",
         "main": "what is saved is an adapter or a model; updates may happen within backward",
     },
     "dpo_distributed": {
         "build_model": "the adapters' start may be kept, for the reference",
+        "load_model": "a pair is two rows",
         "build_loader": "samples are pairs, or answers with a label",
         "train_step": "the loss compares answers, with a reference's pass before it",
         "main": "an update is told what to minimize",

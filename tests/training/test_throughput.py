@@ -65,6 +65,7 @@ def plain_adapted_linears(
     ratios: list[Tensor],
     dropped: Tensor | None,
     ready: None,
+    fp8: bool,
 ) -> list[Tensor]:
     """Adapted linears in plain operations, whose gradient PyTorch computes and counts."""
     inner = x if dropped is None else dropped
