@@ -36,6 +36,7 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import shard_model, shard_rank
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig, World, init_world
+from qfsdp.memory.estimate import micro_batch_tokens
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
@@ -135,7 +136,7 @@ def load_model(cfg: Config, world: World) -> Decoder:
     """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = ModelWeights(cfg.model.path)
     model = build_model(cfg, weights)
-    shard_model(model, cfg.sharding, world, cfg.batch_size * cfg.max_seq_len)
+    shard_model(model, cfg.sharding, world, micro_batch_tokens(cfg))
     load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
     return model.train()
 

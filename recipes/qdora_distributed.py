@@ -38,6 +38,7 @@ from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig, World, init_world
+from qfsdp.memory.estimate import micro_batch_tokens
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.memory.preflight import check_memory
 from qfsdp.modules.adapter_config import AdapterConfig
@@ -138,7 +139,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
     """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = open_weights(cfg.model, cfg.quantization, world)
     model = build_model(cfg, weights)
-    shard_model(model, cfg.sharding, world, cfg.batch_size * cfg.max_seq_len)
+    shard_model(model, cfg.sharding, world, micro_batch_tokens(cfg))
     load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
     start_adapters(model, cfg.adapter, cfg.model.path, cfg.seed, resumed)
     return model.train()

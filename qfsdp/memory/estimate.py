@@ -136,7 +136,7 @@ def estimate(
         world = stack.enter_context(_fake_world(world_size, local_world_size or world_size))
         with planned_for(target):
             model = build_model(cfg, formats)
-        shard_model(model, cfg.sharding, world, rows_of(cfg) * cfg.max_seq_len)
+        shard_model(model, cfg.sharding, world, micro_batch_tokens(cfg))
         tracker = MemoryTracker(target, cfg.sharding.cpu_offload, local_world_size)
         if target == "cuda":
             tracker.workspace(CUBLAS_WORKSPACES, keep=True)
@@ -239,6 +239,11 @@ def rows_of(cfg: Any) -> int:
     """Rows of a micro-batch: those of a pair are two, unless it is packed."""
     paired = any(objective.takes(labels=False) for objective in step_options(cfg).values())
     return int(cfg.batch_size) * (2 if paired and not cfg.packed else 1)
+
+
+def micro_batch_tokens(cfg: Any) -> int | None:
+    """The most tokens of a micro-batch; None if the config (of a loop of your own) does not say."""
+    return rows_of(cfg) * int(cfg.max_seq_len) if hasattr(cfg, "max_seq_len") else None
 
 
 @dataclass(frozen=True)

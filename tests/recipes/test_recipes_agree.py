@@ -20,7 +20,6 @@ DIFFERENT = {
     },
     "dpo_distributed": {
         "build_model": "the adapters' start may be kept, for the reference",
-        "load_model": "a pair is two rows",
         "build_loader": "samples are pairs, or answers with a label",
         "train_step": "the loss compares answers, with a reference's pass before it",
         "main": "an update is told what to minimize",
