@@ -105,20 +105,30 @@ def test_an_offloaded_base_trains_the_same(
     quantized_dir: Path,
     reference: dict[str, dict[str, Any]],
 ) -> None:
-    """Equal to a resident base bit for bit, and to one plain process within 1e-5."""
-    cases, resident = [], {}
+    """Equal to a resident base bit for bit, and to one plain process within 1e-5.
+
+    Where FSDP2 gathers single linears, those with one input are not multiplied together, which
+    rounds differently: bits are compared with a resident base of the same units. A resident base
+    on one rank has no units.
+    """
+    cases: list[dict[str, Any]] = []
+    resident: dict[tuple[str, str], Any] = {}
+    on_device: list[dict[str, Any]] = [{}, {"wrap": "linear"}]
     for method in methods:
         groups = [{"offload_base": "cpu", "strategy": "hybrid_full_shard", "replicate": size}]
-        for sharding in [{}, *OFFLOADED, *groups]:
+        for sharding in [*on_device, *OFFLOADED, *groups]:
             cases.append(case(method, size, **sharding) | {"folder": str(quantized_dir)})
     for rank, results in enumerate(run_ranks(size, train, model_dir, cases)):
         for given, result in zip(cases, results, strict=True):
             method = given["method"]
             assert_same(result, reference[method], f"rank {rank} of {size}: {given}")
+            units = method, given["wrap"]
             if not given["sharding"]:
-                resident[method] = result
+                resident[units] = result
+            if size == 1 and given["wrap"] == "linear":
+                continue
             if "replicate" not in given["sharding"]:  # replicas sum gradients in another order
-                assert result["losses"] == resident[method]["losses"]
+                assert result["losses"] == resident[units]["losses"], given
 
 
 @pytest.mark.parametrize("where", ["cpu", pytest.param("disk", marks=pytest.mark.long)])
