@@ -1,13 +1,13 @@
 """Finetuning methods on one task: what each learns, what it takes, and which differ.
 
     python benchmarks/compare_methods.py [--quick] [--json methods.json] [--work DIR]
-                                         [--rows NAME ...]
+                                         [--gsm8k FOLDER] [--rows NAME ...] [--tasks NAME ...]
 
 SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`) by the
 shipped recipes and configs, each run in a process, with several seeds: of the samples' order and
 of new adapters. Of several learning rates of a method, the one with the lowest loss on a set kept
-for that choice counts, at the first seed. Then every method trains on GSM8K at that rate
-(`--gsm8k FOLDER` with train.jsonl and test.jsonl).
+for that choice counts, at the first seed. Then every method trains on GSM8K at that rate, if
+`--gsm8k` names a folder with its train.jsonl and test.jsonl.
 
     zero_shot, few_shot   the untrained model; few_shot with 4 solved problems before each
     full, full_nf4        all weights; the same with its linears quantized to NF4 after training
@@ -19,10 +19,11 @@ for that choice counts, at the first seed. Then every method trains on GSM8K at 
 Figures are from unseen problems: exact match of greedy answers, and held-out loss, with 95 %
 intervals over problems. All pairs of methods are compared on the same problems by sign tests,
 corrected for their number; a pair is ordered if p < 0.05 and every seed says the same. Prints the
-tables and writes them to `report.html` in `--work` (runs/methods), with curves and answers.
+tables and writes them to `report.html` in `--work` (runs/methods), with curves and answers, after
+every row.
 
 Finished runs and evaluations are kept in `--work`: killed, the same command goes on, and the table
-can be made row by row. About an hour of two cores with AVX-512.
+can be made by rows and tasks, several at a time.
 """
 
 from __future__ import annotations
@@ -49,7 +50,6 @@ from examples.demo.smollm2 import prepare_model
 
 ROOT = Path(__file__).parent.parent
 DTYPE = usual_dtype("cuda" if torch.cuda.is_available() else "cpu")
-GSM8K = ROOT.parent / "shared/data/gsm8k"
 SEED = 20_000  # of the problems; the demonstration uses others
 SHOTS = 4
 Changes = dict[str, Any]
@@ -104,7 +104,7 @@ class Task:
     steps: int = 30
     batch_size: int = 8
     asked: int = 300
-    losses: int = 300
+    losses: int = 200
     new_tokens: int = 64
 
 
@@ -122,7 +122,7 @@ def tasks_in(work: Path, gsm8k: Path | None, quick: bool) -> list[Task]:
     found = [Task("arithmetic", train, chosen_by, test, **sizes)]
     if gsm8k is not None and not quick:
         train, test = gsm8k / "train.jsonl", gsm8k / "test.jsonl"  # rates are not chosen by it
-        found.append(Task("gsm8k", train, train, test, 1, 15, 8, 60, 150, 128))
+        found.append(Task("gsm8k", train, train, test, 3, 12, 8, 60, 150, 128))
     return found
 
 
@@ -183,6 +183,8 @@ class Study:
 
     def _rate(self, name: str) -> float:
         """The learning rate with the lowest loss on the set that chooses, at the first seed."""
+        if len(METHODS[name].rates) == 1:
+            return METHODS[name].rates[0]
         losses = {}
         for rate in METHODS[name].rates:
             run = self._train(self.tasks[0], name, rate, 0)
@@ -317,21 +319,29 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--work", type=Path, default=None, help="folder that keeps finished parts")
     parser.add_argument("--rows", nargs="+", choices=ROWS, help=f"default: {', '.join(USUAL)}")
-    parser.add_argument("--gsm8k", type=Path, default=GSM8K)
+    parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl and test.jsonl")
+    parser.add_argument("--tasks", nargs="+", choices=("arithmetic", "gsm8k"), help="default: all")
     args = parser.parse_args()
     names, work = args.rows or USUAL, args.work or Path("runs/methods")
     if args.quick:
         names = args.rows or ("zero_shot", "qlora")
         work = args.work or Path("runs/methods_quick")
         shutil.rmtree(work, ignore_errors=True)
-    study = Study(work.absolute(), args.gsm8k if args.gsm8k.is_dir() else None, args.quick)
+    if args.gsm8k is None:
+        print("gsm8k: skipped; --gsm8k names the folder of its train.jsonl and test.jsonl")
+    elif not (args.gsm8k / "test.jsonl").is_file():
+        parser.error(f"--gsm8k: {args.gsm8k} has no test.jsonl; expected it beside train.jsonl")
+    study = Study(work.absolute(), args.gsm8k, args.quick)
     rows: list[Row] = []
     for task in study.tasks:
+        if args.tasks and task.name not in args.tasks:
+            continue
         for name in names:
             rows.append(study.row(task, name))
             print(f"{task.name}: {name}", flush=True)
+            write_study(work / "report.html", rows)
     figures = print_tables(rows)
-    print(write_study(work / "report.html", rows))
+    print(work / "report.html")
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")
 
