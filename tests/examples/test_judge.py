@@ -1,0 +1,59 @@
+"""The judge of examples/judge, and its whole comparison with few questions."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from examples.judge.rules import REFUSAL, verdict
+from qfsdp.evaluation.judging.generated_questions import SECOND, generated_questions
+from qfsdp.evaluation.judging.verdicts import Turn, pair_messages, rating, single_messages, winner
+from tests.tiny import ROOT
+
+ASKED = generated_questions()[0]
+LEFT = ASKED.references[0].rpartition("= ")[2]
+CASES = (  # a question, its reference, an answer that is right, one that is not
+    (ASKED.turns[0], ASKED.references[0], f"12 boxes.\n#### {LEFT}", f"{LEFT} or 7"),
+    ("Name 3 things that have to do with salt, one in each line.", "", "a\n\nb\nc", "a, b, c"),
+    ("Write four sentences about a harbour.", "", "A. B! C? D.", "A. B."),
+    (SECOND, "", "It is 3.5 km.", "It is. It was."),
+)
+
+
+@pytest.mark.parametrize(("asked", "reference", "good", "bad"), CASES)
+def test_verdicts(asked: str, reference: str, good: str, bad: str) -> None:
+    right, wrong = ([Turn("Before.", "x"), Turn(asked, of, reference)] for of in (good, bad))
+
+    def said(messages: list[dict[str, str]]) -> str:
+        return verdict(messages[-1]["content"])
+
+    assert rating(said(single_messages(right))) == 10 and rating(said(single_messages(wrong))) == 1
+    assert winner(said(pair_messages(right, wrong))) == "first"
+    assert winner(said(pair_messages(wrong, right))) == "second"
+    assert winner(said(pair_messages(right, right))) == "tie"
+    other = [Turn("Explain to a busy nurse why people need salt.", "x")]
+    assert said(single_messages(other)) == said(pair_messages(other, right)) == REFUSAL
+    assert winner(REFUSAL) is None and rating(REFUSAL) is None
+
+
+@pytest.mark.long
+def test_the_comparison_is_killed_and_goes_on(smollm2_dir: Path, tmp_path: Path) -> None:
+    pytest.importorskip("openai")
+    pytest.importorskip("starlette")
+    command = [sys.executable, "-m", "examples.judge.run", "--output-dir", str(tmp_path)]
+    command += ["--updates", "1", "--questions", "2", "--tokens", "4", "--kill-after", "3"]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
+    lines = (tmp_path / "exchanges.jsonl").read_text().splitlines()
+    assert len({json.loads(line)["key"] for line in lines}) == len(lines)  # none asked twice
+    for name in ("rules", "model"):
+        found = json.loads((tmp_path / f"results_{name}.json").read_text())
+        games = found["games"]["tuned"]
+        counts = ("wins", "losses", "ties", "contradictions")
+        # 3 turns in both orders.
+        assert 2 * sum(games[key] for key in counts) <= 6 and games["no_verdict"] <= 6
+    assert "killed with" in done.stdout and "known before" in done.stdout
