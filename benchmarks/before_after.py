@@ -1,7 +1,7 @@
 """Benchmarks before and after finetuning on conversations: ARC, HellaSwag, TruthfulQA.
 
-    python benchmarks/before_after.py [--quick] [--json guanaco.json] [--work DIR]
-                                      [--conversations FILE.jsonl] [--tasks FOLDER] [--limit 200]
+    python benchmarks/before_after.py --conversations FILE.jsonl --tasks FOLDER
+                                      [--quick] [--json guanaco.json] [--work DIR] [--limit 200]
 
 SmolLM2-135M-Instruct is finetuned by QLoRA (configs/smollm2_135m_qlora.yaml) on conversations in
 Guanaco's form, and lm-eval's tasks are run with and without the adapter, over the same NF4 base,
@@ -26,13 +26,12 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.compare_methods import DTYPE, ROOT, run_recipe, shipped
+from benchmarks.compare_methods import DTYPE, run_recipe, shipped
 from benchmarks.paired import holm, sign_test
 from benchmarks.timing import arguments, table
 from examples.demo import cache_dir
 from examples.demo.smollm2 import prepare_model
 
-SHARED = ROOT.parent / "shared/data"
 TASKS = ("arc_easy", "arc_challenge", "hellaswag", "truthfulqa_mc1", "truthfulqa_mc2")
 HELD_OUT = 60  # conversations
 Lines = list[dict[str, Any]]
@@ -136,9 +135,8 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("runs/before_after"))
     parser.add_argument("--steps", type=int, default=40, help="updates of 4 conversations")
     parser.add_argument("--limit", type=int, default=200, help="rows of each task")
-    parser.add_argument("--tasks", type=Path, default=SHARED / "eval")
-    default = SHARED / "guanaco/guanaco-llama2-1k.jsonl"
-    parser.add_argument("--conversations", type=Path, default=default)
+    parser.add_argument("--tasks", type=Path, required=True, help="rows of the tasks")
+    parser.add_argument("--conversations", type=Path, required=True, help="rows with `text`")
     args = parser.parse_args()
     work, steps, limit, tasks = args.work.absolute(), args.steps, args.limit, list(TASKS)
     if args.quick:

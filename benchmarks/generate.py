@@ -1,10 +1,11 @@
 """Greedy answers of ours and of transformers on the same weights: equal tokens, and rates.
 
     python benchmarks/generate.py [--quick] [--json generate.json] [--compile]
+                                  [--questions FILE.jsonl]
 
-SmolLM2-135M-Instruct answers 50 questions (of GSM8K if its file exists, otherwise generated) with
-64 new tokens each, in batches of 10, and some of them one by one; in fp32, and in bf16 if the
-device multiplies bf16. Rates include the pass over the prompts. The contestants take turns.
+SmolLM2-135M-Instruct answers 50 questions (generated, or of `--questions`, such as GSM8K's) with 64
+new tokens each, in batches of 10, and some of them one by one; in fp32, and in bf16 if the device
+multiplies bf16. Rates include the pass over the prompts. The contestants take turns.
 
     prompts, identical_prompts          prompts, and those with equal tokens in fp32
     tokens_per_s/WHO/DTYPE/BATCH        WHO: transformers, ours, ours_nf4, ours_compiled
@@ -37,16 +38,15 @@ from qfsdp.evaluation.prompts import chat_tokens
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
-GSM8K = Path(__file__).parents[2] / "shared/data/gsm8k/test.jsonl"
 BATCH = 10
 
 Answer = Callable[[list[list[int]], int], list[list[int]]]
 """Takes prompts and a number of new tokens; returns the new tokens of each prompt."""
 
 
-def questions(count: int) -> list[str]:
-    if GSM8K.is_file():
-        lines = GSM8K.read_text(encoding="utf-8").splitlines()[:count]
+def questions(count: int, file: Path | None) -> list[str]:
+    if file is not None:
+        lines = file.read_text(encoding="utf-8").splitlines()[:count]
         return [json.loads(line)["question"] for line in lines]
     return [problem["question"] for problem in arithmetic.generate(count, seed=0)]
 
@@ -117,11 +117,14 @@ def measure(
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--compile", action="store_true", help="measure compiled layers too")
+    parser.add_argument("--questions", type=Path, help="a .jsonl file with rows of `question`")
     args = parser.parse_args()
     count, new, single = (4, 8, 2) if args.quick else (50, 64, args.repeat)
     folder = prepare_model(cache_dir())
     tokenizer = hf_tokenizer(str(folder))
-    asked = [[{"role": "user", "content": question}] for question in questions(count)]
+    asked = [
+        [{"role": "user", "content": question}] for question in questions(count, args.questions)
+    ]
     prompts = [chat_tokens(tokenizer, messages) for messages in asked]
     figures: Figures = {"prompts": count}
     rows = [["tokens/s", "batch", "transformers", "ours", "ours, NF4", "ours, compiled"]]

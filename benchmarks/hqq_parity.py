@@ -1,6 +1,6 @@
 """HQQ against the hqq package, NF4 and plain weights: equal codes, perplexity, time.
 
-    python benchmarks/hqq_parity.py [--quick] [--json hqq.json] [--text wikitext2/test.txt]
+    python benchmarks/hqq_parity.py --text wikitext2/test.txt [--quick] [--json hqq.json]
 
 Codes: the linears of SmolLM2-135M (all 210; with --quick those of every tenth layer) are quantized
 by us and by the package, in fp32 on the CPU, and compared part by part. Perplexity: of --text in
@@ -49,7 +49,6 @@ from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.four_bit import BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor, frozen_weight
 
-TEXT = Path(__file__).parents[2] / "shared/data/wikitext2/test.txt"
 LLAMA_8B = (14336, 4096)
 WINDOW = 1024
 
@@ -198,7 +197,9 @@ def times(rounds: int) -> Figures:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--text", type=Path, default=TEXT, help="a plain text file, for perplexity")
+    parser.add_argument(
+        "--text", type=Path, required=True, help="a plain text file, for perplexity"
+    )
     parser.add_argument(
         "--windows", type=int, help="number of windows of 1024 tokens; 0: all of the text"
     )

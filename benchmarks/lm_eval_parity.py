@@ -1,6 +1,7 @@
 """lm-eval's tasks on our decoder and on lm-eval's `hf` model, with the same weights in fp32.
 
-    python benchmarks/lm_eval_parity.py [--quick] [--json lm_eval.json] [--limit 200]
+    python benchmarks/lm_eval_parity.py --data FOLDER [--quick] [--json lm_eval.json]
+                                        [--limit 200]
 
 ARC-Easy, ARC-Challenge, HellaSwag and TruthfulQA (MC1, MC2), with rows from files, on
 SmolLM2-135M-Instruct. Both answer the same requests. Every score and every most likely choice is
@@ -88,7 +89,7 @@ def models(device: str, batch_size: int) -> tuple[Any, Any]:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--data", default="../shared/data/eval", help="folder of the rows")
+    parser.add_argument("--data", required=True, help="folder of the rows")
     parser.add_argument("--limit", type=int, default=200, help="rows of each task")
     parser.add_argument("--batch-size", type=int, default=8)
     args = parser.parse_args()

@@ -4,8 +4,8 @@
 
 SmolLM2-135M with its base in NF4 and LoRA adapters, in bf16. Forward and backward of shuffled
 batches of 8 samples, padded to the longest, and of 2 packs of 1,024 slots, in turns (with --quick 3
-samples and 1 pack). The data are GSM8K's questions and answers (`--data`: rows with `question` and
-`answer`); without GSM8K, the generated problems of the demonstration.
+samples and 1 pack). The data are rows with `question` and `answer` (`--data`), such as GSM8K's;
+without it, the generated problems of the demonstration.
 
     packed_over_padded_tokens           ratio of real tokens per second, the median of all turns;
                                         `_min` and `_max` are the worst and the best turn
@@ -46,7 +46,6 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 
-GSM8K = Path(__file__).parent.parent.parent / "shared/data/gsm8k/train.jsonl"
 MAX_SEQ_LEN = 1024
 
 
@@ -172,7 +171,7 @@ def main() -> None:
     torch.set_num_threads(args.threads or (2 if args.quick else 1))
     quiet_torchao()
     folder, generated, _ = prepare()
-    file = args.data or (GSM8K if GSM8K.exists() else generated)
+    file = args.data or generated
     figures = run(file, folder, QUICK if args.quick else Sizes(args.turns))
     for key, value in figures.items():
         print(f"{key} {value:.4g}")

@@ -1,12 +1,12 @@
 """Token ids against transformers: 200 strings, three tokenizers, with and without templates.
 
-    python benchmarks/token_parity.py
+    python benchmarks/token_parity.py --questions FILE.jsonl --conversations FILE.jsonl
 
 The tokenizers: SmolLM2's; Llama-3's tiktoken model from the package `llama-models`; and the
 sentencepiece model of Mistral v1 from the package `mistral-common`, in the form of Llama-2's
 tokenizer. Both packages are downloaded; they are used for this comparison only. The strings come
-from GSM8K and guanaco in ../shared/data, and 60 are odd ones (spaces, newlines, accents, emoji,
-beginnings of special tokens).
+from the files (rows of `question`, such as GSM8K's, and of `text`, such as Guanaco's), and 60 are
+odd ones (spaces, newlines, accents, emoji, beginnings of special tokens).
 
 Columns: `text` is a document with the tokenizer's bos; `prompt` a user's message with the header of
 the answer; `chat` a question and its answer. `ends` counts the end-of-turn tokens of a conversation
@@ -16,6 +16,7 @@ The exit status is 1 if an id differs.
 
 from __future__ import annotations
 
+import argparse
 import json
 import random
 import subprocess
@@ -34,7 +35,6 @@ from examples.demo.smollm2 import prepare_model
 from qfsdp.data import hf_tokenizer
 from tests.data.test_tokenizer import LLAMA2, LLAMA3
 
-DATA = Path(__file__).parent.parent.parent / "shared" / "data"
 STRINGS = 200
 ODD = (
     "  leading",
@@ -78,7 +78,11 @@ LLAMA3_SPECIAL = (  # in the order of their ids
 
 
 def main() -> int:
-    texts, differing = strings(), 0
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--questions", type=Path, required=True, help="rows of `question`")
+    parser.add_argument("--conversations", type=Path, required=True, help="rows of `text`")
+    args = parser.parse_args()
+    texts, differing = strings(args.questions, args.conversations), 0
     print(f"{'':<16}{'text':>10}{'prompt':>10}{'chat':>10}   ends: plain, special, transformers")
     with tempfile.TemporaryDirectory() as name:
         work = Path(name)
@@ -127,15 +131,15 @@ def compare(folder: Path, texts: list[str], setting: str) -> tuple[list[int], li
     return counts, [list(ids).count(ours.end_of_turn_id) for ids in found]
 
 
-def strings() -> list[str]:
+def strings(questions: Path, conversations: Path) -> list[str]:
     """The 200 strings."""
 
-    def rows(file: str) -> Iterator[dict[str, str]]:
-        with open(DATA / file, encoding="utf-8") as lines:
+    def rows(file: Path) -> Iterator[dict[str, str]]:
+        with file.open(encoding="utf-8") as lines:
             yield from map(json.loads, lines)
 
-    texts = [row["question"] for _, row in zip(range(60), rows("gsm8k/train.jsonl"), strict=False)]
-    talks = rows("guanaco/guanaco-llama2-1k.jsonl")
+    texts = [row["question"] for _, row in zip(range(60), rows(questions), strict=False)]
+    talks = rows(conversations)
     for _, row in zip(range(80), talks, strict=False):
         texts.append(row["text"][:300].replace("<s>", "").replace("</s>", ""))
     pieces, generator = ("a", " ", "\n", "é", "1", ".", "▁", "<", "|", ">", "😀"), random.Random(0)

@@ -1,6 +1,6 @@
 """W4A16 against bf16: perplexity, and what loads the folder.
 
-    python benchmarks/w4a16.py [--quick] [--json w4a16.json] [--text FILE]
+    python benchmarks/w4a16.py --text FILE [--quick] [--json w4a16.json]
 
 recipes/export writes SmolLM2-135M-Instruct in groups of 64 and of 32 weights. transformers loads
 the folders through compressed-tensors, and the plain one as it is; all read the same text in
@@ -31,7 +31,6 @@ from qfsdp.data import hf_tokenizer
 from qfsdp.evaluation.perplexity import TextConfig, TextWindows, text_windows
 
 ROOT = Path(__file__).parent.parent
-TEXT = ROOT.parent / "shared/data/wikitext2/test.txt"
 WINDOW = 1024
 
 
@@ -60,7 +59,7 @@ def perplexity(folder: Path, windows: TextWindows) -> float:
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--text", type=Path, default=TEXT)
+    parser.add_argument("--text", type=Path, required=True, help="a plain text file")
     parser.add_argument("--tokens", type=int, default=16_384, help="of the text; 0: all")
     args = parser.parse_args()
     groups, tokens = ((64,), 1024) if args.quick else ((64, 32), args.tokens)
