@@ -6,8 +6,9 @@
 Every case is two updates of two micro-batches by the recipe's functions, on 1, 2 or 4 processes
 with one thread each, and a dry run of the same config (`qfsdp.memory.estimate`, target "cpu").
 "Measured" is the peak of PyTorch's CPU allocator within a train step, from the memory events of its
-profiler, on the rank with the highest peak. The profiler starts before the model is built. Models:
-SmolLM2-135M, and 4 layers of 7B type, 2048 wide, with random weights.
+profiler, on the rank with the highest peak, with the copy of a checkpoint. The profiler starts
+before the model is built. Models: SmolLM2-135M, and 4 layers of 7B type, 2048 wide, with random
+weights.
 
 `--published` compares with measurements of others on two 24 GB GPUs (Answer.AI, "You can now train
 a 70b language model at home", March 2024: FSDP and QLoRA with Hugging Face models; reserved memory
@@ -44,6 +45,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.timing import Figures, arguments, table, tell
 from examples.demo import cache_dir
 from examples.demo.smollm2 import prepare_model
+from qfsdp.checkpoint.state import Stager, TrainState
 from qfsdp.cli.config import load_config
 from qfsdp.cli.recipes import load_recipe
 from qfsdp.cli.sizes import format_size
@@ -155,11 +157,14 @@ def _measure(case: Case, folders: dict[str, str]) -> int:
         optimizer = recipe.build_optimizer(cfg.optimizer, trained)
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
-        for _ in range(STEPS):
+        stager = Stager(world)
+        for step in range(STEPS):
             clock = recipe.StepClock(world.device)
             with torch.profiler.record_function(STEP):
                 batches = [batch] * case.micro_batches
                 recipe.train_step(model, optimizer, None, batches, 1.0, world, clock)
+            kept = stager.copy(TrainState(model, optimizer, None), step)
+    del kept
     return _peak_within_steps(profiler)
 
 

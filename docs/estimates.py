@@ -100,6 +100,7 @@ def figures(config: str, machine: re.Match[str]) -> str:
     """
     from qfsdp.memory.hardware import known_gpu
     from qfsdp.memory.predict import PROCESS_BYTES
+    from qfsdp.memory.tracker import CHECKPOINT
 
     ranks = int(machine["ranks"])
     found = estimate(config, ranks, (machine["changes"] or "").split())
@@ -108,7 +109,7 @@ def figures(config: str, machine: re.Match[str]) -> str:
         needs = f"{found.reserved / GIB:.1f} of {available / GIB:.1f} GiB"
         raise ValueError(f"configs/{config}.yaml: {machine['gpu']}: {needs}; expected to fit")
     says = f"{found.reserved / GIB:.1f} of {available / GIB:.1f} GiB"
-    if found.host:
+    if found.host.keys() > {CHECKPOINT}:  # something is offloaded
         says += f", {ranks * (PROCESS_BYTES + sum(found.host.values())) / GIB:.0f} GiB of the host"
     return says
 
@@ -188,12 +189,15 @@ def picture() -> str:
 
 
 def parts_of(config: str, ranks: int, changes: Sequence[str]) -> dict[str, float]:
-    """GiB on a GPU at the peak of a step, by part; and of the host's memory."""
+    """GiB on a GPU at the peak of a step, by part; and what is offloaded."""
+    from qfsdp.memory.tracker import CHECKPOINT
+
     found = estimate(config, ranks, [*ALIKE, *changes])
     kinds = {kind: size / GIB for kind, size in found.at_peak.items()}
     parts = {part: sum(kinds.pop(k, 0.0) for k in names) for part, names in PARTS.items()}
     parts["activations"] += sum(kinds.values())
-    return parts | {"host": sum(found.host.values()) / GIB}
+    offloaded = sum(size for kind, size in found.host.items() if kind != CHECKPOINT)
+    return parts | {"host": offloaded / GIB}
 
 
 STYLE = """

@@ -95,6 +95,11 @@ class CheckpointConfig:
     publish: str | None = None
     publish_last: int = 3
 
+    @property
+    def during_training(self) -> bool:
+        """Whether a run saves before its end."""
+        return self.every_n_steps is not None or self.every_minutes is not None
+
     def check(self) -> None:
         if self.every_n_steps is not None and self.every_n_steps < 1:
             expected = "an integer of at least 1, or null"

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.checkpoint.safe_reader import load_entries
@@ -99,6 +100,22 @@ def trained_tensors(model: nn.Module) -> dict[str, Tensor]:
     return adapters | {name: param for name, param in weights if id(param) not in known}
 
 
+@dataclass
+class StagedTensors:
+    """The copies of a rank's tensors.
+
+    Fields:
+        stacks, local: the stacked tensors, and this rank's part of them: the Stager's buffers.
+        alone: name -> field -> what `_RankTensor` holds; copied anew for each save.
+        values: name -> field -> what is no tensor.
+    """
+
+    stacks: dict[str, StackedTensors]
+    local: dict[str, Tensor]
+    alone: dict[str, dict[str, Any]]
+    values: dict[str, dict[str, Any]]
+
+
 class Stager:
     """Copies the state to host memory, from where it is saved. Saves share the same buffers."""
 
@@ -111,11 +128,31 @@ class Stager:
         """Entries for `dcp.save`. On an accelerator the copies are asynchronous: they are queued in
         the current stream."""
         params = trained_tensors(state.model)
+        staged = self.copy_tensors(params, state.optimizer)
+        entries: dict[str, Any] = {
+            key: stack.entry(staged.local[key], params) for key, stack in staged.stacks.items()
+        }
+        groups = state.optimizer.param_groups
+        entries[HOST] = {
+            "step": step,
+            "stacks": {key: vars(stack) for key, stack in staged.stacks.items()},
+            "values": staged.values,
+            "groups": [{k: copy.deepcopy(g[k]) for k in g if k != "params"} for g in groups],
+            "scheduler": copy.deepcopy(state.scheduler.state_dict()) if state.scheduler else None,
+            "progress": dict(state.progress or {}),
+        }
+        random = random_state(self._world.device)
+        only = {name: fields for name, fields in staged.alone.items() if fields}
+        return entries | {rank_entry(self._world.rank): {"random": random, "alone": only}}
+
+    @torch.no_grad()
+    def copy_tensors(self, params: dict[str, Tensor], optimizer: Optimizer) -> StagedTensors:
+        """Copies the trained tensors and the optimizer's state of each."""
         stacks: dict[str, StackedTensors] = {}
         tensors: dict[str, list[Tensor]] = {}
         alone: dict[str, dict[str, Any]] = {name: {} for name in params}
         values: dict[str, dict[str, Any]] = {name: {} for name in params}
-        for name, field, value, param in _tensors(params, state.optimizer):
+        for name, field, value, param in _tensors(params, optimizer):
             if not isinstance(value, Tensor):
                 values[name][field] = copy.deepcopy(value)
             elif (rows := _held_by_rows(value, param)) is None:
@@ -126,21 +163,8 @@ class Stager:
                 stack = stacks.setdefault(key, StackedTensors(field, [], shape, rows, value.dtype))
                 stack.names.append(name)
                 tensors.setdefault(key, []).append(local_part(value))
-        entries: dict[str, Any] = {
-            key: stack.entry(self._fill(key, tensors[key]), params) for key, stack in stacks.items()
-        }
-        groups = state.optimizer.param_groups
-        entries[HOST] = {
-            "step": step,
-            "stacks": {key: vars(stack) for key, stack in stacks.items()},
-            "values": values,
-            "groups": [{k: copy.deepcopy(g[k]) for k in g if k != "params"} for g in groups],
-            "scheduler": copy.deepcopy(state.scheduler.state_dict()) if state.scheduler else None,
-            "progress": dict(state.progress or {}),
-        }
-        random = random_state(self._world.device)
-        only = {name: fields for name, fields in alone.items() if fields}
-        return entries | {rank_entry(self._world.rank): {"random": random, "alone": only}}
+        local = {key: self._fill(key, tensors[key]) for key in stacks}
+        return StagedTensors(stacks, local, alone, values)
 
     def _fill(self, key: str, tensors: list[Tensor]) -> Tensor:
         shape = (len(tensors), *tensors[0].shape)
@@ -281,9 +305,9 @@ class _RankTensor:
         part = local_part(value)
         whole = tuple(value.shape) if isinstance(value, DTensor) else None
         local = (part.shape, part.stride())
-        if type(part) is Tensor:
+        if not is_traceable_wrapper_subclass(part):
             return cls(None, {"": part.to("cpu", copy=True)}, None, local, whole)
-        names, context = part.__tensor_flatten__()  # type: ignore[attr-defined]
+        names, context = part.__tensor_flatten__()
         inner = {name: getattr(part, name).to("cpu", copy=True) for name in names}
         return cls(type(part), inner, context, local, whole)
 
@@ -302,7 +326,7 @@ class _RankTensor:
 def _held_by_rows(value: Tensor, param: Tensor) -> bool | None:
     """Whether ranks hold the same rows of `value` as of `param` (True), or the whole value (False).
     None if another number of ranks could not read it."""
-    if type(local_part(value)) is not Tensor:
+    if is_traceable_wrapper_subclass(local_part(value)):
         return None  # 8-bit states: their blocks cross rows
     if isinstance(value, DTensor):
         same = isinstance(param, DTensor) and value.placements == param.placements

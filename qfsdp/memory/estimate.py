@@ -26,7 +26,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._pytree import tree_leaves
 
+from qfsdp.checkpoint.resume import CheckpointConfig
+from qfsdp.checkpoint.state import Stager, trained_tensors
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.hub import local_folder
 from qfsdp.cli.sizes import parse_size
@@ -37,7 +40,7 @@ from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.world import World
 from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
 from qfsdp.memory.known_models import find_config, stored_formats
-from qfsdp.memory.tracker import MemoryTracker, Point
+from qfsdp.memory.tracker import CHECKPOINT, MemoryTracker, Point
 from qfsdp.modules.adapters import low_rank_linears
 from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.transformer import Decoder
@@ -77,7 +80,8 @@ class Estimate:
         at_peak: bytes by kind of tensor at the peak; their sum is `peak`.
         where: phase ("backward") and module of the peak.
         steady: allocated on the device between steps.
-        host: most offloaded to host memory, by kind of tensor.
+        host: most in host memory, by kind of tensor: what is offloaded and, for a GPU, the copy
+            that checkpoints are written from.
         wire: sent per step, by name of the collective; as much is received.
         moved: copied per step, "to_device", "to_host" and "from_disk".
         timeline: the peaks of all modules in their order.
@@ -176,7 +180,17 @@ def _run(
         for value in state.values():
             for inner in plain_tensors(value) if isinstance(value, Tensor) else ():
                 tracker.follow(inner, OPTIMIZER)
+    saves: CheckpointConfig | None = getattr(cfg, "checkpoint", None)  # None: a loop of your own
+    kept = []
+    if saves is not None and saves.during_training:
+        kept = _checkpoint_copy(saves, model, optimizer, world, tracker)
     step()
+    steady = sum(tracker.now.values())
+    if saves is not None and not kept:
+        with clock.phase("checkpoint save"):
+            kept = _checkpoint_copy(saves, model, optimizer, world, tracker)
+            tracker.note_peak()
+    del kept
     if cfg.sharding.offload_base == "disk":
         tracker.host_peak[RING] = parse_size(cfg.sharding.ring_memory)
     more = cfg.gradient_accumulation_steps - len(batches)
@@ -185,7 +199,7 @@ def _run(
         peak=peak.total,
         at_peak=dict(peak.by_kind),
         where=peak,
-        steady=sum(tracker.now.values()),
+        steady=steady,
         host=dict(+tracker.host_peak),
         wire=tracker.per_step(tracker.wire, more),
         between=tracker.per_step(tracker.between, more),
@@ -210,6 +224,33 @@ def _first_update(
     with clock.phase("optimizer"):
         optimizer.step()
     optimizer.zero_grad(set_to_none=True)
+
+
+def _checkpoint_copy(
+    config: CheckpointConfig,
+    model: nn.Module,
+    optimizer: Optimizer,
+    world: World,
+    tracker: MemoryTracker,
+) -> list[Tensor]:
+    """The host memory that a save leaves behind. It counts for as long as the caller keeps it.
+
+    The copy of plain tensors stays for the next save (`Stager`). Others (of 8-bit optimizers) are
+    copied anew for each save, and are there until it is written: during steps if `asynchronous`.
+
+    Not counted: rank 0 reads what is trained once more to write an adapter, and PyTorch rounds
+    sizes of pinned memory up to powers of two.
+    """
+    with tracker.paused():
+        staged = Stager(world).copy_tensors(trained_tensors(model), optimizer)
+    kept = list(staged.local.values())
+    if config.asynchronous:
+        kept += [value for value in tree_leaves(staged.alone) if isinstance(value, Tensor)]
+    for tensor in kept:
+        tracker.follow(tensor, CHECKPOINT)
+        if tracker.target == "cuda":
+            tracker.in_host_memory(tensor)
+    return kept
 
 
 def _mark_parameters(model: nn.Module, tracker: MemoryTracker) -> None:

@@ -16,7 +16,7 @@ COLUMNS = 300  # of the picture, each a few pixels wide
 # readers can distinguish: blue and green for lasting tensors, warm colours for temporary ones.
 COLOURS = (
     *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
-    *("#DDCC77", "#CC6677", "#882255", "#AA4499"),
+    *("#DDCC77", "#CC6677", "#882255", "#AA4499", "#DDDDDD"),
 )
 
 
@@ -30,7 +30,7 @@ def lines(found: Estimate, device_memory: int | None) -> list[str]:
         whole = format_size(found.reserved)
         text.append(f"with fragmentation, CUDA context and NCCL: about {whole}")
     for title, sizes in (
-        ("host memory per rank, offloaded", found.host),
+        ("host memory per rank", found.host),
         ("sent per rank and step", found.wire),
         ("moved per rank and step", found.moved),
     ):

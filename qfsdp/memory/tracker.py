@@ -47,9 +47,10 @@ _engine = torch.autograd.graph._engine_run_backward.__code__
 # Kinds of tensors, besides those of a real run (`qfsdp.training.memory_usage`).
 GATHERED, ACTIVATIONS = "gathered_parameters", "activations"
 TEMPORARIES, WORKSPACES = "temporaries", "workspace"
+CHECKPOINT = "copy_for_checkpoints"
 KINDS = (
     *(QUANTIZED, PLAIN, TRAINED, OPTIMIZER, GRADIENTS),
-    *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES),
+    *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES, CHECKPOINT),
 )
 SHARDED = {QUANTIZED, PLAIN, TRAINED, GRADIENTS, OPTIMIZER}
 ALLOCATION_UNIT = {"cpu": 1, "cuda": 512}  # bytes: PyTorch's allocators round sizes up to it
@@ -328,11 +329,17 @@ class MemoryTracker(TorchDispatchMode):
         key = (fn, str(given))
         self.launches[self.phase, "launches", self._micro_batch] += 1
         if key not in self._compiled:
-            self._paused = True
-            self._compiled[key] = fn(*args, **kwargs)
-            self._paused = False
+            with self.paused():
+                self._compiled[key] = fn(*args, **kwargs)
         out = tree_map_only(Tensor, lambda t: t.new_empty(t.shape), self._compiled[key])
         return out
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Counts nothing of what a `with` block does."""
+        self._paused = True
+        yield
+        self._paused = False
 
     # ---- reported by other code, not seen as operations --------------------------------------
 

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks.estimate import STEP, STEPS, _peak_within_steps
+from qfsdp.checkpoint.state import Stager, TrainState
 from qfsdp.cli.config import load_config
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.memory.estimate import estimate
@@ -55,9 +56,12 @@ def measured_one(recipe: Any, cfg: Any) -> int:
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batches = [recipe.Batch(tokens, tokens.clone(), tokens.numel())]
         clock = recipe.StepClock(world.device)
-        for _ in range(STEPS):
+        stager = Stager(world)
+        for step in range(STEPS):
             with torch.profiler.record_function(STEP):
                 recipe.train_step(net, optimizer, None, batches, cfg.clip_grad_norm, world, clock)
+            kept = stager.copy(TrainState(net, optimizer, None), step)
+    del kept
     return _peak_within_steps(profiler)
 
 
