@@ -1,15 +1,18 @@
 """A train step of a small mixture of experts: QLoRA against LoRA, and experts against one product.
 
-    python benchmarks/mixture.py [--quick] [--json mixture.json] [--device cpu]
+    python benchmarks/mixture.py [--quick] [--json mixture.json] [--device cpu] [--tokens 16384]
 
-8 experts, 2 of them per token, random weights and tokens. Two ratios, each of a pair in turns:
+8 experts, 2 of them per token, random weights and tokens. Ratios, each of a pair in turns:
 
     qlora_over_lora   tokens per second of a step with an NF4 base, over those with the same base
                       in the compute dtype; LoRA of rank 8 on all linears, experts too
     loop_over_dense   seconds of the experts of a layer, forward and backward to their input, over
                       those of one dense feed-forward with the same FLOPs; plain weights
+    loop_over_grouped the same experts, their rows multiplied expert by expert, over all experts
+                      in one `grouped_mm`; in bf16 only
 
-In bf16; in fp32 on a CPU without bf16 products.
+A step has 16,384 tokens in rows of 1,024 (2,048 with --quick), and so has the layer. In bf16; in
+fp32 on a CPU without bf16 products.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import statistics
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +31,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.timing import Figures, arguments, in_turns, ratios, tell, usual_dtype
 from qfsdp.cli.component import Component
 from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.modules import expert_product
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import add_adapters, init_adapters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
@@ -80,10 +85,9 @@ def train_step(format: str, layers: int, tokens: Tensor, dtype: torch.dtype) -> 
     return step
 
 
-def feed_forwards(
-    rows: int, dtype: torch.dtype, device: str
-) -> tuple[Callable[[], None], Callable[[], None]]:
-    """The experts of a layer, and a dense feed-forward that is as wide as a token's experts."""
+def feed_forwards(rows: int, dtype: torch.dtype, device: str) -> dict[str, Callable[[], None]]:
+    """Forward and backward of a layer's experts in a loop, of the same experts by `grouped_mm`
+    (bf16), and of a dense feed-forward that is as wide as a token's experts."""
     torch.manual_seed(0)
     wide = config_of(1, EXPERTS.top_k * EXPERTS.intermediate_size)
     experts, dense = Experts(wide.hidden_size, EXPERTS), MLP(wide)
@@ -95,23 +99,30 @@ def feed_forwards(
     best = torch.rand(rows, EXPERTS.count, device=device).topk(EXPERTS.top_k)
     weights = best.values.softmax(-1).to(dtype)
 
-    def of_experts() -> None:
-        experts(x, best.indices, weights).sum().backward()
+    def of_experts(grouped: bool) -> None:
+        with mock.patch.object(expert_product, "takes_grouped", lambda *_: grouped):
+            experts(x, best.indices, weights).sum().backward()
 
-    return of_experts, lambda: dense(x).sum().backward()
+    cases = {"loop": lambda: of_experts(False), "dense": lambda: dense(x).sum().backward()}
+    return cases | ({"grouped": lambda: of_experts(True)} if dtype == torch.bfloat16 else {})
 
 
 def main() -> None:
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--tokens", type=int, help="a multiple of 1,024")
+    args = parser.parse_args()
     rounds, layers = (min(args.repeat, 5), 2) if args.quick else (args.repeat, 4)
+    rows = (args.tokens or (2048 if args.quick else 16_384)) // 1024
     name = usual_dtype(args.device)
-    tokens = torch.randint(0, 512, (2, 1024), device=args.device)
+    tokens = torch.randint(0, 512, (rows, 1024), device=args.device)
     given = (layers, tokens, COMPUTE_DTYPES[name])
     steps = in_turns({f: train_step(f, *given) for f in ("nf4", "none")}, rounds, args.device)
-    both = feed_forwards(tokens.numel(), COMPUTE_DTYPES[name], args.device)
-    parts = in_turns(dict(zip(("experts", "dense"), both, strict=True)), rounds, args.device)
+    cases = feed_forwards(tokens.numel(), COMPUTE_DTYPES[name], args.device)
+    parts = in_turns(cases, rounds, args.device)
     found: Figures = ratios("qlora_over_lora", steps["none"], steps["nf4"])
-    found |= ratios("loop_over_dense", parts["experts"], parts["dense"])
+    found |= ratios("loop_over_dense", parts["loop"], parts["dense"])
+    if "grouped" in parts:
+        found |= ratios("loop_over_grouped", parts["loop"], parts["grouped"])
     for key, way in (("qlora", "nf4"), ("lora", "none")):
         found[f"{key}_tokens_per_second"] = tokens.numel() / statistics.median(steps[way])
     print(f"{layers} layers, {tokens.numel()} tokens, {name}, {torch.get_num_threads()} threads")
