@@ -58,6 +58,8 @@ class Config:
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is loaded."""
     check_one_process()
+    if sys.stdin is None or sys.stdin.closed:
+        raise UserError("standard input is closed; expected a terminal, or lines of text")
     cfg.tokenizer.check("tokenizer")
     if cfg.compile and not has_compiler():
         raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")

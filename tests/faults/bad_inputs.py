@@ -126,7 +126,7 @@ def _be_the_command(words: Sequence[str], folder: Path, out: Path, err: Path) ->
         for number, file in ((1, out), (2, err)):
             handle = os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
             os.dup2(handle, number)
-        sys.stdin.close()
+        os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os.chdir(folder)
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY, MEMORY))
         from qfsdp.cli.command import run_command

@@ -52,7 +52,6 @@ WORDS: dict[str, tuple[str, ...]] = {
     "chat": (
         "adapter=/nowhere",
         "adapter={rows}",
-        "system_prompt=[1,2]",
         "sampling.temperature=-1",
         "sampling.max_new_tokens=0",
         "model.path=/nowhere",
@@ -84,7 +83,6 @@ WORDS: dict[str, tuple[str, ...]] = {
         "limits.prompt_tokens=-5",
         "sampling.top_p=0",
         "model.path=/nowhere",
-        "model_name=[x]",
         "no_such_key=1",
     ),
     "export": (

@@ -143,6 +143,10 @@ def test_mistakes_are_told_before_anything_is_loaded(recipe: ModuleType, model_d
         patch.setenv("WORLD_SIZE", "2")
         with pytest.raises(UserError, match="--nproc_per_node: 2 ranks; expected 1"):
             recipe.check(config(recipe, model_dir))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("sys.stdin", None)  # `qfsdp chat ... <&-`
+        with pytest.raises(UserError, match="standard input is closed"):
+            recipe.check(config(recipe, model_dir))
 
 
 @pytest.mark.slow

@@ -154,6 +154,7 @@ def test_other_recipes_refuse_preferences(folder: Path, tmp_path: Path) -> None:
         (["loss=kto"], "loss: 'qfsdp.training.preference_losses.kto' needs answers with labels"),
         (["validation.sets.seen.labels=true"], "validation.sets.seen: loss: "),
         (["reference_logprobs=cached"], "expected live, cache, or a folder with a /"),
+        ([f"reference_logprobs={__file__}/x"], "expected a folder, not a file or a path in a file"),
         (["validation.metric=held_out/accuracy"], "expected held_out, seen, SET/rewards/accuracy"),
         (
             ["validation.sets.seen._component_=tests.toy_data.Samples"],
