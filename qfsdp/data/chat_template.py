@@ -19,7 +19,7 @@ from typing import Any
 
 from qfsdp.cli.errors import UserError
 
-SECONDS = 5  # of processor time for one conversation; a conversation of 4 MB takes 0.1
+SECONDS = 2  # of processor time for one conversation; a conversation of 4 MB takes 0.1
 MEGABYTES = 1024
 CHARACTERS = 2**25
 _PROGRAM = Path(__file__).with_name("template_process.py")
