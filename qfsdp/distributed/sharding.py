@@ -202,8 +202,7 @@ def _offload_base(model: Decoder, config: ShardingConfig, world: World) -> None:
     the output layer stay on the device, except a quantized output layer.
     """
     store = HostStore if config.offload_base == "cpu" else DiskStore
-    single = mesh_shape(config, world.size, world.local_size)[1] == 1  # FSDP2 does not prefetch
-    ahead = DeviceAhead(world.device) if single else None
+    ahead = DeviceAhead(world.device) if copies_ahead(config, world) else None
     for name, module in list(model.named_modules()):
         if isinstance(module, nn.Linear) and name != "lm_head" and not module.weight.requires_grad:
             module = QuantizedLinear(module.weight, module.bias)
@@ -222,6 +221,12 @@ def _offload_base(model: Decoder, config: ShardingConfig, world: World) -> None:
         if config.wrap == "decoder_layer":
             unit = ".".join(name.split(".")[:3])  # model.layers.7
         module.weight = nn.Parameter(weight.keep_in(store(unit, ahead)), requires_grad=False)
+
+
+def copies_ahead(config: ShardingConfig, world: World) -> bool:
+    """Whether `DeviceAhead` copies the offloaded weights: on one rank FSDP2 does not prefetch."""
+    single = mesh_shape(config, world.size, world.local_size)[1] == 1
+    return config.offload_base != "none" and single
 
 
 def quantized_bytes(model: nn.Module) -> int:
