@@ -87,6 +87,10 @@ def show_table(fitting: Sequence[Trial]) -> None:
     for name, *cells in rows:
         padded = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         print("  ".join([name.ljust(widths[0]), *padded]))
+    print(
+        "\nper GPU: with fragmentation, CUDA context and NCCL, as estimate_memory says below its "
+        "peak\nhost RAM: of a machine, with 3 GiB for each process"
+    )
 
 
 def show_best(best: Trial) -> None:

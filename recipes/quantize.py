@@ -22,6 +22,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.quantize import Layout, quantize_folder, quantized_model
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
+from qfsdp.cli.config import get_key
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.launch import launch
 from qfsdp.distributed.world import init_world
@@ -44,8 +45,24 @@ class Config:
             raise InvalidField("max_file_bytes", self.max_file_bytes, "a number of bytes above 0")
 
 
+# Keys of the two sections that are for runs which load the folder.
+OF_RUNS = {
+    "model.dtype": "bf16",
+    "model.quantize_cache": None,
+    "model.router_aux_loss": None,
+    "quantization.expert_chunk": "1GiB",
+    "quantization.compute": "bf16",
+}
+
+
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is read."""
+    for key, default in OF_RUNS.items():
+        if (value := get_key(cfg, key)) != default:
+            raise UserError(
+                f"{key}: {value!r} changes nothing of a quantized folder; expected it in the "
+                "config of a run that loads the folder"
+            )
     if cfg.quantization.format == "none":
         raise UserError("quantization.format: 'none' quantizes nothing; expected nf4 or hqq")
     if cfg.layout == "bnb" and not cfg.quantization.format.startswith("nf4"):

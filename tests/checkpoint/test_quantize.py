@@ -309,6 +309,11 @@ def test_training_from_the_cache_is_the_same(smollm2_dir: Path, tmp_path: Path) 
         (["output_dir=${model.path}"], "is model.path; expected another folder"),
         (["layout=gguf"], "expected one of 'qfsdp', 'bnb'"),
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid"),
+        (["quantization.compute=fp8"], "compute: 'fp8' changes nothing of a quantized folder; exp"),
+        (["quantization.expert_chunk=1MiB"], "expert_chunk: '1MiB' changes nothing"),
+        (["model.dtype=fp32"], "model.dtype: 'fp32' changes nothing"),
+        (["model.quantize_cache=x"], "model.quantize_cache: 'x' changes nothing"),
+        (["model.router_aux_loss=0.1"], "model.router_aux_loss: 0.1 changes nothing"),
     ],
 )
 def test_mistakes_are_reported_before_anything_is_read(

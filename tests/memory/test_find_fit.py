@@ -50,10 +50,26 @@ def test_the_best_is_a_config_that_fits(tmp_path: Path) -> None:
     assert estimate_fast(recipe.build_model, recipe.train_step, cfg, 2).reserved <= parse_size(
         "1GiB"
     )
+    assert _per_gpu(table[0]) == _estimated(tmp_path, *training, *words[1].split(), "world_size=2")
     yaml = done.stdout.partition("in the config:\n\n")[2].partition("\n\n")[0]
     for word in words[1].split():
         key, _, value = word.partition("=")
         assert re.search(rf"^ *{key.split('.')[-1]}: {value}$", yaml, re.MULTILINE)
+
+
+def _per_gpu(row: str) -> str:
+    """What a row of find_fit's table says of a GPU: "830.12 MiB"."""
+    return re.split(r"  +", row)[2].strip()
+
+
+def _estimated(folder: Path, *words: str) -> str:
+    """What estimate_memory says of the same config, beside its peak."""
+    words = (*words, f"picture={folder}/step.png")
+    done = find_fit(*words, recipe="recipes/estimate_memory")
+    assert done.returncode == 0, done.stderr
+    found = re.search(r"with fragmentation, CUDA context and NCCL: about (.*)", done.stdout)
+    assert found is not None, done.stdout
+    return found[1]
 
 
 @pytest.mark.long
