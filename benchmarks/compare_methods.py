@@ -103,8 +103,8 @@ class Task:
     seeds: int = 3
     steps: int = 30
     batch_size: int = 8
-    asked: int = 300
-    losses: int = 200
+    asked: int = 150
+    losses: int = 150
     new_tokens: int = 64
 
 
@@ -122,7 +122,7 @@ def tasks_in(work: Path, gsm8k: Path | None, quick: bool) -> list[Task]:
     found = [Task("arithmetic", train, chosen_by, test, **sizes)]
     if gsm8k is not None and not quick:
         train, test = gsm8k / "train.jsonl", gsm8k / "test.jsonl"  # rates are not chosen by it
-        found.append(Task("gsm8k", train, train, test, 3, 12, 8, 60, 150, 128))
+        found.append(Task("gsm8k", train, train, test, 3, 16, 4, 40, 150, 96))
     return found
 
 
