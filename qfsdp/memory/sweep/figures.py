@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any
 
 from qfsdp.memory.sweep.cells import Cell
+from qfsdp.memory.sweep.results import DONE
 from qfsdp.memory.sweep.tables import COLUMNS, axes_of
 from qfsdp.training.report.charts import COLOURS, Chart, Line, Point, is_geometric, needs_log
 
@@ -24,7 +25,9 @@ def charts_of(
     """File name without suffix -> chart, for each number and each axis with several values.
 
     Lines stand for the values of further axes, those of words first, as long as there are colours;
-    other axes keep their middle value, which the title names. Cells of points are left out.
+    other axes keep one value, which the title names: of numbers the middle one, of words the one
+    with the most cells that fit. Lines without a result, charts of a single value and cells of
+    points are left out.
 
     Args:
         results: with costs, by the cells' keys.
@@ -38,7 +41,7 @@ def charts_of(
     for axis, measure in product(values, (*MEASURES, *scores)):
         limit = (device_gib, "memory of a GPU") if measure == "memory_gib" and device_gib else None
         chart = _chart(cells, results, values, axis, measure, limit)
-        if not chart.is_empty:
+        if len({x for line in chart.lines for x, y in line.points if y is not None}) > 1:
             name = f"{measure}_over_{axis}".replace("/", "_").replace(" ", "_").replace(".", "_")
             charts[name] = chart
     return charts
@@ -61,7 +64,8 @@ def _chart(
     measure: str,
     limit: tuple[float, str] | None,
 ) -> Chart:
-    lines_of, fixed = _split(values, axis)
+    fit = [cell for cell in cells if results[cell.key]["status"] in DONE]
+    lines_of, fixed = _split(values, axis, fit)
     xs = values[axis]
     numeric = all(map(is_number, xs))
     xs = sorted(xs) if numeric else xs
@@ -69,7 +73,8 @@ def _chart(
     for chosen in product(*(values[name] for name in lines_of)):
         wanted = fixed | dict(zip(lines_of, chosen, strict=True))
         points = list(_points(cells, results, axis, xs, wanted, measure, numeric))
-        lines.append(Line(", ".join(map(str, chosen)), points, dots=True))
+        if any(y is not None for _, y in points):
+            lines.append(Line(", ".join(map(str, chosen)), points, dots=True))
     says = ", ".join(f"{name} {value}" for name, value in fixed.items())
     label = COLUMNS.get(measure, measure)
     log_x = numeric and is_geometric(xs)
@@ -93,8 +98,10 @@ def _is_near(limit: float, lines: Sequence[Line]) -> bool:
     return bool(ys) and limit < 2 * max(ys)
 
 
-def _split(values: dict[str, list[Any]], axis: str) -> tuple[list[str], dict[str, Any]]:
-    """The axes whose values are lines, and the middle value of the others."""
+def _split(
+    values: dict[str, list[Any]], axis: str, fit: Sequence[Cell]
+) -> tuple[list[str], dict[str, Any]]:
+    """The axes whose values are lines, and one value of each other axis."""
     others = [name for name in values if name != axis]
     others.sort(key=lambda name: all(map(is_number, values[name])))  # words first
     lines_of: list[str] = []
@@ -102,6 +109,10 @@ def _split(values: dict[str, list[Any]], axis: str) -> tuple[list[str], dict[str
         if math.prod(len(values[one]) for one in [*lines_of, name]) <= len(COLOURS):
             lines_of.append(name)
     fixed = {name: values[name][len(values[name]) // 2] for name in others if name not in lines_of}
+    for name, middle in fixed.items():
+        if not all(map(is_number, values[name])):
+            fitting = [_shown(cell, name) for cell in fit]
+            fixed[name] = max([middle, *values[name]], key=fitting.count)  # the middle if equal
     return lines_of, fixed
 
 
@@ -116,7 +127,11 @@ def _points(
 ) -> Iterator[Point]:
     for cell in cells:
         if all(_shown(cell, name) == value for name, value in wanted.items()):
-            row, x = results[cell.key], _shown(cell, axis)
-            score = row.get("scores", {}).get(measure)
-            value = score[0] if score else row.get(measure)
-            yield (x if numeric else xs.index(x)), value
+            x = _shown(cell, axis)
+            yield (x if numeric else xs.index(x)), _value(results[cell.key], measure)
+
+
+def _value(row: Row, measure: str) -> float | None:
+    score = row.get("scores", {}).get(measure)
+    found: float | None = score[0] if score else row.get(measure)
+    return found

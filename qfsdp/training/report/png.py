@@ -16,7 +16,7 @@ def write_png(chart: Chart, path: Path) -> None:
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.ticker import NullLocator
+    from matplotlib.ticker import LogFormatter, NullLocator
 
     drawn = Figure(figsize=(7, 4.2), layout="constrained")
     FigureCanvasAgg(drawn)
@@ -33,6 +33,8 @@ def write_png(chart: Chart, path: Path) -> None:
         axes.set_xscale("log", base=2 if chart.ticks else 10)
     if chart.log_y:
         axes.set_yscale("log")
+        for formatted in (axes.yaxis.set_major_formatter, axes.yaxis.set_minor_formatter):
+            formatted(LogFormatter())  # 20, not 2 x 10^1
     if chart.ticks:
         axes.set_xticks(list(chart.ticks), chart.names or [number(x) for x in chart.ticks])
         axes.xaxis.set_minor_locator(NullLocator())
@@ -45,7 +47,7 @@ def write_png(chart: Chart, path: Path) -> None:
     axes.set(title=chart.title, xlabel=chart.x, ylabel=chart.y)
     axes.grid(alpha=0.3)
     if any(line.name for line in chart.lines):
-        axes.legend(frameon=False, fontsize=8)
+        axes.legend(edgecolor="none", fontsize=8)
     path.parent.mkdir(parents=True, exist_ok=True)
     with whole_file(path) as partial:
         drawn.savefig(partial, dpi=110, format="png")
