@@ -118,7 +118,9 @@ def tasks_in(work: Path, gsm8k: Path | None, quick: bool) -> list[Task]:
     cuts = (0, 2000, 2040, len(problems))
     for index, file in enumerate((train, chosen_by, test)):
         rows = problems[cuts[index] : cuts[index + 1]]
-        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+        text = "".join(json.dumps(row) + "\n" for row in rows)
+        if not file.exists() or file.read_text() != text:  # another call may read it
+            file.write_text(text)
     found = [Task("arithmetic", train, chosen_by, test, **sizes)]
     if gsm8k is not None and not quick:
         train, test = gsm8k / "train.jsonl", gsm8k / "test.jsonl"  # rates are not chosen by it
