@@ -110,5 +110,5 @@ def finished_sections(folder: Path, prices: dict[str, Price]) -> list[Section]:
 
 
 def _table_section(title: str, note: str, head: list[str], rows: list[list[str]]) -> Section:
-    body = table(head, [[escape(cell) for cell in row] for row in rows], left=2)
+    body = table(head, [[escape(cell) for cell in row] for row in rows], left=1)
     return Section(title, (f'<p class="soft">{escape(note)}</p>' if note else "") + body)

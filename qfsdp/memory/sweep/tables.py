@@ -67,19 +67,21 @@ def shorter(text: str) -> str:
 
 
 def rows_of_comparison(found: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: the point, ours, published, the ratio, and where it was published."""
-    axes = list(dict.fromkeys(axis for one in found for axis in one.point))
-    head = [*axes, "figure", "ours", "published", "ours / published", "source"]
+    """Head and rows: ours, published, the ratio, the point, and where it was published."""
+    points = [{axis: str(value) for axis, value in one.point.items()} for one in found]
+    axes = dict.fromkeys(axis for point in points for axis in point)
+    told = [axis for axis in axes if len({point.get(axis, "") for point in points}) > 1]
+    head = ["figure", "ours", "published", "ours / published", *told, "source"]
     rows = [
         [
-            *(str(one.point.get(axis, "")) for axis in axes),
             COLUMNS[one.measure],
             "none" if one.ours is None else number(one.ours),
             "out of memory" if one.theirs is None else number(one.theirs),
             "" if one.ratio is None else f"{one.ratio:.2f}",
+            *(point.get(axis, "") for axis in told),
             f"{one.source} ({one.date})",
         ]
-        for one in found
+        for one, point in zip(found, points, strict=True)
     ]
     return head, rows
 
