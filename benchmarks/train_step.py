@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py [--quick] [--json step.json] [--model FOLDER] [--device cuda]
                                     [--dtype fp32] [--only ours,peft_qlora] [--eager]
-                                    [--steps 7] [--warmup 3]
+                                    [--steps 7] [--warmup 3] [--before FOLDER]
 
 Contestants, in groups that fit into memory together:
 
@@ -11,6 +11,7 @@ Contestants, in groups that fit into memory together:
     peft_lora, peft_qlora, peft_qdora   PEFT and bitsandbytes (NF4, double quantization) on a
                                         transformers model, in bf16 under autocast
     torchtune_lora, torchtune_qlora     the setup of its `lora_finetune_single_device`
+    before_lora, _qlora, _qdora         ours in another checkout, with --before; then no others run
 
 bf16 (fp32 on a CPU without bf16 products), alpha 32, adapters on every linear of every layer,
 random tokens with a target at every position, gradients clipped to norm 1, fused AdamW. Each
@@ -26,6 +27,7 @@ Keys of the JSON file. `tokens` is our tokens per second over the peer's. Ratios
     qlora_over_lora_tokens                              ours
     qlora_over_peft_tokens, qdora_over_peft_tokens, lora_over_peft_tokens, memory_over_peft
     qlora_over_torchtune_tokens, lora_over_torchtune_tokens, memory_over_torchtune
+    lora_over_before_time, qlora_, qdora_               ours; `_cpu` with CPU seconds
     max_loss_difference, max_loss_difference_torchtune  largest of any step; torchtune's adapters
                                                         have the dtype of products
     NAME_seconds, NAME_tokens_per_second                medians
@@ -63,6 +65,7 @@ from examples.demo.smollm2 import prepare_model
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 
+ROOT = Path(__file__).resolve().parent.parent
 Answer = dict[str, float]
 
 # An idle process keeps its heap: 2.4 GB (ours) to 4.6 GB (PEFT's QDoRA) at 4 x 512 tokens.
@@ -73,6 +76,8 @@ GROUPS = (
     ("ours_lora", "torchtune_lora"),
     ("ours_qlora_rank64", "ours_qdora_rank64"),
 )
+METHODS = ("lora", "qlora", "qdora")
+BEFORE_GROUPS = tuple((f"ours_{method}", f"before_{method}") for method in METHODS)
 # Seconds of the first over seconds of the second.
 TIME_RATIOS = {
     "qdora_over_qlora_time": ("ours_qdora", "ours_qlora"),
@@ -83,7 +88,7 @@ TIME_RATIOS = {
     "lora_over_peft_tokens": ("peft_lora", "ours_lora"),
     "qlora_over_torchtune_tokens": ("torchtune_qlora", "ours_qlora"),
     "lora_over_torchtune_tokens": ("torchtune_lora", "ours_lora"),
-}
+} | {f"{m}_over_before_time": (f"ours_{m}", f"before_{m}") for m in METHODS}
 MEMORY_RATIOS = {
     "qdora_over_qlora_memory": ("ours_qdora", "ours_qlora"),
     "qdora_over_qlora_memory_rank64": ("ours_qdora_rank64", "ours_qlora_rank64"),
@@ -114,7 +119,7 @@ RANDOM_MODEL = {
 class Contestant:
     """A process that runs `train_step_worker.py`."""
 
-    def __init__(self, name: str, job: Job, python: Path) -> None:
+    def __init__(self, name: str, job: Job, python: Path, checkout: Path) -> None:
         self.name = name
         self._log = tempfile.TemporaryFile("w+")  # noqa: SIM115  (closed with the process)
         # OpenMP threads spin while they wait for each other. With another process on a core, long
@@ -123,7 +128,7 @@ class Contestant:
         environment = os.environ | {"HF_HUB_OFFLINE": "1", "GOMP_SPINCOUNT": "20000"}
         if job.device == "cpu":
             environment["CUDA_VISIBLE_DEVICES"] = ""
-        worker = Path(__file__).with_name("train_step_worker.py")
+        worker = checkout / "benchmarks" / "train_step_worker.py"
         self._process = subprocess.Popen(
             [python, worker, json.dumps(asdict(job))],
             stdin=subprocess.PIPE,
@@ -160,7 +165,7 @@ def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
     """The job of a name such as `ours_qdora_rank64`: library, method, and rank if it differs."""
     library, kind, *rank = name.split("_")
     return Job(
-        library=library,  # type: ignore[arg-type]
+        library=library.replace("before", "ours"),  # type: ignore[arg-type]
         method="dora" if kind.endswith("dora") else "lora",
         base="nf4" if kind.startswith("q") else "none",
         rank=int(rank[0].removeprefix("rank")) if rank else args.rank,
@@ -169,7 +174,7 @@ def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
         seq=args.seq,
         device=args.device,
         dtype=args.dtype,
-        compile=not args.eager and library == "ours",
+        compile=not args.eager and library in ("ours", "before"),
     )
 
 
@@ -180,7 +185,9 @@ def run_group(
     with ExitStack() as stack:
         running = {}
         for name in names:
-            contestant = Contestant(name, job_of(name, model, args), pythons[name.split("_")[0]])
+            library = name.split("_")[0]
+            checkout = args.before if library == "before" else ROOT
+            contestant = Contestant(name, job_of(name, model, args), pythons[library], checkout)
             stack.callback(contestant.close)
             running[name] = contestant
         running = {name: c for name, c in running.items() if c.answer() is not None}
@@ -213,6 +220,9 @@ def figures(groups: list[dict[str, list[Answer]]], warmup: int, tokens: int) -> 
                 ratios = [a / b for a, b in zip(seconds[over], seconds[under], strict=True)]
                 new[key] = statistics.median(ratios)
                 new |= {f"{key}_min": min(ratios), f"{key}_max": max(ratios)}
+                if under.startswith("before"):
+                    pairs = zip(group[over][warmup:], group[under][warmup:], strict=True)
+                    new[f"{key}_cpu"] = statistics.median(a["cpu"] / b["cpu"] for a, b in pairs)
         for key, (over, under) in MEMORY_RATIOS.items():
             if over in group and under in group:
                 new[key] = peaks[over] / peaks[under]
@@ -252,7 +262,7 @@ def chosen_groups(only: list[str], available: Iterable[str]) -> list[list[str]]:
     """The groups without contestants that are not chosen or cannot run. A contestant that is left
     alone in a group stays only if no other group has it."""
     kept = []
-    for group in GROUPS:
+    for group in BEFORE_GROUPS if "before" in available else GROUPS:
         left = [n for n in group if n.split("_")[0] in available]
         kept.append([n for n in left if not only or n in only or n.split("_")[0] in only])
     paired = {name for left in kept if len(left) > 1 for name in left}
@@ -298,6 +308,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seq", type=int, default=512, help="tokens of a sample")
     parser.add_argument("--steps", type=int, default=7, help="that are timed")
     parser.add_argument("--warmup", type=int, help="before them; default: 3, eager 2, quick 1")
+    parser.add_argument("--before", type=Path, help="a checkout to compare with")
     parser.add_argument("--eager", action="store_true", help="do not compile our layers")
     args = parser.parse_args()
     if args.quick:
@@ -312,9 +323,12 @@ def main() -> None:
     args = arguments()
     model = args.model or prepare_model(cache_dir())
     pythons: dict[str, Path] = {"ours": Path(sys.executable)}
-    for peer in (PEFT,) if args.quick else (PEFT, TORCHTUNE):
+    peers = () if args.before else (PEFT,) if args.quick else (PEFT, TORCHTUNE)
+    for peer in peers:
         if (python := python_for(peer)) is not None:
             pythons[peer.name] = python
+    if args.before:
+        pythons["before"] = pythons["ours"]
     groups = chosen_groups([name for name in args.only.split(",") if name], pythons)
     results, tokens = [], args.batch * args.seq
     with tempfile.TemporaryDirectory() as scratch:
@@ -326,7 +340,8 @@ def main() -> None:
             results.append(run_group(group, folder, pythons, args))
             print_group(results[-1], args.warmup, tokens)
     found = figures(results, args.warmup, tokens)
-    for key in (*TIME_RATIOS, *MEMORY_RATIOS, *LOSS_DIFFERENCES.values()):
+    keys = [k for name in TIME_RATIOS for k in (name, f"{name}_cpu")]
+    for key in (*keys, *MEMORY_RATIOS, *LOSS_DIFFERENCES.values()):
         if key in found:
             ends = [f"{found[k]:.3f}" for k in (f"{key}_min", f"{key}_max") if k in found]
             print(f"{key} {found[key]:.4g}" + (f" ({' to '.join(ends)})" if ends else ""))

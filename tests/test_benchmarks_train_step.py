@@ -41,6 +41,18 @@ def test_ratios_compare_the_steps_of_a_turn_in_the_first_group() -> None:
     assert "lora_over_peft_tokens" not in found
 
 
+def test_another_checkout_is_compared_by_seconds_and_by_cpu_seconds() -> None:
+    assert chosen_groups([], ["ours", "before"])[0] == ["ours_lora", "before_lora"]
+    group = {
+        "ours_lora": steps([1.0, 3.0, 2.0], [1.0] * 4),
+        "before_lora": steps([2.0, 3.0, 1.0], [1.0] * 4),
+    }
+    group["before_lora"][1]["cpu"] = 20.0  # one of three
+    found = figures([group], warmup=1, tokens=1)
+    assert found["lora_over_before_time"] == found["lora_over_before_time_cpu"] == 1.0
+    assert found["lora_over_before_time_max"] == 2.0
+
+
 def test_groups_leave_out_contestants_that_cannot_run() -> None:
     groups = chosen_groups([], ["ours", "peft"])
     assert ["ours_qlora", "ours_lora", "peft_lora"] in groups
