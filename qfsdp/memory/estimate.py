@@ -38,9 +38,10 @@ from qfsdp.data.preference_batch import full_preferences
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import copies_ahead, shard_model
 from qfsdp.distributed.world import World
+from qfsdp.memory.graph_pools import are_captured, kept_by_graphs
 from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
 from qfsdp.memory.known_models import find_config, stored_formats
-from qfsdp.memory.tracker import CHECKPOINT, MemoryTracker, Point
+from qfsdp.memory.tracker import CHECKPOINT, GRAPHS, MemoryTracker, Point
 from qfsdp.modules.adapters import low_rank_linears
 from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.transformer import Decoder
@@ -134,7 +135,7 @@ def estimate(
         UserError: the model is not known, or the config does not fit it or the number of ranks.
         RuntimeError: this process has a process group already.
     """
-    cfg = replace(cfg, compile=False)
+    compiled, cfg = cfg.compile, replace(cfg, compile=False)
     with ExitStack() as stack:
         folder, formats = stack.enter_context(model_folder(cfg.model.path, layers))
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
@@ -149,7 +150,10 @@ def estimate(
         stack.enter_context(tracker.following(model))
         # torchao's optimizers compile their step; here it runs uncompiled.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        return _run(train_step, cfg, model, world, tracker)
+        found = _run(train_step, cfg, model, world, tracker)
+        if are_captured(replace(cfg, compile=compiled), model, world, target):
+            found = _with_graphs(found)
+        return found
 
 
 def _run(
@@ -210,6 +214,25 @@ def _run(
         launches=sum(tracker.per_step(tracker.launches, more).values()),
         timeline=tracker.points,
         reserved=reserved_bytes(peak.total) if tracker.target == "cuda" else 0,
+    )
+
+
+def _with_graphs(found: Estimate) -> Estimate:
+    """The estimate with a row for what CUDA graphs keep."""
+    more, at_rest = kept_by_graphs(found.timeline, found.steady)
+
+    def added(point: Point) -> Point:
+        return replace(point, by_kind=point.by_kind | {GRAPHS: more})
+
+    timeline, where = [added(point) for point in found.timeline], added(found.where)
+    return replace(
+        found,
+        peak=where.total,
+        at_peak=dict(where.by_kind),
+        where=where,
+        steady=found.steady + at_rest,
+        timeline=timeline,
+        reserved=reserved_bytes(where.total),
     )
 
 

@@ -47,10 +47,10 @@ _engine = torch.autograd.graph._engine_run_backward.__code__
 # Kinds of tensors, besides those of a real run (`qfsdp.training.memory_usage`).
 GATHERED, ACTIVATIONS = "gathered_parameters", "activations"
 TEMPORARIES, WORKSPACES = "temporaries", "workspace"
-CHECKPOINT = "copy_for_checkpoints"
+CHECKPOINT, GRAPHS = "copy_for_checkpoints", "kept_by_cuda_graphs"
 KINDS = (
     *(QUANTIZED, PLAIN, TRAINED, OPTIMIZER, GRADIENTS),
-    *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES, CHECKPOINT),
+    *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES, CHECKPOINT, GRAPHS),
 )
 SHARDED = {QUANTIZED, PLAIN, TRAINED, GRADIENTS, OPTIMIZER}
 ALLOCATION_UNIT = {"cpu": 1, "cuda": 512}  # bytes: PyTorch's allocators round sizes up to it

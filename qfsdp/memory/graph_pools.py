@@ -1,0 +1,59 @@
+"""Memory that CUDA graphs keep, worked out from a dry run of a step without them.
+
+A graph has a pool of its own, which PyTorch fills while it captures and which no other code uses
+as long as the graph exists (PyTorch's notes on CUDA, "Graph memory management"). Within a capture
+freed memory is used again. So a pool is assumed to be as large as the most that its part of a
+step allocates at once:
+
+    micro-batch   the peak of forward and backward above what lasts: activations, temporaries
+    norm_refresh  its own peak: it cannot use what the micro-batch has freed
+    workspace     one of cuBLAS, for the stream of captures
+    gradients     stay allocated, as graphs add to them
+
+What runs between graphs (clipping, the optimizer) cannot use the pools either, and comes on top.
+Fragmentation within a pool is in the allowance for all memory. None of this was measured: no graph
+of this code has been captured on a GPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from qfsdp.distributed.world import World
+from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
+from qfsdp.memory.tracker import GRADIENTS, Point
+from qfsdp.modules.transformer import Decoder
+from qfsdp.training.cuda_graphs import why_not
+
+CAPTURED = ("forward", "backward", "norm_refresh")  # phases of a step
+
+
+def are_captured(cfg: Any, model: Decoder, world: World, target: Target) -> bool:
+    """Whether a run captures its steps. `world` is a dry run's; one rank has no mesh in a run."""
+    mesh = None if world.size == 1 else world.mesh
+    of_run = replace(world, device=torch.device(target), mesh=mesh)
+    return bool(getattr(cfg, "cuda_graphs", False)) and why_not(model, of_run, cfg) is None
+
+
+def kept_by_graphs(points: Sequence[Point], steady: int) -> tuple[int, int]:
+    """What graphs add to the peak of a step, and to what is allocated between steps, in bytes.
+
+    Args:
+        points: of a step without graphs.
+        steady: allocated between steps without graphs.
+    """
+
+    def above(phases: Collection[str]) -> int:
+        chosen = (point for point in points if point.phase in phases)
+        most = max((p.total - p.by_kind.get(GRADIENTS, 0) for p in chosen), default=steady)
+        return max(0, most - steady)
+
+    gradients = max(point.by_kind.get(GRADIENTS, 0) for point in points)
+    pools = above(("forward", "backward")) + above(("norm_refresh",)) + CUBLAS_WORKSPACES // 2
+    between = above({point.phase for point in points} - set(CAPTURED))
+    whole = steady + gradients + pools + between
+    return whole - max(point.total for point in points), gradients + pools
