@@ -29,7 +29,8 @@ from qfsdp.memory.tracker import GRADIENTS, Point
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.cuda_graphs import why_not
 
-CAPTURED = ("forward", "backward", "norm_refresh")  # phases of a step
+# Phases of a step. Without a phase: between forward and backward, with all activations.
+MICRO_BATCH, NORMS = ("forward", "", "backward"), ("norm_refresh",)
 
 
 def are_captured(cfg: Any, model: Decoder, world: World, target: Target) -> bool:
@@ -53,7 +54,7 @@ def kept_by_graphs(points: Sequence[Point], steady: int) -> tuple[int, int]:
         return max(0, most - steady)
 
     gradients = max(point.by_kind.get(GRADIENTS, 0) for point in points)
-    pools = above(("forward", "backward")) + above(("norm_refresh",)) + CUBLAS_WORKSPACES // 2
-    between = above({point.phase for point in points} - set(CAPTURED))
+    pools = above(MICRO_BATCH) + above(NORMS) + CUBLAS_WORKSPACES // 2
+    between = above({point.phase for point in points} - {*MICRO_BATCH, *NORMS})
     whole = steady + gradients + pools + between
     return whole - max(point.total for point in points), gradients + pools

@@ -26,6 +26,7 @@ def test_pools_are_added_up() -> None:
     lasting = {TRAINED: 100}
     points = [
         Point("forward", "layer", 1, lasting | {ACTIVATIONS: 40}),
+        Point("", "", 1, lasting | {ACTIVATIONS: 45}),
         Point("backward", "layer", 2, lasting | {ACTIVATIONS: 50, GRADIENTS: 10}),
         Point("optimizer", "", 3, lasting | {GRADIENTS: 20, "temporaries": 7}),
         Point("norm_refresh", "", 4, lasting | {"temporaries": 30}),
