@@ -1,7 +1,7 @@
 """Is the finetuned SmolLM2-135M-Instruct better than its base? Asks two judges on this machine.
 
-    python -m examples.judge.run [--output-dir runs/judge] [--updates 60] [--questions 40]
-                                 [--tokens 96] [--kill-after 150]
+    python -m examples.judge.run [--output-dir runs/judge] [--updates 32] [--questions 40]
+                                 [--tokens 64] [--kill-after 150]
 
 Trains a QDoRA adapter on arithmetic word problems, serves base and adapter with `qfsdp serve`, and
 compares their answers to generated questions by `recipes/judge`, each pair in both orders:
@@ -89,7 +89,12 @@ def judging(
     """The command of a comparison; one folder for both judges, as answers are kept there."""
     url, name = judge
     words = ["--config", "configs/judge.yaml", f"output_dir={folder}", f"max_questions={questions}"]
-    words += [f"judge.url={url}", f"judge.model={name}", f"judge.max_tokens={tokens}"]
+    words += [
+        "in_flight=32",
+        f"judge.url={url}",
+        f"judge.model={name}",
+        f"judge.max_tokens={tokens}",
+    ]
     for candidate in ("base", "tuned"):
         words += [
             f"candidates.{candidate}.url={server}",
@@ -102,9 +107,9 @@ def judging(
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/judge"), help="of all files")
-    parser.add_argument("--updates", type=int, default=60, help="of the adapter, 8 problems each")
+    parser.add_argument("--updates", type=int, default=32, help="of the adapter, 8 problems each")
     parser.add_argument("--questions", type=int, default=40, help="generated ones")
-    parser.add_argument("--tokens", type=int, default=96, help="of an answer, at most")
+    parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--kill-after", type=int, default=150, help="exchanges; 0: never")
     args = parser.parse_args()
     quiet_torchao()
