@@ -49,6 +49,7 @@ from benchmarks.timing import (
     table,
     tell,
     usual_dtype,
+    write_figures,
 )
 from examples.demo import cache_dir
 from examples.demo.smollm2 import prepare_model
@@ -216,6 +217,8 @@ def main() -> None:
         for method in ("lora", "dora") if not args.no_peers else ():
             key = f"{method}_over_peft_{method}/{batch}"
             figures |= ratios(key, times[f"peft_{method}"], times[method])
+        write_figures(args.json, figures)
+        print(f"batch {batch}: measured", flush=True)
     table(rows + [[one, *of_one] for one, of_one in cells.items()])
     tell(figures, args.json)
 
