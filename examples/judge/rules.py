@@ -63,12 +63,15 @@ def start_judge() -> str:
     """Serves the judge from a thread of this process; returns its URL."""
     import uvicorn
     from starlette.applications import Starlette
-    from starlette.requests import Request
-    from starlette.responses import JSONResponse
+    from starlette.requests import ClientDisconnect, Request
+    from starlette.responses import JSONResponse, Response
     from starlette.routing import Route
 
-    async def complete(request: Request) -> JSONResponse:
-        given: dict[str, Any] = await request.json()
+    async def complete(request: Request) -> Response:
+        try:
+            given: dict[str, Any] = await request.json()
+        except ClientDisconnect:  # killed while it was asking
+            return Response(status_code=400)
         message = {"role": "assistant", "content": verdict(given["messages"][-1]["content"])}
         choice = {"index": 0, "message": message, "finish_reason": "stop"}
         about = {"id": "rules", "object": "chat.completion", "created": 0, "model": "rules"}

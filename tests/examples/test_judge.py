@@ -56,4 +56,5 @@ def test_the_comparison_is_killed_and_goes_on(smollm2_dir: Path, tmp_path: Path)
         counts = ("wins", "losses", "ties", "contradictions")
         # 3 turns in both orders.
         assert 2 * sum(games[key] for key in counts) <= 6 and games["no_verdict"] <= 6
+    assert "Traceback" not in done.stdout + done.stderr
     assert "killed with" in done.stdout and "known before" in done.stdout
