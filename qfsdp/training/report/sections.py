@@ -320,7 +320,7 @@ def answers(evaluations: Sequence[Evaluation], most: int = 12) -> list[list[str]
 
 
 def answer(text: str, right: bool) -> str:
-    return f'<b class="{"right" if right else "wrong"}">{"right" if right else "wrong"}</b> ' + (
+    return f'<b class="{"right" if right else "wrong"}">{"right" if right else "wrong"}</b><br>' + (
         text_cell(text)
     )
 
