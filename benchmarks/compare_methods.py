@@ -144,7 +144,8 @@ class Study:
             raise SystemExit(
                 f"--work: {work} holds a study of other sizes; expected another folder"
             )
-        kept.write_text(told)
+        if not kept.exists():  # another call may read it
+            kept.write_text(told)
 
     def row(self, task: Task, name: str) -> Row:
         """The figures of a method, measured now or in an earlier call."""
