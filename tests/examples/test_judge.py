@@ -49,7 +49,10 @@ def test_the_comparison_is_killed_and_goes_on(smollm2_dir: Path, tmp_path: Path)
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     lines = (tmp_path / "exchanges.jsonl").read_text().splitlines()
-    assert len({json.loads(line)["key"] for line in lines}) == len(lines)  # none asked twice
+    keys = [json.loads(line)["key"] for line in lines]
+    # What was there before the kill is not asked again. Later keys may be equal: where both answers
+    # are the same, so are the judge's requests of both orders, which are asked at the same time.
+    assert not {*keys[:3]} & {*keys[3:]}
     for name in ("rules", "model"):
         found = json.loads((tmp_path / f"results_{name}.json").read_text())
         games = found["games"]["tuned"]
