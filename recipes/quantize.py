@@ -22,7 +22,6 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.quantize import Layout, quantize_folder, quantized_model
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
-from qfsdp.cli.config import get_key
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.launch import launch
 from qfsdp.distributed.world import init_world
@@ -46,19 +45,18 @@ class Config:
 
 
 # Keys of the two sections that are for runs which load the folder.
-OF_RUNS = {
-    "model.dtype": "bf16",
-    "model.quantize_cache": None,
-    "model.router_aux_loss": None,
-    "quantization.expert_chunk": "1GiB",
-    "quantization.compute": "bf16",
-}
+OF_RUNS = (
+    *("model.dtype", "model.quantize_cache", "model.router_aux_loss"),
+    *("quantization.expert_chunk", "quantization.compute"),
+)
 
 
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is read."""
-    for key, default in OF_RUNS.items():
-        if (value := get_key(cfg, key)) != default:
+    for key in OF_RUNS:
+        section, name = key.split(".")
+        given = getattr(cfg, section)
+        if (value := getattr(given, name)) != getattr(type(given), name):  # the default
             raise UserError(
                 f"{key}: {value!r} changes nothing of a quantized folder; expected it in the "
                 "config of a run that loads the folder"

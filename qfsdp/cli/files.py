@@ -154,10 +154,14 @@ def not_written(path: Path, error: BaseException, size: int | None = None) -> st
 
 def free_bytes(path: Path) -> int | None:
     """Free bytes of the file system where `path` is or will be; None if they are not known."""
-    for folder in (path, *path.absolute().parents):
-        with suppress(OSError):
-            return shutil.disk_usage(folder).free
+    with suppress(OSError):
+        return shutil.disk_usage(nearest_existing(path)).free
     return None
+
+
+def nearest_existing(path: Path) -> Path:
+    """`path`, or the first folder above it that exists. A name that is too long does not exist."""
+    return next(p for p in (path, *path.absolute().parents) if os.path.exists(p))
 
 
 def warn_of_space(key: str, path: Path, size: int) -> None:

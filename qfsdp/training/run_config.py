@@ -6,13 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
+from qfsdp.cli.files import nearest_existing
 from qfsdp.tensor_subclasses.kernels.compiled import has_compiler
 from qfsdp.training.preference import step_options
-
-
-def nearest(path: Path) -> Path:
-    """`path`, or the first folder above it that exists."""
-    return next(p for p in (path, *path.absolute().parents) if p.exists())
 
 
 def check_run_config(cfg: Any) -> None:
@@ -31,7 +27,7 @@ def check_run_config(cfg: Any) -> None:
     where = getattr(cfg, "reference_logprobs", "live")
     if where not in ("live", "cache") and "/" not in where:
         raise InvalidField("reference_logprobs", where, "live, cache, or a folder with a /")
-    if "/" in where and not nearest(Path(where).expanduser()).is_dir():
+    if "/" in where and not nearest_existing(Path(where).expanduser()).is_dir():
         raise InvalidField("reference_logprobs", where, "a folder, not a file or a path in a file")
     check_bounds(cfg, "batch_size", "gradient_accumulation_steps", least=1, most=2**20)
     check_bounds(cfg, "epochs", "log_every_n_steps", least=1)

@@ -191,7 +191,7 @@ def test_50_updates_learn_what_bf16_learns(tmp_path: Path) -> None:
         in_fp8, in_bf16 = (losses for losses, _ in train(folder, both))
         print(f"seed {seed}: {in_fp8[0]:.4f}, then fp8 {in_fp8[-1]:.4f}, bf16 {in_bf16[-1]:.4f}")
         assert in_fp8[0] > 6 and in_fp8[-1] < 0.2
-        assert in_fp8[-1] == pytest.approx(in_bf16[-1], abs=0.02)
+        assert in_fp8[-1] == pytest.approx(in_bf16[-1], abs=0.012)
 
 
 def test_the_estimate_of_a_gpu(tmp_path: Path) -> None:
