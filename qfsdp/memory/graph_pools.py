@@ -1,16 +1,16 @@
 """Memory that CUDA graphs keep, worked out from a dry run of a step without them.
 
-A graph has a pool of its own, which PyTorch fills while it captures and which no other code uses
-as long as the graph exists (PyTorch's notes on CUDA, "Graph memory management"). Within a capture
-freed memory is used again. So a pool is assumed to be as large as the most that its part of a
-step allocates at once:
+Each graph has a memory pool. PyTorch fills the pool during the capture, and no other code may use
+it as long as the graph exists (PyTorch's notes on CUDA, "Graph memory management"). During a
+capture freed memory is used again. So a pool is assumed to be as large as the most that its part
+of a step allocates at once. What is counted:
 
-    micro-batch   the peak of forward and backward above what lasts: activations, temporaries
-    norm_refresh  its own peak: it cannot use what the micro-batch has freed
-    workspace     one of cuBLAS, for the stream of captures
-    gradients     stay allocated, as graphs add to them
+    micro-batch   one pool: the peak of forward and backward, without what lasts between steps
+    norm_refresh  another pool, as it may not use that of the micro-batch
+    workspace     one workspace of cuBLAS, for the stream that captures
+    gradients     they stay allocated, because the graphs add to them
 
-What runs between graphs (clipping, the optimizer) cannot use the pools either, and comes on top.
+Clipping and the optimizer run between graphs. They may not use the pools, so their memory is added.
 Fragmentation within a pool is in the allowance for all memory. None of this was measured: no graph
 of this code has been captured on a GPU.
 """
