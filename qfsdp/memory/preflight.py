@@ -36,6 +36,7 @@ from qfsdp.memory.predict import (
 
 MOST_TRIED = 8  # dry runs of choices, besides those of single options
 PER_OPTION = 1.05  # factor on the time, see `_likely`
+FAR, FREE = 2.0, 1.02  # factors on the memory and on the time, see `_smaller_batch`
 
 Choice = tuple[int, ...]  # of every group: 0, or 1 + the index of an option
 
@@ -187,9 +188,11 @@ def suggest(predict: Predictor, now: Prediction) -> tuple[list[Prediction], Pred
     Single options are predicted. Choices of several are guessed from these; those that should fit
     are predicted, in the order of their guessed time. A choice that goes further than one that fits
     in every group is suggested only if nothing else is left. A choice that only adds changes to one
-    that fits is never suggested.
+    that fits is never suggested. If a smaller micro-batch is advice enough, nothing else is tried.
     """
     groups = option_groups(predict)
+    if (smaller := _smaller_batch(predict, now, groups)) is not None:
+        return [smaller], smaller
     singles = [_predict_group(predict, now, group) for group in groups]
     last = tuple(map(len, groups))  # probably takes the least of all
     choices = [*_likely(now, singles, predict.hardware), last]
@@ -215,6 +218,25 @@ def suggest(predict: Predictor, now: Prediction) -> tuple[list[Prediction], Pred
     tried += [p for group in singles for p in group if p is not None]
     ranked = sorted(fitting.values(), key=lambda p: p.time.seconds)
     return ranked, min(tried, key=lambda p: p.device_bytes)
+
+
+def _smaller_batch(
+    predict: Predictor, now: Prediction, groups: Sequence[Sequence[Changes]]
+) -> Prediction | None:
+    """The largest micro-batch that fits, if the given one needs over `FAR` times the memory and the
+    step takes no longer.
+
+    With other changes, all with dry runs of so large a batch, the advice took 9.5 s instead of 4.
+    """
+    batches = next((group for group in groups if "batch_size" in group[0]), None)
+    if batches is None or now.device_bytes <= FAR * predict.hardware.device_memory:
+        return None
+    guessed = zip(batches, _predict_group(predict, now, batches), strict=True)
+    fitting = (size for size, guess in guessed if guess and guess.fits(predict.hardware))
+    real = _attempt(predict, next(fitting, {}))
+    if real and real.fits(predict.hardware) and real.time.seconds <= FREE * now.time.seconds:
+        return real
+    return None
 
 
 def _changes(groups: Sequence[Sequence[Changes]], choice: Choice) -> Changes:

@@ -232,6 +232,17 @@ def test_suggestions_are_ordered_and_none_extends_another(argv: list[str]) -> No
         assert not any(one.changes.items() <= other for other in others)
 
 
+def test_of_far_too_large_a_micro_batch_only_its_size_is_advised(argv: list[str]) -> None:
+    predict = predictor(argv, 3000, "batch_size=64", world_size=1)
+    found, _ = suggest(predict, predict({}))
+    assert [as_words(p.changes) for p in found] == ["batch_size=16 gradient_accumulation_steps=4"]
+    assert predict.count == 3  # as given, the smallest, and the advice
+    nearer = predictor(argv, 4000, "batch_size=64", world_size=1)
+    assert len(suggest(nearer, nearer({}))[0]) == 3
+    without = predictor(argv, 1000, "batch_size=64", world_size=1)  # the base alone takes more
+    assert all(len(p.changes) > 2 for p in suggest(without, without({}))[0])
+
+
 def test_too_little_host_memory(argv: list[str]) -> None:
     predict = predictor(argv, 4000, "activation.offload=true")
     now = predict({})
