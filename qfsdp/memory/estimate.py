@@ -38,7 +38,7 @@ from qfsdp.data.preference_batch import full_preferences
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import copies_ahead, shard_model
 from qfsdp.distributed.world import World
-from qfsdp.memory.graph_pools import are_captured, kept_by_graphs
+from qfsdp.memory.graph_pools import captured, kept_by_graphs
 from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
 from qfsdp.memory.known_models import find_config, stored_formats
 from qfsdp.memory.tracker import CHECKPOINT, GRAPHS, MemoryTracker, Point
@@ -151,9 +151,8 @@ def estimate(
         # torchao's optimizers compile their step; here it runs uncompiled.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         found = _run(train_step, cfg, model, world, tracker)
-        if are_captured(replace(cfg, compile=compiled), model, world, target):
-            found = _with_graphs(found)
-        return found
+        parts = captured(replace(cfg, compile=compiled), model, world, target)
+        return found if parts == "nothing" else _with_graphs(found, parts == "norms")
 
 
 def _run(
@@ -217,9 +216,9 @@ def _run(
     )
 
 
-def _with_graphs(found: Estimate) -> Estimate:
+def _with_graphs(found: Estimate, only_norms: bool) -> Estimate:
     """The estimate with a row for what CUDA graphs keep."""
-    more, at_rest = kept_by_graphs(found.timeline, found.steady)
+    more, at_rest = kept_by_graphs(found.timeline, found.steady, only_norms)
 
     def added(point: Point) -> Point:
         return replace(point, by_kind=point.by_kind | {GRAPHS: more})

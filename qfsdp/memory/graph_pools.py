@@ -11,6 +11,7 @@ of a step allocates at once. What is counted:
     gradients     they stay allocated, because the graphs add to them
 
 Clipping and the optimizer run between graphs. They may not use the pools, so their memory is added.
+Where only the norms are captured (several ranks), their pool and the workspace are counted.
 Fragmentation within a pool is in the allowance for all memory. None of this was measured: no graph
 of this code has been captured on a GPU.
 """
@@ -19,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -33,14 +34,22 @@ from qfsdp.training.cuda_graphs import why_not
 MICRO_BATCH, NORMS = ("forward", "", "backward"), ("norm_refresh",)
 
 
-def are_captured(cfg: Any, model: Decoder, world: World, target: Target) -> bool:
-    """Whether a run captures its steps. `world` is a dry run's; one rank has no mesh in a run."""
+def captured(
+    cfg: Any, model: Decoder, world: World, target: Target
+) -> Literal["all", "norms", "nothing"]:
+    """What of its steps a run captures. `world` is a dry run's; one rank has no mesh in a run."""
+    if not getattr(cfg, "cuda_graphs", False):
+        return "nothing"
     mesh = None if world.size == 1 else world.mesh
-    of_run = replace(world, device=torch.device(target), mesh=mesh)
-    return bool(getattr(cfg, "cuda_graphs", False)) and why_not(model, of_run, cfg) is None
+    obstacle = why_not(model, replace(world, device=torch.device(target), mesh=mesh), cfg)
+    if obstacle is None:
+        return "all"
+    return "norms" if obstacle.norms else "nothing"
 
 
-def kept_by_graphs(points: Sequence[Point], steady: int) -> tuple[int, int]:
+def kept_by_graphs(
+    points: Sequence[Point], steady: int, only_norms: bool = False
+) -> tuple[int, int]:
     """What graphs add to the peak of a step, and to what is allocated between steps, in bytes.
 
     Args:
@@ -53,6 +62,9 @@ def kept_by_graphs(points: Sequence[Point], steady: int) -> tuple[int, int]:
         most = max((p.total - p.by_kind.get(GRADIENTS, 0) for p in chosen), default=steady)
         return max(0, most - steady)
 
+    if only_norms:
+        pool = above(NORMS) + CUBLAS_WORKSPACES // 2
+        return pool, pool
     gradients = max(point.by_kind.get(GRADIENTS, 0) for point in points)
     pools = above(MICRO_BATCH) + above(NORMS) + CUBLAS_WORKSPACES // 2
     between = above({point.phase for point in points} - {*MICRO_BATCH, *NORMS})

@@ -9,6 +9,9 @@ graph records them once, with the addresses of all tensors, and replays them. So
     A and B      are prepared (`qfsdp.modules.same_input`) before a replay, outside of the graph
     shapes       are those of the first micro-batch that came `WARM_UP` times; others run as ever
 
+FSDP2 gathers weights into memory that moves. So with several ranks only the norms are captured:
+they read the shards, which stay, and gather A in a collective that is captured with them.
+
 Passes before the capture run as ever, and count. What cannot be captured says why, once, and the
 run goes on without. `Device` is what a test replaces: no graph of CUDA has been captured by this
 code so far, so `cuda_graphs` is off unless a config turns it on.
@@ -19,7 +22,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, cast
 
 import torch
@@ -29,7 +32,7 @@ from qfsdp.cli.messages import first_line
 from qfsdp.data.loader import ALL_POSITIONS, Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import refresh_dora_norms
+from qfsdp.modules.adapters import low_rank_linears, refresh_dora_norms
 from qfsdp.modules.same_input import prepare
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.throughput import StepClock
@@ -48,7 +51,8 @@ class Device:
         torch.cuda.synchronize()
         torch.cuda.empty_cache()  # of passes that ran without a graph: the pool needs it
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # The usual mode fails if another thread queries an event, as NCCL's watchdog does.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             result = fn(*inputs)
         return graph, result
 
@@ -74,28 +78,42 @@ class Captured:
         return self.result
 
 
+@dataclass(frozen=True)
+class Obstacle:
+    """What keeps micro-batches from being captured.
+
+    Fields:
+        reason: in words.
+        norms: whether DoRA's norms are captured all the same.
+    """
+
+    reason: str
+    norms: bool = False
+
+
 class StepGraphs:
     """The graphs of a run's steps.
 
     Args:
-        model: loaded; its parameters stay where they are.
+        model: loaded; its parameters, or their shards, stay where they are.
         wanted: as in the config.
-        reason: why nothing is captured (`why_not`); None: it is.
+        obstacle: to capturing all (`why_not`).
     """
 
     def __init__(
         self,
         model: nn.Module,
         wanted: CudaGraphs,
-        reason: str | None,
+        obstacle: Obstacle | None,
         world: World,
         device: Device | None = None,
     ) -> None:
         self._model = model
         self._device, self._world = device or Device(), world
-        self._on = bool(wanted) and reason is None
-        if reason is not None and (wanted is True or world.device.type == "cuda" and wanted):
-            self._say(reason)
+        self._on = bool(wanted) and obstacle is None
+        self._norms_on = bool(wanted) and (obstacle is None or obstacle.norms)
+        if obstacle is not None and (wanted is True or world.device.type == "cuda" and wanted):
+            self._say(obstacle.reason, "only for DoRA's norms" if obstacle.norms else "not used")
         self._seen: Counter[Any] = Counter()
         self._norms: Captured | None = None
         self._pass: Captured | None = None
@@ -103,16 +121,16 @@ class StepGraphs:
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
         self._targets: Tensor | None = None
 
-    def _say(self, reason: str) -> None:
+    def _say(self, reason: str, used: str = "not used") -> None:
         if self._world.rank == 0:
-            print(f"cuda_graphs: not used: {reason}", file=sys.stderr, flush=True)
+            print(f"cuda_graphs: {used}: {reason}", file=sys.stderr, flush=True)
 
     def _tried(self, name: str, fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
         """The function, captured; None if it cannot be."""
         try:
             return Captured(fn, inputs, self._device)
         except RuntimeError as error:
-            self._on = False
+            self._on = self._norms_on = False
             self._say(f"{name} cannot be captured: {first_line(error)}")
             return None
 
@@ -120,8 +138,8 @@ class StepGraphs:
 
     def refresh_norms(self) -> None:
         """`refresh_dora_norms`, replayed after `WARM_UP` calls."""
-        self._seen["norms"] += self._on
-        if self._on and self._norms is None and self._seen["norms"] > WARM_UP:
+        self._seen["norms"] += self._norms_on
+        if self._norms_on and self._norms is None and self._seen["norms"] > WARM_UP:
             self._norms = self._tried("norm_refresh", lambda: refresh_dora_norms(self._model), ())
         if self._norms is None:
             refresh_dora_norms(self._model)
@@ -200,8 +218,8 @@ class StepGraphs:
             param.grad = grad
 
 
-def why_not(model: Decoder, world: World, cfg: Any) -> str | None:
-    """Why the steps of a run cannot be captured; None if they may be."""
+def why_not(model: Decoder, world: World, cfg: Any) -> Obstacle | None:
+    """Why the steps of a run, or all but DoRA's norms, cannot be captured; None if they may be."""
     layers = [cast(Any, layer) for layer in model.model.layers]
     kept = cfg.activation.checkpointing
     checks = [
@@ -226,4 +244,12 @@ def why_not(model: Decoder, world: World, cfg: Any) -> str | None:
         ),
         (model.config.experts is not None, "the host reads how many tokens each expert has"),
     ]
-    return next((reason for wrong, reason in checks if wrong), None)
+    reason = next((reason for wrong, reason in checks if wrong), None)
+    return None if reason is None else Obstacle(reason, norms=_norms_stay(model, world, cfg))
+
+
+def _norms_stay(model: Decoder, world: World, cfg: Any) -> bool:
+    """Whether the model has norms of DoRA, and all that they are computed from stays in place."""
+    fetched = cfg.sharding.cpu_offload or cfg.sharding.offload_base != "none"
+    dora = any(module.weight_norm is not None for _, module in low_rank_linears(model))
+    return dora and world.device.type == "cuda" and model.config.experts is None and not fetched

@@ -35,6 +35,7 @@ def test_pools_are_added_up() -> None:
     workspace = CUBLAS_WORKSPACES // 2
     assert at_rest == 20 + 50 + 30 + workspace
     assert 160 + more == 100 + at_rest + 7  # the optimizer's temporaries come on top
+    assert kept_by_graphs(points, 100, only_norms=True) == (30 + workspace, 30 + workspace)
 
 
 @pytest.mark.long
@@ -50,11 +51,16 @@ def test_the_row_is_there_only_if_steps_are_captured(model: Path) -> None:
     assert any(line.startswith("  kept by cuda graphs  ") for line in lines(graphs, None))
     compiled = found(*CAPTURED, "packed=false", "compile=true", "cuda_graphs=auto")
     assert compiled.at_peak[GRAPHS] > 0
-    for without in (
-        plain,
+    for norms_only in (
         found(*CAPTURED, ranks=2),
-        found(*CAPTURED, target="cpu"),
         found(*CAPTURED, "packed=false"),
         found(*CAPTURED, "activation.checkpointing=full"),
+    ):
+        assert 0 < norms_only.at_peak[GRAPHS] < kept
+    for without in (
+        plain,
+        found(*CAPTURED, target="cpu"),
+        found(*CAPTURED, "adapter.method=lora", ranks=2),
+        found(*CAPTURED, "sharding.offload_base=cpu", ranks=2),
     ):
         assert GRAPHS not in without.at_peak

@@ -13,14 +13,17 @@ from torch import Tensor
 
 from qfsdp.data.loader import Batch, collate
 from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import low_rank_linears
 from qfsdp.modules.same_input import copies_in
 from qfsdp.modules.transformer import Decoder
-from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs, why_not
+from qfsdp.tensor_subclasses.dtensor import local_part
+from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not
 from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model, randomize_adapters
+from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -30,7 +33,7 @@ STEPS, ROW = 7, 24
 
 class Recorded:
     """A graph of the stand-in: runs the function that was captured, with the inputs of then, and
-    checks that no tensor has moved."""
+    checks that no tensor has moved. Graphs of norms have no inputs, and use no gradients."""
 
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Tensor], model: Decoder) -> None:
         self._fn, self._inputs, self._model = fn, inputs, model
@@ -46,16 +49,16 @@ class Recorded:
     def _now(self) -> list[int | None]:
         """Where the tensors are that a graph uses."""
         trained = trainable_parameters(self._model)
-        used = [*self._inputs, *self._model.parameters(), *copies_in(self._model)]
-        grads = [p.grad for p in trained]
-        places = [getattr(t, "qdata", t).data_ptr() for t in used]
+        used = [*self._inputs, *self._model.parameters()]
+        used += copies_in(self._model) if self._inputs else []
+        grads = [p.grad for p in trained if self._inputs]
+        held = map(local_part, used)
+        places: list[int | None] = [getattr(t, "qdata", t).data_ptr() for t in held]
         return [*places, *(None if grad is None else grad.data_ptr() for grad in grads)]
 
     def replay(self) -> None:
         self.replays += 1
-        now = self._now()
-        if self._inputs:  # gradients matter to a micro-batch only
-            assert now == self._places
+        assert self._now() == self._places
         result = self._fn(*self._inputs)
         if result is not None:
             self.result.copy_(result)
@@ -160,12 +163,15 @@ def test_what_cannot_be_captured_says_so_once(
         ({"dropout": 0.1}, "adapter.dropout=0.1 draws numbers; expected 0"),
         ({"offload": True}, "activation.offload=true copies on another stream; expected false"),
         ({"checkpointing": "full"}, "activation.checkpointing=full; expected none, or selective"),
+        ({"mesh": object(), "base": "cpu"}, "FSDP2 gathers weights into memory that moves"),
+        ({"mesh": object(), "method": "lora"}, "FSDP2 gathers weights into memory that moves"),
     ],
 )
 def test_why_not(folder: Path, changes: dict[str, Any], reason: str | None) -> None:
     given = {"device": "cuda", "mesh": None, "dtype": "bf16", "packed": True, "compile": False}
-    given |= {"dropout": 0.0, "offload": False, "checkpointing": "none"} | changes
-    model = adapted_model(folder, AdapterConfig("lora", rank=4))
+    given |= {"dropout": 0.0, "offload": False, "checkpointing": "none"}
+    given |= {"base": "none", "method": "dora"} | changes
+    model = adapted_model(folder, AdapterConfig(given["method"], rank=4))
     for layer in model.model.layers:
         layer.checkpointing = given["checkpointing"]
     world = World(torch.device(given["device"]), mesh=given["mesh"])
@@ -173,11 +179,50 @@ def test_why_not(folder: Path, changes: dict[str, Any], reason: str | None) -> N
         model=SimpleNamespace(dtype=given["dtype"]),
         adapter=SimpleNamespace(dropout=given["dropout"]),
         activation=SimpleNamespace(offload=given["offload"], checkpointing=given["checkpointing"]),
+        sharding=SimpleNamespace(cpu_offload=False, offload_base=given["base"]),
         packed=given["packed"],
         compile=given["compile"],
     )
     found = why_not(model, world, cfg)
-    assert (found or "").startswith(reason or "") and (found is None) == (reason is None)
+    assert (found is None) == (reason is None)
+    if found is not None:
+        assert found.reason.startswith(reason or "")
+        assert found.norms == (not {"device", "base", "method"} & changes.keys())
+
+
+def train_sharded(folder: Path, strategy: Any) -> tuple[list[float], list[float], int]:
+    """Losses without graphs and with those of norms, and how often these were replayed."""
+    recipe, losses, stand_in = load_recipe("qdora_distributed"), [], None
+    for graphed in (False, True):
+        sharding = ShardingConfig(strategy)
+        world = recipe.init_world(sharding)
+        cfg = recipe.Config(
+            output_dir="unused",
+            model=recipe.ModelConfig(str(folder), dtype="fp32"),
+            tokenizer=None,
+            dataset=None,
+            optimizer=None,
+            adapter=AdapterConfig("dora", 4, 8),
+            sharding=sharding,
+        )
+        model = recipe.load_model(cfg, world)
+        optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-3)
+        graphs = None
+        if graphed:
+            stand_in = StandIn(model)
+            graphs = StepGraphs(model, True, Obstacle("FSDP2", norms=True), world, stand_in)  # type: ignore[arg-type]
+        for step in range(STEPS):
+            batches, clock = [batch(2 * step + world.rank, packed=True)], StepClock(CPU)
+            metrics = recipe.train_step(model, optimizer, None, batches, 1.0, world, clock, graphs)
+            losses.append(metrics["loss"])
+    assert stand_in is not None and len(stand_in.graphs) == 1  # no micro-batch
+    return losses[:STEPS], losses[STEPS:], stand_in.graphs[0].replays
+
+
+@pytest.mark.parametrize("strategy", ["full_shard", "shard_grad_op", "ddp"])
+def test_norms_of_two_ranks_are_replayed(folder: Path, strategy: str) -> None:
+    for plain, replayed, count in run_ranks(2, train_sharded, folder, strategy):
+        assert replayed == plain and count == STEPS - WARM_UP
 
 
 def test_off_is_off(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
@@ -188,5 +233,5 @@ def test_off_is_off(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     found, _ = train(folder, "lora", "fp32", False, graphs_of)
     assert found == train(folder, "lora", "fp32", False, lambda *_: None)[0]
     for wanted, said in ((True, True), ("auto", False), (False, False)):
-        StepGraphs(None, wanted, "the device is cpu", World(CPU))  # type: ignore[arg-type]
+        StepGraphs(None, wanted, Obstacle("the device is cpu"), World(CPU))  # type: ignore[arg-type]
         assert bool(capfd.readouterr().err) == said
