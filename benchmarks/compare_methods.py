@@ -334,7 +334,8 @@ def main() -> None:
         print("gsm8k: skipped; --gsm8k names the folder of its train.jsonl and test.jsonl")
     elif not (args.gsm8k / "test.jsonl").is_file():
         parser.error(f"--gsm8k: {args.gsm8k} has no test.jsonl; expected it beside train.jsonl")
-    study = Study(work.absolute(), args.gsm8k, args.quick)
+    gsm8k = args.gsm8k and args.gsm8k.absolute()
+    study = Study(work.absolute(), gsm8k, args.quick)
     rows: list[Row] = []
     for task in study.tasks:
         if args.tasks and task.name not in args.tasks:

@@ -44,11 +44,12 @@ def start_adapters(
 
     Args:
         path: `model.path`, whose weights are read again with `config.init` "loftq".
-        resumed: a checkpoint will overwrite the adapters; skips the expensive initialization,
-            unless the model keeps its start (`qfsdp.modules.reference`).
+        resumed: a checkpoint will overwrite the adapters; skips what reads weights, unless the
+            model keeps its start (`qfsdp.modules.reference`).
     """
-    init_adapters(model, seed)
-    if resumed and not keeps_start(model):
+    overwritten = resumed and not keeps_start(model)
+    init_adapters(model, seed, magnitudes=not overwritten)
+    if overwritten:
         return
     if config.start_from is not None:
         load_adapter(model, config.start_from)

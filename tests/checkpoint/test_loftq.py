@@ -17,6 +17,7 @@ from qfsdp.checkpoint.loftq import best_product
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.cli.errors import UserError
+from qfsdp.modules import row_norms
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import (
     LowRankLinear,
@@ -233,13 +234,18 @@ def test_linears_that_are_not_quantized_start_as_usual(tmp_path: Path) -> None:
     assert torch.count_nonzero(linears["model.layers.0.self_attn.q_proj"].lora_B) > 0
 
 
-def test_a_resumed_run_computes_no_start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("module", "reads_weights"), [(loftq, "best_product"), (row_norms, "held_rows")]
+)
+def test_a_resumed_run_computes_no_start(
+    module: Any, reads_weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = write_tiny_model(tmp_path)
-    model = load_model(folder, adapter=config())
-    monkeypatch.setattr(loftq, "best_product", None)
-    start_adapters(model, config(), str(folder), seed=0, resumed=True)
+    model = load_model(folder, adapter=config(method="dora"))
+    monkeypatch.setattr(module, reads_weights, None)
+    start_adapters(model, config(method="dora"), str(folder), seed=0, resumed=True)
     with pytest.raises(TypeError):
-        start_adapters(model, config(), str(folder), seed=0)
+        start_adapters(model, config(method="dora"), str(folder), seed=0)
 
 
 def test_the_same_seed_gives_the_same_start(tmp_path: Path) -> None:

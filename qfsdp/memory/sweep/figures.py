@@ -36,11 +36,12 @@ def charts_of(
     cells = [cell for cell in cells if cell.in_grid and cell.key in results]
     values = {axis: list(dict.fromkeys(_shown(c, axis) for c in cells)) for axis in axes_of(cells)}
     values = {axis: found for axis, found in values.items() if len(found) > 1}
+    fit = [cell for cell in cells if results[cell.key]["status"] in DONE]
     scores = dict.fromkeys(name for row in results.values() for name in row.get("scores", {}))
     charts = {}
     for axis, measure in product(values, (*MEASURES, *scores)):
         limit = (device_gib, "memory of a GPU") if measure == "memory_gib" and device_gib else None
-        chart = _chart(cells, results, values, axis, measure, limit)
+        chart = _chart(cells, fit, results, values, axis, measure, limit)
         if len({x for line in chart.lines for x, y in line.points if y is not None}) > 1:
             name = f"{measure}_over_{axis}".replace("/", "_").replace(" ", "_").replace(".", "_")
             charts[name] = chart
@@ -58,13 +59,13 @@ def is_number(value: Any) -> bool:
 
 def _chart(
     cells: Sequence[Cell],
+    fit: Sequence[Cell],
     results: dict[str, Row],
     values: dict[str, list[Any]],
     axis: str,
     measure: str,
     limit: tuple[float, str] | None,
 ) -> Chart:
-    fit = [cell for cell in cells if results[cell.key]["status"] in DONE]
     lines_of, fixed = _split(values, axis, fit)
     xs = values[axis]
     numeric = all(map(is_number, xs))
