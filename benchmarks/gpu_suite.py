@@ -125,6 +125,7 @@ PARTS = (
     steps("memory_70b_8_layers", 150, "ours_qdora", "--estimate", "--tokens", "2048", *OF_70B),
     steps("memory_8b", 150, "ours_qlora", "--estimate"),
     steps("fsdp_world_1", 140, "ours_qdora", "--fsdp"),
+    steps("fsdp_norm_graphs", 140, "ours_qdora", "--fsdp", GRAPHS),
     script("offload", 240, "gpu_offload"),
     steps("packed_rows", 140, "ours_qdora", "--packed"),
     steps("peft_qdora", 200, "peft_qdora"),
