@@ -45,7 +45,7 @@ def train(work: Path, model: Path, compute: str, method: str, seed: int, updates
         cfg = shipped("smollm2_135m_qlora")
         cfg.update(output_dir=str(out), seed=seed, max_steps=updates, batch_size=4)
         cfg.update(epochs=100, metric_logger=None, preflight=False)
-        cfg.model.update(path=str(model), dtype=DTYPE)
+        cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(work / "quantized"))
         cfg.adapter.method, cfg.quantization.compute = method, compute
         cfg.dataset.source = str(work / "train.jsonl")
         unseen = {**cfg.dataset, "source": str(work / "unseen.jsonl")}

@@ -94,7 +94,7 @@ class Config:
     on_nonfinite: OnNonFinite = "stop"  # NaN in a loss or gradient: "stop", or "skip" the update
     compile: bool = False  # compile every decoder layer
     compile_cache_dir: str | None = None  # for compiled code; null: PyTorch's choice
-    cuda_graphs: CudaGraphs = False  # replay steps; on several GPUs, DoRA's norms only
+    cuda_graphs: CudaGraphs = False  # replay steps as CUDA graphs (several GPUs: DoRA's norms)
     seed: int = 0  # of the order of samples, dropout and new adapters
     log_every_n_steps: int = 1  # updates between two lines of metrics
     device_memory: str | None = None  # of one accelerator, e.g. 24GiB; null: what it has

@@ -42,7 +42,7 @@ from qfsdp.memory.graph_pools import captured, kept_by_graphs
 from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES, Target
 from qfsdp.memory.known_models import find_config, stored_formats
 from qfsdp.memory.tracker import CHECKPOINT, GRAPHS, MemoryTracker, Point
-from qfsdp.modules.adapters import low_rank_linears
+from qfsdp.modules.adapters import dora_linears
 from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
@@ -240,9 +240,9 @@ def _first_update(
 ) -> None:
     """Creates what loading and the first step leave behind: DoRA's squared norms and the optimizer
     state. A whole further step took half of an estimate's time."""
-    for _, module in low_rank_linears(model):
-        if module.weight_norm is not None:
-            module.base_squares = torch.empty_like(local_part(module.weight_norm))
+    for module in dora_linears(model):
+        assert module.weight_norm is not None
+        module.base_squares = torch.empty_like(local_part(module.weight_norm))
     for param in trainable_parameters(model):
         param.grad = torch.empty_like(param)
         tracker.mark_gradient(param)

@@ -29,7 +29,7 @@ from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.memory.hardware import Hardware
 from qfsdp.memory.known_models import find_config
 from qfsdp.memory.roofline import Load, StepTime, step_time
-from qfsdp.modules.adapters import low_rank_linears
+from qfsdp.modules.adapters import dora_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.mixture import expert_parameters
@@ -265,8 +265,7 @@ def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Loa
     parts = dict.fromkeys(expert_parameters(model), cfg.sharding.expert_parallel)
     dequantized = sum(_dequantized_bytes(p) / parts.get(p, 1) for p in model.parameters())
     # DoRA's norms: once an update, each rank its own rows.
-    norms = [m.weight for _, m in low_rank_linears(model) if m.weight_norm is not None]
-    refreshed = sum(map(_dequantized_bytes, norms)) / world_size
+    refreshed = sum(_dequantized_bytes(m.weight) for m in dora_linears(model)) / world_size
     # Weights are dequantized in forward, in backward, and when a whole layer is computed again.
     passes = further + (3 if cfg.activation.checkpointing == "full" else 2)
     return Load(

@@ -315,6 +315,11 @@ def low_rank_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
             yield name, module
 
 
+def dora_linears(model: nn.Module) -> list[LowRankLinear]:
+    """Every linear with DoRA's norms, in model order."""
+    return [module for _, module in low_rank_linears(model) if module.weight_norm is not None]
+
+
 def parameter_groups(model: nn.Module, config: AdapterConfig) -> list[Any]:
     """The trained parameters in model order, as `build_optimizer` takes them. LoRA+ makes two
     groups; the second has every B."""
@@ -373,7 +378,7 @@ def refresh_dora_norms(model: nn.Module, b_is_zero: bool = False) -> None:
     Each rank computes its own rows. Every rank must call it, as A is gathered. With `b_is_zero`
     (everywhere) the norms are those of W, which is then dequantized once instead of twice.
     """
-    modules = [module for _, module in low_rank_linears(model) if module.weight_norm is not None]
+    modules = dora_linears(model)
     for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
         assert module.weight_norm is not None
         b = module.held_b()

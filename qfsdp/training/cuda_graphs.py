@@ -4,13 +4,13 @@ A step of 2,048 tokens of an 8B model waits for the host, which launches thousan
 graph records them once, with the addresses of all tensors, and replays them. So:
 
     inputs       are copied into tensors that stay; so is the number of targets
-    parameters   stay where they are: only without FSDP2
+    parameters   stay where they are: all without FSDP2, which gathers them into memory that moves
     gradients    are added to tensors that stay; the optimizer may set `.grad` to None meanwhile
     A and B      are prepared (`qfsdp.modules.same_input`) before a replay, outside of the graph
     shapes       are those of the first micro-batch that came `WARM_UP` times; others run as ever
 
-FSDP2 gathers weights into memory that moves. So with several ranks only the norms are captured:
-they read the shards, which stay, and gather A in a collective that is captured with them.
+So several ranks capture the norms only: these read the shards, which stay, and gather A in a
+collective that is captured with them.
 
 Passes before the capture run as ever, and count. What cannot be captured says why, once, and the
 run goes on without. `Device` is what a test replaces: no graph of CUDA has been captured by this
@@ -32,7 +32,7 @@ from qfsdp.cli.messages import first_line
 from qfsdp.data.loader import ALL_POSITIONS, Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import low_rank_linears, refresh_dora_norms
+from qfsdp.modules.adapters import dora_linears, refresh_dora_norms
 from qfsdp.modules.same_input import prepare
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.throughput import StepClock
@@ -251,5 +251,5 @@ def why_not(model: Decoder, world: World, cfg: Any) -> Obstacle | None:
 def _norms_stay(model: Decoder, world: World, cfg: Any) -> bool:
     """Whether the model has norms of DoRA, and all that they are computed from stays in place."""
     fetched = cfg.sharding.cpu_offload or cfg.sharding.offload_base != "none"
-    dora = any(module.weight_norm is not None for _, module in low_rank_linears(model))
-    return dora and world.device.type == "cuda" and model.config.experts is None and not fetched
+    on_gpu, dense = world.device.type == "cuda", model.config.experts is None
+    return on_gpu and dense and not fetched and bool(dora_linears(model))
