@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import multiprocessing
 import os
+import signal
 import sys
 import tempfile
 import warnings
@@ -93,10 +94,35 @@ def run_ranks(size: int, fn: Callable[..., Any], *args: Any) -> list[Any]:
         return _run_ranks(size, fn, args)
 
 
+def _join(context: mp.ProcessContext) -> None:
+    """Waits for all ranks; raises the error of the first that failed, a crash before the others.
+
+    A rank that loses its connection to a crashed one may end before that one is seen.
+    """
+    try:
+        while not context.join():
+            pass
+    except mp.ProcessRaisedException as error:
+        for rank, process in enumerate(context.processes):
+            name = signal.Signals(-process.exitcode).name if process.exitcode < 0 else ""
+            if name in CRASHES:
+                raise mp.ProcessExitedException(
+                    f"process {rank} terminated with signal {name}",
+                    rank,
+                    process.pid,
+                    process.exitcode,
+                    name,
+                ) from error
+        raise
+
+
 def _run_ranks(size: int, fn: Callable[..., Any], args: tuple[Any, ...]) -> list[Any]:
     multiprocessing.set_forkserver_preload(PRELOADED)
     outputs = (_Output(1), _Output(2))
     with tempfile.TemporaryDirectory() as folder:
         given = (fn, args, folder, size, dict(os.environ), outputs)
-        mp.start_processes(_rank_main, given, nprocs=size, start_method="forkserver")
+        processes = mp.start_processes(
+            _rank_main, given, nprocs=size, join=False, start_method="forkserver"
+        )
+        _join(processes)
         return [torch.load(Path(folder) / f"{r}.pt", weights_only=False) for r in range(size)]

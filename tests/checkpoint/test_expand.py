@@ -28,6 +28,7 @@ from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import PARTIAL
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
@@ -276,6 +277,16 @@ def test_an_interrupted_run_leaves_no_model(
     expected = expanded(model, tmp_path / "expected", *words, "rate=0.5")
     assert {f.name for f in folder.iterdir()} == {f.name for f in expected.iterdir()}
     assert_same_logits(model, folder)
+
+
+def test_a_folder_that_a_kill_left_without_a_model_is_new(tmp_path: Path) -> None:
+    """The kill came before the marker file had its name."""
+    model, folder = write_tiny_model(tmp_path / "old"), tmp_path / "new"
+    folder.mkdir()
+    for name in (LOCK_FILE, f"{BEGUN}{PARTIAL}"):
+        (folder / name).write_text("{")
+    expanded(model, folder)
+    assert (folder / "config.json").is_file() and not list(folder.glob(f"*{PARTIAL}"))
 
 
 # ---- mistakes ----------------------------------------------------------------------------------

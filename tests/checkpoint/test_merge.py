@@ -48,7 +48,8 @@ def merged(model: Path, adapter: Path, output: Path, *words: str) -> Path:
     argv = ["--config", str(ROOT / "configs/merge.yaml"), f"model.path={model}"]
     argv += [f"adapter={adapter}", f"output_dir={output}", *words]
     cfg = load_config(recipe.Config, argv)
-    recipe.check(cfg)
+    if os.environ.get("RANK", "0") == "0":  # other ranks could see what rank 0 writes already
+        recipe.check(cfg)
     recipe.main(cfg)
     return output
 

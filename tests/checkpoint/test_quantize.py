@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qfsdp.checkpoint.lock import FolderLock
+from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.weights import convert
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
@@ -25,7 +25,7 @@ from qfsdp.checkpoint.weights.quantize import open_weights, quantize_folder
 from qfsdp.checkpoint.weights.write import PlannedFile
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import sha256
+from qfsdp.cli.files import PARTIAL, sha256
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
@@ -152,6 +152,16 @@ def test_an_interrupted_run_is_finished(
     whole = json.loads((tmp_path / "whole" / MANIFEST).read_text())
     assert json.loads((folder / MANIFEST).read_text()) == whole
     assert not (folder / RESUMABLE_BEGUN).exists()
+
+
+def test_a_folder_that_a_kill_left_without_a_model_is_new(source: Path, tmp_path: Path) -> None:
+    """The kill came before the marker file had its name."""
+    folder = tmp_path / "quantized"
+    folder.mkdir()
+    for name in (LOCK_FILE, f"{RESUMABLE_BEGUN}{PARTIAL}"):
+        (folder / name).write_text("{")
+    quantize(source, folder)
+    assert (folder / MANIFEST).is_file() and not list(folder.glob(f"*{PARTIAL}"))
 
 
 def test_a_killed_command_is_finished_by_the_same_command(source: Path, tmp_path: Path) -> None:

@@ -22,6 +22,8 @@ from qfsdp.cli.files import PARTIAL, sha256, write_json
 
 BEGUN = "qfsdp_model.begun"
 RESUMABLE_BEGUN = MANIFEST + ".begun"
+# A process that is killed before it has written anything of the model may leave these.
+LEFT_BY_A_KILL = {LOCK_FILE, BEGUN + PARTIAL, RESUMABLE_BEGUN + PARTIAL}
 
 
 def check_output(folder: Path) -> None:
@@ -29,7 +31,7 @@ def check_output(folder: Path) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir: '{folder}' is a file; expected a new folder")
     files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    if files - {LOCK_FILE} and BEGUN not in files:
+    if files - LEFT_BY_A_KILL and BEGUN not in files:
         raise UserError(f"output_dir: '{folder}' is not empty; expected a new folder")
 
 
@@ -105,7 +107,7 @@ class ResumableFolder(OutputFolder):
         found = [self.path / name for name in (RESUMABLE_BEGUN, MANIFEST)]
         file = next((file for file in found if file.is_file()), None)
         if file is None:
-            if any(entry.name != LOCK_FILE for entry in self.path.iterdir()):
+            if any(entry.name not in LEFT_BY_A_KILL for entry in self.path.iterdir()):
                 raise UserError(f"{self.key}: '{self.path}' is not empty; expected a new folder")
             write_json(self.path / RESUMABLE_BEGUN, self.settings)
             return {}
