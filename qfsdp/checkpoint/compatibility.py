@@ -32,6 +32,7 @@ SHARED_SECTIONS = (
 )
 SHARED_KEYS = ("model.dtype", "seed", "max_seq_len")
 ADDED_LATER = {"quantization.compute": "bf16"}  # what checkpoints without the key were trained with
+SAMPLES_OF_A_STEP = "batch_size * gradient_accumulation_steps * ranks"
 SETTINGS_FILE = "facts.json"
 SAMPLE_BYTES = 4096
 SAMPLED_ROWS = 8
@@ -61,7 +62,7 @@ def config_settings(cfg: Any) -> dict[str, Any]:
 def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
     """The number of samples, the samples per step, and a hash of the tokens of a few samples: what
     a step number refers to."""
-    split = {"batch_size * gradient_accumulation_steps * ranks": loader.global_batch_size}
+    split = {SAMPLES_OF_A_STEP: loader.global_batch_size}
     if isinstance(loader, StreamLoader):
         return loader.settings | split
     dataset, digest = loader.dataset, hashlib.sha256()
@@ -93,7 +94,7 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> None:
     sections = {key.partition(".")[0] for key in mine} & set(SHARED_SECTIONS)
     keys = [*mine, *(k for k in theirs if k.partition(".")[0] in sections and k not in mine)]
     differing = [
-        f"{key}: was {_as_yaml(theirs.get(key))}, is {_as_yaml(mine.get(key))}"
+        _difference(key, theirs.get(key), mine.get(key))
         for key in keys
         if theirs.get(key) != mine.get(key)
     ]
@@ -165,5 +166,7 @@ def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
     return {key: value for part in parts for key, value in part.items()}
 
 
-def _as_yaml(value: Any) -> str:
-    return "null" if value is None else str(value)
+def _difference(key: str, was: Any, now: Any) -> str:
+    was, now = ("null" if value is None else value for value in (was, now))
+    advice = f" (global_batch_size={was} keeps it)" if key == SAMPLES_OF_A_STEP else ""
+    return f"{key}: was {was}, is {now}{advice}"

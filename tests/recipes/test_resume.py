@@ -193,7 +193,11 @@ def test_what_was_trained_may_not_change(
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["batch_size=6"], "batch_size * gradient_accumulation_steps * ranks: was 12, is 6"),
+        (
+            ["batch_size=6"],
+            "batch_size * gradient_accumulation_steps * ranks: was 12, is 6 "
+            "(global_batch_size=12 keeps it); expected the same",
+        ),
         (["dataset.size=25"], "dataset (its length): was 26, is 25"),
     ],
 )
@@ -218,7 +222,7 @@ def test_the_rest_may_change(folder: Path, finished: Path, tmp_path: Path) -> No
     words = [f"output_dir={tmp_path}/more", f"resume={finished}", f"model.path={tmp_path}/moved"]
     words += ["activation.checkpointing=full", "log_every_n_steps=2", "max_steps=11", "epochs=4"]
     words += ["checkpoint.keep_last=1", "checkpoint.every_n_steps=null", "batch_size=6"]
-    words += ["gradient_accumulation_steps=2", "sharding.wrap=linear", "clip_grad_norm=2.0"]
+    words += ["global_batch_size=12", "sharding.wrap=linear", "clip_grad_norm=2.0"]
     check(folder, *words)
     run_ranks(1, run_recipe, folder, [words])
     assert list(losses(tmp_path / "more")) == [10, 11]
