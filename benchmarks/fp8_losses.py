@@ -11,6 +11,7 @@ same for both. Without a GPU that multiplies FP8, its numbers are multiplied in 
 Finished runs are kept in `--work` (runs/fp8_losses): killed, the same command goes on.
 
     unseen/COMPUTE/SEED     loss of 150 problems that were not trained on, after the last update
+    served/COMPUTE/SEED     the same, computed in bf16, as generation and serving do
     trained/COMPUTE/SEED    mean loss of the last quarter of the updates
 """
 
@@ -38,7 +39,7 @@ UNSEEN, SEED = 150, 30_000  # problems, and the seed that they are made with
 
 
 def train(work: Path, model: Path, compute: str, method: str, seed: int, updates: int) -> Path:
-    """Trains, unless an earlier call has; returns the file of metrics."""
+    """Trains, unless an earlier call has; returns the run's folder."""
     out = work / f"{method}_{compute}_{seed}_{updates}"
     if not (out / "finished").exists():
         shutil.rmtree(out, ignore_errors=True)
@@ -52,12 +53,27 @@ def train(work: Path, model: Path, compute: str, method: str, seed: int, updates
         cfg.validation = {"sets": {"unseen": unseen}, "eval_every": updates, "keep_best": False}
         run_recipe("smollm2_135m_qlora", cfg, out)
         (out / "finished").touch()
-    return out / "metrics.jsonl"
+    return out
 
 
-def read_losses(file: Path) -> tuple[float, float]:
+def serve(work: Path, model: Path, run: Path) -> float:
+    """The loss of the unseen problems with a run's adapter over the NF4 base, in bf16."""
+    results = run / "served" / "results.json"
+    if not results.exists():
+        cfg = shipped("evaluate")
+        cfg.update(output=str(results), adapter=str(run / "adapter"), text={}, exact_match={})
+        cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(work / "quantized"))
+        cfg.quantization.format, cfg.tokenizer.path = "nf4", str(model)
+        dataset = shipped("smollm2_135m_qlora").dataset
+        cfg.loss = {"unseen": {**dataset, "source": str(work / "unseen.jsonl")}}
+        run_recipe("evaluate", cfg, results.parent)
+    found = json.loads(results.read_text())["results"]
+    return float(next(result["value"] for result in found if result["metric"] == "loss"))
+
+
+def read_losses(run: Path) -> tuple[float, float]:
     """The loss of the unseen problems, and the mean of the last quarter of the updates."""
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     losses = [line["loss"] for line in lines if "loss" in line]
     unseen = [v for line in lines if (v := line.get("validation/unseen/loss")) is not None]
     return unseen[-1], mean(losses[-max(1, len(losses) // 4) :])
@@ -80,13 +96,15 @@ def main() -> None:
         (work / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = prepare_model(cache_dir())
     figures: Figures = {}
-    lines = [["seed", *(f"{compute} {of}" for of in ("unseen", "trained") for compute in COMPUTE)]]
+    kinds = ("unseen", "served", "trained")
+    lines = [["seed", *(f"{compute} {kind}" for kind in kinds for compute in COMPUTE)]]
     for seed in range(seeds):
         for compute in COMPUTE:
-            unseen, trained = read_losses(train(work, model, compute, args.method, seed, updates))
-            figures[f"unseen/{compute}/{seed}"] = unseen
-            figures[f"trained/{compute}/{seed}"] = trained
-        keys = (f"{of}/{compute}/{seed}" for of in ("unseen", "trained") for compute in COMPUTE)
+            run = train(work, model, compute, args.method, seed, updates)
+            unseen, trained = read_losses(run)
+            for kind, loss in zip(kinds, (unseen, serve(work, model, run), trained), strict=True):
+                figures[f"{kind}/{compute}/{seed}"] = loss
+        keys = (f"{kind}/{compute}/{seed}" for kind in kinds for compute in COMPUTE)
         lines.append([str(seed), *(f"{figures[key]:.4f}" for key in keys)])
     table(lines)
     tell({}, args.json, figures)
