@@ -27,7 +27,7 @@ from qfsdp.cli.errors import USER_ERROR_STATUS, UserError
 from qfsdp.cli.lost_peers import LOST_PEER_STATUS
 from qfsdp.cli.slow import told_if_slow
 from qfsdp.cli.terminal import say
-from qfsdp.cli.watchdog import STORE
+from qfsdp.cli.watchdog import AGENT, STORE
 
 GRACE_S = 5
 SAVE_S = 300
@@ -53,6 +53,7 @@ class Agent(LocalElasticAgent):
     def _start_workers(self, group: WorkerGroup) -> dict[int, Any]:
         if (address := _address(group.store)) is not None:
             os.environ[STORE] = address
+        os.environ[AGENT] = str(os.getpid())
         pids = super()._start_workers(group)
         self._ended_by_agent = frozenset()
         ranks: Any = self._pcontext

@@ -41,6 +41,7 @@ from qfsdp.cli.terminal import say
 
 HANG_STATUS = 75  # EX_TEMPFAIL: starting the run again may help
 STORE = "QFSDP_STORE"  # "host:port" of a store that outlives every rank; set by our agent
+AGENT = "QFSDP_AGENT"  # the process number of our agent, which sets it
 FOLDER = "hangs"
 LONGEST_LOOK_S = 5.0
 LAST_WORDS_S = 5.0  # for the ranks' stacks, and for the one rank that reports
@@ -121,7 +122,7 @@ class Watchdog(threading.Thread):
         self._period = min(LONGEST_LOOK_S, config.seconds / 20)
         self._over = threading.Event()
         self._store: Any = None
-        self._agent = os.getppid() if "LOCAL_RANK" in os.environ else None
+        self._parent = os.getppid() if "LOCAL_RANK" in os.environ else None
         self._moves, self._quiet, self._number = NOW.moves, 0.0, 0
         self._doing, self._since, self._told = (0, ""), 0.0, 0.0
         # Of the other ranks: the last words, and the seconds since they were new.
@@ -135,6 +136,7 @@ class Watchdog(threading.Thread):
 
     def run(self) -> None:
         before = time.monotonic()
+        self._follow_agent()  # at once: without an agent, ranks wait an hour for each other
         self._look(0.0)  # at once: a rank that has never spoken gets the longest limit
         while not self._over.wait(self._period):
             now = time.monotonic()
@@ -148,8 +150,11 @@ class Watchdog(threading.Thread):
 
     def _follow_agent(self) -> None:
         """Asks this rank to save and end if its agent is gone, which nobody else would do."""
-        if self._agent is not None and os.getppid() != self._agent:
-            self._agent = None
+        if self._parent is None:
+            return
+        agent = int(os.environ.get(AGENT, self._parent))  # may have gone before this rank looked
+        if os.getppid() != self._parent or not _exists(agent):
+            self._parent = None
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _tell(self, elapsed: float) -> None:
@@ -333,6 +338,15 @@ def store_address() -> str | None:
     if os.environ["TORCHELASTIC_USE_AGENT_STORE"] != "True":
         return None  # rank 0 hosts the only store
     return f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+
+
+def _exists(process: int) -> bool:
+    with suppress(PermissionError):
+        try:
+            os.kill(process, 0)
+        except ProcessLookupError:
+            return False
+    return True
 
 
 def _state(look: Look) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from dataclasses import asdict, replace
@@ -14,7 +15,7 @@ import pytest
 from qfsdp.cli import progress
 from qfsdp.cli.durations import format_duration, parse_duration
 from qfsdp.cli.errors import InvalidField
-from qfsdp.cli.watchdog import HANG_STATUS, DistributedConfig, Look, Watchdog, absent
+from qfsdp.cli.watchdog import AGENT, HANG_STATUS, DistributedConfig, Look, Watchdog, absent
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -150,3 +151,29 @@ def test_a_process_that_hangs_alone(tmp_path: Path) -> None:
     )
     assert "in read_rows, <string>:8" in done.stderr and "Traceback" not in done.stderr
     assert "in read_rows" in (tmp_path / "run/hangs/rank_0.txt").read_text()
+
+
+RANK = """
+from qfsdp.cli.watchdog import watched
+from qfsdp.distributed.world import init_world
+
+with watched(None):
+    init_world()  # waits an hour for rank 0
+"""
+
+
+def test_a_rank_whose_agent_was_gone_before_it_looked_ends() -> None:
+    """The agent hosts the store by which ranks find each other."""
+    agent = subprocess.Popen(["true"])
+    agent.wait()
+    torchrun = {"RANK": "1", "LOCAL_RANK": "1", "WORLD_SIZE": "2", "TORCHELASTIC_RUN_ID": "x"}
+    torchrun |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "9"}
+    rank = subprocess.run(
+        [sys.executable, "-c", RANK],
+        env=os.environ | torchrun | {AGENT: str(agent.pid)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=LIMIT_S,
+    )
+    assert rank.returncode == -signal.SIGTERM, rank.stderr
