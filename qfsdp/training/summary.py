@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qfsdp.cli.component import Component
 from qfsdp.cli.estimates import estimated_memory, estimated_step_seconds
 from qfsdp.cli.messages import first_line
 from qfsdp.cli.terminal import columns, is_terminal
@@ -57,6 +58,7 @@ def summary(
         "trained": _trained(model),
         "data": _data(loader.dataset, cfg.max_seq_len),
         "steps": _steps(cfg.batch_size, loader, world.size, first, total),
+        "warm-up": _warm_up(getattr(cfg, "lr_scheduler", None), total),
         "memory": estimated_memory(),
         "time": _time(total - first),
         "sample": _sample(loader.example(min(first, total - 1)), cfg.tokenizer.build()),
@@ -126,6 +128,15 @@ def _steps(batch_size: int, loader: Loader, ranks: int, first: int, total: int) 
         steps += f", {first:,} of them done"
     split = f"batch_size {batch_size} x accumulation {micro_batches} x ranks {ranks}"
     return f"{steps}; global batch {size:,} = {split}"
+
+
+def _warm_up(scheduler: Component | None, total: int) -> str:
+    """A line if the learning rate never reaches `optimizer.lr`, as with few data."""
+    steps = None if scheduler is None else scheduler.kwargs.get("num_warmup_steps")
+    if not isinstance(steps, int) or steps <= total:
+        return ""
+    share = f"about {total / steps:.2f} of optimizer.lr"
+    return f"{steps:,} steps (lr_scheduler.num_warmup_steps), so the learning rate ends at {share}"
 
 
 def _time(steps: int) -> str:

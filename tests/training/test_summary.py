@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from qfsdp.cli.component import Component
 from qfsdp.cli.estimates import MEMORY, STEP_SECONDS, note_estimates
 from qfsdp.data import PackedDataset, StepLoader
 from qfsdp.distributed.world import World
@@ -63,6 +64,7 @@ def config(folder: Path) -> Any:
     return SimpleNamespace(
         model=SimpleNamespace(path=str(folder), folder=folder),
         tokenizer=SimpleNamespace(build=Letters),
+        lr_scheduler=None,
         max_seq_len=16,
         batch_size=2,
     )
@@ -96,6 +98,16 @@ def test_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["time"] == "about 4:00, by the GPU's figures"
     assert found["sample"] == "question [[ANSWER]]"
     assert list(found) == ["model", "trained", "data", "steps", "memory", "time", "sample"]
+
+
+@pytest.mark.parametrize(("steps", "told"), [(9, False), (12, True)])
+def test_a_warm_up_that_is_longer_than_the_run(tmp_path: Path, steps: int, told: bool) -> None:
+    model = build_meta_model(folder := write_tiny_model(tmp_path / "tiny"))
+    cfg = config(folder)
+    cfg.lr_scheduler = Component("qfsdp.training.cosine_with_warmup", {"num_warmup_steps": steps})
+    text = summary(cfg, model, loader(Texts(*["aA"] * 30)), WORLD, first=0, total=9)
+    line = f"warm-up   {steps} steps (lr_scheduler.num_warmup_steps), so the learning rate ends at"
+    assert (f"{line} about 0.75 of optimizer.lr" in text.splitlines()) is told
 
 
 def test_packed_data_and_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
