@@ -155,6 +155,8 @@ class Watchdog(threading.Thread):
         agent = int(os.environ.get(AGENT, self._parent))  # may have gone before this rank looked
         if os.getppid() != self._parent or not _exists(agent):
             self._parent = None
+            with suppress(OSError):  # whoever read the output may be gone too
+                say(f"rank {self._rank}: torchrun's agent is gone; this rank saves and ends")
             os.kill(os.getpid(), signal.SIGTERM)
 
     def _tell(self, elapsed: float) -> None:

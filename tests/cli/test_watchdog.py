@@ -177,3 +177,4 @@ def test_a_rank_whose_agent_was_gone_before_it_looked_ends() -> None:
         timeout=LIMIT_S,
     )
     assert rank.returncode == -signal.SIGTERM, rank.stderr
+    assert "rank 1: torchrun's agent is gone; this rank saves and ends" in rank.stderr
