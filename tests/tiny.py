@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from types import ModuleType
 
@@ -11,6 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from qfsdp.cli import recipes
+from qfsdp.cli.config import load_config
 from qfsdp.tensor_subclasses.kernels.compiled import has_compiler
 
 needs_compiler = pytest.mark.skipif(
@@ -72,3 +74,16 @@ def write_tiny_model_with_tokenizer(folder: Path, tokenizer: Path, **changes: ob
 def load_recipe(name: str = "qdora_distributed") -> ModuleType:
     """A recipe file as a module; `recipes/` is not a package."""
     return recipes.load_recipe(ROOT / f"recipes/{name}.py")
+
+
+def run_recipe(name: str, argv: list[str]) -> None:
+    """Runs a recipe in this process, or on each rank that calls it.
+
+    Rank 0 alone checks: others could see files that it writes already. A command checks before it
+    starts ranks.
+    """
+    recipe = load_recipe(name)
+    cfg = load_config(recipe.Config, argv)
+    if os.environ.get("RANK", "0") == "0":
+        recipe.check(cfg)
+    recipe.main(cfg)

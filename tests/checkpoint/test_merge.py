@@ -23,7 +23,6 @@ from qfsdp.checkpoint.weights.merge import Merge, merged_rows
 from qfsdp.checkpoint.weights.output_folder import BEGUN
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE
-from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.decoder_config import DecoderConfig
@@ -33,7 +32,7 @@ from qfsdp.tensor_subclasses.nf4 import NF4Tensor
 from qfsdp.tensor_subclasses.nf4_fp32_absmax import NF4Fp32AbsmaxTensor
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, TINY_CONFIG, load_recipe, write_tiny_model
+from tests.tiny import ROOT, TINY_CONFIG, load_recipe, run_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -44,13 +43,9 @@ HEAD_TOO = ["all-linear", "lm_head"]
 
 def merged(model: Path, adapter: Path, output: Path, *words: str) -> Path:
     """The recipe's output with its shipped config and the overrides `words`."""
-    recipe = load_recipe("merge")
     argv = ["--config", str(ROOT / "configs/merge.yaml"), f"model.path={model}"]
     argv += [f"adapter={adapter}", f"output_dir={output}", *words]
-    cfg = load_config(recipe.Config, argv)
-    if os.environ.get("RANK", "0") == "0":  # other ranks could see what rank 0 writes already
-        recipe.check(cfg)
-    recipe.main(cfg)
+    run_recipe("merge", argv)
     return output
 
 

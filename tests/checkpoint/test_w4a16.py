@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,12 +15,11 @@ from torch import Tensor
 from qfsdp.checkpoint.export.w4a16 import integers
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.read import INDEX
-from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapter_config import AdapterConfig
 from tests.checkpoint.test_merge import HEAD_TOO, logits, merged, plain_model, trained
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.tiny import ROOT, run_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 EVEN = {"intermediate_size": 384}  # 192 and 384 are whole groups of 64
@@ -29,13 +27,9 @@ EVEN = {"intermediate_size": 384}  # 192 and 384 are whole groups of 64
 
 def exported(model: Path, output: Path, *words: str) -> Path:
     """The recipe's folder with its shipped config and the overrides `words`."""
-    recipe = load_recipe("export")
     argv = ["--config", str(ROOT / "configs/export.yaml"), f"model.path={model}", "format=w4a16"]
     argv += ["adapter=null", "quantization.format=none", "model.dtype=fp32", "group_size=64"]
-    cfg = load_config(recipe.Config, [*argv, f"output_dir={output}", *words])
-    if os.environ.get("RANK", "0") == "0":  # other ranks could see what rank 0 writes already
-        recipe.check(cfg)
-    recipe.main(cfg)
+    run_recipe("export", [*argv, f"output_dir={output}", *words])
     return output
 
 

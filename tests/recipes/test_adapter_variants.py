@@ -14,10 +14,9 @@ import torch
 from safetensors.torch import load_file
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
-from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import run_recipe, write_tiny_model
 
 CONFIG = """
 output_dir: {folder}/run
@@ -59,11 +58,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def run(folder: Path, *words: str) -> None:
-    recipe = load_recipe()
-    cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
-    if os.environ.get("RANK", "0") == "0":
-        recipe.check(cfg)
-    recipe.main(cfg)
+    run_recipe("qdora_distributed", ["--config", f"{folder}/config.yaml", *words])
 
 
 def no_second_start(*_: object) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,15 +14,15 @@ from torch import Tensor, nn
 from transformers import AutoModelForCausalLM
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE, load_adapter
-from qfsdp.cli.config import load_config
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import refresh_dora_norms
+from tests import tiny
 from tests.models import load_model
 from tests.modules import test_families as families
 from tests.modules.test_families import max_difference
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe
+from tests.tiny import ROOT
 from tests.toy_data import TOY_CONFIG
 
 STEPS = 4
@@ -77,12 +76,8 @@ TOKENS = torch.randint(1, 577, (2, 40), generator=torch.Generator().manual_seed(
 
 def run_recipe(name: str, runs: list[tuple[str, list[str]]]) -> None:
     """Runs a recipe with each config and its words in turn; runs on every rank."""
-    recipe = load_recipe(name)
     for config, words in runs:
-        cfg = load_config(recipe.Config, ["--config", config, *words])
-        if os.environ.get("RANK", "0") == "0":
-            recipe.check(cfg)
-        recipe.main(cfg)
+        tiny.run_recipe(name, ["--config", config, *words])
 
 
 def losses(run: Path) -> dict[int, float]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from tests import tiny
 from tests.models import load_model
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
@@ -53,12 +53,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_recipe(folder: Path, runs: list[list[str]]) -> None:
     """Runs the recipe with each command line in turn; runs on every rank."""
-    recipe = load_recipe(RECIPE)
     for words in runs:
-        cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
-        if os.environ["RANK"] == "0":
-            recipe.check(cfg)
-        recipe.main(cfg)
+        tiny.run_recipe(RECIPE, ["--config", f"{folder}/config.yaml", *words])
 
 
 def losses(run: Path) -> dict[int, float]:

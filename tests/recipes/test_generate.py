@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -19,7 +18,13 @@ from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.modules.adapter_config import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, needs_compiler, write_tiny_model_with_tokenizer
+from tests.tiny import (
+    ROOT,
+    load_recipe,
+    needs_compiler,
+    run_recipe,
+    write_tiny_model_with_tokenizer,
+)
 
 CONFIG = str(ROOT / "configs/generate.yaml")
 NEW = 6
@@ -65,11 +70,7 @@ def config(recipe: ModuleType, model_dir: Path, *more: str) -> Any:
 
 def answer(words: list[str]) -> None:
     """The recipe; runs on every rank."""
-    recipe = load_recipe("generate")
-    cfg = load_config(recipe.Config, words)
-    if os.environ["RANK"] == "0":
-        recipe.check(cfg)  # makes the folder of the output
-    recipe.main(cfg)
+    run_recipe("generate", words)
 
 
 @pytest.mark.usefixtures("eager")

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import json
-import os
 from pathlib import Path
 
 import pytest
 from safetensors.torch import load_file
 
-from qfsdp.cli.config import load_config
+from tests import tiny
 from tests.ranks import run_ranks
 from tests.recipes.test_resume import adapter_bytes, losses, run_recipe
 from tests.recipes.test_sharded_mixtures import MIXTURE
-from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
+from tests.tiny import ROOT, write_tiny_model, write_tiny_model_with_tokenizer
 from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.slow
@@ -82,11 +81,7 @@ def test_resumed_and_started_from_an_adapter(folder: Path) -> None:
 
 
 def by_recipe(name: str, words: list[str]) -> None:
-    recipe = load_recipe(name)
-    cfg = load_config(recipe.Config, words)
-    if os.environ.get("RANK", "0") == "0":
-        recipe.check(cfg)
-    recipe.main(cfg)
+    tiny.run_recipe(name, words)
 
 
 @pytest.mark.usefixtures("eager")

@@ -27,6 +27,7 @@ from qfsdp.checkpoint.compatibility import read_settings
 from qfsdp.checkpoint.resume import published
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
+from tests import tiny
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG
@@ -60,12 +61,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run_recipe(folder: Path, runs: list[list[str]]) -> None:
     """Runs the recipe with each command line in turn; runs on every rank."""
-    recipe = load_recipe()
     for words in runs:
-        config = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
-        if os.environ["RANK"] == "0":
-            recipe.check(config)
-        recipe.main(config)
+        tiny.run_recipe("qdora_distributed", ["--config", f"{folder}/config.yaml", *words])
 
 
 def losses(run: Path) -> dict[int, float]:
