@@ -22,8 +22,10 @@ from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.trainable import TrainableConfig, set_trainable
 from qfsdp.modules.transformer import Decoder
+from tests.modules.random_configs import compare, random_config, randomize, with_our_names
 
 CPU = torch.device("cpu")
+LONG = pytest.mark.long
 SEQ, NEW = 40, 14
 SIZES: dict[str, Any] = {
     "vocab_size": 131,
@@ -254,17 +256,7 @@ def reference(name: str) -> PreTrainedModel:
     torch.manual_seed(0)
     config = tiny_config(name)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
-    with torch.no_grad():
-        for key, parameter in model.named_parameters():
-            if key.endswith(".bias"):
-                parameter.normal_(std=0.3)
-            elif parameter.ndim == 1:  # Gemma's checkpoints hold the difference from 1
-                parameter.uniform_(0.5, 1.5).sub_(int(name.startswith("gemma")))
-            else:
-                parameter.normal_(std=parameter.shape[-1] ** -0.5)
-        for key, buffer in model.named_buffers():
-            if key.endswith("e_score_correction_bias"):
-                buffer.normal_(std=0.3)
+    randomize(model)
     return model
 
 
@@ -280,26 +272,6 @@ def ours(model: PreTrainedModel) -> Decoder:
         with_our_names(model.state_dict(), model.config.model_type), strict=True
     )
     return decoder
-
-
-# model_type -> what transformers renames as it reads files, and the name there.
-IN_FILES = {"mixtral": (".mlp.", ".block_sparse_moe.")}
-
-
-def with_our_names(theirs: dict[str, Any], model_type: str) -> dict[str, Any]:
-    """transformers' tensors: those of experts, with three dimensions, as rows; and names as in
-    files."""
-    rows: dict[str, Tensor] = {}
-    for key, value in theirs.items():
-        if key.endswith("_proj_bias"):
-            rows[key.removesuffix("_bias") + ".bias"] = value.flatten()
-        elif value.ndim == 3:  # gpt-oss multiplies from the other side
-            matrices = value.mT if model_type == "gpt_oss" else value
-            rows[f"{key}.weight"] = matrices.flatten(0, 1)
-        else:
-            rows[key] = value
-    in_files = IN_FILES.get(model_type, ("", ""))
-    return {key.replace(*in_files): value for key, value in rows.items()}
 
 
 def random_tokens(batch: int = 2) -> Tensor:
@@ -485,6 +457,81 @@ def test_config_is_read_as_transformers_reads_it(name: str) -> None:
     architecture = {"architectures": [ARCHITECTURE[model_type]]}
     new = CONFIG_MAPPING[model_type](**copy.deepcopy(old)).to_dict() | architecture
     assert DecoderConfig.from_dict(old | architecture) == DecoderConfig.from_dict(new)
+
+
+# What differs from the plain way of writing it: model type, keys of config.json.
+SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
+    "both": ("llama", {"rope_scaling": YARN, "rope_parameters": {"rope_type": "default"}}),
+    "both-linear": (
+        "qwen3",
+        {
+            "rope_scaling": {"type": "linear", "factor": 4},
+            "rope_parameters": {"rope_type": "yarn", "factor": 2.0, "rope_theta": 100.0},
+            "rope_theta": 3000.0,
+        },
+    ),
+    "share-of-whole-heads": ("llama", {"partial_rotary_factor": 0.5}),
+    "share-in-the-object": (
+        "qwen2",
+        {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
+    ),
+    "share-null": ("glm4", {"partial_rotary_factor": None, "head_dim": 32}),
+    "original-outside": (
+        "llama",
+        {"rope_parameters": YARN, "original_max_position_embeddings": 8},
+    ),
+    "original-outside-nested": (
+        "gemma3_text",
+        {
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": None},
+            "original_max_position_embeddings": 8,
+        },
+    ),
+    "truncate-nested": (
+        "olmo3",
+        {"rope_parameters": {"full_attention": SHORT | {"truncate": False, "beta_fast": 8}}},
+    ),
+    "truncate-beside": (
+        "olmo3",
+        {"rope_parameters": {"full_attention": SHORT | {"beta_fast": 8}, "truncate": False}},
+    ),
+    "both-nested": (
+        "gemma3_text",
+        {
+            "rope_scaling": {"rope_type": "linear", "factor": 4.0},
+            "rope_parameters": {"full_attention": YARN, "sliding_attention": DYNAMIC},
+        },
+    ),
+    "factor-null": ("llama", {"rope_scaling": SHORT | {"factor": None}}),
+    "empty-object": ("gpt_oss", {**GPT_OSS, "rope_parameters": {}}),
+    "empty-old-object": ("gpt_oss", {**GPT_OSS, "rope_scaling": {}}),
+    "su": (
+        "phi3",
+        {
+            "rope_scaling": {
+                **{"type": "su", "original_max_position_embeddings": 8},
+                **{"short_factor": [1.0] * 11, "long_factor": [3.0] * 11},
+            },
+            "original_max_position_embeddings": 32,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("name", SPELLED)
+def test_spellings_mean_what_they_mean_to_transformers(name: str) -> None:
+    model_type, keys = SPELLED[name]
+    config = SIZES | keys | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}
+    assert compare(model_type, config)[0] == "equal"
+
+
+@pytest.mark.parametrize(
+    "seed", [*range(21), *(pytest.param(n, marks=LONG) for n in range(21, 400))]
+)
+def test_random_configs_are_computed_or_refused(seed: int) -> None:
+    """`python -m tests.modules.random_configs 400 1000` runs others."""
+    outcome, what = compare(*random_config(seed))
+    assert outcome != "differs", what
 
 
 @pytest.mark.parametrize(

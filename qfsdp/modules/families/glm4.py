@@ -22,7 +22,7 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
     keys.only("hidden_act", "silu")
     return DecoderParts(
         **keys.sizes(),
-        layers=keys.same_layers(interleaved=True),
+        layers=keys.same_layers(interleaved=True, shares=True),
         norm=keys.norm(),
         norms=LayerNorms(
             before_attention="input_layernorm",

@@ -28,7 +28,7 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
         num_nextn_predict_layers=1,
     )
     keys.only("hidden_act", "silu")
-    dense, layers = keys.count("first_k_dense_replace"), keys.same_layers()
+    dense, layers = keys.count("first_k_dense_replace"), keys.same_layers(shares=True)
     return DecoderParts(
         **keys.sizes(),
         layers=(*layers[:dense], *keys.mixtures(layers[dense:])),

@@ -8,6 +8,7 @@ from typing import Any
 
 from qfsdp.modules.decoder_parts import AttentionConfig, DecoderParts, LayerConfig
 from qfsdp.modules.families.keys import Keys
+from qfsdp.modules.families.rope_keys import rope_object
 
 ROPE = {
     "rope_type": "yarn",
@@ -35,7 +36,7 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
         router_aux_loss_coef=0.001,
     )
     keys.only("hidden_act", "silu")
-    bias, rope = keys.switch("attention_bias", True), keys.rope_of(keys.rope_object() or ROPE)
+    bias, rope = keys.switch("attention_bias", True), keys.rope(rope=rope_object(keys, ROPE))
     windows = keys.windows(lambda index: index % 2 == 0)
     experts = keys.experts("intermediate_size", kind="chosen", bias=True, name="router")
     return DecoderParts(

@@ -7,113 +7,21 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.decoder_parts import MOST_LAYERS, ExpertsConfig, LayerConfig, RouterConfig
+from qfsdp.modules.decoder_parts import ExpertsConfig, LayerConfig, RouterConfig
+from qfsdp.modules.families.rope_keys import FULL, SLIDING, one_rope, two_ropes
+from qfsdp.modules.families.values import Values
 from qfsdp.modules.norms import NormConfig
-from qfsdp.modules.rope import (
-    DynamicScaling,
-    LinearScaling,
-    Llama3Scaling,
-    LongRopeScaling,
-    RopeConfig,
-    Scaling,
-    Unscaled,
-    YarnScaling,
-)
+from qfsdp.modules.rope import RopeConfig
 
-_MOST = {"num_hidden_layers": MOST_LAYERS, "max_position_embeddings": 2**31 - 1}
-_MOST_SIZE = 2**24  # of all others
 # Of one value: published files have one, transformers 5 writes another.
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-FULL, SLIDING = "full_attention", "sliding_attention"
 
 
-class Keys:
-    """The keys of one object of a `config.json`.
-
-    Every method raises `UserError`, which names `source`, key and value, if the value is not as
-    expected. A key with the value null counts as missing, except in `given` and `switch`.
-
-    Args:
-        values: the parsed object.
-        source: names the file in errors.
-        defaults: Hugging Face's values for keys that the file leaves out.
-    """
+class Keys(Values):
+    """The keys of a whole `config.json`."""
 
     def __init__(self, values: dict[str, Any], source: str, **defaults: Any) -> None:
-        self.source, self._values, self._defaults = source, values, defaults
-
-    def given(self, name: str) -> Any:
-        """The value, null included, or the family's default, or None."""
-        return self._values.get(name, self._defaults.get(name))
-
-    def size(self, name: str, default: int | None = None) -> int:
-        value, most = self._or(name, default), _MOST.get(name, _MOST_SIZE)
-        if type(value) is not int or value < 1:
-            raise self.error(name, value, "a positive integer")
-        if value > most:
-            raise self.error(name, value, f"at most {most}")
-        return value
-
-    def count(self, name: str) -> int:
-        value = self.given(name)
-        if type(value) is not int or value < 0:
-            raise self.error(name, value, "an integer of at least 0")
-        return value
-
-    def number(self, name: str, default: float | None = None) -> float:
-        value: Any = self._or(name, default)
-        if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise self.error(name, value, "a number above 0")
-        return float(value)
-
-    def numbers(self, name: str, count: int) -> tuple[float, ...]:
-        value = self.given(name)
-        valid = isinstance(value, list) and len(value) == count
-        if not valid or not all(type(x) in (int, float) and 0 < x < math.inf for x in value):
-            raise self.error(name, value, f"{count} numbers above 0")
-        return tuple(float(x) for x in value)
-
-    def switch(self, name: str, default: bool = False) -> bool:
-        value = self._values.get(name, self._defaults.get(name, default))
-        if type(value) is not bool:
-            raise self.error(name, value, "true or false")
-        return value
-
-    def only(self, name: str, expected: Any, absent: Any = None) -> None:
-        """Refuses every value but `expected`. A missing key means `absent` or, without one,
-        `expected`."""
-        value = self.given(name)
-        if value is None:
-            value = expected if absent is None else absent
-        if value != expected:
-            wanted = repr(expected) if isinstance(expected, str) else str(expected).lower()
-            raise self.error(name, value, "null" if expected is None else wanted)
-
-    def object(self, name: str) -> dict[str, Any]:
-        value = self.given(name) or {}
-        if not isinstance(value, dict):
-            raise self.error(name, value, "an object")
-        return value
-
-    def of_layers(self, name: str, kinds: tuple[Any, ...]) -> list[Any] | None:
-        """One of `kinds` for every layer, or None where the key is missing."""
-        value, count = self.given(name), self.size("num_hidden_layers")
-        if value is None:
-            return None
-        if not isinstance(value, list) or len(value) < count or any(x not in kinds for x in value):
-            if isinstance(value, list) and len(value) >= count:
-                value = next(x for x in value if x not in kinds)
-            known = " or ".join(str(kind) for kind in kinds)
-            raise self.error(name, value, f"{known} for each of {count} layers")
-        return value[:count]
-
-    def error(self, name: str, value: Any, expected: str) -> UserError:
-        return UserError(f"{self.source}: {name} is {value!r}; expected {expected}")
-
-    def _or(self, name: str, default: Any) -> Any:
-        value = self.given(name)
-        return default if value is None else value
+        super().__init__(values, source, **{"rope_theta": RopeConfig.theta} | defaults)
 
     # ---- what every decoder has ----------------------------------------------------------------
 
@@ -171,11 +79,9 @@ class Keys:
     def window(self) -> int | None:
         return None if self.given("sliding_window") is None else self.size("sliding_window")
 
-    def same_layers(
-        self, window: int | None = None, interleaved: bool = False
-    ) -> tuple[LayerConfig, ...]:
-        """All layers alike."""
-        layer = LayerConfig(window, self.rope(interleaved))
+    def same_layers(self, window: int | None = None, **rope: Any) -> tuple[LayerConfig, ...]:
+        """All layers alike; `rope`: see `one_rope`."""
+        layer = LayerConfig(window, self.rope(**rope))
         return (layer,) * self.size("num_hidden_layers")
 
     def mixtures(self, layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
@@ -191,106 +97,10 @@ class Keys:
             return [window if sliding(index) else None for index in range(count)]
         return [window if kind == SLIDING else None for kind in kinds]
 
-    def rope(self, interleaved: bool = False) -> RopeConfig:
-        """The rotary embedding of all layers."""
-        return self.rope_of(self.rope_object(), interleaved=interleaved)
+    def rope(self, **how: Any) -> RopeConfig:
+        """The rotary embedding of all layers; `how`: see `one_rope`."""
+        return one_rope(self, self.head_dim(), **how)
 
-    def two_ropes(self, sliding_theta: float | None = None) -> tuple[RopeConfig, RopeConfig]:
-        """The rotary embeddings of layers with a sliding window and of those without.
-
-        The old keys scale only the latter, and `sliding_theta` is the base of the former.
-        """
-        new = Keys(self.object("rope_parameters"), self.source)
-        theta = {} if sliding_theta is None else {"rope_theta": sliding_theta}
-        sliding = theta | new.object(SLIDING)
-        full = self.object("rope_scaling") | new.object(FULL)
-        return self.rope_of(sliding), self.rope_of(full)
-
-    def rope_object(self) -> dict[str, Any]:
-        """The object of the new keys (`rope_parameters`) or the old ones (`rope_scaling`)."""
-        return self.object("rope_parameters") or self.object("rope_scaling")
-
-    def rope_of(self, rope: dict[str, Any], **changes: Any) -> RopeConfig:
-        """The rotary embedding that the object `rope` describes; missing keys are the file's."""
-        names = ("rope_theta", "partial_rotary_factor", "original_max_position_embeddings")
-        outer = {name: self.given(name) for name in names if self.given(name) is not None}
-        keys = Keys(rope, self.source, **outer)
-        theta = keys.number("rope_theta", RopeConfig.theta)
-        share, head_dim = keys.number("partial_rotary_factor", 1.0), self.head_dim()
-        rotated = int(head_dim * share)
-        if share > 1 or rotated % 2 or not rotated:
-            expected = f"an even number of the {head_dim} of a head"
-            raise self.error("partial_rotary_factor", share, expected)
-        scaling = self._scaling(keys, rotated)
-        return RopeConfig(theta, scaling, 1.0 if rotated == head_dim else share, **changes)
-
-    def _scaling(self, keys: Keys, rotated: int) -> Scaling:
-        kind = keys.given("rope_type") or keys.given("type") or "default"
-        if not isinstance(kind, str) or kind not in _SCALINGS:
-            known = ", ".join(_SCALINGS)
-            raise UserError(
-                f"{self.source}: rope type {kind!r} is unknown; expected one of {known}"
-            )
-        needed, build = _SCALINGS[kind]
-        if missing := [name for name in needed if keys.given(name) is None]:
-            raise UserError(f"{self.source}: rope type {kind!r} needs {', '.join(missing)}")
-        return build(keys, self.size("max_position_embeddings"), rotated)
-
-
-# ---- scalings ------------------------------------------------------------------------------------
-# As in Hugging Face, the context length replaces a missing original length.
-
-
-def _original(keys: Keys, context: int) -> int:
-    return keys.size("original_max_position_embeddings", context)
-
-
-def _llama3(keys: Keys, context: int, rotated: int) -> Scaling:
-    low, high = keys.number("low_freq_factor"), keys.number("high_freq_factor")
-    return Llama3Scaling(keys.number("factor"), low, high, _original(keys, context))
-
-
-def _yarn(keys: Keys, context: int, rotated: int) -> Scaling:
-    factor = keys.number("factor")
-    magnitude = _yarn_magnitude(factor)
-    if keys.given("mscale") and keys.given("mscale_all_dim"):
-        numerator = _yarn_magnitude(factor, keys.number("mscale"))
-        magnitude = numerator / _yarn_magnitude(factor, keys.number("mscale_all_dim"))
-    return YarnScaling(
-        factor,
-        _original(keys, context),
-        keys.number("attention_factor", magnitude),
-        keys.number("beta_fast", 32.0),
-        keys.number("beta_slow", 1.0),
-        keys.switch("truncate", True),
-    )
-
-
-def _yarn_magnitude(factor: float, weight: float = 1.0) -> float:
-    return 1.0 if factor <= 1 else 0.1 * weight * math.log(factor) + 1.0
-
-
-def _longrope(keys: Keys, context: int, rotated: int) -> Scaling:
-    original = _original(keys, context)
-    factor = keys.number("factor", context / original)
-    magnitude = 1.0 if factor <= 1 else math.sqrt(1 + math.log(factor) / math.log(original))
-    return LongRopeScaling(
-        keys.numbers("short_factor", rotated // 2),
-        keys.numbers("long_factor", rotated // 2),
-        original,
-        keys.number("attention_factor", magnitude),
-    )
-
-
-_Build = Callable[[Keys, int, int], Scaling]
-_SCALINGS: dict[Any, tuple[tuple[str, ...], _Build]] = {
-    "default": ((), lambda keys, context, rotated: Unscaled()),
-    "linear": (("factor",), lambda keys, context, rotated: LinearScaling(keys.number("factor"))),
-    "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _llama3),
-    "dynamic": (
-        ("factor",),
-        lambda keys, context, rotated: DynamicScaling(keys.number("factor"), context),
-    ),
-    "yarn": (("factor",), _yarn),
-    "longrope": (("short_factor", "long_factor"), _longrope),
-}
+    def two_ropes(self, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
+        """The rotary embeddings of layers with a sliding window and of those without."""
+        return two_ropes(self, self.head_dim(), sliding_theta)

@@ -6,6 +6,8 @@ from typing import Any
 
 from qfsdp.modules.decoder_parts import DecoderParts, LayerConfig
 from qfsdp.modules.families.keys import Keys
+from qfsdp.modules.families.rope_keys import rope_object
+from qfsdp.modules.families.values import Values
 from qfsdp.modules.rope import QueryScaling
 
 ROPE = {
@@ -29,13 +31,13 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
         rms_norm_eps=1e-5,
     )
     keys.only("hidden_act", "silu")
-    values = keys.rope_object() or ROPE
-    rope, scaling = Keys(values, source), None
+    values = rope_object(keys, ROPE)
+    rope, scaling = Values(values, source), None
     if rope.given("llama_4_scaling_beta") is not None:
         original = rope.size(
             "original_max_position_embeddings", keys.size("max_position_embeddings")
         )
         scaling = QueryScaling(rope.number("llama_4_scaling_beta"), original)
-    layer = LayerConfig(keys.window(), keys.rope_of(values, query_scaling=scaling))
+    layer = LayerConfig(keys.window(), keys.rope(rope=values, query_scaling=scaling))
     layers = (layer,) * keys.size("num_hidden_layers")
     return DecoderParts(**keys.sizes(), layers=layers, norm=keys.norm())

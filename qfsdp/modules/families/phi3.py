@@ -7,6 +7,7 @@ from typing import Any
 
 from qfsdp.modules.decoder_parts import AttentionConfig, DecoderParts, LayerConfig, MLPConfig
 from qfsdp.modules.families.keys import Keys
+from qfsdp.modules.families.rope_keys import rope_object
 
 
 def read(config: dict[str, Any], source: str) -> DecoderParts:
@@ -18,13 +19,13 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
         rms_norm_eps=1e-5,
     )
     keys.only("hidden_act", "silu")
-    rope = keys.rope_object()
-    if rope.get("rope_type", rope.get("type")) in ("su", "yarn"):  # LongRoPE's earlier names
+    rope = rope_object(keys)
+    kind = rope.get("rope_type") or rope.get("type") or "default"
+    if kind in ("su", "yarn"):  # LongRoPE's earlier names
         rope = rope | {"rope_type": "longrope"}
-    # The key outside of the object is the one that counts.
-    original = keys.size("original_max_position_embeddings")
-    rope = rope | {"original_max_position_embeddings": original}
-    layer = LayerConfig(keys.window(), keys.rope_of(rope))
+    elif kind not in ("default", "longrope"):
+        raise keys.error("rope_type", kind, "longrope, su, yarn or default")
+    layer = LayerConfig(keys.window(), keys.rope(rope=rope, shares=True))
     return DecoderParts(
         **keys.sizes(),
         layers=(layer,) * keys.size("num_hidden_layers"),
