@@ -31,6 +31,7 @@ from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.files import not_written, write_text
 from qfsdp.cli.launch import launch
 from qfsdp.data.json_lines import check_new_file, read_rows, to_lines
+from qfsdp.data.messages import text_of
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, check_lengths, generate, generate_all
@@ -107,6 +108,8 @@ def tokenized(cfg: Config, tokenizer: Any, rows: list[dict[str, Any]]) -> list[l
     for number, row in enumerate(rows, start=1):
         prompt = row[cfg.prompt_column]
         try:
+            if not isinstance(prompt, list) and prompt is not None:
+                prompt = text_of(prompt)
             tools = row.get("tools")
             tokens = prompt_tokens(tokenizer, prompt, cfg.chat_template, cfg.system_prompt, tools)
         except UserError as error:

@@ -20,13 +20,12 @@ from qfsdp.cli.errors import UserError
 from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.data.messages import NotText, as_message, as_tools, from_json, text_of
 from qfsdp.data.reading import reads_rows
-from qfsdp.data.rows import Row, load_rows, require_column
+from qfsdp.data.rows import Row, Rows, load_rows, require_column
 from qfsdp.data.tokenized_dataset import TokenizedDataset, TokenizedRow, Unusable, tokenize_rows
 from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.data.trained_spans import TokenizedChat
 
 if TYPE_CHECKING:
-    from datasets import Dataset
     from torchtune.data import Message
 
 Tokenizer = Callable[[dict[str, Any]], Mapping[str, Any]]
@@ -73,20 +72,20 @@ def instruct_dataset(
         UserError: the source, a column or the template is wrong, or no row can be used.
     """
     rows = load_rows(source, split, subset, data_files, max_rows)
+    columns = [] if prompt_template is None else _template_columns(prompt_template)
     if prompt_template is None:
         require_column("prompt_column", prompt_column, rows, source)
-    else:
-        for column in _template_columns(prompt_template):
-            require_column("prompt_template", column, rows, source)
+    for column in columns:
+        require_column("prompt_template", column, rows, source)
     require_column("answer_column", answer_column, rows, source)
 
     def to_chat(row: Row) -> Chat:
         if prompt_template is None:
-            if row[prompt_column] is None:
-                raise UserError(f"nothing in column {prompt_column!r}; expected text")
             prompt = text_of(row[prompt_column])
+            if not prompt and not isinstance(row[prompt_column], str):
+                raise UserError(f"nothing in column {prompt_column!r}; expected text")
         else:
-            prompt = _filled(prompt_template, row)
+            prompt = _filled(prompt_template, columns, row)
         messages = [
             {"role": "user", "content": prompt, "masked": not train_on_input},
             {"role": "assistant", "content": text_of(row[answer_column]), "masked": False},
@@ -146,7 +145,7 @@ def chat_dataset(
 
 def tokenize_conversations(
     tokenizer: Tokenizer,
-    rows: Dataset,
+    rows: Rows,
     source: str,
     turns_of: Callable[[Row], Sequence[Row]],
     train_on_input: bool,
@@ -196,15 +195,26 @@ def _template_columns(template: str) -> list[str]:
     return columns
 
 
-def _filled(template: str, row: Row) -> str:
-    texts = {key: "" if value is None else value for key, value in row.items()}
+def _filled(template: str, columns: Sequence[str], row: Row) -> str:
+    """The template with the texts of columns in it; see `text_of`."""
+    values = {name: _formatted(name, row[name]) for name in columns}
     try:
-        return template.format(**texts).strip()
-    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError) as error:
+        return template.format(**values).strip()
+    except (ArithmeticError, AttributeError, LookupError, MemoryError, TypeError, ValueError) as e:
         raise UserError(
-            f"prompt_template {template!r}: {error or 'out of memory'}; expected column names in "
+            f"prompt_template {template!r}: {e or 'out of memory'}; expected column names in "
             "braces, such as {question}"
         ) from None
+
+
+def _formatted(name: str, value: Any) -> Any:
+    """What a template writes for a value: its text, or the number if that has the same text, so
+    that {score:.2f} works."""
+    try:
+        text = text_of(value)
+    except UserError as error:
+        raise UserError(f"column {name!r}: {error}") from None
+    return value if text and str(value) == text else text
 
 
 def check_answer(message: Mapping[str, Any]) -> None:
@@ -225,7 +235,7 @@ def _to_message(turn: Any, train_on_input: bool) -> dict[str, Any]:
 
 
 def _tokenize(
-    tokenizer: Tokenizer, rows: Dataset, to_chat: Callable[[Row], Chat], source: str
+    tokenizer: Tokenizer, rows: Rows, to_chat: Callable[[Row], Chat], source: str
 ) -> TokenizedDataset:
     """Turns every row into one sample."""
     limit: int | None = getattr(tokenizer, "max_seq_len", None)

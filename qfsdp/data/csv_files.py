@@ -1,45 +1,20 @@
-"""CSV and TSV files: every cell is text, as it stands in the file.
+"""CSV and TSV files: their separator and header, and rows with more cells than the header.
 
-pandas, with which `datasets` reads them, takes 01234 for a number, NA, null and None for nothing,
-and the first column for names of rows where a row has more cells than the header.
+Every cell is text, as it stands in the file. (pandas takes 01234 for a number, NA and null for
+nothing.) `qfsdp.data.file_records` reads the rows.
 """
 
 from __future__ import annotations
 
 import csv
-import gzip
 import io
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 from qfsdp.cli.errors import UserError
 
 SEPARATORS = ",;\t|"
 MOST_CHARACTERS = 2**28  # of one cell
-_BEGINNING = 2**16  # characters in which the header ends
-
-
-def csv_options(files: Sequence[Path]) -> dict[str, Any]:
-    """What the reader of `datasets` is told about files. Those of a folder have one header."""
-    from datasets import Features, Value
-
-    headers = {_header(file) for file in files}
-    separator, names = next(iter(headers))
-    options = {"sep": separator, "keep_default_na": False}
-    if len(headers) == 1:  # else `datasets` says which file has other columns
-        options["features"] = Features({name: Value("string") for name in names})
-    return options
-
-
-def _header(file: Path) -> tuple[str, tuple[str, ...]]:
-    """The separator and the columns of a file."""
-    opened = gzip.open if file.suffix == ".gz" else open
-    with opened(file, "rt", encoding="utf-8-sig", newline="") as stream:
-        text = stream.read(_BEGINNING)
-    separator = separator_of(text)
-    _, cells = next(_records(text, separator), (1, []))
-    return separator, tuple(_names(cells))
 
 
 def separator_of(text: str) -> str:
@@ -60,10 +35,15 @@ def check_csv_beginning(file: Path, text: str, is_whole: bool) -> None:
     for line, cells in records if is_whole else records[:-1]:
         width = len(records[0][1])
         if len(cells) > width:
-            raise UserError(
-                f"{file}, line {line}: {len(cells)} cells, and the header has {width}; expected "
-                f'"quotes" around text with {separator!r} in it'
-            )
+            raise too_many_cells(file, line, len(cells), width, separator)
+
+
+def too_many_cells(file: Path, line: int, cells: int, width: int, separator: str) -> UserError:
+    """That a row has more cells than the header."""
+    return UserError(
+        f'{file}, line {line}: {cells} cells, and the header has {width}; expected "quotes" '
+        f"around text with {separator!r} in it"
+    )
 
 
 def _records(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
@@ -73,10 +53,10 @@ def _records(text: str, separator: str) -> Iterator[tuple[int, list[str]]]:
     return ((reader.line_num, cells) for cells in reader if cells)
 
 
-def _names(header: list[str]) -> list[str]:
+def header_of(cells: list[str]) -> list[str]:
     """The columns as pandas calls them: one without a name by its place, equal ones numbered."""
     names: list[str] = []
-    for place, name in enumerate(header):
+    for place, name in enumerate(cells):
         name, count = name or f"Unnamed: {place}", 1
         unique = name
         while unique in names:

@@ -1,12 +1,12 @@
-"""What is wrong with a data file: its line, what stands there, and what was expected.
+"""Which files of a folder are read, and what is wrong with one: its line, and what was expected.
 
 `check_beginning` reads a megabyte and finds a file of another kind before anything is loaded.
-`check_whole` reads everything. It is called where the `datasets` library has failed, whose message
-names neither line nor value.
+`check_whole` finds a line that is not UTF-8.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ from qfsdp.data.json_lines import MAX_LINE, decoded, json_values, parsed
 
 SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 SUFFIXES |= {".tsv": "csv", ".txt": "text"}
-"""File suffix -> name of its reader in the `datasets` library. All but Parquet may end in .gz.
+"""File suffix, in small letters -> kind. All but Parquet may end in .gz.
 
 A .txt file is one row with one column, "text".
 """
@@ -29,8 +29,58 @@ KINDS = {bool: "a bool", int: "a number", float: "a number", str: "text", list: 
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix of a data file, also before .gz."""
-    return file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix
+    """The suffix of a data file in small letters, also before .gz."""
+    return (file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix).lower()
+
+
+def listed(folder: Path, pattern: str | None = None) -> tuple[list[Path], list[str]]:
+    """The data files of a folder and of the folders in it, sorted, and the files left out.
+
+    Names mean nothing, except that hidden files and folders (.x) are left out, as are files of
+    other kinds and `dataset_infos.json`, in which `datasets` describes the others. Links are
+    followed; a folder that several links lead to is read once.
+
+    Args:
+        pattern: only files with this path in the folder; if there is none, files whose path the
+            pattern matches (`*.jsonl`, `2023/*.csv`, `**/a.txt`).
+
+    Returns:
+        The files, and for each one left out its path in the folder, with a reason in brackets.
+    """
+    files, left_out = list[Path](), list[str]()
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        inside = sorted(Path(place, name).relative_to(folder).as_posix() for name in names)
+        if real in seen:
+            left_out += [f"{Path(place).relative_to(folder).as_posix()} (a second way to a folder)"]
+            folders.clear()
+            continue
+        seen.add(real)
+        left_out += [
+            f"{Path(place, name).relative_to(folder).as_posix()} (hidden)"
+            for name in folders
+            if name.startswith(".")
+        ]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in inside:
+            file, last = folder / name, name.rpartition("/")[2]
+            if last.startswith("."):
+                left_out.append(f"{name} (hidden)")
+            elif suffix_of(file) not in SUFFIXES or last == "dataset_infos.json":
+                left_out.append(name)
+            else:
+                files.append(file)
+    files.sort()
+    if pattern is None:
+        return files, left_out
+    named = folder / pattern
+    try:
+        chosen = {named} if named in files else set(folder.glob(pattern))
+    except (NotImplementedError, ValueError):  # of another folder, or ""
+        chosen = set()
+    left_out += [f.relative_to(folder).as_posix() for f in files if f not in chosen]
+    return [file for file in files if file in chosen], left_out
 
 
 def check_beginning(file: Path) -> None:
@@ -41,7 +91,7 @@ def check_beginning(file: Path) -> None:
     """
     with file.open("rb") as stream:
         data = stream.read(BEGINNING)
-    if file.suffix == ".parquet":
+    if suffix_of(file) == ".parquet":
         if not data.startswith(b"PAR1"):
             raise UserError(f"{file}: begins with {data[:4]!r}; expected a Parquet file (b'PAR1')")
         return
@@ -59,11 +109,11 @@ def check_beginning(file: Path) -> None:
     text = decoded(file, data[:end])
     if data and is_whole and not text.strip():
         raise UserError(f"{file}: only blank lines; expected at least one row")
-    if file.suffix == ".jsonl" and not is_whole and not end:
+    if suffix_of(file) == ".jsonl" and not is_whole and not end:
         next(json_values(file))  # a line longer than a megabyte, if not longer than MAX_LINE
-    elif file.suffix in (".jsonl", ".json"):
+    elif suffix_of(file) in (".jsonl", ".json"):
         _check_json_beginning(file, text)
-    elif file.suffix in (".csv", ".tsv"):
+    elif suffix_of(file) in (".csv", ".tsv"):
         check_csv_beginning(file, text, is_whole)
 
 
@@ -77,34 +127,24 @@ def _check_json_beginning(file: Path, text: str) -> None:
             raise UserError(f"{file}, line {line}: a list of {found!r}; expected JSON objects")
         return
     first = stripped.partition("\n")[0]
-    if first and (file.suffix == ".jsonl" or not first.startswith("{")):
-        _check_object(file, line, parsed(file, first, line))
+    if first and (suffix_of(file) == ".jsonl" or not first.startswith("{")):
+        check_object(file, line, parsed(file, first, line))
 
 
 def check_whole(file: Path) -> None:
-    """Finds the first line of a data file that cannot be read.
+    """Finds the first line of a CSV or text file that is not UTF-8.
 
     Raises:
-        UserError: a line is not UTF-8; or, in JSON, is not an object, has a key twice, or a column
-            has values of several kinds.
+        UserError: there is one.
     """
     if file.suffix in (".parquet", ".arrow", ".gz"):
         return
-    if file.suffix not in (".jsonl", ".json"):
-        with file.open("rb") as stream:
-            for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE), b""), start=1):
-                decoded(file, line, number)
-        return
     with file.open("rb") as stream:
-        is_list = stream.read(BEGINNING).lstrip().startswith((b"[", b"\xef\xbb\xbf["))
-    if is_list:
-        parsed(file, decoded(file, file.read_bytes()))
-        return
-    for number, row in json_values(file):
-        _check_object(file, number, row)
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE), b""), start=1):
+            decoded(file, line, number)
 
 
-def _check_object(file: Path, line: int, row: Any) -> None:
+def check_object(file: Path, line: int, row: Any) -> None:
     if not isinstance(row, Mapping):
         kind = KINDS.get(type(row), "null")
         raise UserError(

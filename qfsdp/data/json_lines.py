@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import stat
 import sys
 from collections.abc import Iterable, Iterator
@@ -14,6 +15,77 @@ from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import not_written, to_json
 
 MAX_LINE = 2**28  # bytes of a line of JSON; a file without line ends must not fill the memory
+_SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
+
+
+class Spelled(float):
+    """A number in JSON that is no integer. It prints as it is written: 5.00, 1e5, Infinity.
+
+    It is the `float` for arithmetic, format specifications and `json.dumps`.
+    """
+
+    __slots__ = ("text",)
+
+    def __new__(cls, text: str) -> Spelled:
+        self = super().__new__(cls, text)
+        self.text = text
+        return self
+
+    def __getnewargs__(self) -> tuple[str]:  # type: ignore[override]  # copies keep the text
+        return (self.text,)
+
+    def __str__(self) -> str:
+        return self.text
+
+    __repr__ = __str__
+
+    def __format__(self, spec: str) -> str:
+        return super().__format__(spec) if spec else self.text
+
+
+class OddValue(ValueError):
+    """JSON that `json.loads` reads, with a loss: a key twice, or half of a character."""
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) != len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise OddValue(f"the key {twice!r} twice")
+    return found
+
+
+DECODER = json.JSONDecoder(parse_float=Spelled, parse_constant=Spelled, object_pairs_hook=_object)
+"""Reads JSON text of rows: integers of any size, other numbers as `Spelled`."""
+
+
+def value_of(text: str) -> Any:
+    """The value of JSON text.
+
+    Raises:
+        ValueError: it is not JSON, has a key twice, half of a character, or an integer of over
+            4300 digits.
+        RecursionError: it has too many nested brackets.
+    """
+    return _checked(DECODER.decode(text), text, 0, len(text))
+
+
+def value_at(text: str, begin: int) -> tuple[Any, int]:
+    """The value that begins there in a text, and its end. Raises as `value_of` does."""
+    value, end = DECODER.raw_decode(text, begin)
+    return _checked(value, text, begin, end), end
+
+
+def _checked(value: Any, text: str, begin: int, end: int) -> Any:
+    """The value of a part of a text. Raises OddValue if it has half of a pair of surrogates."""
+    if _SURROGATE.search(text, begin, end):
+        try:
+            json.dumps(value, ensure_ascii=False).encode()
+        except UnicodeEncodeError as error:
+            half = error.object[error.start]
+            raise OddValue(f"{half!r} alone, half of a character") from None
+    return value
 
 
 def read_rows(key: str, path: str | Path, *needed: str) -> list[dict[str, Any]]:
@@ -96,9 +168,11 @@ def decoded(path: Path, data: bytes, line: int = 1) -> str:
 def parsed(path: Path, text: str, line: int = 1) -> Any:
     """The JSON value in a part of a file that begins with line `line`; UserError if it is none."""
     try:
-        return json.loads(text)
+        return value_of(text)
     except json.JSONDecodeError as error:
         at, reason = line + error.lineno - 1, error.msg
+    except OddValue as error:
+        at, reason = line, str(error)
     except RecursionError:
         at, reason = line, "too many nested brackets"
     except ValueError:  # what Python refuses to convert

@@ -19,6 +19,7 @@ from qfsdp.data.conversations import (
     instruct_dataset,
     tokenize_conversations,
 )
+from qfsdp.data.messages import text_of
 from qfsdp.data.reading import reads_rows
 from qfsdp.data.rows import Row, load_rows, require_column
 from qfsdp.data.tokenized_dataset import TokenizedDataset, Unusable
@@ -87,7 +88,7 @@ def guanaco_dataset(
     require_column("text_column", text_column, rows, source)
     options = (train_on_input, train_on_last_turn_only)
     return tokenize_conversations(
-        tokenizer, rows, source, lambda row: turns_of_text(row[text_column] or ""), *options
+        tokenizer, rows, source, lambda row: turns_of_text(text_of(row[text_column])), *options
     )
 
 

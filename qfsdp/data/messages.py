@@ -5,17 +5,19 @@
         {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]}
     {"role": "tool", "name": "weather", "content": "18 degrees"}
 
-The `datasets` library gives every row all keys that any row has, with None for those that are
-missing. So None is left out everywhere, except as the content of a message.
+Parquet files and the `datasets` library give every row all keys that any row has, with None for
+those that are missing. So None is left out everywhere, except as the content of a message.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
+from datetime import date, time
+from decimal import Decimal
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.json_lines import value_of
 
 ROLES = {
     "system": "system",
@@ -147,7 +149,7 @@ def from_json(place: str, value: Any) -> Any:
     if not isinstance(value, str):
         return value
     try:
-        return json.loads(value)
+        return value_of(value)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: {value[:60]!r}: not valid JSON: {error}") from None
 
@@ -162,13 +164,21 @@ def _content(content: Any) -> str | None:
 
 
 def text_of(value: Any) -> str:
-    """A table cell as text. Null becomes "" and a number its digits.
+    """The text of a value in a row: the one rule of training, generation and evaluation.
+
+    Text stays as it is, and null and NaN are "". Numbers, true and false are written as in the JSON
+    of the row (5, 5.00, 1e5, true); those of Parquet with the fewest digits that give the same
+    number; dates in the form of ISO 8601.
 
     Raises:
-        UserError: it is a list or an object.
+        UserError: it is a list, an object or bytes.
     """
-    if value is None:
+    if isinstance(value, str):
+        return value
+    if value is None or value != value:  # only NaN differs from itself
         return ""
-    if isinstance(value, str | int | float):
+    if isinstance(value, bool):
+        return "true" if value else "false"
+    if isinstance(value, int | float | Decimal | date | time):
         return str(value)
     raise UserError(f"a {type(value).__name__}: {str(value)[:60]!r}; expected text")

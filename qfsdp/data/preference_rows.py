@@ -177,16 +177,14 @@ def _turns(value: Any, column: str, has_prompt: bool) -> Messages:
     """The messages of an answer's column: the answer alone, or a whole dialogue."""
     if isinstance(value, Mapping) and not isinstance(value, str):
         value = [value]
-    if value is None or isinstance(value, str | int | float):
-        if not text_of(value).strip():
-            raise Unusable("an empty answer")
-        text = text_of(value)
-        return [{"role": "assistant", "content": text}] if has_prompt else dialogue(text)
     if not isinstance(value, list):
-        kind = type(value).__name__
-        raise UserError(
-            f"{column}: a {kind}: {str(value)[:60]!r}; expected text or a list of messages"
-        )
+        try:
+            text = text_of(value)
+        except UserError as error:
+            raise UserError(f"{column}: {error} or a list of messages") from None
+        if not text.strip():
+            raise Unusable("an empty answer")
+        return [{"role": "assistant", "content": text}] if has_prompt else dialogue(text)
     if not value:
         raise Unusable("an empty answer")
     return [_message(turn) for turn in value]

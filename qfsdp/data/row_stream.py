@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import islice
@@ -12,12 +13,14 @@ from qfsdp.cli.errors import UserError
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
+    from qfsdp.data.file_rows import FileStream
+
 
 class RowStream:
     """The rows of a streamed dataset, in the order of the data.
 
     Args:
-        rows: of `datasets`, not shuffled.
+        rows: not shuffled.
         source: of the rows, for messages.
 
     Attributes:
@@ -27,7 +30,7 @@ class RowStream:
         UserError: there is no row, or the first one cannot be read.
     """
 
-    def __init__(self, rows: IterableDataset, source: str) -> None:
+    def __init__(self, rows: IterableDataset | FileStream, source: str) -> None:
         self._rows, self._source = rows, source
         self._start = deepcopy(rows.state_dict())
         first = list(islice(self.after(0, None), 1))
@@ -40,19 +43,22 @@ class RowStream:
 
         Args:
             number: rows before that place, for messages.
-            place: of an earlier `place()`; None: the beginning.
+            place: of an earlier `place()`; None: the beginning. One of another form, from a release
+                that read files in another way, is found by reading `number` rows again.
 
         Raises:
             UserError: a row cannot be read.
         """
         from datasets.exceptions import DatasetsError
 
-        self._rows.load_state_dict(deepcopy(dict(place or self._start)))
+        is_known = place is not None and place.keys() == self._start.keys()
+        again = number if place and not is_known else 0
+        self._rows.load_state_dict(deepcopy(dict(place if place and is_known else self._start)))
         try:
-            for row in self._rows:
+            for row in islice(self._rows, again, None):
                 yield row
                 number += 1
-        except (DatasetsError, ValueError, OSError, RecursionError, EOFError) as error:
+        except (DatasetsError, ValueError, OSError, RecursionError, EOFError, zlib.error) as error:
             reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
             where = f"dataset.source: {self._source}, row {number + 1}"
             raise UserError(f"{where}: {reason[0]}") from None

@@ -8,15 +8,12 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from qfsdp.cli.errors import UserError, speaks_for_all
-from qfsdp.data.rows import Row, read_each
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from qfsdp.data.rows import Row, Rows, read_each, where
 
 Sample = tuple[list[int], list[int]]
 """Tokens and labels of equal length. Labels are -100 where not trained, and *not* shifted."""
@@ -184,7 +181,7 @@ class RowTokenizer:
     tokenize: Callable[[Sequence[Row]], Sequence[TokenizedRow]]
     max_seq_len: int | None
 
-    def __call__(self, rows: Dataset, start: int, stop: int) -> tuple[TokenizedDataset, Counts]:
+    def __call__(self, rows: Rows, start: int, stop: int) -> tuple[TokenizedDataset, Counts]:
         """Tokenizes rows `start` to `stop`, counted from 0."""
         part = rows if start == 0 and stop == len(rows) else rows.select(range(start, stop))
         return self.each(part, start)
@@ -200,10 +197,10 @@ class RowTokenizer:
         each = enumerate(read_each(rows, self.source), start=start + 1)
         while batch := list(islice(each, ROWS_AT_ONCE)):
             tokenized = self.tokenize([row for _, row in batch])
-            for (number, _), found in zip(batch, tokenized, strict=True):
+            for (number, row), found in zip(batch, tokenized, strict=True):
                 if isinstance(found.problem, UserError):
-                    where = f"dataset.source: {self.source}, row {number}"
-                    raise UserError(f"{where}: {found.problem}") from found.problem
+                    place = where(self.source, number, row)
+                    raise UserError(f"{place}: {found.problem}") from found.problem
                 if found.problem is not None:
                     left_out[str(found.problem)] += 1
                 if found.spelled is not None:

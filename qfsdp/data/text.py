@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.messages import text_of
 from qfsdp.data.reading import reads_rows
 from qfsdp.data.rows import Row, load_rows, require_column
 from qfsdp.data.tokenized_dataset import (
@@ -60,10 +61,8 @@ def text_dataset(
     require_column("text_column", text_column, rows, source)
 
     def samples_of(row: Row) -> Iterator[Sample]:
-        text = row[text_column]
-        if not isinstance(text, str | None):
-            raise UserError(f"a {type(text).__name__}: {str(text)[:60]!r}; expected text")
-        if not (text or "").strip():
+        text = text_of(row[text_column])
+        if not text.strip():
             raise Unusable("no text")
         tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
         for start in range(0, len(tokens) - 1, size - 1):

@@ -29,17 +29,14 @@ from array import array
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
 from qfsdp.cli.files import PARTIAL, replace_folder, why, write_json
 from qfsdp.cli.progress import moved
 from qfsdp.cli.slow import told_if_slow
-from qfsdp.data.rows import content_digest
-
-if TYPE_CHECKING:
-    from datasets import Dataset
+from qfsdp.data.rows import Rows, content_digest
 
 DTYPES = {"tokens": np.int32, "labels": np.int32, "ends": np.int64}
 SUMMARY_FILE = "summary.json"
@@ -50,7 +47,7 @@ Arrays = dict[str, Any]
 """Name -> flat array, as in `DTYPES`."""
 
 
-def cache_key(builder: Mapping[str, Any], tokenizer: Any, rows: Dataset, source: str) -> str:
+def cache_key(builder: Mapping[str, Any], tokenizer: Any, rows: Rows, source: str) -> str:
     """The name of a tokenized dataset. Reads the data files once, at 1 GB/s or more.
 
     Args:
@@ -60,7 +57,7 @@ def cache_key(builder: Mapping[str, Any], tokenizer: Any, rows: Dataset, source:
     parts = {
         "builder": arguments,
         "tokenizer": tokenizer_digest(tokenizer),
-        "rows": content_digest(source) or f"{source} {rows._fingerprint}",
+        "rows": content_digest(source) or f"{source} {getattr(rows, '_fingerprint', None)}",
         "count": len(rows),
         "code": _code_digest(str(builder["_component_"])),
     }

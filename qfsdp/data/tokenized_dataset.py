@@ -23,7 +23,7 @@ from qfsdp.data.row_tokenizer import (
     Unusable,
     one_by_one,
 )
-from qfsdp.data.rows import Row
+from qfsdp.data.rows import Row, Rows
 from qfsdp.data.stream import StreamedDataset
 from qfsdp.data.token_files import (
     Arrays,
@@ -39,8 +39,6 @@ from qfsdp.data.tokenize_processes import in_order
 if TYPE_CHECKING:
     from pathlib import Path
 
-    from datasets import Dataset
-
 __all__ = [
     "Sample",
     "TokenizedDataset",
@@ -52,7 +50,7 @@ __all__ = [
 
 
 def tokenize_rows(
-    rows: Dataset,
+    rows: Rows,
     source: str,
     tokenize: Callable[[Sequence[Row]], Sequence[TokenizedRow]],
     max_seq_len: int | None = None,
@@ -88,7 +86,7 @@ def tokenize_rows(
     return dataset
 
 
-def _cached(folder: Path, rows: Dataset, work: RowTokenizer) -> tuple[TokenizedDataset, Counts]:
+def _cached(folder: Path, rows: Rows, work: RowTokenizer) -> tuple[TokenizedDataset, Counts]:
     """The dataset in `folder`, which the first process that comes here makes."""
     found = read_arrays(folder)
     if found is None:
@@ -112,7 +110,7 @@ def _with_id_range(arrays: Arrays, counts: Counts) -> TokenizedDataset:
 
 
 def _tokenize_into(
-    folder: Path | None, rows: Dataset, work: RowTokenizer
+    folder: Path | None, rows: Rows, work: RowTokenizer
 ) -> tuple[TokenizedDataset, Counts]:
     """Tokenizes all rows into the cache's `folder`, or into memory (None)."""
     how, counts = current(), Counts()

@@ -114,8 +114,9 @@ def given_template(given: str) -> tuple[str, Path]:
 
 
 def read_text(path: Path) -> str:
+    """The text of a file, without the mark of UTF-8 that some programs write before it."""
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(f"{path}: {reason}; expected a text file") from None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.data import check_source
 from qfsdp.data.json_lines import append_rows, read_rows
+from qfsdp.data.messages import text_of
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.answers import parse_answer, same_answer
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
@@ -114,11 +115,24 @@ def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Q
 
 
 def _read(key: str, source: str, config: ExactMatchConfig) -> list[dict[str, str]]:
-    """The rows' two columns as text. Numbers become their digits."""
+    """The rows' two columns as text."""
     check_source(key, source)
     columns = (config.question_column, config.answer_column)
-    rows = read_rows(key, source, *columns)
-    return [{column: str(row[column]) for column in columns} for row in rows]
+    return [
+        {column: _text(f"{key}: {source}, row {number}", column, row[column]) for column in columns}
+        for number, row in enumerate(read_rows(key, source, *columns), start=1)
+    ]
+
+
+def _text(place: str, column: str, value: Any) -> str:
+    """The text of a value, the same as in training. Raises UserError if there is none."""
+    try:
+        text = text_of(value)
+    except UserError as error:
+        raise UserError(f"{place}: column {column!r}: {error}") from None
+    if not text and not isinstance(value, str):
+        raise UserError(f"{place}: nothing in column {column!r}; expected text")
+    return text
 
 
 def _draw_examples(key: str, config: ExactMatchConfig, asked: set[str]) -> list[dict[str, str]]:

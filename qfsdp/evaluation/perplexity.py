@@ -88,7 +88,7 @@ def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
     """
     check_regular(f"{key}.file", Path(config.file).expanduser(), "expected a text file")
     try:
-        text = Path(config.file).expanduser().read_text(encoding="utf-8")
+        text = Path(config.file).expanduser().read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(f"{key}.file: '{config.file}': {reason}; expected a text file") from None
