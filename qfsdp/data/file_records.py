@@ -15,7 +15,7 @@ import re
 from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import IO, Any, Protocol, cast
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.csv_files import MOST_CHARACTERS, header_of, separator_of, too_many_cells
@@ -66,7 +66,9 @@ def records_of(file: Path) -> Records:
 
 def opened(file: Path) -> IO[bytes]:
     """A data file, uncompressed."""
-    return gzip.open(file, "rb") if file.suffix == ".gz" else file.open("rb")
+    if file.suffix == ".gz":
+        return cast(IO[bytes], gzip.open(file, "rb"))
+    return file.open("rb")
 
 
 def line_of(file: Path, at: int) -> int:

@@ -25,6 +25,7 @@ class Spelled(float):
     """
 
     __slots__ = ("text",)
+    text: str
 
     def __new__(cls, text: str) -> Spelled:
         self = super().__new__(cls, text)

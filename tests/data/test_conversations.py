@@ -103,7 +103,7 @@ def test_source_types(tokenizer: HFTokenizer, tmp_path: Path, kind: str) -> None
     else:
         write(tmp_path / "train.jsonl", PAIRS[:4])
         write(tmp_path / "test.jsonl", PAIRS[4:])
-        options = {"source": str(tmp_path), "split": "train+test"}
+        options = {"source": str(tmp_path)}
         if kind == "data_files":
             options = {"source": str(tmp_path), "data_files": "t*.jsonl"}
         if kind == "builder":

@@ -11,7 +11,7 @@ import pytest
 from qfsdp.cli.errors import UserError
 from qfsdp.data import chat_dataset, hf_tokenizer, kto_dataset
 from qfsdp.data.reading import Reading, reading
-from qfsdp.data.rows import check_source, load_rows
+from qfsdp.data.rows import check_source, load_rows, require_column
 
 CELLS = [
     *("01234", "NA", "null", "None", "nan", "1e5", "True", "3", "2.50", "", " x ", "a\nb", "a,b"),
@@ -76,8 +76,9 @@ def test_headers(tmp_path: Path) -> None:
     ]
     (tmp_path / "b.csv").write_text("y\n01\n")
     assert list(load_rows(str(tmp_path), "train", data_files="b.csv")) == [{"y": "01"}]
-    with pytest.raises(UserError, match="dataset.source: "):
-        load_rows(str(tmp_path), "train")
+    rows = load_rows(str(tmp_path), "train")
+    with pytest.raises(UserError, match=r"answer_column: no column 'x' in .*b\.csv; .* one of y$"):
+        require_column("answer_column", "x", rows, str(tmp_path))
 
 
 def test_lines_of_json_with_gz(tmp_path: Path) -> None:

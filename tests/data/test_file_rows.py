@@ -1,0 +1,275 @@
+"""Rows of files are trained as they are written, whatever the files and columns are called.
+
+The oracle is the text in the files.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import os
+import pickle
+from array import array
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from qfsdp.cli.errors import UserError
+from qfsdp.data.file_records import JsonLines
+from qfsdp.data.file_rows import FilePart, FileRows, FileStream
+from qfsdp.data.json_lines import value_of
+from qfsdp.data.messages import text_of
+from qfsdp.data.reading import Reading, reading
+from qfsdp.data.row_stream import RowStream
+from qfsdp.data.rows import check_source, content_digest, load_rows, require_column
+from qfsdp.data.text import text_dataset
+
+WRITTEN = ["5", "2.5", "5.00", "1e5", "1E-7", "-0.0", "1e400", "true", "false", "9" * 40, "0.10"]
+
+
+def lines(file: Path, *texts: Any) -> Path:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    rows = (text if isinstance(text, str) else json.dumps(text) for text in texts)
+    file.write_text("".join(f"{row}\n" for row in rows), encoding="utf-8")
+    return file
+
+
+def answers(source: Path, **options: Any) -> list[Any]:
+    check_source("dataset.source", str(source))
+    return [row["a"] for row in load_rows(str(source), options.pop("split", "train"), **options)]
+
+
+def test_values_are_texts_as_written(tmp_path: Path) -> None:
+    texts = [*WRITTEN, '"2024-01-05"', '"01234"', '"2024-01-05T00:00:00Z"', '"a\\u2028\\r\\nb"']
+    file = lines(tmp_path / "a.jsonl", *(f'{{"a": {text}}}' for text in texts), '{"a": null}', "{}")
+    expected = [*WRITTEN, "2024-01-05", "01234", "2024-01-05T00:00:00Z", "a\u2028\r\nb", "", ""]
+    assert list(map(text_of, answers(file))) == expected
+    copied = pickle.loads(pickle.dumps(value_of("5.00")))
+    assert (str(copied), copied, f"{copied:.1f}", f"{copied}") == ("5.00", 5.0, "5.0", "5.00")
+    assert json.dumps(value_of("[5.00]")) == "[5.0]"
+    assert text_of(value_of("NaN")) == text_of(float("nan")) == ""
+
+
+def test_numbers_of_parquet(tmp_path: Path) -> None:
+    import pyarrow as pa
+    from pyarrow import parquet
+
+    narrow = pa.array([0.1, None, 3e-8, 16777216.0], pa.float32())
+    half = pa.array([np.float16(0.1), np.float16(2), None, None], pa.float16())
+    nested = [{"x": [0.1]}, None, {"x": None}, {"x": [0.2]}]
+    kind = pa.struct([("x", pa.list_(pa.float32()))])
+    wide = [0.1, float("nan"), 5.0, 1 / 3]
+    table = {"a": narrow, "half": half, "deep": pa.array(nested, kind), "wide": wide}
+    table["big"] = [2**60 + 1, None, 1, 2]
+    parquet.write_table(pa.table(table), tmp_path / "a.parquet", row_group_size=3)
+    rows = list(load_rows(str(tmp_path / "a.parquet"), "train"))
+    assert [text_of(row["a"]) for row in rows] == ["0.1", "", "3e-08", "16777216.0"]
+    assert [text_of(row["half"]) for row in rows] == ["0.1", "2.0", "", ""]
+    assert [text_of(row["wide"]) for row in rows] == ["0.1", "", "5.0", repr(1 / 3)]
+    assert [row["deep"] for row in rows] == nested
+    assert text_of(rows[0]["big"]) == str(2**60 + 1)
+
+
+def test_names_mean_nothing(tmp_path: Path, caplog: Any) -> None:
+    caplog.set_level("INFO", logger="qfsdp")
+    folder, outside = tmp_path / "d [1]", lines(tmp_path / "outside.jsonl", {"a": "no"})
+    names = ["train.jsonl", "extra.jsonl", "test.JSON", "2023/train/x.jsonl", "val?.jsonl"]
+    names += ["e v a l/*.jsonl", "ä.csv", "t.jsonl.gz"]
+    for name in names:
+        lines(folder / name, *(["a", name] if name.endswith(".csv") else [{"a": name}]))
+    (folder / "t.jsonl.gz").write_bytes(gzip.compress((folder / "t.jsonl.gz").read_bytes()))
+    lines(folder / ".hidden.jsonl", {"a": "hidden"})
+    lines(folder / ".git" / "x.jsonl", {"a": "hidden"})
+    lines(folder / "README.md", "---", "configs:", "- config_name: default", "  data_files:")
+    with (folder / "README.md").open("a") as card:
+        card.write(f'  - split: train\n    path: "{outside}"\n---\n')
+    (folder / "loop").symlink_to(folder)
+    (folder / "zlink.jsonl").symlink_to(lines(tmp_path / "real", {"a": "link"}))
+    assert sorted(answers(folder)) == sorted([*names, "link"])
+    said = caplog.records[-1].getMessage()
+    assert "reads 9 files: " in said and "; left out: " in said
+    for name in (".git (hidden)", ".hidden.jsonl (hidden)", "README.md", "loop (a second way"):
+        assert name in said
+    assert answers(folder, data_files="e v a l/*.jsonl") == ["e v a l/*.jsonl"]
+    assert answers(folder, data_files="val?.jsonl") == ["val?.jsonl"]
+    assert answers(folder, data_files="**/x.jsonl") == ["2023/train/x.jsonl"]
+    for name in ("../outside.jsonl", str(outside), "none*"):
+        with pytest.raises(UserError, match="dataset.data_files: .*no data file of .* this path"):
+            answers(folder, data_files=name)
+    with pytest.raises(UserError, match="split test: Unknown split .*data_files chooses some"):
+        answers(folder, split="test")
+
+
+def test_a_path_is_no_pattern(tmp_path: Path) -> None:
+    for name in ("train[1].jsonl", "train1.jsonl", "t?.jsonl", "tx.jsonl", "*.jsonl"):
+        lines(tmp_path / "br" / name, {"a": name})
+    for name in ("train[1].jsonl", "t?.jsonl", "*.jsonl"):
+        assert answers(tmp_path / "br" / name) == [name]
+
+
+def test_late_keys_and_types(tmp_path: Path) -> None:
+    filler = {"a": "x" * 2000, "b": 1, "c": {"d": 1}}
+    late = {"a": 7, "b": "two", "c": [1], "more": 1}
+    file = lines(tmp_path / "a.jsonl", *[filler] * 6000, late)
+    rows = load_rows(str(file), "train")
+    assert len(rows) == 6001 and [*rows.select(range(6000, 6001))] == [late]
+    require_column("answer_column", "more", rows, str(file))
+    with pytest.raises(UserError, match="no column 'mor' in .*; expected one of a, b, c$"):
+        require_column("answer_column", "mor", rows, str(file))
+
+
+def test_a_changed_file_is_read_again(tmp_path: Path) -> None:
+    file = lines(tmp_path / "d" / "a.jsonl", {"a": "old"})
+    before, digest = os.stat(file), content_digest(str(file.parent))
+    assert answers(file.parent) == ["old"]
+    rows = load_rows(str(file.parent), "train")
+    lines(file, {"a": "new"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert answers(file.parent) == ["new"] and content_digest(str(file.parent)) != digest
+    with pytest.raises(UserError, match=r"a\.jsonl: changed while it was read"):
+        list(rows)
+
+
+ROWS = [{"a": f"{i} é 😀 " + "x" * (i % 50), "n": [{"k": None}]} for i in range(300)]
+
+
+def written(folder: Path, kind: str) -> Path:
+    file = folder / f"a.{kind.partition(' ')[0]}"
+    if kind in ("json list", "json.gz list"):
+        text = json.dumps(ROWS, indent=1, ensure_ascii=False)
+    elif kind == "json objects":
+        text = "\n".join(json.dumps(row, indent=1) for row in ROWS)
+    elif "csv" in kind:
+        cells = ['"' + row["a"].replace(" ", '""\n') + '",x' for row in ROWS]
+        text = "a,n\r\n" + "\r\n\r\n".join(cells)
+    else:
+        ends = "\r\n\n \r\n" if "blank" in kind else "\n"
+        text = "\ufeff" + ends.join(json.dumps(row, ensure_ascii=False) for row in ROWS)
+    data = text.encode()
+    file.write_bytes(gzip.compress(data) if ".gz" in kind else data)
+    return file
+
+
+KINDS = ["jsonl", "jsonl blank", "jsonl.gz", "json list", "json.gz list", "json objects", "csv"]
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "csv.gz", "parquet"])
+def test_any_part_in_any_order(tmp_path: Path, kind: str) -> None:
+    """The same rows as a whole, in pieces, in pieces by other processes, and from any place on."""
+    if kind == "parquet":
+        import pyarrow as pa
+        from pyarrow import parquet
+
+        file, expected = tmp_path / "a.parquet", ROWS
+        parquet.write_table(pa.Table.from_pylist(ROWS), file, row_group_size=70)
+    else:
+        file, expected = written(tmp_path, kind), ROWS
+    if "csv" in kind:
+        expected = [{"a": row["a"].replace(" ", '"\n'), "n": "x"} for row in ROWS]
+    check_source("dataset.source", str(file))
+    rows = FileRows([FilePart(file), FilePart(file)])
+    assert list(rows) == expected * 2 and len(rows) == 600
+    other = pickle.loads(pickle.dumps(rows))
+    for start, stop in [(0, 128), (128, 256), (140, 330), (5, 6), (590, 600), (300, 300), (64, 65)]:
+        for found in (rows, other):
+            part = found.select(range(10, 600)).select(range(start, stop))
+            assert list(part) == (expected * 2)[10:][start:stop]
+    one, two = iter(rows), iter(rows)
+    assert [next(one), next(two), next(one), next(two)] == [
+        row for row in expected[:2] for _ in range(2)
+    ]
+    stream = FileStream([file, file], 500)
+    assert list(stream) == (expected * 2)[:500]
+    for number in (1, 77, 299, 300, 301):
+        stream.load_state_dict({"file": 0, "at": 0, "rows": 0})
+        list(islice(stream, number))
+        place = json.loads(json.dumps(stream.state_dict()))
+        again = FileStream([file, file], 500)
+        again.load_state_dict(place)
+        assert list(again) == (expected * 2)[number:500]
+
+
+def test_places_of_an_older_release(tmp_path: Path) -> None:
+    file = written(tmp_path, "jsonl")
+    stream = RowStream(FileStream([file]), str(file))
+    found = stream.after(250, {"examples_iterable": {"shard_idx": 0}, "epoch": 0})
+    assert list(found) == ROWS[250:]
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "message"),
+    [
+        ("a.jsonl", '{"a": 1}\n\n{"a": 1, "a": 2}\n', "line 3: not valid JSON: the key 'a' twice"),
+        ("a.jsonl", '{"a": 1}\n{"a": "\\ud83d"}\n', r"line 2: not valid JSON: '\\ud83d' alone"),
+        ("a.jsonl", '{"a": 1}\n{"a": "\0"}\n', "line 2"),
+        ("a.jsonl", '{"a": 1}\n{"a": 1} {"a": 2}\n', "line 2: not valid JSON: Extra data"),
+        ("a.json", '[{"a": 1},\n{"a": 2},\n]', "line 3: not valid JSON"),
+        ("a.json", '[{"a": 1},\n{"a": 2}', "line 2: not valid JSON"),
+        ("a.json", '[{"a": 1}\n{"a": 2}]', "line 2: not valid JSON"),
+        ("a.json", '[{"a": 1},\n3]', "line 2: a number: '3'; expected a JSON object"),
+        ("a.json", '[{"a": 1}]\n[]', "line 2: not valid JSON: Extra data"),
+        ("a.json", '{"a":\n1}\n{"a"\n1}', "line 4: not valid JSON"),
+        ("a.csv", 'a,b\n1,2\n3,"4\n5,6\n', "line 3: a quote that is not closed"),
+        ("a.csv", "a,b\n" + f"1,{'x' * 900}\n" * 1200 + "1,2,3\n", "line 1202: 3 cells"),
+    ],
+)
+def test_the_line_of_what_is_wrong(tmp_path: Path, name: str, text: str, message: str) -> None:
+    file = tmp_path / name
+    file.write_text(text, encoding="utf-8")
+    for source in (file, tmp_path):
+        with pytest.raises(UserError, match=message) as caught:
+            answers(source)
+        assert "\n" not in str(caught.value)
+
+
+def test_damage(tmp_path: Path) -> None:
+    file = written(tmp_path, "jsonl.gz")
+    file.write_bytes(file.read_bytes()[:-200])
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: .*; expected a file that can be read"):
+        load_rows(str(file), "train")
+    data = bytearray(gzip.compress(b'{"a": 1}\n' * 10**5))
+    data[len(data) // 2] ^= 255
+    file.write_bytes(data)
+    with pytest.raises(UserError, match=r"a\.jsonl\.gz: "):
+        list(load_rows(str(file), "train"))
+
+
+def test_the_row_of_a_folder_is_named_by_its_line(tmp_path: Path) -> None:
+    class Lengths:
+        def encode(self, text: str, **_: Any) -> list[int]:
+            if text == "wrong":
+                raise ValueError("not a text")
+            return [1, 2, 3]
+
+    lines(tmp_path / "a.jsonl", {"a": "x"}, {"a": "y"})
+    lines(tmp_path / "b.jsonl", {"a": "x"}, "", {"a": "wrong"})
+    for streaming in (False, True):
+        with reading(Reading(tokenized_cache=None, streaming=streaming)):
+            with pytest.raises(UserError, match=r"row 4 \(.*b\.jsonl, line 3\): not a text"):
+                found: Any = text_dataset(
+                    Lengths(), source=str(tmp_path), text_column="a", window=9
+                )
+                found.first()
+
+
+def test_places_beyond_two_gigabytes(tmp_path: Path) -> None:
+    file = tmp_path / "a.jsonl"
+    with file.open("wb") as stream:  # the hole before the row takes no disk
+        stream.seek(3 * 2**30)
+        stream.write(b'{"a": 2}\n')
+    records = JsonLines(file)
+    ((at, after, content),) = records.read(3 * 2**30)
+    assert (at, after - at, records.value(content, at)) == (3 * 2**30, 9, {"a": 2})
+    assert array("q", [at])[0] == at
+
+
+def test_a_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
+    from qfsdp.data.tokenizer_folder import read_text
+
+    for name, text in (("a.txt", "One.\r\nTwo."), ("a.jinja", "{{ 1 }}")):
+        (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
+    assert list(load_rows(str(tmp_path / "a.txt"), "train")) == [{"text": "One.\nTwo."}]
+    assert read_text(tmp_path / "a.jinja") == "{{ 1 }}"
