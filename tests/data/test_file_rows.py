@@ -247,12 +247,10 @@ def test_the_row_of_a_folder_is_named_by_its_line(tmp_path: Path) -> None:
     lines(tmp_path / "a.jsonl", {"a": "x"}, {"a": "y"})
     lines(tmp_path / "b.jsonl", {"a": "x"}, "", {"a": "wrong"})
     for streaming in (False, True):
-        with reading(Reading(tokenized_cache=None, streaming=streaming)):
-            with pytest.raises(UserError, match=r"row 4 \(.*b\.jsonl, line 3\): not a text"):
-                found: Any = text_dataset(
-                    Lengths(), source=str(tmp_path), text_column="a", window=9
-                )
-                found.first()
+        wrong = pytest.raises(UserError, match=r"row 4 \(.*b\.jsonl, line 3\): not a text")
+        with wrong, reading(Reading(tokenized_cache=None, streaming=streaming)):
+            found: Any = text_dataset(Lengths(), source=str(tmp_path), text_column="a", window=9)
+            found.first()
 
 
 def test_places_beyond_two_gigabytes(tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def adapter(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def prompts(tmp_path: Path) -> Path:
     """Seven rows: texts and a chat, of various lengths."""
     rows: list[dict[str, Any]] = [
-        {"id": n, "q": "Why? " * n, "none": None} for n in (1, 9, 3, 5, 2, 7)
+        {"id": n, "q": "Why? " * n, "empty": None} for n in (1, 9, 3, 5, 2, 7)
     ]
     rows.append({"id": 0, "q": [{"role": "user", "content": "Zażółć?"}]})
     file = tmp_path / "prompts.jsonl"
@@ -150,7 +150,7 @@ def test_compiled(recipe: ModuleType, model_dir: Path, prompts: Path, tmp_path: 
         (["prompt=a", "chat_template=false", "system_prompt=b"], "system_prompt: .*chat_template"),
         (["prompts=none.jsonl"], "prompts: 'none.jsonl': No such file .*; expected a .jsonl file"),
         (["prompts={prompts}"], "prompts.jsonl, line 1: no column 'prompt'; expected one of id, q"),
-        (["prompts={prompts}", "prompt_column=none"], "prompt 1 of 7: expected a text, or a list"),
+        (["prompts={prompts}", "prompt_column=empty"], "prompt 1 of 7: expected a text, or a list"),
         (["prompts={prompts}", "prompt_column=q", "output={prompts}"], "output: .* exists already"),
         (
             ["prompts={prompts}", "prompt_column=q", "output={prompts}/o"],
