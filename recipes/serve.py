@@ -108,7 +108,7 @@ def main(cfg: Config, run: Run) -> None:
         if cfg.compile:
             decoder.compile_layers()
     limits = cfg.limits
-    engine = Engine(models, world.device, limits.running, limits.waiting)
+    engine = Engine(models, world.device, limits.running)
     served = Served(engine, models, cfg.sampling, limits, cfg.api_key, cfg.host)
     tell_cache(cfg, base.config)
     host, port = listening.getsockname()[:2]

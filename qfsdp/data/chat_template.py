@@ -11,6 +11,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date
@@ -81,7 +82,9 @@ class ChatTemplate:
             process, the remaining conversations are not tried: they have the same error.
         """
         found: list[list[str] | UserError] = []
-        for line in _ask(self._templates, self._values, requests):
+        with _one_at_a_time:
+            lines = _ask(self._templates, self._values, requests)
+        for line in lines:
             found.append(list(line["texts"]) if "texts" in line else self._error(*line["problem"]))
         return found + found[-1:] * (len(requests) - len(found))
 
@@ -99,6 +102,7 @@ class ChatTemplate:
 
 _process: subprocess.Popen[bytes] | None = None
 _owner = 0  # the process that started it; a fork of that one starts its own
+_one_at_a_time = threading.Lock()  # a server tokenizes in several threads
 
 
 def _ask(

@@ -12,6 +12,7 @@ import hashlib
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from qfsdp.cli.errors import UserError
@@ -103,6 +104,11 @@ class HFTokenizer:
             *(self._special_messages, self._special_documents),
         )
         return hashlib.sha256(repr(parts).encode(errors="backslashreplace")).hexdigest()
+
+    @cached_property
+    def longest_token(self) -> int:
+        """Characters of the longest token: a text has at least its length / this many tokens."""
+        return max(map(len, self._backend.get_vocab()))
 
     def _token_id(self, name: str) -> int | None:
         text = self._token_names.get(name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import os
@@ -15,6 +16,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -26,8 +28,10 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
+from qfsdp.evaluation.serving.served import LimitsConfig
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from tests.evaluation.server_load import CLIENT_S, Load, memory
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.tiny import ROOT, write_tiny_model_with_tokenizer
 from tests.waiting import LIMIT_S
@@ -60,9 +64,11 @@ def adapters(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[
 class Server:
     """A server in a process of its own."""
 
-    def __init__(self, *words: str, **environment: str) -> None:
+    def __init__(self, *words: str, files: int | None = None, **environment: str) -> None:
         command = [sys.executable, "-m", "qfsdp.cli.command", "serve", "port=0", *words]
         env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])} | environment
+        if files is not None:
+            command = ["sh", "-c", f'ulimit -n {files}; exec "$@"', "sh", *command]
         self.process = subprocess.Popen(
             command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True, encoding="utf-8"
         )
@@ -104,6 +110,7 @@ class Server:
 def server(model_dir: Path, adapters: dict[str, Path]) -> Iterator[Server]:
     words = [f"model.path={model_dir}", "model.dtype=fp32", "limits.prompt_tokens=100"]
     words += [f"adapters.{name}={folder}" for name, folder in adapters.items()]
+    words += [f"limits.client_seconds={CLIENT_S}", "limits.running=8", "limits.waiting=32"]
     found = Server(*words, "limits.body=20KB", "limits.new_tokens=200", QFSDP_EAGER_KERNELS="1")
     yield found
     assert found.end() in (0, -signal.SIGINT), found.said  # uvicorn may pass the signal on
@@ -313,6 +320,165 @@ def test_requests_that_are_none(server: Server) -> None:
     for path, status in (("/v1/models", 405), ("/nothing", 404)):
         found, answer = server.post(b"{}", path)
         assert (found, answer["error"]["type"]) == (status, "invalid_request_error")
+
+
+def test_clients_that_send_too_slowly(server: Server) -> None:
+    """Each gets an error if it has sent something, and its connection ends; a refused body is not
+    read without end."""
+    found = asyncio.run(Load(server.port, "model").slow())
+    statuses = {kind: status for kind, (status, _) in found.items()}
+    assert statuses == {
+        **{"nothing": 0, "headers": 408, "body": 408, "chunks": 408},
+        **{"refused body": 413, "second request": 400},
+    }
+    assert all(seconds >= CLIENT_S for _, seconds in found.values())
+
+
+def test_requests_are_counted_and_not_connections(server: Server) -> None:
+    """80 idle connections take no place; of 80 requests at once 8 run, 32 wait, the rest gets
+    429."""
+    load = Load(server.port, "model")
+
+    async def ask() -> tuple[dict[int, int], int]:
+        idle = [await load.open() for _ in range(80)]
+        statuses, (single, _) = await load.burst(80), await load.ask()
+        for _, writer in idle:
+            writer.close()
+        return statuses, single
+
+    statuses, single = asyncio.run(ask())
+    assert statuses.keys() <= {200, 429} and statuses[200] >= 40 and single == 200
+
+
+def test_clients_that_go_are_no_errors(server: Server) -> None:
+    """In their headers, in their body, in their answer: the server says nothing, and goes on."""
+    load, said = Load(server.port, "model"), len(server.said)
+    asyncio.run(load.going(12))
+    assert asyncio.run(load.many(4)) == {200: 4}
+    assert server.said[said:] == []
+
+
+HEAD = b"Host: localhost\r\nContent-Type: application/json\r\n"
+NO_HTTP: dict[str, tuple[bytes, int]] = {
+    "nothing of HTTP": (b"\x16\x03\x01\x00\r\n\r\n", 400),
+    "no host": (b"GET /v1/models HTTP/1.1\r\n\r\n", 400),
+    "another host": (b"GET /v1/models HTTP/1.1\r\nHost: [\r\n\r\n", 403),
+    "large headers": (b"GET / HTTP/1.1\r\n" + HEAD + b"X: " + b"x" * 40_000 + b"\r\n\r\n", 431),
+    "a length that is none": (b"POST / HTTP/1.1\r\n" + HEAD + b"Content-Length: -1\r\n\r\n", 400),
+    "an encoding": (b"POST / HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: gzip\r\n\r\n", 501),
+    "a large length": (
+        b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Length: 99999999\r\n\r\n",
+        413,
+    ),
+    "a chunk that is none": (
+        b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Transfer-Encoding: chunked\r\n\r\nZ\r\n",
+        400,
+    ),
+    "a packed body": (
+        b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b"Content-Encoding: gzip\r\n\r\n",
+        415,
+    ),
+    "NaN": (
+        b"POST /v1/completions HTTP/1.1\r\n" + HEAD + b'Content-Length: 11\r\n\r\n{"seed":NaN}',
+        400,
+    ),
+    "another method": (b"OPTIONS /v1/completions HTTP/1.1\r\n" + HEAD + b"\r\n", 405),
+    "HTTP/1.0": (b"GET /v1/models HTTP/1.0\r\n\r\n", 200),
+}
+
+
+@pytest.mark.parametrize("kind", NO_HTTP)
+def test_bytes_that_are_no_request(kind: str, server: Server) -> None:
+    """Refused in OpenAI's form (`Load.answer` checks it)."""
+    data, status = NO_HTTP[kind]
+    assert asyncio.run(Load(server.port, "model").raw(data))[0] == status
+
+
+def test_a_long_prompt_does_not_keep_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is too long for certain is refused before it is tokenized; while other long prompts are
+    tokenized, short ones pass."""
+    from qfsdp.evaluation.serving import api
+    from qfsdp.evaluation.serving.requests import ApiError, Asked
+
+    begun, go_on, tokenized = threading.Event(), threading.Event(), []
+
+    def tokens(tokenizer: Any, prompt: str, *_: Any) -> list[int]:
+        if len(prompt) > api.LONG:
+            begun.set()
+            assert go_on.wait(LIMIT_S)
+        tokenized.append(len(prompt))
+        return [1]
+
+    monkeypatch.setattr(api, "prompt_tokens", tokens)
+    config = SimpleNamespace(max_position_embeddings=4096, vocab_size=9)
+    model = SimpleNamespace(
+        tokenizer=SimpleNamespace(longest_token=20), decoder=SimpleNamespace(config=config)
+    )
+    served = SimpleNamespace(models={"m": model}, limits=LimitsConfig(), positions=4096)
+    here = api.Api(served)  # type: ignore[arg-type]
+
+    async def ask(length: int) -> list[int]:
+        return await here._tokens(Asked("m", "x" * length, SamplingConfig(), False), "prompt")
+
+    async def all_of_them() -> None:
+        with pytest.raises(ApiError, match="prompt: at least 5000 tokens; expected 1 to 4095"):
+            await ask(100_000)
+        long = [asyncio.create_task(ask(length)) for length in (50_000, 60_000, 70_000)]
+        await asyncio.to_thread(begun.wait, LIMIT_S)
+        await asyncio.gather(*(ask(10) for _ in range(20)))
+        assert tokenized == [10] * 20
+        go_on.set()
+        await asyncio.gather(*long)
+
+    asyncio.run(all_of_them())
+    assert tokenized[20:] == [50_000, 60_000, 70_000]
+
+
+@pytest.mark.long
+def test_load(model_dir: Path) -> None:
+    """Idle sockets beside working clients, requests at once, memory, large prompts, and a client
+    that does not read; with few files that the process may open."""
+    words = [f"model.path={model_dir}", "model_name=m", f"limits.client_seconds={CLIENT_S}"]
+    server = Server(*words, QFSDP_EAGER_KERNELS="1")
+    load, process = Load(server.port, "m"), server.process.pid
+    try:
+        assert asyncio.run(load.idle(500, 50, 4))["statuses"].keys() == {200}
+        statuses = asyncio.run(load.burst(200))
+        assert statuses.keys() == {200, 429} and statuses[200] >= 96
+        before = memory(process)
+        assert asyncio.run(load.many(160)) == {200: 160}
+        assert memory(process) < before + 16
+        assert asyncio.run(load.large("<|im_end|>" * 90_000))["statuses"] == [400] * 4
+        assert asyncio.run(load.deaf(server.process.pid, 8)) == 0
+        assert server.said[3:] == []
+    finally:
+        server.end()
+
+
+@pytest.mark.long
+def test_few_files_and_an_end_in_an_answer(smollm2_dir: Path, tmp_path: Path) -> None:
+    """With 200 files, 500 idle sockets do not keep others out. The end of the server breaks a long
+    answer off with status 503."""
+    folder = tmp_path / "model"
+    write_tiny_model_with_tokenizer(folder, smollm2_dir, max_position_embeddings=2048)
+    words = [f"model.path={folder}", "model_name=m", f"limits.client_seconds={CLIENT_S}"]
+    server = Server(*words, QFSDP_EAGER_KERNELS="1", files=200)
+    load = Load(server.port, "m")
+    try:
+        assert asyncio.run(load.idle(500, 4, 4))["statuses"][200] > 0
+
+        async def end() -> tuple[int, dict[str, Any]]:
+            asked = asyncio.create_task(load.ask(max_tokens=1024, prompt="a"))
+            await load.ask(max_tokens=1)
+            server.process.send_signal(signal.SIGINT)
+            return await asked
+
+        status, answer = asyncio.run(end())
+        assert status == 200 or (status, answer["error"]["type"]) == (503, "server_error")
+        assert server.process.wait(LIMIT_S) in (0, -signal.SIGINT)
+        assert "Traceback" not in "".join(server.said)
+    finally:
+        server.process.kill()
 
 
 @pytest.mark.long

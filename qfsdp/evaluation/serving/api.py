@@ -12,118 +12,143 @@ stops a page whose name has been pointed at 127.0.0.1.
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import json
 import logging
 import secrets
 import time
-import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 
-from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
-from starlette.routing import Route
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.sizes import parse_size
+from qfsdp.data.special_tokens import texts_of
 from qfsdp.data.token_ids import check_ids
 from qfsdp.evaluation.prompts import prompt_tokens
-from qfsdp.evaluation.serving.engine import Busy, Piece, Request
-from qfsdp.evaluation.serving.requests import ApiError, Asked, parse
+from qfsdp.evaluation.serving.answers import Answer
+from qfsdp.evaluation.serving.requests import ApiError, Asked, failed, parse
 from qfsdp.evaluation.serving.served import Served, is_loopback
 
 log = logging.getLogger("qfsdp")
 
-CLIENT_GONE = 499  # nobody reads this status
-FAILED = ApiError(500, "the server failed; its log says why", None, "failed")
+HEADERS = 2**15  # bytes; h11 has a limit for those that come in parts
+LONG = 2**15  # characters; a longer prompt is tokenized alone, others pass it
+POSTS = {"/v1/chat/completions": True, "/v1/completions": False}  # whether it is a chat
+MODELS = "/v1/models"
 
 
 class Api:
-    """The handlers of one server's routes."""
+    """The ASGI application."""
 
     def __init__(self, served: Served) -> None:
         self._served, self._started = served, int(time.time())
-        # The process that renders chat templates answers one question at a time.
-        self._tokenizing = asyncio.Lock()
+        self._places: set[object] = set()  # from a prompt's tokenizing to its answer's last token
+        self._long = asyncio.Lock()
+        self.closing = False  # new requests are refused
 
-    def app(self) -> Starlette:
-        """The ASGI application."""
-        posts: dict[str, Callable[[HttpRequest], Awaitable[Response]]] = {
-            "/v1/chat/completions": lambda request: self._complete(request, chat=True),
-            "/v1/completions": lambda request: self._complete(request, chat=False),
-        }
-        routes = [Route(path, self._checked(go), methods=["POST"]) for path, go in posts.items()]
-        for path in ("/v1/models", "/v1/models/{name:path}"):
-            routes.append(Route(path, self._checked(self._list), methods=["GET"]))
-        return Starlette(routes=routes, exception_handlers={HTTPException: _as_openai_says})
-
-    def _checked(
-        self, handler: Callable[[HttpRequest], Awaitable[Response]]
-    ) -> Callable[[HttpRequest], Awaitable[Response]]:
-        """The handler, behind the checks of host and key; errors become answers."""
-
-        async def handle(request: HttpRequest) -> Response:
-            try:
-                self._check_caller(request)
-                return await handler(request)
-            except ApiError as error:
-                return _error(error)
-            except Exception:
-                log.exception("serve: %s failed", request.url.path)
-                return _error(FAILED)
-
-        return handle
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        request = HttpRequest(scope, receive)
+        try:
+            self._check_caller(request)
+            response = await self._response(request)
+        except ClientDisconnect:
+            return
+        except ApiError as error:
+            response = _refusal(error)
+        except Exception:
+            log.exception("serve: %s failed", request.url.path)
+            response = _refusal(failed())
+        await response(scope, receive, send)
 
     def _check_caller(self, request: HttpRequest) -> None:
-        if is_loopback(self._served.host) and not is_loopback(request.url.hostname or ""):
-            raise ApiError(403, f"host: {request.url.hostname!r}; expected localhost or 127.0.0.1")
+        if sum(len(name) + len(value) for name, value in request.headers.raw) > HEADERS:
+            raise ApiError(431, f"the headers have more than {HEADERS:,} bytes")
+        host = request.headers.get("host")
+        if is_loopback(self._served.host) and host is not None and not _is_own(host):
+            raise ApiError(403, f"host: {host!r:.80}; expected localhost or 127.0.0.1")
         if self._served.api_key is not None:
             given = request.headers.get("authorization", "").removeprefix("Bearer ")
             if not secrets.compare_digest(given.encode(), self._served.api_key.encode()):
                 raise ApiError(401, "the API key is missing or wrong", None, "invalid_api_key")
+        if self.closing:
+            raise ApiError(503, "the server is shutting down")
 
-    async def _list(self, request: HttpRequest) -> Response:
+    async def _response(self, request: HttpRequest) -> Response:
+        path = request.scope["path"]
+        listed = path == MODELS or path.startswith(f"{MODELS}/")
+        allowed = ["POST"] if path in POSTS else ["GET", "HEAD"] if listed else []
+        if not allowed:
+            raise ApiError(404, f"{request.method} {path!r:.80}: Not Found")
+        if request.method not in allowed:
+            error = ApiError(405, f"{request.method:.20} {path:.80}: Method Not Allowed")
+            return _refusal(error, Allow=", ".join(allowed))
+        if listed:
+            return self._models(path[len(MODELS) + 1 :])
+        return await self._complete(request, POSTS[path])
+
+    def _models(self, name: str) -> Response:
         fields = {"object": "model", "created": self._started, "owned_by": "qfsdp"}
         found = {name: {"id": name, **fields} for name in self._served.models}
-        name = request.path_params.get("name")
-        if name is None:
+        if not name:
             return JSONResponse({"object": "list", "data": list(found.values())})
         if name not in found:
-            raise ApiError(404, f"model: {name!r} does not exist", "model", "model_not_found")
+            message = f"model: {name!r:.80} does not exist"
+            raise ApiError(404, message, "model", "model_not_found")
         return JSONResponse(found[name])
 
     async def _complete(self, request: HttpRequest, chat: bool) -> Response:
-        served = self._served
-        body = await _body(request, parse_size(served.limits.body), served.limits.seconds)
-        asked = parse(body, chat, list(served.models), served.usual, served.limits)
-        prompt = await self._tokens(asked, chat)
-        answer = Answer(self._with_room(asked, len(prompt)), prompt, chat, served)
+        served, limits = self._served, self._served.limits
+        self._check_room()
+        body = await _body(request, parse_size(limits.body), limits.client_seconds)
+        asked = parse(body, chat, list(served.models), served.usual, limits)
+        self._check_room()
+        place = object()
+        self._places.add(place)
+        leave = partial(self._places.discard, place)
+        try:
+            prompt = await self._tokens(asked, "messages" if chat else "prompt")
+            answer = Answer(self._with_room(asked, len(prompt)), prompt, chat, served, leave)
+        except BaseException:
+            leave()
+            raise
         if asked.stream:
             return EventStream(answer)
         return JSONResponse(await answer.whole(request))
 
-    async def _tokens(self, asked: Asked, chat: bool) -> list[int]:
-        served, name = self._served, "messages" if chat else "prompt"
-        model = served.models[asked.model]
+    def _check_room(self) -> None:
+        """Counts requests, not connections, and before any work for the prompt."""
+        limits = self._served.limits
+        if len(self._places) >= limits.running + limits.waiting:
+            message = f"{limits.waiting} requests wait already; try again later"
+            raise ApiError(429, message, None, "rate_limit_exceeded")
+
+    async def _tokens(self, asked: Asked, name: str) -> list[int]:
+        served, model, prompt = self._served, self._served.models[asked.model], asked.prompt
+        most = min(served.limits.prompt_tokens, served.positions - 1)
         try:
-            if isinstance(asked.prompt, list) and not chat:
-                tokens: list[int] = asked.prompt  # type: ignore[assignment]
+            if name == "prompt" and isinstance(prompt, list):
+                tokens: Any = prompt
             else:
-                async with self._tokenizing:
-                    given: Any = (model.tokenizer, asked.prompt, chat, None)
-                    tokens = await asyncio.to_thread(prompt_tokens, *given)
+                characters = sum(map(len, texts_of(_contents(prompt))))
+                least = characters // getattr(model.tokenizer, "longest_token", characters + 1)
+                if least > most:  # 900 KB of digits took 2 s to tokenize
+                    raise _too_long(name, f"at least {least}", most)
+                given: Any = (prompt_tokens, model.tokenizer, prompt, name == "messages", None)
+                if characters <= LONG:
+                    tokens = await asyncio.to_thread(*given)
+                else:
+                    async with self._long:
+                        tokens = await asyncio.to_thread(*given)
+            if not 1 <= len(tokens) <= most:
+                raise _too_long(name, str(len(tokens)), most)
             check_ids(name, tokens, model.decoder.config.vocab_size)
         except UserError as error:
             raise ApiError(400, f"{name}: {error}", name, "invalid_value") from None
-        most = min(served.limits.prompt_tokens, served.positions - 1)
-        if not 1 <= len(tokens) <= most:
-            message = f"{name}: {len(tokens)} tokens; expected 1 to {most}"
-            raise ApiError(400, message, name, "context_length_exceeded")
-        return tokens
+        return list(tokens)
 
     def _with_room(self, asked: Asked, prompt: int) -> Asked:
         """The request with a length that the model's positions allow."""
@@ -135,126 +160,6 @@ class Api:
             message += f"the model's {self._served.positions} positions together"
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
         return replace(asked, sampling=replace(asked.sampling, max_new_tokens=room))
-
-
-class Answer:
-    """The answer to one request, submitted to the engine when it is first read.
-
-    Args:
-        prompt: token ids.
-        chat: in the form of chat completions, else of completions.
-    """
-
-    def __init__(self, asked: Asked, prompt: list[int], chat: bool, served: Served) -> None:
-        self._asked, self._prompt, self._chat, self._served = asked, prompt, chat, served
-        self._pieces: asyncio.Queue[Piece] = asyncio.Queue()
-        self._loop = asyncio.get_running_loop()
-        self._request = Request(
-            model=asked.model,
-            prompt=prompt,
-            sampling=asked.sampling,
-            stops=asked.stops,
-            tell=self._tell,
-            deadline=time.monotonic() + served.limits.seconds,
-        )
-        prefix = "chatcmpl" if chat else "cmpl"
-        self._fields = {
-            "id": f"{prefix}-{uuid.uuid4().hex}",
-            "created": int(time.time()),
-            "model": asked.model,
-        }
-        try:
-            served.engine.submit(self._request)
-        except Busy:
-            message = f"{served.limits.waiting} requests wait already; try again later"
-            raise ApiError(429, message, None, "rate_limit_exceeded") from None
-
-    def _tell(self, piece: Piece) -> None:
-        with contextlib.suppress(RuntimeError):  # the server has ended
-            self._loop.call_soon_threadsafe(self._pieces.put_nowait, piece)
-
-    async def _read(self) -> AsyncIterator[Piece]:
-        """The pieces up to the last."""
-        finish = None
-        while finish is None:
-            piece = await self._pieces.get()
-            finish = piece.finish
-            if finish == "timeout":
-                seconds = self._served.limits.seconds
-                raise ApiError(408, f"no answer within {seconds:g} s", None, "timeout")
-            if finish == "failed":
-                raise FAILED
-            yield piece
-
-    def give_up(self) -> None:
-        """Frees the request's row, if it still has one."""
-        self._request.cancelled.set()
-
-    async def whole(self, request: HttpRequest) -> dict[str, Any]:
-        """The answer in one piece; given up when the client closes the connection."""
-
-        async def read() -> list[Piece]:
-            return [piece async for piece in self._read()]
-
-        reading = asyncio.create_task(read())
-        gone: asyncio.Future[Any] = asyncio.ensure_future(request.receive())
-        try:
-            await asyncio.wait({reading, gone}, return_when=asyncio.FIRST_COMPLETED)
-            if not reading.done():
-                raise ApiError(CLIENT_GONE, "the client has closed the connection")
-            pieces = reading.result()
-        finally:
-            self.give_up()
-            for task in (reading, gone):
-                task.cancel()
-        text = "".join(piece.text for piece in pieces)
-        choice: dict[str, Any] = {"index": 0, "finish_reason": pieces[-1].finish, "logprobs": None}
-        if self._chat:
-            choice["message"] = {"role": "assistant", "content": text, "refusal": None}
-        else:
-            choice["text"] = text
-        kind = "chat.completion" if self._chat else "text_completion"
-        usage = self._usage(pieces[-1].tokens)
-        return {**self._fields, "object": kind, "choices": [choice], "usage": usage}
-
-    async def events(self) -> AsyncIterator[str]:
-        """The answer as server-sent events."""
-        if self._chat:
-            yield self._event({"role": "assistant", "content": ""}, None)
-        tokens = 0
-        try:
-            async for piece in self._read():
-                tokens = piece.tokens
-                if piece.text:
-                    yield self._event({"content": piece.text}, None)
-                if piece.finish is not None:
-                    yield self._event({}, piece.finish)
-        except ApiError as error:
-            yield _sse(error.body())
-            return
-        if self._asked.usage:
-            yield _sse(self._chunk([]) | {"usage": self._usage(tokens)})
-        yield "data: [DONE]\n\n"
-
-    def _event(self, delta: dict[str, str], finish: str | None) -> str:
-        choice: dict[str, Any] = {"index": 0, "finish_reason": finish, "logprobs": None}
-        if self._chat:
-            choice["delta"] = delta
-        else:
-            choice["text"] = delta.get("content", "")
-        return _sse(self._chunk([choice]))
-
-    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        kind = "chat.completion.chunk" if self._chat else "text_completion"
-        return {**self._fields, "object": kind, "choices": choices}
-
-    def _usage(self, tokens: int) -> dict[str, int]:
-        prompt = len(self._prompt)
-        return {
-            "prompt_tokens": prompt,
-            "completion_tokens": tokens,
-            "total_tokens": prompt + tokens,
-        }
 
 
 class EventStream(StreamingResponse):
@@ -274,29 +179,42 @@ class EventStream(StreamingResponse):
 async def _body(request: HttpRequest, most: int, seconds: float) -> bytes:
     if request.headers.get("content-type", "").partition(";")[0].strip() != "application/json":
         raise ApiError(415, "content-type: expected application/json")
+    if request.headers.get("content-encoding", "identity") != "identity":
+        raise ApiError(415, "content-encoding: expected none")
+    large = ApiError(413, f"the body has more than {most:,} bytes")
+    if int(request.headers.get("content-length", "0")) > most:  # h11 has checked that it is one
+        raise large
     body = bytearray()
     try:
         async with asyncio.timeout(seconds):
             async for part in request.stream():
                 body += part
                 if len(body) > most:
-                    raise ApiError(413, f"the body has more than {most:,} bytes")
+                    raise large
     except TimeoutError:
         raise ApiError(408, f"no whole request within {seconds:g} s", None, "timeout") from None
     return bytes(body)
 
 
-def _sse(event: dict[str, Any]) -> str:
-    return f"data: {json.dumps(event, ensure_ascii=False)}\n\n"
+def _contents(prompt: Any) -> Any:
+    if isinstance(prompt, str):
+        return prompt
+    return [message.get("content") for message in prompt if isinstance(message, dict)]
 
 
-def _error(error: ApiError) -> Response:
-    headers = {"Retry-After": "1"} if error.status == 429 else None
+def _too_long(name: str, tokens: str, most: int) -> ApiError:
+    message = f"{name}: {tokens} tokens; expected 1 to {most}"
+    return ApiError(400, message, name, "context_length_exceeded")
+
+
+def _is_own(host: str) -> bool:
+    try:
+        return is_loopback(urlsplit(f"//{host}").hostname or "")
+    except ValueError:  # "[": no address
+        return False
+
+
+def _refusal(error: ApiError, **headers: str) -> Response:
+    if error.status in (429, 503):
+        headers["Retry-After"] = "1"
     return JSONResponse(error.body(), error.status, headers)
-
-
-async def _as_openai_says(request: HttpRequest, error: Exception) -> Response:
-    """Answers of starlette itself: an unknown path, or another method."""
-    assert isinstance(error, HTTPException)
-    message = f"{request.method} {request.url.path}: {error.detail}"
-    return _error(ApiError(error.status_code, message))

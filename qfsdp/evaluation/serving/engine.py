@@ -21,6 +21,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -34,12 +35,8 @@ from qfsdp.modules.transformer import Decoder
 
 log = logging.getLogger("qfsdp")
 
-Finish = Literal["stop", "length", "timeout", "failed"]
+Finish = Literal["stop", "length", "timeout", "failed", "closing"]
 PROMPT_TOKENS_PER_ROUND = 2048  # while others wait for their next token
-
-
-class Busy(Exception):
-    """Too many requests wait."""
 
 
 @dataclass(frozen=True)
@@ -185,20 +182,16 @@ class Engine:
 
     Args:
         models: by the names that requests use.
-        most_running: requests that have a row at the same time.
-        most_waiting: requests that wait for a row.
+        most_running: requests that have a row at the same time. The others wait; whoever submits
+            them bounds their number.
     """
 
     def __init__(
-        self,
-        models: Mapping[str, Model],
-        device: torch.device,
-        most_running: int,
-        most_waiting: int,
+        self, models: Mapping[str, Model], device: torch.device, most_running: int
     ) -> None:
         self._models = models
         self._batches = {name: _Batch(model.decoder, device) for name, model in models.items()}
-        self._most_running, self._most_waiting = most_running, most_waiting
+        self._most_running = most_running
         self._waiting: deque[Request] = deque()
         self._changed = threading.Condition()
         self._stopped = False
@@ -208,17 +201,17 @@ class Engine:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ends the thread after the round that it is in; requests are left unanswered."""
+        """Ends the thread after the round that it is in. Requests that are not answered by then,
+        and those that come later, end with "closing"."""
         with self._changed:
             self._stopped = True
             self._changed.notify()
-        self._thread.join()
 
     def submit(self, request: Request) -> None:
-        """Raises `Busy` if `most_waiting` requests wait already."""
+        """Queues a request."""
         with self._changed:
-            if len(self._waiting) >= self._most_waiting:
-                raise Busy
+            if self._stopped:
+                return _tell_end(request, "closing")
             self._waiting.append(request)
             self._changed.notify()
 
@@ -233,6 +226,9 @@ class Engine:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or self._waiting or self.running)
                 if self._stopped:
+                    rows = [row for batch in self._batches.values() for row in batch.rows]
+                    for request in [row.request for row in rows] + list(self._waiting):
+                        _tell_end(request, "closing")
                     return
             for request in self._admitted():
                 self._admit(request)
@@ -255,7 +251,7 @@ class Engine:
                 chosen.append(request)
             late = [r for r in self._waiting if r.cancelled.is_set() or now >= r.deadline]
             self._waiting = deque(r for r in self._waiting if r not in late)
-        return [r for r in chosen + late if _goes_on(r, _teller(r), now)]
+        return [r for r in chosen + late if _goes_on(r, partial(_tell_end, r), now)]
 
     def _admit(self, request: Request) -> None:
         """Runs a prompt; if that fails, this request fails and no other."""
@@ -281,5 +277,5 @@ class Engine:
             batch.clear()
 
 
-def _teller(request: Request) -> Callable[[Finish], None]:
-    return lambda why: request.tell(Piece("", why, 0))
+def _tell_end(request: Request, why: Finish) -> None:
+    request.tell(Piece("", why, 0))

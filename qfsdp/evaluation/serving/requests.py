@@ -7,13 +7,14 @@ answer and that this server does not know is refused; so is a name that OpenAI's
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from qfsdp.evaluation.generation import SamplingConfig
 from qfsdp.evaluation.serving.served import LimitsConfig
 
+OF_SAMPLING = ("temperature", "top_p", "seed")
 MOST_STOPS, MOST_STOP_CHARACTERS = 4, 256
 # Fields that change nothing here, whatever their value.
 IGNORED = {"user", "metadata", "store", "service_tier", "prompt_cache_key", "safety_identifier"}
@@ -36,9 +37,6 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "modalities": (["text"],),
     "parallel_tool_calls": (True, False),
 }
-KNOWN = {"model", "max_tokens", "temperature", "top_p", "seed", "stop", "stream", "stream_options"}
-OF_STREAMS = {"include_usage", "include_obfuscation"}
-OF_CHAT, OF_TEXT = {"messages", "max_completion_tokens"}, {"prompt"}
 
 
 class ApiError(Exception):
@@ -53,7 +51,7 @@ class ApiError(Exception):
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None
     ) -> None:
-        super().__init__(message)
+        super().__init__(message[:500])
         self.status, self.param, self.code = status, param, code
 
     def body(self) -> dict[str, Any]:
@@ -63,6 +61,11 @@ class ApiError(Exception):
         kind = kind or "invalid_request_error"
         error = {"message": str(self), "type": kind, "param": self.param, "code": self.code}
         return {"error": error}
+
+
+def failed() -> ApiError:
+    """The error of what is not the client's mistake."""
+    return ApiError(500, "the server failed; its log says why", None, "failed")
 
 
 @dataclass
@@ -86,6 +89,53 @@ class Asked:
     usage: bool = False
 
 
+def _is_number(value: Any) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_prompt(value: Any) -> bool:
+    return bool(value) and (
+        isinstance(value, str) or (isinstance(value, list) and all(map(_is_integer, value)))
+    )
+
+
+def _are_stops(value: Any) -> bool:
+    stops = [value] if isinstance(value, str) else value
+    return (
+        isinstance(stops, list)
+        and len(stops) <= MOST_STOPS
+        and all(isinstance(one, str) and 0 < len(one) <= MOST_STOP_CHARACTERS for one in stops)
+    )
+
+
+FLAG: tuple[Callable[[Any], bool], str] = (lambda v: isinstance(v, bool), "true or false")
+OF_STREAMS = {f"stream_options.{name}": FLAG for name in ("include_usage", "include_obfuscation")}
+
+
+def _fields(chat: bool, most: int) -> dict[str, tuple[Any, str]]:
+    """What the fields of a request may be: a test of the value, and what it expects."""
+    length = (lambda v: _is_integer(v) and 1 <= v <= most, f"an integer from 1 to {most}")
+    stops = f"up to {MOST_STOPS} texts of 1 to {MOST_STOP_CHARACTERS} characters"
+    fields: dict[str, tuple[Any, str]] = {
+        "model": (lambda v: isinstance(v, str), "the name of a model"),
+        "temperature": (lambda v: _is_number(v) and 0 <= v <= 2, "a number from 0 to 2"),
+        "top_p": (lambda v: _is_number(v) and 0 < v <= 1, "a number above 0, at most 1"),
+        "seed": (lambda v: _is_integer(v) and -(2**63) <= v < 2**63, "an integer of 64 bits"),
+        "max_tokens": length,
+        "stop": (_are_stops, stops),
+        "stream": FLAG,
+        "stream_options": (lambda v: isinstance(v, dict), "an object"),
+    }
+    if not chat:
+        return fields | {"prompt": (_is_prompt, "one text, or one list of token ids")}
+    messages = (lambda v: isinstance(v, list) and v, "a list of messages with role and content")
+    return fields | {"messages": messages, "max_completion_tokens": length}
+
+
 def parse(
     body: bytes, chat: bool, models: Sequence[str], usual: SamplingConfig, limits: LimitsConfig
 ) -> Asked:
@@ -100,131 +150,65 @@ def parse(
         ApiError: with the field that is wrong.
     """
     given = _object(body)
-    _check_names(given, KNOWN | (OF_CHAT if chat else OF_TEXT))
-    model = _typed(given, "model", str, "the name of a model")
+    prompt = given.get("prompt")
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
+        given["prompt"] = prompt[0]
+    fields = _fields(chat, limits.new_tokens)
+    for name in ("model", "messages" if chat else "prompt"):
+        given.setdefault(name, None)
+    _check(given, fields)
+    model, options = given["model"], _without_null(given.get("stream_options", {}))
     if model not in models:
-        known = ", ".join(models)
-        message = f"model: {model!r} does not exist; expected one of {known}"
+        message = f"model: {model!r:.80} does not exist; expected one of {', '.join(models)}"
         raise ApiError(404, message, "model", "model_not_found")
-    sampling, limited = _sampling(given, usual, limits)
-    options = given.get("stream_options") or {}
-    if not isinstance(options, dict) or not options.keys() <= OF_STREAMS:
-        raise _wrong("stream_options", options, "an object with include_usage")
+    _check({f"stream_options.{name}": value for name, value in options.items()}, OF_STREAMS)
+    length = given.get("max_completion_tokens", given.get("max_tokens"))
+    stop = given.get("stop", [])
+    changes: dict[str, Any] = {name: given[name] for name in OF_SAMPLING if name in given}
+    changes["max_new_tokens"] = length or min(usual.max_new_tokens, limits.new_tokens)
     return Asked(
-        model=model,
-        prompt=_messages(given) if chat else _text(given),
-        sampling=sampling,
-        limited=limited,
-        stops=_stops(given.get("stop")),
-        stream=_flag(given, "stream"),
-        usage=_flag(options, "include_usage"),
+        model,
+        given["messages" if chat else "prompt"],
+        replace(usual, **changes),
+        length is not None,
+        [stop] if isinstance(stop, str) else stop,
+        given.get("stream", False),
+        options.get("include_usage", False),
     )
 
 
 def _object(body: bytes) -> dict[str, Any]:
+    def refuse(constant: str) -> None:
+        raise ValueError(f"{constant} is no number of JSON")
+
     try:
-        given = json.loads(body)
+        given = json.loads(body, parse_constant=refuse)
         json.dumps(given, ensure_ascii=False).encode()  # half of a pair, "\\ud800", is no text
     except (ValueError, RecursionError) as error:
-        raise ApiError(400, f"the body is not valid JSON: {ascii(str(error))[1:-1]}") from None
+        raise ApiError(400, f"the body is not valid JSON: {ascii(str(error))[1:-1]:.200}") from None
     if not isinstance(given, dict):
         raise ApiError(400, "the body is no JSON object; expected one")
+    return _without_null(given)
+
+
+def _without_null(given: dict[str, Any]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _check_names(given: dict[str, Any], known: set[str]) -> None:
+def _check(given: dict[str, Any], fields: dict[str, tuple[Any, str]]) -> None:
     for name, value in given.items():
-        if name in known | IGNORED:
+        if name in fields:
+            good, expected = fields[name]
+        elif name in NEUTRAL:
+            allowed = NEUTRAL[name]
+            good = allowed.__contains__
+            expected = " or ".join(map(json.dumps, allowed)) + "; this server has nothing else"
+        elif name in IGNORED:
             continue
-        if name not in NEUTRAL:
-            raise ApiError(400, f"{name}: unknown field", name, "unknown_parameter")
-        if value not in NEUTRAL[name]:
-            expected = " or ".join(json.dumps(one) for one in NEUTRAL[name])
-            raise _wrong(name, value, f"{expected}; this server has nothing else")
-
-
-def _sampling(
-    given: dict[str, Any], usual: SamplingConfig, limits: LimitsConfig
-) -> tuple[SamplingConfig, bool]:
-    changes: dict[str, Any] = {}
-    if "temperature" in given:
-        value = given["temperature"]
-        if not _is_number(value) or not 0 <= value <= 2:
-            raise _wrong("temperature", value, "a number from 0 to 2")
-        changes["temperature"] = float(value)
-    if "top_p" in given:
-        value = given["top_p"]
-        if not _is_number(value) or not 0 < value <= 1:
-            raise _wrong("top_p", value, "a number above 0, at most 1")
-        changes["top_p"] = float(value)
-    if "seed" in given:
-        seed = given["seed"]
-        if not _is_integer(seed) or not -(2**63) <= seed < 2**63:
-            raise _wrong("seed", seed, "an integer of 64 bits")
-        changes["seed"] = seed
-    for name in ("max_tokens", "max_completion_tokens"):
-        if name in given:
-            value = given[name]
-            if not _is_integer(value) or not 1 <= value <= limits.new_tokens:
-                raise _wrong(name, value, f"an integer from 1 to {limits.new_tokens}")
-            changes["max_new_tokens"] = value
-    limited = "max_new_tokens" in changes
-    if not limited:
-        changes["max_new_tokens"] = min(usual.max_new_tokens, limits.new_tokens)
-    return replace(usual, **changes), limited
-
-
-def _messages(given: dict[str, Any]) -> list[dict[str, Any]]:
-    messages = given.get("messages")
-    if not isinstance(messages, list) or not messages:
-        raise _wrong("messages", messages, "a list of messages with role and content")
-    return messages
-
-
-def _text(given: dict[str, Any]) -> str | list[int]:
-    prompt = given.get("prompt")
-    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):
-        prompt = prompt[0]
-    if isinstance(prompt, str) and prompt:
-        return prompt
-    if isinstance(prompt, list) and prompt and all(map(_is_integer, prompt)):
-        return prompt
-    raise _wrong("prompt", prompt, "one text, or one list of token ids")
-
-
-def _stops(stop: Any) -> list[str]:
-    stops = [stop] if isinstance(stop, str) else [] if stop is None else stop
-    good = isinstance(stops, list) and len(stops) <= MOST_STOPS
-    lengths = [len(one) if isinstance(one, str) else 0 for one in stops] if good else []
-    if not good or not all(1 <= length <= MOST_STOP_CHARACTERS for length in lengths):
-        expected = f"up to {MOST_STOPS} texts of 1 to {MOST_STOP_CHARACTERS} characters"
-        raise _wrong("stop", stop, expected)
-    return stops
-
-
-def _flag(given: dict[str, Any], name: str) -> bool:
-    value = given.get(name) or False
-    if not isinstance(value, bool):
-        raise _wrong(name, value, "true or false")
-    return value
-
-
-def _typed(given: dict[str, Any], name: str, kind: type, expected: str) -> Any:
-    value = given.get(name)
-    if not isinstance(value, kind):
-        raise _wrong(name, value, expected)
-    return value
-
-
-def _is_number(value: Any) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool)
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _wrong(name: str, value: Any, expected: str) -> ApiError:
-    text = json.dumps(value)
-    text = text if len(text) <= 80 else text[:77] + "..."
-    return ApiError(400, f"{name}: {text} is not valid; expected {expected}", name, "invalid_value")
+        else:
+            raise ApiError(400, f"{name:.80}: unknown field", name[:80], "unknown_parameter")
+        if not good(value):
+            shown = json.dumps(value)
+            shown = shown if len(shown) <= 80 else shown[:77] + "..."
+            message = f"{name}: {shown} is not valid; expected {expected}"
+            raise ApiError(400, message, name, "invalid_value")

@@ -19,11 +19,14 @@ class LimitsConfig:
     Fields:
         running: requests that are answered at the same time. The cache of keys and values grows
             with it.
-        waiting: requests that wait for that; more get status 429.
+        waiting: requests that wait for that; more get status 429. Connections are no requests:
+            one that sends nothing takes no place.
         prompt_tokens: longest prompt in tokens.
         new_tokens: longest answer in tokens, and so the largest `max_tokens`.
         body: size of a request, such as 1MiB.
         seconds: time for a request, waiting included.
+        client_seconds: time for a client to send the headers of a request, and its body; to send
+            the next request; and to take what has been sent to it. The connection is then closed.
     """
 
     running: int = 32
@@ -32,6 +35,7 @@ class LimitsConfig:
     new_tokens: int = 1024
     body: str | int = "1MiB"
     seconds: float = 600.0
+    client_seconds: float = 20.0
 
     def check(self) -> None:
         check_bounds(self, "running", "waiting", "prompt_tokens", "new_tokens", least=1)
@@ -39,8 +43,9 @@ class LimitsConfig:
             parse_size(self.body)
         except ValueError as error:
             raise InvalidField("body", self.body, str(error).partition("expected ")[2]) from None
-        if not 0 < self.seconds < float("inf"):
-            raise InvalidField("seconds", self.seconds, "a number above 0")
+        for name in ("seconds", "client_seconds"):
+            if not 0 < getattr(self, name) < float("inf"):
+                raise InvalidField(name, getattr(self, name), "a number above 0")
 
 
 @dataclass

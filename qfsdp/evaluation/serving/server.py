@@ -2,17 +2,27 @@
 
 from __future__ import annotations
 
+import asyncio
+import errno
 import importlib.util
+import logging
+import math
+import resource
 import socket
-from typing import TYPE_CHECKING
+from contextlib import suppress
+from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
 
 if TYPE_CHECKING:
     from qfsdp.evaluation.serving.api import Served
 
-SPARE_CONNECTIONS = 32  # beyond those of running and waiting requests: models, refusals
+log = logging.getLogger("qfsdp")
+
 GRACE_S = 5  # for running answers, after Ctrl-C or SIGTERM
+CLOSING_S = 2  # more, to tell the clients of the others
+MOST_CONNECTIONS = 2048
+OTHER_FILES = 64  # that the process has open, or opens
 
 
 def check_packages() -> None:
@@ -30,7 +40,7 @@ def open_socket(host: str, port: int) -> socket.socket:
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
-        return socket.create_server((host, port), family=family, backlog=128)
+        return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
     except socket.gaierror as error:
         raise UserError(f"host: {host!r}: {error.strerror}; expected an address") from None
     except OSError as error:
@@ -38,22 +48,70 @@ def open_socket(host: str, port: int) -> socket.socket:
         raise UserError(f"port: {port} on {host}: {error.strerror}; expected {expected}") from None
 
 
+def most_connections() -> int:
+    """Connections at a time that this process may have; raises its limit of open files.
+
+    asyncio accepts up to `backlog` connections before it tells of the first: half of the files.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = 2 * MOST_CONNECTIONS + OTHER_FILES
+    most = wanted if hard == resource.RLIM_INFINITY else min(hard, wanted)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        with suppress(OSError, ValueError):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+            soft = most
+    files = wanted if soft == resource.RLIM_INFINITY else min(soft, wanted)
+    return max((files - OTHER_FILES) // 2, 8)
+
+
 def run_server(served: Served, listening: socket.socket) -> None:
     """Answers requests until SIGINT or SIGTERM; the signal then ends the process."""
     import uvicorn
 
     from qfsdp.evaluation.serving.api import Api
+    from qfsdp.evaluation.serving.connections import limited
 
-    limits = served.limits
+    api, seconds, most = Api(served), served.limits.client_seconds, most_connections()
     config = uvicorn.Config(
-        Api(served).app(),
-        log_level="warning",
+        api,
+        http=limited(seconds, most),
+        loop="asyncio",
+        log_level="error",  # what a client does wrong is told to the client
         access_log=False,
         lifespan="off",
         ws="none",
         server_header=False,
-        limit_concurrency=limits.running + limits.waiting + SPARE_CONNECTIONS,
-        timeout_graceful_shutdown=GRACE_S,
+        proxy_headers=False,
+        backlog=most,
+        timeout_keep_alive=math.ceil(seconds),
+        timeout_graceful_shutdown=GRACE_S + CLOSING_S,
     )
+
+    class Server(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            asyncio.get_running_loop().set_exception_handler(_told)
+            await super().startup(sockets)
+
+        async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+            api.closing = True
+            loop = asyncio.get_running_loop()
+            loop.call_later(GRACE_S, served.engine.stop)
+            loop.call_later(GRACE_S + CLOSING_S / 2, self._hang_up)
+            await super().shutdown(sockets)
+
+        def _hang_up(self) -> None:
+            for connection in list(self.server_state.connections):
+                connection.transport.abort()
+
     served.engine.start()
-    uvicorn.Server(config).run(sockets=[listening])
+    Server(config).run(sockets=[listening])
+
+
+def _told(loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+    """One line, instead of a traceback, where the system has no files left: asyncio accepts no
+    connection for a second, and goes on."""
+    error = context.get("exception")
+    if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS):
+        log.warning("serve: %s: new connections wait", error.strerror)
+    else:
+        loop.default_exception_handler(context)
