@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.cli.files import write_json
 from qfsdp.cli.launch import launch
@@ -54,7 +55,7 @@ class Config:
     questions: str | None = None  # a .jsonl file in MT-bench's format; null: 40 generated ones
     max_questions: int | None = None  # the first ones; null: all
     in_flight: int = 8  # requests at a time
-    request_timeout: float = 300.0  # seconds for a request
+    request_timeout: float = 300.0  # seconds for a whole request, tried up to three times
 
     def check(self) -> None:
         check_bounds(self, "in_flight", least=1)
@@ -208,10 +209,11 @@ async def run_all(cfg: Config, questions: list[Question], exchanges: Exchanges) 
 def main(cfg: Config) -> None:
     folder = Path(cfg.output_dir).expanduser()
     questions = questions_of(cfg)
-    exchanges = Exchanges(folder / "exchanges.jsonl", cfg.in_flight, cfg.request_timeout)
-    trial = asyncio.run(run_all(cfg, questions, exchanges))
-    results = trial.results()
-    write_json(folder / "results.json", results)
+    with FolderLock(folder, "output_dir"):
+        exchanges = Exchanges(folder / "exchanges.jsonl", cfg.in_flight, cfg.request_timeout)
+        trial = asyncio.run(run_all(cfg, questions, exchanges))
+        results = trial.results()
+        write_json(folder / "results.json", results)
     print(table(results))
     print(f"{exchanges.sent} exchanges, {exchanges.known} known before: {folder}/exchanges.jsonl")
 

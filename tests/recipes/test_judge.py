@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import re
 import threading
+import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from types import ModuleType
@@ -13,9 +15,11 @@ from typing import Any
 
 import pytest
 
+from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.evaluation.intervals import mean_interval
+from qfsdp.evaluation.judging.exchanges import answer_text
 from qfsdp.evaluation.judging.generated_questions import generated_questions
 from qfsdp.evaluation.judging.questions import read_questions
 from qfsdp.evaluation.judging.verdicts import Games, Ratings, rating, winner
@@ -37,6 +41,8 @@ class Endpoint:
 
     def __init__(self, answer: Callable[[str, list[dict[str, str]]], str]) -> None:
         self.asked: list[str] = []
+        self.raw: tuple[str, bytes] | None = None  # content type and bytes of every answer
+        self.drips = False  # answers a byte in 0.05 s, without end
         endpoint = self
 
         class Handler(BaseHTTPRequestHandler):
@@ -44,16 +50,27 @@ class Endpoint:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 given = json.loads(body)
                 endpoint.asked.append(json.dumps([given["model"], given["messages"]]))
+                if endpoint.drips:
+                    return self.drip()
                 text = answer(given["model"], given["messages"])
                 message = {"role": "assistant", "content": text}
                 choice = {"index": 0, "message": message, "finish_reason": "stop"}
                 found = {"id": "1", "object": "chat.completion", "created": 1, "model": "m"}
                 data = json.dumps(found | {"choices": [choice]}).encode()
+                kind, data = endpoint.raw or ("application/json", data)
                 self.send_response(400 if text == "refuse" else 200)
-                self.send_header("Content-Type", "application/json")
+                self.send_header("Content-Type", kind)
                 self.send_header("Content-Length", str(len(data)))
                 self.end_headers()
                 self.wfile.write(data)
+
+            def drip(self) -> None:
+                self.send_response(200)
+                self.end_headers()
+                with suppress(ConnectionError):
+                    while endpoint.drips:
+                        self.wfile.write(b" ")
+                        time.sleep(0.05)
 
             def log_message(self, *_: Any) -> None:
                 pass
@@ -256,6 +273,89 @@ def test_an_endpoint_that_is_not_there(recipe: ModuleType, tmp_path: Path) -> No
     recipe.check(cfg)
     with pytest.raises(UserError, match=r"candidates\.\w+\.url: http.* cannot be reached"):
         recipe.main(cfg)
+
+
+NULL = b'{"choices": [{"finish_reason": "stop", "message": {"content": null}}]}'
+NO_ANSWERS: list[tuple[bytes, str]] = [
+    (b"<html>\x1b[31mBad gateway", r"answers b'<html>\\x1b\[31mBad gateway' \(no JSON\)"),
+    (b"", r"answers b'' \(no JSON\)"),
+    (b'{"choices": [', r"answers .* \(no JSON\)"),
+    (b"[" * 9999, r"\(no JSON\)"),
+    (b"\xff\xfe\xfd", r"\(no JSON\)"),
+    (b"null", r"\(no object\)"),
+    (b'{"error": "busy"}', r"\(no choices\)"),
+    (b'{"choices": []}', r"\(no choices\)"),
+    (b'{"choices": [null]}', r"\(no choices\)"),
+    (b'{"choices": [{"message": null}]}', r"\(no message\)"),
+    (b'{"choices": [{"text": "a"}]}', r"\(no message\)"),
+    (b'{"choices": [{"message": {"content": [1]}}]}', r"\(a message without text\)"),
+    (NULL, r"\(a message without text\)"),
+]
+
+
+@pytest.mark.parametrize("kind", ["application/json", "text/html"])
+def test_what_is_no_answer_is_not_kept(
+    kind: str, recipe: ModuleType, questions: Path, tmp_path: Path
+) -> None:
+    """One line that says what came; the same command goes on when the endpoint is repaired."""
+    endpoint, folder = Endpoint(answers), tmp_path / "run"
+    words = [f"questions={questions}", "in_flight=1"]
+    cfg = config(recipe, endpoint.url, folder, *words)
+    recipe.check(cfg)
+    for data, message in NO_ANSWERS:
+        endpoint.raw = (kind, data)
+        with pytest.raises(UserError, match=message) as caught:
+            recipe.main(cfg)
+        assert re.match(r"(judge|candidates\.\w+): http\S+ answers", str(caught.value))
+        assert "\n" not in str(caught.value) and not (folder / "exchanges.jsonl").exists()
+    endpoint.raw, endpoint.asked = None, []
+    whole = judge(recipe, cfg, folder)
+    asked = list(endpoint.asked)
+    # An earlier version kept null messages: they are asked again, and nothing else.
+    file = folder / "exchanges.jsonl"
+    lines = file.read_text().splitlines()
+    broken = json.loads(lines[5]) | {"response": json.loads(NULL)}
+    file.write_text("\n".join([*lines[:5], json.dumps(broken), *lines[6:], ""]))
+    assert judge(recipe, cfg, folder) == whole and len(endpoint.asked) == len(asked) + 1
+    endpoint.close()
+
+
+def test_texts_of_answers() -> None:
+    for content, more, text in (
+        ("a\ud800b", {}, "a?b"),
+        (None, {"refusal": "No."}, ""),
+        ("", {}, ""),
+    ):
+        message = {"content": content, **more}
+        assert answer_text({"choices": [{"message": message}]}) == text
+    assert answer_text({"choices": [{"message": {}, "finish_reason": "length"}]}) == ""
+
+
+def test_an_answer_that_drips(recipe: ModuleType, questions: Path, tmp_path: Path) -> None:
+    """The limit is for the whole answer: every read is in time, and the last byte never comes."""
+    endpoint = Endpoint(answers)
+    endpoint.drips = True
+    words = [f"questions={questions}", "request_timeout=0.3"]
+    cfg = config(recipe, endpoint.url, tmp_path / "run", *words)
+    recipe.check(cfg)
+    with pytest.raises(UserError, match=r"gives no whole answer within 0.3 s"):
+        recipe.main(cfg)
+    endpoint.drips = False
+    endpoint.close()
+
+
+def test_two_runs_in_one_folder(
+    recipe: ModuleType, endpoint: Endpoint, questions: Path, tmp_path: Path
+) -> None:
+    cfg = config(recipe, endpoint.url, tmp_path / "run", f"questions={questions}")
+    recipe.check(cfg)
+    with (
+        FolderLock(tmp_path / "run", "output_dir"),
+        pytest.raises(UserError, match=r"output_dir: .*is being written by process \d+"),
+    ):
+        recipe.main(cfg)
+    assert endpoint.asked == []
+    assert judge(recipe, cfg, tmp_path / "run")["ratings"]["good"]["mean"] == 8
 
 
 @pytest.mark.long

@@ -3,7 +3,8 @@
     exchanges.jsonl   a line for each: {"key", "request", "response"}, in the order of the answers
 
 The key is a hash of the request. A request whose key is in the file is not sent again: a run that
-was interrupted goes on where it was, and pays for no answer twice.
+was interrupted goes on where it was, and pays for no answer twice. What is no answer is not kept,
+and one that an earlier version kept is asked again.
 """
 
 from __future__ import annotations
@@ -12,13 +13,16 @@ import asyncio
 import hashlib
 import json
 import os
-from dataclasses import asdict, dataclass
+from collections import defaultdict
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.files import to_json
+from qfsdp.cli.files import not_written, to_json
 from qfsdp.cli.progress import moved
+
+LARGEST = 2**24  # bytes of an answer
 
 
 @dataclass
@@ -47,12 +51,12 @@ class EndpointConfig:
 
 
 class Exchanges:
-    """The exchanges of a run.
+    """The exchanges of a run. Its folder must be locked: two runs would ask everything twice.
 
     Args:
         file: is read first, and appended to.
         in_flight: requests at a time.
-        seconds: time for a request.
+        seconds: time for a request, from the first byte sent to the last one received.
 
     Fields:
         sent, known: numbers of requests that were sent, and that the file had.
@@ -61,8 +65,9 @@ class Exchanges:
     def __init__(self, file: Path, in_flight: int, seconds: float) -> None:
         self._file, self._seconds = file, seconds
         self._free = asyncio.Semaphore(in_flight)
+        self._asked: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
         self._clients: dict[tuple[str, str], Any] = {}
-        self._known = _read(file)
+        self._texts = _read(file)
         self.sent = self.known = 0
 
     async def ask(self, key: str, endpoint: EndpointConfig, messages: list[dict[str, str]]) -> str:
@@ -72,7 +77,8 @@ class Exchanges:
             key: the endpoint's place in the config, for messages.
 
         Raises:
-            UserError: the endpoint cannot be reached, or refuses the request, three times.
+            UserError: the endpoint cannot be reached or refuses the request, three times; takes too
+                long; or what it answers is no answer.
         """
         request = {
             "url": endpoint.url,
@@ -82,32 +88,59 @@ class Exchanges:
             "temperature": endpoint.temperature,
         }
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
-        if digest in self._known:
-            self.known += 1
-        else:
+        async with self._asked[digest]:  # an equal request waits for this one's answer
+            if digest in self._texts:
+                self.known += 1
+                return self._texts[digest]
             async with self._free:
-                response = await self._send(key, endpoint, request)
+                data = await self._send(key, endpoint, request)
+            try:
+                response = json.loads(data)
+                text = answer_text(response)
+            except (ValueError, RecursionError) as error:
+                what = error if type(error) is ValueError else "no JSON"
+                raise UserError(
+                    f"{key}: {endpoint.url} answers {data[:80]!r} ({what}); expected "
+                    "a chat completion in OpenAI's form"
+                ) from None
             self._keep({"key": digest, "request": request, "response": response})
-            self._known[digest] = response
+            self._texts[digest] = text
             self.sent += 1
             moved()
-        message = self._known[digest]["choices"][0]["message"]
-        return str(message.get("content") or "")
+            return text
 
-    async def _send(self, key: str, endpoint: EndpointConfig, request: dict[str, Any]) -> Any:
+    async def _send(self, key: str, endpoint: EndpointConfig, request: dict[str, Any]) -> bytes:
+        """The body of the endpoint's answer."""
         import openai
 
         given = {name: value for name, value in request.items() if name != "url"}
+        asking = self._client(endpoint).chat.completions.with_streaming_response.create(**given)
+        data = b""
         try:
-            response = await self._client(endpoint).chat.completions.create(**given)
-        except openai.APIConnectionError as error:
-            raise UserError(f"{key}.url: {endpoint.url} cannot be reached: {error}") from None
+            # The client's own limit is for each read: an answer that drips would never end.
+            async with asyncio.timeout(self._seconds), asking as answer:
+                async for part in answer.iter_bytes():
+                    data += part
+                    if len(data) > LARGEST:
+                        raise UserError(
+                            f"{key}: {endpoint.url} answers more than {LARGEST:,} bytes"
+                        )
+        except UserError:
+            raise
         except openai.APIStatusError as error:
-            text = str(error.message)[:200]
+            text = ascii(str(error.message)[:200])[1:-1]
             raise UserError(f"{key}: {endpoint.url} answers {error.status_code}: {text}") from None
-        if not response.choices:
-            raise UserError(f"{key}: {endpoint.url} gives no choices; expected one answer")
-        return response.model_dump(mode="json", exclude_none=True)
+        except (TimeoutError, openai.APITimeoutError):
+            raise UserError(
+                f"{key}: {endpoint.url} gives no whole answer within {self._seconds:g} s; expected "
+                "one, or a larger request_timeout"
+            ) from None
+        except Exception as error:  # of the client's libraries: no connection, no HTTP, no URL
+            why = ascii(str(error) or type(error).__name__)[1:-1]
+            raise UserError(f"{key}.url: {endpoint.url} cannot be reached: {why:.200}") from None
+        if len(data) > LARGEST:
+            raise UserError(f"{key}: {endpoint.url} answers more than {LARGEST:,} bytes")
+        return data
 
     def _client(self, endpoint: EndpointConfig) -> Any:
         import openai
@@ -127,29 +160,51 @@ class Exchanges:
             with self._file.open("a", encoding="utf-8") as stream:
                 stream.write(to_json(exchange) + "\n")
         except OSError as error:
-            raise UserError(f"'{self._file}': cannot be written: {error.strerror}") from None
+            raise UserError(not_written(self._file, error)) from None
 
 
-def _read(file: Path) -> dict[str, Any]:
-    """Key -> response. A last line without its end is cut off: the process was killed there."""
+def answer_text(response: Any) -> str:
+    """The text of a chat completion; "" if the model refuses, or stopped before it said anything.
+
+    Raises:
+        ValueError: there is no answer in it.
+    """
+    if not isinstance(response, dict):
+        raise ValueError("no object")
+    choices = response.get("choices")
+    if not isinstance(choices, list) or not choices or not isinstance(choices[0], dict):
+        raise ValueError("no choices")
+    message, why = choices[0].get("message"), choices[0].get("finish_reason")
+    if not isinstance(message, dict):
+        raise ValueError("no message")
+    content = message.get("content")
+    if content is None and (message.get("refusal") or why in ("length", "content_filter")):
+        return ""
+    if not isinstance(content, str):
+        raise ValueError("a message without text")
+    # Half of a surrogate pair, which JSON can hold, cannot be sent to the judge.
+    return content.encode(errors="replace").decode()
+
+
+def _read(file: Path) -> dict[str, str]:
+    """Key -> text. A last line without its end is cut off: the process was killed there."""
     if not file.is_file():
         return {}
     data = file.read_bytes()
     whole = data[: data.rfind(b"\n") + 1]
     if len(whole) < len(data):
         os.truncate(file, len(whole))
-    known = {}
+    texts = {}
     for number, line in enumerate(whole.splitlines(), 1):
         try:
             row = json.loads(line)
-            known[row["key"]] = row["response"]
-        except (ValueError, KeyError, TypeError):
+            key, response = str(row["key"]), row["response"]
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise UserError(
                 f"{file}, line {number}: no exchange; expected those of a run"
             ) from None
-    return known
-
-
-def describe(endpoint: EndpointConfig) -> dict[str, Any]:
-    """An endpoint for the results."""
-    return asdict(endpoint)
+        try:
+            texts[key] = answer_text(response)
+        except ValueError:
+            texts.pop(key, None)
+    return texts
