@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +27,7 @@ class ParquetRecords:
                 groups = range(opened.num_row_groups)
                 self._counts = [opened.metadata.row_group(i).num_rows for i in groups]
                 self._fix = exact_numbers(opened.schema_arrow)
-                self._decode = _decoder(opened.schema_arrow)
+                self._features = _features(opened.schema_arrow)
         except (ArrowException, OSError) as error:
             raise self._wrong(error) from None
         self.count = sum(self._counts)
@@ -57,7 +58,8 @@ class ParquetRecords:
         batch, index = content
         if self._converted[0] is not batch:
             self._converted = (batch, batch.to_pylist())
-        return self._decode(self._fix(self._converted[1][index]))
+        row = self._fix(self._converted[1][index])
+        return row if self._features is None else self._features.decode_example(row)
 
     def _wrong(self, error: BaseException) -> UserError:
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
@@ -68,11 +70,11 @@ def exact_numbers(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
     """A function that gives numbers of 16 and 32 bits in a row of this Arrow schema the fewest
     digits that tell them apart: 0.1, which as 64 bits prints 0.10000000149011612."""
     kinds = {field.name: field.type for field in schema if _narrow(field.type)}
-    if not kinds:
-        return lambda row: row
-    return lambda row: (
-        row | {name: _exact(row[name], kind) for name, kind in kinds.items() if name in row}
-    )
+    return partial(_exact_row, kinds)
+
+
+def _exact_row(kinds: Mapping[str, Any], row: dict[str, Any]) -> dict[str, Any]:
+    return row | {name: _exact(row[name], kind) for name, kind in kinds.items() if name in row}
 
 
 def with_exact_numbers(rows: Any) -> Any:
@@ -92,15 +94,13 @@ def with_exact_numbers(rows: Any) -> Any:
     return rows.with_transform(fix_batch)
 
 
-def _decoder(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:
-    """What `datasets` does to the rows of a file that it wrote."""
+def _features(schema: Any) -> Any:
+    """What `datasets` notes in a file about its columns, or None."""
     if b"huggingface" not in (schema.metadata or {}):
-        return lambda row: row
+        return None
     from datasets import Features
 
-    decode: Callable[[dict[str, Any]], dict[str, Any]]
-    decode = Features.from_arrow_schema(schema).decode_example
-    return decode
+    return Features.from_arrow_schema(schema)
 
 
 def _inner(kind: Any) -> list[tuple[Any, Any]]:

@@ -9,23 +9,29 @@ import gzip
 import json
 import os
 import pickle
+import runpy
 from array import array
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data import instruct_dataset, preference_dataset
 from qfsdp.data.file_records import JsonLines
 from qfsdp.data.file_rows import FilePart, FileRows, FileStream
-from qfsdp.data.json_lines import value_of
+from qfsdp.data.json_lines import read_rows, value_of
 from qfsdp.data.messages import text_of
 from qfsdp.data.reading import Reading, reading
 from qfsdp.data.row_stream import RowStream
 from qfsdp.data.rows import check_source, content_digest, load_rows, require_column
 from qfsdp.data.text import text_dataset
+from qfsdp.evaluation.exact_match import ExactMatchConfig, read_questions
+
+ROOT = Path(__file__).parents[2]
 
 WRITTEN = ["5", "2.5", "5.00", "1e5", "1E-7", "-0.0", "1e400", "true", "false", "9" * 40, "0.10"]
 
@@ -271,3 +277,52 @@ def test_a_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + text.encode())
     assert list(load_rows(str(tmp_path / "a.txt"), "train")) == [{"text": "One.\nTwo."}]
     assert read_text(tmp_path / "a.jinja") == "{{ 1 }}"
+
+
+def test_the_same_text_everywhere(tmp_path: Path) -> None:
+    """Training, preferences, exact match and generate read one row as the same text."""
+    prompts: dict[str, list[str]] = {}
+
+    class Noting:
+        """One id per character; keeps the texts of messages."""
+
+        pad_id, max_seq_len, stop_tokens = 0, None, ()
+
+        def __call__(self, sample: dict[str, Any], inference: bool = False) -> dict[str, Any]:
+            texts = [message.text_content for message in sample["messages"]]
+            prompts[use] += texts if use != "dpo" else texts[:2]
+            tokens = [ord(letter) for letter in "".join(texts)]
+            return {"tokens": tokens, "mask": [False] * len(tokens)}
+
+    file = lines(
+        tmp_path / "a.jsonl", *(f'{{"q": {text}, "a": {text}, "b": "no"}}' for text in WRITTEN)
+    )
+    columns = {"prompt_column": "q", "answer_column": "a"}
+    for use in ("columns", "template", "dpo", "exact_match", "generate"):
+        prompts[use] = []
+        if use == "columns":
+            instruct_dataset(Noting(), source=str(file), **columns)
+        elif use == "template":
+            instruct_dataset(Noting(), source=str(file), prompt_template="{q}", answer_column="a")
+        elif use == "dpo":
+            names = {"prompt_column": "q", "chosen_column": "a", "rejected_column": "b"}
+            preference_dataset(Noting(), source=str(file), **names)
+        elif use == "exact_match":
+            config = ExactMatchConfig(str(file), "q", "a", compare="text")
+            questions = read_questions("exact_match.x", config, Noting())
+            assert [one.answer for one in questions] == WRITTEN
+        else:
+            recipe = runpy.run_path(str(ROOT / "recipes/generate.py"))
+            given = SimpleNamespace(prompt_column="q", chat_template=True, system_prompt=None)
+            recipe["tokenized"](given, Noting(), read_rows("prompts", file, "q"))
+    twice = [text for text in WRITTEN for _ in range(2)]
+    assert prompts["columns"] == prompts["template"] == twice
+    assert prompts["dpo"][::4] == WRITTEN and prompts["dpo"][1::4] == WRITTEN
+    assert prompts["exact_match"][::2] == prompts["generate"][::2] == WRITTEN
+
+
+def test_an_answer_that_is_null(tmp_path: Path) -> None:
+    file = lines(tmp_path / "a.jsonl", {"q": "x", "a": "y"}, {"q": "x", "a": None})
+    config = ExactMatchConfig(str(file), "q", "a", compare="text")
+    with pytest.raises(UserError, match="exact_match.x.source: .*row 2: nothing in column 'a'"):
+        read_questions("exact_match.x", config, lambda *_, **__: {"tokens": []})

@@ -51,7 +51,7 @@ def prompts(tmp_path: Path) -> Path:
     rows: list[dict[str, Any]] = [
         {"id": n, "q": "Why? " * n, "empty": None} for n in (1, 9, 3, 5, 2, 7)
     ]
-    rows.append({"id": 0, "q": [{"role": "user", "content": "Zażółć?"}]})
+    rows.append({"id": 0, "q": [{"role": "user", "content": "Zażółć?"}], "empty": None})
     file = tmp_path / "prompts.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return file
