@@ -111,11 +111,20 @@ def write_pairs(first: Tensor, second: Tensor, out: Tensor) -> None:
             half.to(torch.float8_e4m3fn).view(torch.uint8).int() for half in (first, second)
         )
         pair = ((high << 8) | low).to(torch.int16)
+    elif out.dtype == torch.int32 and first.device.type == "cpu":
+        # Rounding to bf16 vectorizes on CPUs in integers only.
+        low, high = (_rounded_to_bf16(half.view(torch.int32)) for half in (first, second))
+        pair = (high & -65536) | ((low >> 16) & 65535)
     else:
         dtype = INTEGER_TO_DTYPE[out.dtype]
         low, high = (half.to(dtype).view(torch.int16).int() for half in (first, second))
         pair = ((high << 16) | (low & 65535)).view(out.dtype)
     out.copy_(pair.flatten(1))
+
+
+def _rounded_to_bf16(bits: Tensor) -> Tensor:
+    """Bits of fp32 numbers (int32) -> bits whose upper half is the nearest bf16, ties to even."""
+    return bits + 0x7FFF + ((bits >> 16) & 1)
 
 
 def write_uncompiled(pairs: tuple[float, ...], codes: Tensor, scale: Tensor, out: Tensor) -> None:

@@ -270,7 +270,11 @@ def absmax_products(
     return dynamic[absmax_codes.int()] * scales[(block + row_offset * per_row) // SCALE_BLOCK]
 
 
-@partial(compiled, options=FLAT_ON_GPUS, static_on_gpus=True)
+# By default inductor splits the selections of `_selected_level` into several kernels.
+ONE_KERNEL = FLAT_ON_GPUS | {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000}
+
+
+@partial(compiled, options=ONE_KERNEL, static_on_gpus=True)
 def _write_weights(
     codes: Tensor,
     products: Tensor,
@@ -287,4 +291,21 @@ def _write_weights(
     if not torch.compiler.is_compiling():
         return write_uncompiled(NF4_PAIRS, codes, absmax, out)
     code = codes.unflatten(1, (products.size(1), BLOCK // 2)).int()
-    write_pairs(levels[code >> 4] * absmax, levels[code & 15] * absmax, out)
+    # Selections of fp16 and fp8 do not vectorize: 0.07 G weights/s, 0.9 with the table.
+    selects = code.device.type == "cpu" and out.dtype in (torch.int32, torch.int64)
+    level = _selected_level if selects else levels.__getitem__
+    write_pairs(level(code >> 4) * absmax, level(code & 15) * absmax, out)
+
+
+def _selected_level(code: Tensor) -> Tensor:
+    """The fp32 level of each code (int32) by 15 selections, which vectorize; a lookup does not.
+
+    One core with AVX-512 (Zen 5): 2.07 G weights/s to bf16, 0.63 with a table of 16. With AVX2
+    (Zen 3) both run at 0.8.
+    """
+    chosen = [torch.full((), level, dtype=torch.float32) for level in NF4_LEVELS]
+    for bit in (1, 2, 4, 8):
+        is_set = (code & bit) != 0
+        pairs = zip(chosen[::2], chosen[1::2], strict=True)
+        chosen = [torch.where(is_set, one, zero) for zero, one in pairs]
+    return chosen[0]
