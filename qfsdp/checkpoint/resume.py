@@ -57,6 +57,7 @@ from qfsdp.checkpoint.write_state import reason, write_state
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.cli.files import PARTIAL, sync, sync_folder, warn_of_space
 from qfsdp.cli.progress import phase
+from qfsdp.cli.signals import to_number, who_asks
 from qfsdp.cli.slow import told_if_slow
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import refresh_dora_norms
@@ -239,21 +240,24 @@ class Checkpointer:
 
         One all-reduce, so that all ranks stop and save at the same step.
 
+        Args:
+            stop: the signal that asks this rank to stop (`StopRequest.received`), or None.
+
         Raises:
             UserError: the last save has failed, and `on_failure` is "stop".
         """
         minutes, steps = self._config.every_minutes, self._config.every_n_steps
         waited = time.monotonic() - self._saved_at
         done = self._saving is not None and self._saving.done()
-        failed = done and self._error() is not None
-        flags = [bool(stop), failed, minutes is not None and waited > 60 * minutes]
-        stop, failed, late = self._any(flags)
+        failed: int = done and self._error() is not None
+        flags = [to_number(stop), failed, minutes is not None and waited > 60 * minutes]
+        asked, failed, late = self._any(flags)
         if failed:
             self._report_failure()
-        if stop and self._world.rank == 0:
+        if asked and self._world.rank == 0:
             text = f"saving after step {step}, then stopping; resume=auto continues from there"
-            print(text, file=sys.stderr, flush=True)
-        return stop, late or (steps is not None and step % steps == 0)
+            print(f"{who_asks(asked)}{text}", file=sys.stderr, flush=True)
+        return asked > 0, late > 0 or (steps is not None and step % steps == 0)
 
     @phase("checkpoint save")
     @told_if_slow("saving a checkpoint")
@@ -315,13 +319,13 @@ class Checkpointer:
         if self._lock is not None:
             self._lock.release()
 
-    def _any(self, flags: list[bool]) -> list[bool]:
-        """For each flag, whether it is set on any rank."""
+    def _any(self, flags: list[int]) -> list[int]:
+        """For each flag, which is 0 or set, its highest value on any rank."""
         if self._world.mesh is None:
             return flags
         total = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
-        dist.all_reduce(total)
-        return [number > 0 for number in total.tolist()]
+        dist.all_reduce(total, dist.ReduceOp.MAX)
+        return [int(number) for number in total.tolist()]
 
     def _write(self, step: int, entries: dict[str, Any], copied: Any) -> None:
         if copied is not None:

@@ -17,10 +17,9 @@ from pathlib import Path
 
 from qfsdp.cli import recipes
 from qfsdp.cli.errors import UserError, user_errors
-from qfsdp.cli.full_output import check_output, outlive_full_disk
 from qfsdp.cli.messages import did_you_mean
+from qfsdp.cli.output import check_output, outlive_output_errors
 from qfsdp.cli.quiet import quiet_torchao
-from qfsdp.cli.terminal import until_unread
 
 RUN_USAGE = "[TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]"
 SHORT = ("chat", "serve")  # commands that run the recipe of their name, with the config of its name
@@ -42,7 +41,7 @@ def run_command(program: str, words: Sequence[str]) -> None:
     Ends the process with status 2 and one line on stderr after a UserError.
     """
     quiet_torchao()
-    outlive_full_disk()
+    outlive_output_errors()
     with user_errors():
         check_current_folder()
         if words[:1] == ["run"]:
@@ -51,16 +50,14 @@ def run_command(program: str, words: Sequence[str]) -> None:
             return run(program, _in_full(words))
         args = _parser(program).parse_args(words)
         if args.subcommand == "ls":
-            with until_unread():
-                list_recipes()
+            list_recipes()
         elif args.subcommand == "cp":
             copy(args.file, args.destination, args.no_clobber, args.make_parents)
         elif args.subcommand == "cat":
-            with until_unread():
-                print_file(args.file, args.sort)
+            print_file(args.file, args.sort)
         else:
             validate(args.config)
-        check_output()
+        check_output(unread=True)
 
 
 def check_current_folder() -> None:

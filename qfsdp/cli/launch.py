@@ -19,15 +19,15 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from qfsdp.cli import progress
 from qfsdp.cli.config import check_components, load_config
 from qfsdp.cli.errors import UserError, user_errors
-from qfsdp.cli.full_output import check_output, outlive_full_disk
 from qfsdp.cli.hub import download, previewed
 from qfsdp.cli.hub_upload import check_push, push_results
 from qfsdp.cli.lost_peers import lost_peers
+from qfsdp.cli.output import check_output, outlive_output_errors, print_to
 from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.cli.ranks import leave_process_group, local_world_size, run_ranks_here
 from qfsdp.cli.recipes import load_recipe
@@ -58,12 +58,13 @@ def launch(
     """
     argv = sys.argv[1:]
     quiet_torchao()
-    outlive_full_disk()
+    outlive_output_errors()
     with user_errors(), interrupts(), closed_at_end():
         if wants_help(argv):
             usage = f"{os.path.basename(recipe_file)} --config FILE [key=value ...]"
             return print_help(usage, recipe_file, argv)
         config = load_config(schema, argv)
+        _keep_output(config)
         if "LOCAL_RANK" not in os.environ:
             _checked(check, config)
             if not one_process and (count := local_world_size()) > 1:
@@ -75,7 +76,7 @@ def launch(
             main(config)
             leave_process_group()
         push_results()
-        if not hasattr(config, "distributed"):  # no training: what it prints is its result
+        if not _trains(config):  # what it prints is its result
             check_output()
 
 
@@ -96,7 +97,7 @@ def launch_alone(
     """
     argv = sys.argv[1:]
     quiet_torchao()
-    outlive_full_disk()
+    outlive_output_errors()
     with user_errors(), interrupts(), closed_at_end():
         if wants_help(argv):
             usage = f"{os.path.basename(recipe_file)} {'WORD ...' if words else '--config FILE'}"
@@ -129,6 +130,16 @@ def _checked(check: Callable[[T], None], config: T) -> None:
         download(config)
 
 
+def _trains(config: Any) -> bool:
+    return hasattr(config, "distributed")
+
+
+def _keep_output(config: Any) -> None:
+    """Lets what training prints go to its folder, once nobody reads it."""
+    if _trains(config) and getattr(config, "output_dir", None):
+        print_to(Path(config.output_dir).expanduser())
+
+
 @contextmanager
 def interrupts() -> Iterator[None]:
     """After an unhandled Ctrl-C, ends the process by SIGINT, without a traceback.
@@ -151,7 +162,9 @@ def check_recipe(recipe_file: str | Path, argv: Sequence[str]) -> None:
     """
     recipe = load_recipe(recipe_file)
     if hasattr(recipe, "check"):
-        _checked(recipe.check, load_config(recipe.Config, argv))
+        config = load_config(recipe.Config, argv)
+        _keep_output(config)
+        _checked(recipe.check, config)
 
 
 def validate_config(config_file: str | Path, recipe_file: str | Path) -> None:

@@ -162,7 +162,7 @@ def share_cores(count: int) -> None:
 def rank_failures(elastic: bool = False) -> Iterator[None]:
     """Exits with the status of the first failed rank, or 128 + signal if it was killed.
 
-    torchrun would raise. SIGTERM and SIGINT are passed on to the ranks (`forwarded_to_ranks`).
+    torchrun would raise. The signals that ask a run to end are passed on (`forwarded_to_ranks`).
 
     Args:
         elastic: all ranks may start again, after a failure or with another number of machines.

@@ -31,7 +31,6 @@ from qfsdp.cli.errors import UserError
 from qfsdp.cli.kinds import kind_at
 from qfsdp.cli.messages import is_union, join_key
 from qfsdp.cli.recipes import load_recipe
-from qfsdp.cli.terminal import until_unread
 
 HELP = ("-h", "--help")
 REQUIRED = object()  # in place of a default
@@ -214,9 +213,8 @@ def print_help(usage: str, recipe_file: str, argv: Sequence[str]) -> None:
     if not is_dataclass(recipe.Config):
         raise UserError(f"{recipe_file}: Config is no dataclass, so it has no keys to list")
     width = min(100, max(60, shutil.get_terminal_size().columns))
-    with until_unread():
-        for line in help_lines(recipe, usage, [word for word in argv if word not in HELP], width):
-            print(line)
+    for line in help_lines(recipe, usage, [word for word in argv if word not in HELP], width):
+        print(line)
 
 
 def help_lines(recipe: ModuleType, usage: str, argv: Sequence[str], width: int) -> Iterator[str]:

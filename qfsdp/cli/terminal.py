@@ -8,7 +8,6 @@ is drawn again below their text. What C++ code prints is not caught.
 
 from __future__ import annotations
 
-import logging
 import os
 import sys
 import threading
@@ -17,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import TYPE_CHECKING, Any, TextIO
 
 from qfsdp.cli.errors import speaks_for_all
+from qfsdp.cli.output import stream_handlers
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -130,7 +130,7 @@ def keep_below(bar: tqdm[Any] | None) -> None:
     prefixes = [CLEAR_LINE if bar is None and stream.isatty() else "" for stream in before]
     above = [LinesAbove(s, cleared, p) for s, p in zip(before, prefixes, strict=True)]
     replaced = dict(zip(before, above, strict=True))
-    handlers = [(handler, handler.stream) for handler in _handlers() if handler.stream in replaced]
+    handlers = [(h, h.stream) for h in stream_handlers() if h.stream in replaced]
     for handler, stream in handlers:
         handler.setStream(replaced[stream])
     sys.stdout, sys.stderr = above  # type: ignore[assignment]
@@ -145,16 +145,6 @@ def keep_below(bar: tqdm[Any] | None) -> None:
             bar.close()
 
     _close = close
-
-
-@contextmanager
-def until_unread() -> Iterator[None]:
-    """Ends a `with` block that prints once nobody reads standard output: `tune ls | head`."""
-    try:
-        yield
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for the flush at exit
 
 
 def close_bar() -> None:
@@ -172,11 +162,3 @@ def closed_at_end() -> Iterator[None]:
         yield
     finally:
         close_bar()
-
-
-def _handlers() -> list[logging.StreamHandler[Any]]:
-    """The handlers of all loggers that write to a stream which they have kept."""
-    loggers = [logging.root, *logging.root.manager.loggerDict.values()]
-    found = [handler for logger in loggers for handler in getattr(logger, "handlers", [])]
-    own = type(logging.lastResort)  # looks `sys.stderr` up at every record
-    return [h for h in found if isinstance(h, logging.StreamHandler) and not isinstance(h, own)]

@@ -35,7 +35,7 @@ def _extend_tune(cli: Any) -> None:
 
     def main() -> None:
         from qfsdp.cli import command
-        from qfsdp.cli.terminal import until_unread
+        from qfsdp.cli.output import outlive_output_errors
 
         words = sys.argv[1:]
         asked = {"-h", "--help"} & set(words)
@@ -45,10 +45,10 @@ def _extend_tune(cli: Any) -> None:
             finally:
                 print(_ALSO)
         elif words == ["ls"]:
-            with until_unread():
-                command.list_recipes()
-                print()
-                theirs()
+            outlive_output_errors()
+            command.list_recipes()
+            print()
+            theirs()
         elif (not asked or words[0] == "run") and _is_ours(words):
             command.run_command("tune", words)
         else:

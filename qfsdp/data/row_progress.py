@@ -8,6 +8,8 @@ import time
 from types import TracebackType
 from typing import Any
 
+from qfsdp.cli.terminal import is_terminal
+
 EVERY_S = 5.0
 
 
@@ -25,7 +27,7 @@ class RowProgress:
         self._words = text if local == "0" else f"local rank {local}: {text}"
 
     def __enter__(self) -> RowProgress:
-        if sys.stderr.isatty():
+        if is_terminal():
             from tqdm import tqdm
 
             self._bar = tqdm(

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import sys
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher

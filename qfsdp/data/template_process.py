@@ -31,6 +31,9 @@ from jinja2 import Template, TemplateError, TemplateSyntaxError
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
+# `qfsdp.cli.signals.SIGNALS`, without SIG
+STOPS = ("TERM", "INT", "QUIT", "HUP", "USR1", "USR2", "XCPU", "ALRM", "PWR")
+
 
 class Generation(Extension):
     """`{% generation %}` marks answers for other trainers. Here only its body counts."""
@@ -136,8 +139,9 @@ def answer(
 
 def main() -> None:
     """Answers requests until the input ends. Signals that end the run do not end it before."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    for name in STOPS:
+        if (number := getattr(signal, f"SIG{name}", None)) is not None:
+            signal.signal(number, signal.SIG_IGN)
     seconds, megabytes, characters = map(int, sys.argv[1:])
     with suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (megabytes << 20, megabytes << 20))

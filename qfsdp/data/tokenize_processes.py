@@ -25,6 +25,7 @@ from typing import Any, Protocol
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.cli.signals import ignore_stop_signals
 from qfsdp.cli.slow import told_if_slow
 
 ALONE_S = 5.0  # work that takes less is not worth new processes
@@ -174,7 +175,7 @@ class Background:
 
 def _serve(work: bytes, path: list[str], connection: Connection) -> None:
     _start_worker(work, path)
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the rank may still finish a step and save
+    ignore_stop_signals()
     while True:
         try:
             arguments = connection.recv()

@@ -1,4 +1,4 @@
-"""SIGTERM and SIGINT at a run: real processes, the real agent, a stand-in for training."""
+"""Signals that ask a run to end: real processes, the real agent, a stand-in for training."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from qfsdp.cli.signals import ENDING, SIGNALS, StopRequest
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -94,11 +95,13 @@ EVERY_WAY = pytest.mark.parametrize(
 
 
 @contextmanager
-def running(folder: Path, way: str, *words: str) -> Iterator[subprocess.Popen[str]]:
+def running(
+    folder: Path, way: str, *words: str, before: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[str]]:
     """The process as typed, once all its ranks are ready."""
     command, more, ranks = WAYS[way]
     process = subprocess.Popen(
-        [*command, "--config", "stand_in.yaml", *more, *words],
+        [*before, *command, "--config", "stand_in.yaml", *more, *words],
         cwd=folder,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
         stdout=subprocess.PIPE,
@@ -138,6 +141,45 @@ def test_the_first_signal_lets_the_run_save_and_exit_with_0(
         f"{what} {rank}" for what in (number.name, "saved") for rank in ranks
     )
     assert "Traceback" not in err
+
+
+OTHERS = [n for n in SIGNALS if n not in (signal.SIGTERM, signal.SIGINT)]
+
+
+@pytest.mark.parametrize("number", [pytest.param(n, id=n.name) for n in OTHERS])
+def test_other_signals_let_it_save_too_and_may_come_again(number: signal.Signals) -> None:
+    ended: list[int] = []
+    with pytest.MonkeyPatch.context() as patch, StopRequest() as request:
+        patch.setattr(os, "_exit", ended.append)
+        patch.setattr("qfsdp.cli.signals.SAME_REQUEST_S", -1.0)  # none is the same request
+        os.kill(os.getpid(), number)
+        assert request.received is number
+        if number not in ENDING:  # the kernel repeats SIGXCPU; SIGTERM may follow later
+            os.kill(os.getpid(), number)
+            assert not ended
+
+
+def test_an_ignored_signal_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # nohup
+    try:
+        with StopRequest() as request:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert request.received is None
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("nohup", [False, True])
+def test_a_hangup_of_the_agent(recipe: Path, nohup: bool) -> None:
+    """torchrun's agent would end its ranks, also under `nohup`."""
+    with running(recipe, "its own ranks", "last=0", before=["nohup"] if nohup else []) as process:
+        process.send_signal(signal.SIGHUP)
+        if nohup:
+            process.send_signal(signal.SIGUSR1)
+        out, err = process.communicate(timeout=LIMIT_S)
+    assert process.returncode == 0, err
+    assert out.count("SIGUSR1" if nohup else "SIGHUP") == 2 and out.count("saved") == 2
 
 
 @EVERY_WAY
