@@ -19,6 +19,7 @@ from typing import Any, Protocol
 from qfsdp.cli.errors import UserError, speaks_for_all
 from qfsdp.cli.progress import moved
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import is_terminal
 from qfsdp.data.data_files import SUFFIXES, check_beginning, listed, suffix_of
 from qfsdp.data.file_rows import FilePart, FileRow, FileRows, FileStream, file_state
 from qfsdp.data.json_lines import check_regular
@@ -195,7 +196,7 @@ def _load(
 
     from qfsdp.data.parquet_files import with_exact_numbers
 
-    if not sys.stderr.isatty():
+    if not is_terminal():
         disable_progress_bars()  # every update of a bar is a line in a log file
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs what it raises as well
     try:
