@@ -33,16 +33,13 @@ class Choice:
     folders: list[Path] = field(default_factory=list)
     damaged: dict[Path, str] = field(default_factory=dict)
 
-    def first(self, settings: dict[str, Any]) -> Path | None:
-        """The first of `folders`, None for a new run.
+    def check(self, settings: dict[str, Any]) -> list[str]:
+        """Compares settings with those of the first of `folders`; see `check_settings`.
 
         Raises:
-            UserError: `settings` are not the checkpoint's.
+            UserError: they are not the checkpoint's.
         """
-        if not self.folders:
-            return None
-        check_settings(settings, self.folders[0])
-        return self.folders[0]
+        return check_settings(settings, self.folders[0]) if self.folders else []
 
     def drop(self, folder: Path, damage: str) -> None:
         """Moves a folder to `damaged`.
@@ -191,7 +188,7 @@ def check_resume(
     """
     choice = find_checkpoints(resume, Path(output_dir).expanduser())
     if choice.folders:
-        choice.first(settings())
+        choice.check(settings())
 
 
 def set_aside(folder: Path) -> str:

@@ -9,7 +9,10 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +21,51 @@ from omegaconf import OmegaConf
 
 from qfsdp.checkpoint.adapter_config_file import WEIGHTS_FILE
 from qfsdp.checkpoint.digests import Damaged, read_sealed, sealed_json
+from qfsdp.checkpoint.key_classes import ABSENT, NOT_RECORDED, class_of, names_a_file
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.cli.component import Component, further_keys, passed_by_name
 from qfsdp.cli.config import to_yaml
 from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import sha256, to_json
+from qfsdp.cli.file_digests import file_digest
+from qfsdp.cli.files import to_json
 from qfsdp.cli.hub import SMALL_FILES, hub_name, local_folder
 from qfsdp.data import StepLoader, StreamLoader
-from qfsdp.data.reading import NOT_IN_RESULTS
+from qfsdp.data.row_tokenizer import TokenizedDataset
+from qfsdp.data.rows import content_digest
 
-SHARED_SECTIONS = (
-    *("adapter", "trainable", "quantization", "optimizer", "lr_scheduler"),
-    *("tokenizer", "dataset", "loss", "reference"),
-)
-SHARED_KEYS = ("model.dtype", "seed", "max_seq_len")
-ADDED_LATER = {"quantization.compute": "bf16"}  # what checkpoints without the key were trained with
+CONTENT = "content "
 SAMPLES_OF_A_STEP = "batch_size * gradient_accumulation_steps * ranks"
 SETTINGS_FILE = "facts.json"
 SAMPLE_BYTES = 4096
 SAMPLED_ROWS = 8
 WEIGHT_FILES = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
+MODEL = "model (its weights)"
+WHOLE = " (all bytes)"
+"""The end of keys with a digest of everything. The key without it has a hash of samples, by which
+checkpoints of earlier versions are compared; a key of one side only is not compared."""
 
 
 def config_settings(cfg: Any) -> dict[str, Any]:
-    """Key -> value of the settings in a config; reads a few KB of every base tensor.
+    """Key -> value of the settings in a config whose class is not "free" (`key_classes`).
+
+    Reads all bytes of the base, of data files and of the tokenizer, if they are not known from an
+    earlier start (`qfsdp.cli.file_digests`).
 
     Args:
         cfg: a recipe's config; `model.folder` is a Hugging Face model folder.
     """
-    tree = OmegaConf.to_container(OmegaConf.create(to_yaml(cfg)), resolve=True)
-    flat = _flatten(tree)
-    settings = {
-        key: _content(value)
-        for key, value in flat.items()
-        if key in SHARED_KEYS
-        or (key.partition(".")[0] in SHARED_SECTIONS and key.split(".")[-1] not in NOT_IN_RESULTS)
-    }
+    flat = _flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(cfg)), resolve=True))
+    settings = {key: value for key, value in flat.items() if class_of(key) != "free"}
+    for key in [key for key in settings if names_a_file(key, flat)]:
+        settings |= _content(key, settings[key])
     if getattr(cfg, "reference", None) == "start" and cfg.adapter.start_from is not None:
         weights = local_folder(cfg.adapter.start_from) / WEIGHTS_FILE  # the reference; read again
-        settings["adapter.start_from (its weights)"] = sha256(weights)[:16]
-    return settings | {"model (its weights)": ModelWeights(cfg.model.folder).fingerprint[:16]}
+        settings["adapter.start_from (its weights)"] = file_digest(weights)[:16]
+    base = ModelWeights(cfg.model.folder)
+    settings[MODEL] = base.fingerprint[:16]
+    if base.digest is not None:
+        settings[MODEL + WHOLE] = base.digest[:32]
+    return settings
 
 
 def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
@@ -72,37 +81,93 @@ def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
         for name in ("tokens", "labels", "mask"):
             if name in sample:
                 digest.update(f"{name} {torch.as_tensor(sample[name]).tolist()}".encode())
-    return {
+    settings = {
         "dataset (its length)": size,
         "dataset (its tokens)": digest.hexdigest()[:16],
-    } | split
+    }
+    if isinstance(arrays := getattr(dataset, "dataset", dataset), TokenizedDataset):
+        whole = hashlib.sha256()
+        for array in (arrays.tokens, arrays.labels, arrays.ends):  # also of rows without a file
+            whole.update(memoryview(array).cast("B") if len(array) else b"")
+        settings["dataset (its tokens)" + WHOLE] = whole.hexdigest()[:32]
+    return settings | split
 
 
-def check_settings(mine: Mapping[str, Any], folder: Path) -> None:
+def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
     """Compares a run's settings with those of the checkpoint `folder`.
+
+    A key that is absent on one side has the default of its component there, or what its absence
+    meant (`key_classes`).
 
     Args:
         mine: all settings, or those known so far; keys of other sections are not compared.
 
+    Returns:
+        What a user should know: keys of class "told" that differ, and keys that an earlier version
+        has not recorded.
+
     Raises:
-        UserError: some differ; names all of them, with both values.
+        UserError: others differ; names all of them, with both values.
     """
     # As JSON: what is not finite is null there.
     mine = json.loads(to_json(dict(mine)))
-    theirs = ADDED_LATER | json.loads(to_json(read_settings(folder)["facts"]))
+    theirs = ABSENT | json.loads(to_json(read_settings(folder)["facts"]))
     # A setting that only the checkpoint's optimizer, dataset, ... has is a difference too.
-    sections = {key.partition(".")[0] for key in mine} & set(SHARED_SECTIONS)
+    sections = {key.partition(".")[0] for key in mine}
     keys = [*mine, *(k for k in theirs if k.partition(".")[0] in sections and k not in mine)]
-    differing = [
-        _difference(key, theirs.get(key), mine.get(key))
-        for key in keys
-        if theirs.get(key) != mine.get(key)
-    ]
+    differing: list[str] = []
+    told: list[str] = []
+    unknown: list[str] = []
+    for key in keys:
+        kind = class_of(key)
+        if kind == "free" or (key.endswith(WHOLE) and not (key in mine and key in theirs)):
+            continue
+        if key not in theirs and (kind == "told" or key in NOT_RECORDED):
+            unknown += [f"{key}={mine[key]}"] if kind == "same" and mine[key] else []
+            continue
+        was, now = _value(theirs, mine, key), _value(mine, theirs, key)
+        # Earlier versions took any text for a path, if there was such a file.
+        was_content = str(was).startswith(CONTENT) and key + WHOLE not in theirs
+        if was == now or (was_content and not str(now).startswith(CONTENT)):
+            continue
+        (told if kind == "told" else differing).append(_difference(key, was, now))
     if differing:
         raise UserError(
             f"resume: '{folder}' was trained with other settings: {'; '.join(differing)}; "
             "expected the same, or a new run with another output_dir"
         )
+    lines = [f"changed since '{folder.name}': {'; '.join(told)}"] if told else []
+    if unknown:
+        lines.append(f"'{folder.name}' does not record {', '.join(unknown)}: not compared")
+    return lines
+
+
+def _value(settings: Mapping[str, Any], other: Mapping[str, Any], key: str) -> Any:
+    """The value of a key; where a component's argument is absent, its default.
+
+    Args:
+        other: has the key; of the same component.
+    """
+    if key in settings:
+        return settings[key]
+    parent, _, name = key.rpartition(".")
+    path = settings.get(f"{parent}._component_")
+    if path is None or path != other.get(f"{parent}._component_"):
+        return None
+    with suppress(UserError):
+        target = Component(path).resolve()
+        if name in (known := passed_by_name(target)):
+            return _as_json(known[name].default)
+        return next((f.default for f in fields(further_keys(target)) if f.name == name), None)
+    return None
+
+
+def _as_json(value: Any) -> Any:
+    """A default of a component, as YAML would give it; null for what YAML cannot give."""
+    try:
+        return json.loads(to_json(value))
+    except TypeError:
+        return None
 
 
 def write_settings(folder: Path, settings: Mapping[str, Any], **more: Any) -> None:
@@ -143,20 +208,31 @@ def _sampled_hash(stream: Any, begin: int, end: int) -> str:
     return digest.hexdigest()[:16]
 
 
-def _content(value: Any) -> Any:
-    """`value`, or a hash of the files if it names a file or a folder; weights are left out."""
-    path = local_folder(value) if isinstance(value, str) and value else None
-    if path is None or not path.exists():
-        return value
+def _content(key: str, value: str) -> dict[str, str]:
+    """Hashes of samples and of all bytes, if `value` names a file or a folder. Weights are left
+    out; `ModelWeights` and `adapter.start_from (its weights)` have them."""
+    if not os.path.exists(Path(value).expanduser()) and hub_name(value) is None:
+        return {}  # Path.exists raises OSError if a text is too long for a path
+    path = local_folder(value)
+    if not path.exists():
+        return {}
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     if hub_name(value):  # other programs may have put other files into the cache
         files = [file for file in files if file.name in SMALL_FILES]
-    digest = hashlib.sha256()
+    if path.is_dir():
+        files = [f for f in files if f.suffix not in WEIGHT_FILES and not f.name.startswith(".")]
+    sampled, whole = hashlib.sha256(), hashlib.sha256()
     for file in files:
-        if path.is_file() or not (file.suffix in WEIGHT_FILES or file.name.startswith(".")):
-            with open(file, "rb") as stream:
-                digest.update(_sampled_hash(stream, 0, file.stat().st_size).encode())
-    return f"content {digest.hexdigest()[:16]}"
+        with open(file, "rb") as stream:
+            sampled.update(_sampled_hash(stream, 0, file.stat().st_size).encode())
+    if key.endswith("source"):  # files in folders too
+        whole.update(content_digest(value).encode())
+    else:
+        whole.update("".join(map(file_digest, files)).encode())
+    return {
+        key: f"{CONTENT}{sampled.hexdigest()[:16]}",
+        key + WHOLE: whole.hexdigest()[:32],
+    }
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -172,7 +172,8 @@ class Checkpointer:
         if self._world.rank == 0:
             self._settings = settings()
             self._choice = find_checkpoints(resume, self._output_dir)
-            self._choice.first(self._settings)
+            for line in self._choice.check(self._settings):
+                print(f"resume: {line}", file=sys.stderr, flush=True)
         self._choice = self._world.broadcast(self._choice)
         return next(iter(self._choice.folders), None)
 

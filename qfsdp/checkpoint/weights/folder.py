@@ -22,7 +22,9 @@ from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_expe
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.file_digests import range_digests, remembered
 from qfsdp.cli.hub import whole_folder
+from qfsdp.cli.slow import told_if_slow
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
@@ -95,8 +97,9 @@ class ModelWeights:
 
     @cached_property
     def fingerprint(self) -> str:
-        """Identifies a model: a hash of names, dtypes, shapes, and the first, middle and last 4 KB
-        of every tensor. A folder that qfsdp quantized has the fingerprint of its source."""
+        """A hash of names, dtypes, shapes, and the first, middle and last 4 KB of every tensor, by
+        which earlier versions identified a model; see `digest`. A folder that qfsdp quantized has
+        the fingerprint of its source."""
         for weight in self.quantized.values():
             if weight.source_fingerprint:
                 return weight.source_fingerprint
@@ -111,6 +114,30 @@ class ModelWeights:
                     file.seek(tensor.start + at)
                     digest.update(file.read(min(SAMPLE_BYTES, tensor.size)))
         return digest.hexdigest()
+
+    @cached_property
+    def digest(self) -> str | None:
+        """Identifies a model: a hash of names, dtypes, shapes and all bytes of every tensor, which
+        is read once (`qfsdp.cli.file_digests`). A folder that qfsdp quantized has the digest of its
+        source; None if an earlier version has not recorded it."""
+        for weight in self.quantized.values():
+            if weight.source_fingerprint:
+                return weight.source_digest
+        if (whole := whole_folder(self.folder)) != self.folder:
+            return ModelWeights(whole).digest
+        tensors = sorted(self.files.tensors.items())
+
+        def compute() -> str:
+            parts = range_digests([(t.file, t.start, t.size) for _, t in tensors])
+            lines = [
+                f"{name} {tensor.dtype} {tensor.shape} {part}\n"
+                for (name, tensor), part in zip(tensors, parts, strict=True)
+            ]
+            return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+        files = sorted({tensor.file for _, tensor in tensors})
+        with told_if_slow(f"hashing {self.folder}"):
+            return remembered(files, "tensors", compute)
 
     def check(self, model: nn.Module) -> None:
         """Checks that the folder holds exactly the base parameters of `model`.

@@ -115,7 +115,7 @@ class ResumableFolder(OutputFolder):
             earlier = json.loads(file.read_bytes())
             settings = {name: earlier[name] for name in self.settings}
             if "source" in settings:  # the path may differ
-                settings["source"] = settings["source"]["fingerprint"]
+                settings["source"] = _same_model(settings["source"], self.settings["source"])
             checksums = dict(earlier.get("files", {}))
         except (ValueError, KeyError, TypeError, RecursionError) as error:
             raise UserError(
@@ -125,7 +125,7 @@ class ResumableFolder(OutputFolder):
         for setting, was in settings.items():
             now = self.settings[setting]
             if setting == "source":
-                now = now["fingerprint"]
+                now = _same_model(now, earlier["source"])
             if was != now:
                 raise UserError(
                     f"{self.key}: '{self.path}' was made with {setting} {was!r}; expected "
@@ -147,3 +147,10 @@ class ResumableFolder(OutputFolder):
         manifest = self.settings | {"weights": self.weights, "files": checksums}
         write_json(self.path / MANIFEST, manifest)
         (self.path / RESUMABLE_BEGUN).unlink(missing_ok=True)
+
+
+def _same_model(one: dict[str, Any], other: dict[str, Any]) -> Any:
+    """What identifies the first source, in terms that both know: earlier versions have only a
+    fingerprint of some bytes."""
+    known = one.get("digest") and other.get("digest")
+    return one["digest"] if known else one["fingerprint"]

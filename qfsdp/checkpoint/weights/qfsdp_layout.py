@@ -35,6 +35,7 @@ class StoredQuantizedWeight:
         metadata: a stored tensor or a value each, in the format's order.
         tensor_names: all tensors of the folder that belong to the weight.
         source_fingerprint: of the model that it was quantized from, if known.
+        source_digest: of all bytes of that model, if known.
     """
 
     name: str
@@ -44,6 +45,7 @@ class StoredQuantizedWeight:
     metadata: Sequence[StoredTensor | float]
     tensor_names: Sequence[str]
     source_fingerprint: str = ""
+    source_digest: str | None = None
 
 
 def read_quantized(
@@ -78,6 +80,7 @@ def read_quantized(
             [files.tensors[tensor] for tensor in metadata],
             list(expected),
             manifest["source"]["fingerprint"],
+            manifest["source"].get("digest"),
         )
     return found
 

@@ -85,7 +85,7 @@ def quantize_folder(
         "format": quantization.format,
         "targets": quantization.targets,
         "max_file_bytes": max_file_bytes,
-        "source": {"path": str(weights.folder), "fingerprint": weights.fingerprint},
+        "source": _source(weights) if world.rank == 0 else None,  # which rank 0 writes
     }
     entries = {n: {"format": w.format, "shape": list(w.shape)} for n, w in quantized.items()}
     output = ResumableFolder(folder, key, settings=settings, weights=entries)
@@ -99,6 +99,15 @@ def quantize_folder(
         section = bnb_config(weight.format, _source_dtype(weights, name), skipped)
     config["quantization_config"] = section
     convert_folder(conversions, weights, output, config, world, max_file_bytes)
+
+
+def _source(weights: ModelWeights) -> dict[str, str | None]:
+    """What a manifest says of the model that was quantized."""
+    return {
+        "path": str(weights.folder),
+        "fingerprint": weights.fingerprint,
+        "digest": weights.digest,
+    }
 
 
 def quantized_model(weights: ModelWeights, quantization: QuantizationConfig) -> Decoder:
@@ -155,7 +164,8 @@ def open_weights(
     weights = ModelWeights(config.path)
     if config.quantize_cache is None or quantization.format == "none" or weights.quantized:
         return weights
-    targets = json.dumps([weights.fingerprint, quantization.targets])
+    base = world.broadcast(weights.digest if world.rank == 0 else None)  # hashed once
+    targets = json.dumps([base, quantization.targets])
     digest = hashlib.sha256(targets.encode()).hexdigest()[:12]
     name = f"{weights.folder.resolve().name}-{quantization.format}-{digest}"
     folder = Path(config.quantize_cache).expanduser() / name
