@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields
@@ -111,7 +110,7 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
     """
     # As JSON: what is not finite is null there.
     mine = json.loads(to_json(dict(mine)))
-    theirs = ABSENT | json.loads(to_json(read_settings(folder)["facts"]))
+    theirs = json.loads(to_json(read_settings(folder)["facts"]))
     # A setting that only the checkpoint's optimizer, dataset, ... has is a difference too.
     sections = {key.partition(".")[0] for key in mine}
     keys = [*mine, *(k for k in theirs if k.partition(".")[0] in sections and k not in mine)]
@@ -148,8 +147,8 @@ def _value(settings: Mapping[str, Any], other: Mapping[str, Any], key: str) -> A
     Args:
         other: has the key; of the same component.
     """
-    if key in settings:
-        return settings[key]
+    if key in settings or key in ABSENT:
+        return settings.get(key, ABSENT.get(key))
     parent, _, name = key.rpartition(".")
     path = settings.get(f"{parent}._component_")
     if path is None or path != other.get(f"{parent}._component_"):
@@ -211,10 +210,11 @@ def _sampled_hash(stream: Any, begin: int, end: int) -> str:
 def _content(key: str, value: str) -> dict[str, str]:
     """Hashes of samples and of all bytes, if `value` names a file or a folder. Weights are left
     out; `ModelWeights` and `adapter.start_from (its weights)` have them."""
-    if not os.path.exists(Path(value).expanduser()) and hub_name(value) is None:
-        return {}  # Path.exists raises OSError if a text is too long for a path
-    path = local_folder(value)
-    if not path.exists():
+    try:
+        path = local_folder(value)
+        if not path.exists():
+            return {}
+    except OSError:  # a text that is too long for a path
         return {}
     files = [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file())
     if hub_name(value):  # other programs may have put other files into the cache

@@ -16,7 +16,7 @@ Class = Literal["same", "told", "free"]
 ("told"); the value changes no number that is trained ("free")."""
 
 _SAME = """
-    seed max_seq_len packed clip_grad_norm optimizer_in_backward model.dtype model.router_aux_loss
+    seed max_seq_len packed optimizer_in_backward model.dtype model.router_aux_loss
     tokenizer dataset optimizer lr_scheduler loss reference
     quantization.format quantization.targets quantization.compute
     adapter.method adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.rslora
@@ -25,9 +25,9 @@ _SAME = """
     trainable.layers trainable.embeddings trainable.dtype
 """
 
-# The length of the run, and what changes rounding or only some updates.
+# The length of the run, limits that keep it healthy, and what changes only rounding.
 _TOLD = """
-    epochs max_steps on_nonfinite compile cuda_graphs
+    epochs max_steps clip_grad_norm on_nonfinite compile cuda_graphs
     sharding.strategy sharding.cpu_offload sharding.vocabulary sharding.reduce_gradients
     sharding.expert_parallel
     validation.metric validation.patience
@@ -62,7 +62,7 @@ CLASSES: dict[str, Class] = {
 ABSENT: dict[str, Any] = {"quantization.compute": "bf16"}
 """Key -> what checkpoints without it were trained with, if that is not null."""
 
-NOT_RECORDED = ("packed", "clip_grad_norm", "optimizer_in_backward", "model.router_aux_loss")
+NOT_RECORDED = ("packed", "optimizer_in_backward", "model.router_aux_loss")
 """Keys that checkpoints of earlier versions do not have, though their runs had a value."""
 
 _PATHS = ("path", "file", "folder", "dir", "source")

@@ -12,6 +12,7 @@ also after a kill or on a full disk. What a killed run has left half written is 
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import sys
@@ -45,11 +46,16 @@ class Publisher:
 
     def publish(self, step: int, adapter: Path) -> None:
         """Copies `adapter` to `step_<step>`, makes it the latest, and deletes the oldest. If that
-        fails, prints one line: the run goes on, and the next checkpoint is published again."""
+        fails, prints one line: the run goes on, and the next checkpoint is published again.
+
+        Copies nothing if it is the latest already."""
         final = self._folder / f"step_{step:06d}"
         partial = final.with_name(f".{final.name}{PARTIAL}")
         link = self._folder / f".{LATEST}{PARTIAL}"
         try:
+            if self._is_latest(final, adapter):
+                self._delete_old(final.name)  # what a kill may have left
+                return
             _remove(partial)
             partial.mkdir()
             for file in adapter.iterdir():
@@ -61,7 +67,7 @@ class Publisher:
             link.symlink_to(final.name)
             link.replace(self._folder / LATEST)
             sync(self._folder)
-            self._delete_old()
+            self._delete_old(final.name)
         except OSError as error:
             text = f"warning: {KEY}: {not_written(final, error)}; training goes on"
             print(text, file=sys.stderr, flush=True)
@@ -71,10 +77,22 @@ class Publisher:
         """Unlocks the folder."""
         self._lock.release()
 
-    def _delete_old(self) -> None:
-        """Deletes all but the last; by time, as an earlier run may have gone on to later steps."""
+    def _is_latest(self, final: Path, adapter: Path) -> bool:
+        """Whether `latest` is this step's folder, with the same files."""
+        latest = self._folder / LATEST
+        if not (latest.is_symlink() and os.readlink(latest) == final.name and final.is_dir()):
+            return False
+        return {f.name: f.read_bytes() for f in final.iterdir()} == {
+            f.name: f.read_bytes() for f in adapter.iterdir()
+        }
+
+    def _delete_old(self, newest: str) -> None:
+        """Deletes all but the last. Their order is that of the steps, as a clock may be set back;
+        steps after the newest are of an earlier run that went on to them, so they come first."""
         found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
-        for old in sorted(found, key=lambda path: path.stat().st_mtime_ns)[: -self._keep]:
+        last = _step(newest)
+        found.sort(key=lambda path: (_step(path.name) <= last, _step(path.name)))
+        for old in found[: -self._keep]:
             self._hide(old)
 
     def _hide(self, folder: Path) -> None:
@@ -83,6 +101,10 @@ class Publisher:
             hidden = folder.with_name(f".{folder.name}.old{PARTIAL}")
             _remove(hidden)
             _remove(folder.rename(hidden))
+
+
+def _step(name: str) -> int:
+    return int(name.removeprefix("step_"))
 
 
 def _remove(path: Path) -> None:

@@ -210,6 +210,8 @@ class Checkpointer:
         refresh_dora_norms(state.model)
         if folder.parent.resolve() == self._folder.resolve():
             self.saved_step = self._written_step = int(facts["step"])
+            if self._world.rank == 0:
+                self._after_rename(int(facts["step"]), folder)
         return int(facts["step"])
 
     def _report(self, choice: Choice, facts: dict[str, Any]) -> None:
@@ -368,7 +370,12 @@ class Checkpointer:
         sync_folder(partial)
         partial.rename(final)
         sync(self._folder)
-        if self._publisher is not None:
+        self._after_rename(step, final)
+
+    def _after_rename(self, step: int, final: Path) -> None:
+        """Publishes the adapter of the newest checkpoint, and deletes old checkpoints. Done again
+        by a run that resumes from it: the one before may have been killed after the rename."""
+        if self._publisher is not None and (final / "adapter").is_dir():
             self._publisher.publish(step, final / "adapter")
         for old in published(self._output_dir)[: -self._config.keep_last]:
             old = old.rename(old.with_name(old.name + PARTIAL))  # the deletion may be interrupted

@@ -51,13 +51,13 @@ def test_keys_that_a_checkpoint_does_not_have(tmp_path: Path) -> None:
     before = {"quantization.format": "nf4", "seed": 0}
     assert compared(tmp_path, before, before | {"quantization.expert_chunk": "1MiB"}) == []
     assert compared(tmp_path, before | {"quantization.expert_chunk": "1GiB"}, before) == []
-    later = before | {"clip_grad_norm": 0.5, "epochs": 3}
+    later = before | {"model.router_aux_loss": 0.5, "epochs": 3, "clip_grad_norm": 1.0}
     (line,) = compared(tmp_path, before, later)
-    assert line.endswith("does not record clip_grad_norm=0.5: not compared")
-    (line,) = compared(tmp_path, later, later | {"epochs": 4})
-    assert line.endswith("epochs: was 3, is 4")
-    with pytest.raises(UserError, match="clip_grad_norm: was 0.5, is 0.001; expected"):
-        compared(tmp_path, later, later | {"clip_grad_norm": 0.001})
+    assert line.endswith("does not record model.router_aux_loss=0.5: not compared")
+    (line,) = compared(tmp_path, later, later | {"epochs": 4, "clip_grad_norm": 0.001})
+    assert line.endswith("epochs: was 3, is 4; clip_grad_norm: was 1.0, is 0.001")
+    with pytest.raises(UserError, match="router_aux_loss: was 0.5, is 0.001; expected"):
+        compared(tmp_path, later, later | {"model.router_aux_loss": 0.001})
     adam = {"optimizer._component_": "torch.optim.AdamW"}  # a default, written out or not
     assert compared(tmp_path, adam, adam | {"optimizer.weight_decay": 0.01}) == []
     assert compared(tmp_path, adam | {"optimizer.betas": [0.9, 0.999]}, adam) == []
@@ -92,12 +92,12 @@ def test_every_byte_is_compared(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"dataset.source \(all bytes\): was "):
         compared(tmp_path, found, changed)
     weights = ModelWeights(write_tiny_model(tmp_path / "model"))
-    file = weights.folder / "model.safetensors"
+    file, before = weights.folder / "model.safetensors", (weights.fingerprint, weights.digest)
     tensors = load_file(file)
     tensors["model.embed_tokens.weight"].view(torch.uint8)[100, 5] ^= 1
     save_file(tensors, file, metadata={"format": "pt"})
     again = ModelWeights(weights.folder)
-    assert weights.fingerprint == again.fingerprint and weights.digest != again.digest
+    assert before[0] == again.fingerprint and before[1] != again.digest
     split = ModelWeights(write_tiny_model(tmp_path / "split", shards=3))
     assert split.digest == weights.digest
 

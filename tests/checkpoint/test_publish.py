@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -177,3 +178,51 @@ def test_mistakes_are_one_line(tmp_path: Path) -> None:
     cfg.checkpoint = CheckpointConfig(publish="served")
     with pytest.raises(UserError, match=r"^checkpoint.publish: served; expected null"):
         check_run_config(cfg)
+
+
+def test_the_order_is_that_of_steps_and_not_of_the_clock(tmp_path: Path, adapter: Path) -> None:
+    folder = tmp_path / "served"
+    publisher = Publisher(folder, keep=2)
+    for step in (100, 200):
+        publisher.publish(step, write(adapter, step))
+        os.utime(folder / f"step_{step:06d}", (2**31, 2**31))  # the clock is set back after it
+    publisher.publish(300, write(adapter, 300))
+    check_seen(folder, [200, 300])
+    assert newest(folder) == "step_000300"
+    for step, seen in ((50, [50, 300]), (60, [50, 60])):  # another run, from its beginning
+        publisher.publish(step, write(adapter, step))
+        check_seen(folder, seen)
+
+
+def test_a_run_killed_before_it_published_publishes_when_it_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = AdapterConfig("lora", rank=4)
+    model = adapted_model(write_tiny_model(tmp_path / "model"), config, format="none")
+    optimizer = torch.optim.SGD(trainable_parameters(model), lr=0.1)
+    state = TrainState(model, optimizer, None)
+    section = CheckpointConfig(publish=str(tmp_path / "served"), keep_last=1)
+
+    def start() -> Checkpointer:
+        export = adapter_export(config, "base")
+        return Checkpointer(section, tmp_path / "run", cpu_world(), export)
+
+    saver = start()
+    saver.find(None, dict)
+    saver.save(1, state)
+    saver.wait()
+    with monkeypatch.context() as patch:  # killed after the rename: nothing that follows is done
+        patch.setattr(Checkpointer, "_after_rename", lambda *_: None)
+        saver.save(2, state)
+        saver.close()
+    assert newest(tmp_path / "served") == "step_000001"
+    saver = start()
+    assert saver.load(saver.find("auto", dict), state) == 2
+    saver.close()
+    assert newest(tmp_path / "served") == "step_000002"
+    assert [path.name for path in (tmp_path / "run/checkpoints").iterdir()] == ["step_00000002"]
+    link = (tmp_path / "served" / "latest").lstat()
+    saver = start()
+    saver.load(saver.find("auto", dict), state)  # published already: nothing is written again
+    saver.close()
+    assert (tmp_path / "served" / "latest").lstat().st_ino == link.st_ino
