@@ -8,7 +8,6 @@ function that finds these columns (`qfsdp_layout.py`, `bnb_layout.py`).
 from __future__ import annotations
 
 import difflib
-import hashlib
 import json
 from contextlib import suppress
 from functools import cached_property
@@ -19,19 +18,17 @@ from torch import nn
 
 from qfsdp.checkpoint.weights.bnb_layout import read_bnb
 from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_experts
+from qfsdp.checkpoint.weights.identity import sampled_digest, whole_digest
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.cli.errors import UserError
-from qfsdp.cli.file_digests import range_digests, remembered
 from qfsdp.cli.hub import whole_folder
-from qfsdp.cli.slow import told_if_slow
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 PLAIN_DTYPES = ("F32", "F16", "BF16")
-SAMPLE_BYTES = 4096
 _LAYOUTS = {"qfsdp": read_quantized, "bitsandbytes": read_bnb, "mxfp4": read_mxfp4}
 """`quant_method` of config.json -> the function that finds the quantized weights."""
 
@@ -105,15 +102,7 @@ class ModelWeights:
                 return weight.source_fingerprint
         if (whole := whole_folder(self.folder)) != self.folder:  # the bytes are not here yet
             return ModelWeights(whole).fingerprint
-        digest = hashlib.sha256()
-        for name, tensor in sorted(self.files.tensors.items()):
-            digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
-            last = max(0, tensor.size - SAMPLE_BYTES)
-            with open(tensor.file, "rb") as file:
-                for at in sorted({0, last // 2, last}):
-                    file.seek(tensor.start + at)
-                    digest.update(file.read(min(SAMPLE_BYTES, tensor.size)))
-        return digest.hexdigest()
+        return sampled_digest(self.files.tensors)
 
     @cached_property
     def digest(self) -> str | None:
@@ -125,19 +114,7 @@ class ModelWeights:
                 return weight.source_digest
         if (whole := whole_folder(self.folder)) != self.folder:
             return ModelWeights(whole).digest
-        tensors = sorted(self.files.tensors.items())
-
-        def compute() -> str:
-            parts = range_digests([(t.file, t.start, t.size) for _, t in tensors])
-            lines = [
-                f"{name} {tensor.dtype} {tensor.shape} {part}\n"
-                for (name, tensor), part in zip(tensors, parts, strict=True)
-            ]
-            return hashlib.sha256("".join(lines).encode()).hexdigest()
-
-        files = sorted({tensor.file for _, tensor in tensors})
-        with told_if_slow(f"hashing {self.folder}"):
-            return remembered(files, "tensors", compute)
+        return whole_digest(self.files.tensors, self.folder)
 
     def check(self, model: nn.Module) -> None:
         """Checks that the folder holds exactly the base parameters of `model`.
