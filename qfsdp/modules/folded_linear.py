@@ -20,12 +20,7 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.modules.adapted_linear_ops import scaled_b
-from qfsdp.modules.adapters import (
-    Adaptable,
-    AdaptedLinear,
-    LowRankExpertLinear,
-    LowRankLinear,
-)
+from qfsdp.modules.adapters import Adaptable, AdaptedLinear, LowRankLinear
 from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
@@ -86,10 +81,11 @@ class FoldedLinear(AdaptedLinear):
 
 @torch.no_grad()
 def fold_adapters(model: nn.Module) -> None:
-    """Replaces every `LowRankLinear` of a loaded, unsharded model by a `FoldedLinear`.
+    """Replaces every plain `LowRankLinear` of a loaded, unsharded model by a `FoldedLinear`.
 
-    DoRA's norms must be up to date. Adapters of experts and IA3 stay as they are.
+    DoRA's norms must be up to date. Its subclasses, the adapters of experts and of routers, have
+    another `forward` than a linear and stay as they are. So does IA3.
     """
     for name, module in list(model.named_modules()):
-        if isinstance(module, LowRankLinear) and not isinstance(module, LowRankExpertLinear):
+        if type(module) is LowRankLinear:
             replace_module(model, name, FoldedLinear(module))

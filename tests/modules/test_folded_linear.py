@@ -12,6 +12,7 @@ from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import low_rank_linears
 from qfsdp.modules.folded_linear import FoldedLinear, fold_adapters
 from tests.models import adapted_model, randomize_adapters
+from tests.recipes.test_sharded_mixtures import MIXTURE
 from tests.tiny import write_tiny_model
 
 
@@ -43,6 +44,24 @@ def test_the_same_numbers(method: str, format: str, dtype: str, tiny: Path) -> N
         assert torch.equal(found, expected)
     linears[0].b.zero_()
     assert not torch.equal(folded(tokens), found)
+
+
+@pytest.mark.parametrize("method", ["lora", "dora"])
+@pytest.mark.usefixtures("eager")
+@torch.no_grad()
+def test_routers_and_experts_keep_their_adapters(method: str, tmp_path: Path) -> None:
+    """Neither is called as a linear is."""
+    targets = ["all-linear", "gate"]
+    config = AdapterConfig(method, 4, targets=targets)  # type: ignore[arg-type]
+    model = adapted_model(write_tiny_model(tmp_path / "model", **MIXTURE), config)
+    randomize_adapters(model)
+    folded = copy.deepcopy(model)
+    fold_adapters(folded)
+    kept = {name.rpartition(".")[2] for name, _ in low_rank_linears(folded)}
+    assert kept == {"gate", "gate_up_proj", "down_proj"}
+    tokens = torch.randint(577, (2, 9), generator=torch.Generator().manual_seed(1))
+    expected = model(tokens)
+    assert (folded(tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.usefixtures("eager")
