@@ -82,12 +82,13 @@ class ChoosesExperts(nn.Module):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         correction = self.e_score_correction_bias
-        before = None if correction is None else correction.data  # `_apply` replaces the data
-        super()._apply(fn, recurse)
-        after = self.e_score_correction_bias
-        if before is not None and after is not None and after.dtype != torch.float32:
-            self.e_score_correction_bias = nn.Parameter(before.to(after.device), False)
-        return self
+
+        def keeping(tensor: Tensor) -> Tensor:
+            made = fn(tensor)
+            casts = tensor is correction and made.dtype != tensor.dtype
+            return tensor.to(made.device) if casts else made
+
+        return super()._apply(keeping, recurse)
 
 
 class Router(ChoosesExperts):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.training.memory_usage import TRAINED
+from tests.modules import test_families as families
 from tests.ranks import run_ranks
 from tests.recipes.test_sharded_mixtures import MIXTURE
 from tests.tiny import ROOT, load_recipe, write_tiny_model
@@ -117,6 +119,15 @@ def test_a_mixture_takes_the_estimated_memory(
     print(f"{found.peak} of {held}: {found.peak / held - 1:+.3f}")
     # All tokens of the measured step are the same, and go to the same experts on the same rank.
     assert found.peak == pytest.approx(held, rel=0.05 if ranks == 1 else 0.2)
+
+
+def test_a_router_with_a_correction(tmp_path: Path) -> None:
+    """Its fp32 survives casts, under fake tensors too."""
+    config = families.tiny_config("glm4-moe").to_dict()
+    config |= {"architectures": ["Glm4MoeForCausalLM"]}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    given = load(tmp_path, "max_seq_len=32", "adapter.targets=[all-linear,gate]")
+    assert estimate(*given, 1).at_peak["parameters_plain"] > 0
 
 
 @pytest.mark.slow
