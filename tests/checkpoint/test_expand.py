@@ -11,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.weights import convert
@@ -33,6 +34,7 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from tests.models import cpu_world
+from tests.modules import test_families as families
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, TINY_CONFIG, load_recipe, write_tiny_model
 
@@ -148,6 +150,24 @@ def test_what_config_json_says_per_layer(changes: dict[str, Any], expected: dict
     ours, old = DecoderConfig.from_dict(found), DecoderConfig.from_dict(config)
     sources = block_sources(4, 4)
     assert ours.layers == tuple(old.layers[source] for source in sources)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "dense"),
+    [
+        ("glm4-moe", {"first_k_dense_replace": 1}, [0, 1]),
+        ("glm4-moe-plain", {}, []),
+        ("qwen3-moe-dense-layers", {}, [0, 1, 4, 5, 6, 7]),
+        ("qwen2-moe", {}, [0, 1]),
+    ],
+)
+def test_copies_of_dense_layers_of_a_mixture_are_dense(
+    name: str, changes: dict[str, Any], dense: list[int]
+) -> None:
+    config = families.tiny_config(name).to_dict() | changes
+    config["architectures"] = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config["model_type"]]]
+    layers = DecoderConfig.from_dict(expanded_config(config, 4)).layers
+    assert [at for at, kind in enumerate(layers) if not kind.mixture] == dense
 
 
 # ---- bits --------------------------------------------------------------------------------------

@@ -98,12 +98,23 @@ def expanded_config(config: dict[str, Any], new_blocks: int) -> dict[str, Any]:
     if unwindowed := config.get("max_window_layers"):
         expanded["max_window_layers"] = sum(source < unwindowed for source in sources)
     layers = tuple(decoder.layers[source] for source in sources)
+    if decoder.experts is not None:
+        dense = [at for at, kind in enumerate(layers) if not kind.mixture]
+        expanded |= _dense_layers(dense, config)
     if DecoderConfig.from_dict(expanded).layers != layers:
         # Without those keys a family's rule says which layers are which, for another depth.
         expanded["layer_types"] = [FULL if kind.window is None else SLIDING for kind in layers]
         if any(kind.rope is None for kind in layers):
             expanded["no_rope_layers"] = [int(kind.rope is not None) for kind in layers]
     return expanded | {EXPANDED: expanded_positions(depth, new_blocks)}
+
+
+def _dense_layers(dense: list[int], config: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a mixture's `config.json` that say which layers are dense, for these layers."""
+    if "first_k_dense_replace" in config or "n_routed_experts" in config:
+        return {"first_k_dense_replace": len(dense)}
+    rules = config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1
+    return {"mlp_only_layers": dense, "decoder_sparse_step": 1} if rules else {}
 
 
 def check_plain(weights: ModelWeights) -> int:
