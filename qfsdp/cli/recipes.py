@@ -9,7 +9,8 @@ A config belongs to the recipe of the first comment line that runs it:
 
     # tune run recipes/NAME --config configs/CONFIG.yaml
 
-That line stands above all keys. A config without one belongs to `DEFAULT_RECIPE`.
+That line stands above all keys. A config without one belongs to the recipe beside it, `recipe.py`,
+as in the directory of a run, or else to `DEFAULT_RECIPE`.
 """
 
 from __future__ import annotations
@@ -130,7 +131,11 @@ def recipe_of_config(config_file: str | Path) -> str | None:
 
 def recipe_file_of(config_file: str | Path) -> str:
     """The file of the recipe that a config belongs to; raises UserError without one."""
-    name = recipe_of_config(config_file) or DEFAULT_RECIPE
+    name = recipe_of_config(config_file)
+    beside = os.path.join(os.path.dirname(config_file), "recipe.py")
+    if name is None and is_recipe(beside):
+        return beside
+    name = name or DEFAULT_RECIPE
     found = find_recipe(name)
     if found is None:
         raise UserError(f"{config_file}: its first line names {name}, which does not exist")

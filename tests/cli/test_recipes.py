@@ -93,6 +93,8 @@ def test_the_file_of_a_configs_recipe(tmp_path: Path) -> None:
     config = tmp_path / "c.yaml"
     config.write_text("x: 1\n")
     assert recipe_file_of(config) == str(ROOT / "recipes/qdora_distributed.py")
+    (tmp_path / "recipe.py").write_text("class Config: ...\ndef main(): ...\n")  # as of a run
+    assert recipe_file_of(config) == str(tmp_path / "recipe.py")
     config.write_text("# tune run recipes/absent --config c.yaml\n")
     with pytest.raises(UserError, match="its first line names recipes/absent, which does not ex"):
         recipe_file_of(config)
