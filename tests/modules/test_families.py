@@ -252,9 +252,12 @@ def tiny_config(name: str) -> PreTrainedConfig:
 
 
 def reference(name: str) -> PreTrainedModel:
-    """A tiny `transformers` model; random norms and biases, so that none can be left out."""
+    return randomized(tiny_config(name))
+
+
+def randomized(config: PreTrainedConfig) -> PreTrainedModel:
+    """A `transformers` model; random norms and biases, so that none can be left out."""
     torch.manual_seed(0)
-    config = tiny_config(name)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
     randomize(model)
     return model
