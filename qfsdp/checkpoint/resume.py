@@ -220,9 +220,7 @@ class Checkpointer:
         lines = []
         for folder, how in choice.newest_first():
             if step_of(folder) > step_of(chosen):
-                kept = ""
-                if folder.parent == self._folder:
-                    kept = f"; {set_aside(folder)}"
+                kept = f"; {set_aside(folder)}" if folder.parent == self._folder else ""
                 lines.append(f"'{folder}' is damaged: {how}{kept}; going on from '{chosen.name}'")
         if "files" not in facts:
             lines.append(
