@@ -28,18 +28,68 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 
 @dataclass(frozen=True)
 class Request:
-    """A conversation and which of its beginnings to render.
+    """A conversation to render.
 
     Fields:
-        messages: `{"role": ..., "content": ...}` each, with whatever else the template reads.
-        parts: pairs of a number of messages and whether to append the header that the template
-            writes before an answer.
+        messages: `{"role": ..., "content": ...}` each, with whatever else the template reads. None:
+            only look for mistakes in the template's syntax.
+        add_generation_prompt: append the header that the template writes before an answer.
         tools: the functions that the assistant may call, as JSON schemas, or None.
     """
 
-    messages: Sequence[Mapping[str, Any]]
-    parts: Sequence[tuple[int, bool]]
+    messages: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool = False
     tools: Sequence[Any] | None = None
+
+
+Range = tuple[int, int]
+"""Start and end of a part of a text, in characters."""
+
+
+class Rendered:
+    """A conversation as text, and where its messages are in it.
+
+    Attributes:
+        text: the text.
+        framed: whether `contents` has all messages whose content is in the text, except those
+            with a <think>.
+        turns: message -> what the template writes when its loop has come to the message.
+        contents: message -> its content without white space around it.
+        marked: what the template itself calls trained, in `{% generation %}`.
+    """
+
+    def __init__(
+        self, text: str, marks: Sequence[tuple[int, str, int]] = (), framed: bool = False
+    ) -> None:
+        self.text, self.framed = text, framed
+        self.turns: dict[int, Range] = {}
+        self.contents: dict[int, Range] = {}
+        self.marked: list[Range] = []
+        begun: dict[int, int] = {}
+        current, since, trained = -1, 0, 0
+        for at, kind, number in marks:
+            if kind == "at":
+                self._add_turn(current, since, at)
+                current, since = number, at
+            elif kind == "from":
+                begun.setdefault(number, at)
+            elif kind == "to" and number in begun:
+                self.contents.setdefault(number, (begun[number], at))
+            elif kind == "train":
+                trained = at
+            elif kind == "done":
+                self.marked.append((trained, at))
+        self._add_turn(current, since, len(text))
+
+    def _add_turn(self, message: int, start: int, stop: int) -> None:
+        """Adds a part. Of several that are not joined, the longest counts."""
+        if message < 0 or start == stop:
+            return
+        old = self.turns.get(message, (start, start))
+        if old[1] == start:
+            self.turns[message] = (old[0], stop)
+        elif stop - start > old[1] - old[0]:
+            self.turns[message] = (start, stop)
 
 
 class ChatTemplate:
@@ -60,7 +110,7 @@ class ChatTemplate:
     ) -> None:
         self.text, self._values, self._source = text, dict(values), source
         self._templates = (text, with_tools or text)
-        for found in self.render([Request([], []), Request([], [], tools=[])]):
+        for found in self.render([Request(None), Request(None, tools=[])]):
             if isinstance(found, UserError):
                 raise found
 
@@ -73,19 +123,19 @@ class ChatTemplate:
         """Whether the templates name a variable or key."""
         return any(name in text for text in self._templates)
 
-    def render(self, requests: Sequence[Request]) -> list[list[str] | UserError]:
-        """Renders beginnings of conversations.
+    def render(self, requests: Sequence[Request]) -> list[Rendered | UserError]:
+        """Renders conversations.
 
         Returns:
-            For each request the text of each part; or an error, if the template rejects the
-            conversation, fails, or exceeds a limit. After a limit of time or memory has ended the
-            process, the remaining conversations are not tried: they have the same error.
+            For each request its text; or an error, if the template rejects the conversation, fails,
+            or exceeds a limit. After a limit of time or memory has ended the process, the remaining
+            conversations are not tried: they have the same error.
         """
-        found: list[list[str] | UserError] = []
+        found: list[Rendered | UserError] = []
         with _one_at_a_time:
             lines = _ask(self._templates, self._values, requests)
         for line in lines:
-            found.append(list(line["texts"]) if "texts" in line else self._error(*line["problem"]))
+            found.append(self._error(*line["problem"]) if "problem" in line else Rendered(**line))
         return found + found[-1:] * (len(requests) - len(found))
 
     def _error(self, kind: str, what: str) -> UserError:

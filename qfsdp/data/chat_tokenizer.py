@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.chat_template import ChatTemplate
+from qfsdp.data.answer_form import AnswerForm
+from qfsdp.data.chat_template import ChatTemplate, Range, Rendered
 from qfsdp.data.special_tokens import SpecialTokens
-from qfsdp.data.trained_spans import Conversation, TokenizedChat
+from qfsdp.data.tokenizer_folder import eos_ids
+from qfsdp.data.trained_spans import Conversation, TokenizedChat, TrainedSpans, left_out
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -39,6 +42,8 @@ class ChatTokenizer:
         template: writes conversations.
         source: the model folder, for messages.
         keep_special: special tokens that a message spells are special.
+        bos: the token that begins a text, or None.
+        eos_id: the token that ends a text.
     """
 
     backend: Tokenizer
@@ -46,6 +51,20 @@ class ChatTokenizer:
     template: ChatTemplate
     source: Path
     keep_special: bool
+    bos: str | None
+    eos_id: int
+
+    @cached_property
+    def form(self) -> AnswerForm:
+        """What the template writes around answers."""
+        return AnswerForm.of(self.template, self.special.ids, self.bos)
+
+    @cached_property
+    def _stops(self) -> list[str]:
+        """The special tokens at which generation stops."""
+        ids = {self.eos_id, *eos_ids(self.source)}
+        stops = [text for text, index in self.special.ids.items() if index in ids]
+        return stops if self.form.end is None else [*stops, self.form.end]
 
     def tokenize(self, asked: Sequence[Conversation]) -> list[TokenizedChat | UserError]:
         """Tokens of each conversation, not cut; or an error."""
@@ -53,6 +72,8 @@ class ChatTokenizer:
         notes: list[str | None] = []
         safe = []
         for conversation in asked:
+            if any(message["role"] == "developer" for message in conversation.messages):
+                conversation = conversation.for_template(self.form)
             data = [conversation.messages, conversation.tools]
             token = self.special.first_inside(data)
             names: Mapping[str, str] = {}
@@ -64,34 +85,37 @@ class ChatTokenizer:
             notes.append(token and spelled_as(token, plain=not self.keep_special))
         rendered = self.template.render([conversation.request() for conversation in safe])
         results: list[TokenizedChat | UserError] = []
-        for conversation, texts, names, note in zip(safe, rendered, hidden, notes, strict=True):
+        for conversation, found, names, note in zip(safe, rendered, hidden, notes, strict=True):
             try:
-                spans = self._spans(conversation, texts)
+                text, spans, remark = self._spans(conversation, found)
             except UserError as error:
                 results.append(error)
             else:
-                ids, trained = self._encode(raised(texts)[0], spans, names)
-                results.append(TokenizedChat(ids, [not flag for flag in trained], note))
+                ids, trained = self._encode(text, spans, names)
+                results.append(TokenizedChat(ids, [not flag for flag in trained], note, remark))
         return results
 
     def _spans(
-        self, conversation: Conversation, texts: list[str] | UserError
-    ) -> list[tuple[int, int]]:
-        """The trained ranges of a rendered conversation; raises UserError."""
-        left_out, spans = None, []
-        if not isinstance(texts, UserError):
-            spans = conversation.spans(texts, self.special.ids, self.source)
-            left_out = conversation.left_out(texts[0], spans)
-        elif any(message.get("tool_calls") for message in conversation.messages):
+        self, conversation: Conversation, found: Rendered | UserError
+    ) -> tuple[str, list[Range], str | None]:
+        """A rendered conversation, its trained ranges and what a user must know; raises UserError.
+
+        Where an answer ends with the first token of the next turn (GLM), the text gets one.
+        """
+        if isinstance(found, UserError):
             # A template without tools may fail because the content of a call is None.
-            left_out = None if self.template.reads("tool_calls") else "tool calls"
-        if left_out is not None:
-            raise UserError(
-                f"{self.source}: the chat template leaves out {left_out}; expected a template "
-                "that writes them, such as tokenizer.chat_template=chatml"
-            )
-        raised(texts)
-        return spans
+            calls = any(message.get("tool_calls") for message in conversation.messages)
+            if calls and not self.template.reads("tool_calls"):
+                raise left_out(self.source, "tool calls")
+            raise found
+        last = len(conversation.messages) - 1
+        if self.form.of_next_turn and self.form.end is not None and last in conversation.trained:
+            if conversation.is_answer(last) and not conversation.messages[last].get("tool_calls"):
+                found.text += self.form.end
+        asked = (conversation, found, self.template, self.form, list(self.special.ids))
+        spans = TrainedSpans(*asked, self._stops, self.source)
+        spans.check_whole()
+        return found.text, *spans.find()
 
     def _encode(
         self, text: str, spans: Sequence[tuple[int, int]], hidden: Mapping[str, str]

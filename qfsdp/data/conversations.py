@@ -292,7 +292,7 @@ class ChatRows:
         if all(label == IGNORE_INDEX for label in islice(labels, 1, None)):
             limit: int | None = getattr(self.tokenizer, "max_seq_len", None)
             return TokenizedRow(problem=Unusable(f"no trained token (max_seq_len {limit})"))
-        return TokenizedRow([(tokens, labels)], spelled=found.spelled)
+        return TokenizedRow([(tokens, labels)], spelled=found.spelled, remark=found.remark)
 
 
 def _of_torchtune(chat: Chat) -> list[Message]:

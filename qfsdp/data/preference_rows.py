@@ -86,7 +86,8 @@ class PreferenceRows:
             desirable = is_true(row, self.label_column)
             samples = [(ids, with_label(lab, desirable)) for ids, lab in samples]
         spelled = (part.spelled for part in parts if part.spelled is not None)
-        return TokenizedRow(samples, None, next(spelled, None))
+        remarks = (part.remark for part in parts if part.remark is not None)
+        return TokenizedRow(samples, None, next(spelled, None), next(remarks, None))
 
 
 def is_true(row: Row, column: str) -> bool:

@@ -74,11 +74,13 @@ class TokenizedRow:
         samples: tokens and labels.
         problem: why it has no samples: `Unusable` skips the row, UserError ends the run.
         spelled: the first special token that its text spells and what became of it, or None.
+        remark: what a user must know of how the row is trained, or None.
     """
 
     samples: Sequence[Sample] = ()
     problem: Unusable | UserError | None = None
     spelled: str | None = None
+    remark: str | None = None
 
 
 def one_by_one(
@@ -118,6 +120,7 @@ class Counts:
         full: samples that reach `max_seq_len` and may be cut.
         left_out: reason -> rows that are not used.
         spelled: texts that spell a special token; `spelled_first` is the first, in `spelled_row`.
+        remarks: what a user must know -> the first row that it is about.
         smallest_id, largest_id: at least 0 and at most 0 if there is no token.
     """
 
@@ -129,6 +132,7 @@ class Counts:
     spelled: int = 0
     spelled_row: int = 0
     spelled_first: str = ""
+    remarks: dict[str, int] = field(default_factory=dict)
     smallest_id: int = 0
     largest_id: int = 0
 
@@ -157,6 +161,8 @@ class Counts:
         if self.spelled:
             text = "%s: %d texts spell special tokens, first in row %d: %s"
             log.warning(text, source, self.spelled, self.spelled_row, self.spelled_first)
+        for remark, row in self.remarks.items():
+            log.warning("%s: row %d: %s", source, row, remark)
 
     def add(self, other: Counts) -> None:
         """Adds the counts of rows that come after these."""
@@ -166,6 +172,7 @@ class Counts:
         if not self.spelled:
             self.spelled_row, self.spelled_first = other.spelled_row, other.spelled_first
         self.spelled += other.spelled
+        self.remarks = other.remarks | self.remarks
         self.smallest_id = min(self.smallest_id, other.smallest_id)
         self.largest_id = max(self.largest_id, other.largest_id)
 
@@ -207,6 +214,8 @@ class RowTokenizer:
                     counts.spelled += 1
                     if counts.spelled == 1:
                         counts.spelled_row, counts.spelled_first = number, found.spelled
+                if found.remark is not None:
+                    counts.remarks.setdefault(found.remark, number)
                 for tokens, labels in found.samples:
                     dataset.append(tokens, labels)
                     counts.full += len(tokens) == self.max_seq_len

@@ -198,7 +198,7 @@ def turn_marks(backend: Tokenizer, template: ChatTemplate) -> dict[str, int]:
         if text not in marks and text[:1] in ("<", "[")  # Gemma adds line breaks
     }
     if others:
-        (found,) = template.render([Request([{"role": "user", "content": "Hi"}], [(1, False)])])
-        written = "" if isinstance(found, UserError) else found[0]
+        (found,) = template.render([Request([{"role": "user", "content": "Hi"}])])
+        written = "" if isinstance(found, UserError) else found.text
         marks |= {text: index for text, index in others.items() if text in written}
     return marks

@@ -19,30 +19,137 @@ JSON on standard output. The process imports jinja2 and nothing of qfsdp, so it 
 from __future__ import annotations
 
 import json
+import re
 import resource
 import signal
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import datetime
 from functools import lru_cache
 from typing import Any, NoReturn
 
-from jinja2 import Template, TemplateError, TemplateSyntaxError
+from jinja2 import Template, TemplateError, TemplateSyntaxError, nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 # `qfsdp.cli.signals.SIGNALS`, without SIG
 STOPS = ("TERM", "INT", "QUIT", "HUP", "USR1", "USR2", "XCPU", "ALRM", "PWR")
+PRIVATE = range(0x100000, 0x10FFFD)  # characters without a meaning (plane 16 of Unicode)
+
+
+class Turns:
+    """Writes into a text where its messages are, as marks that `take_marks` takes out again.
+
+    A mark is a letter and a number between two characters that the conversation does not have:
+
+        at     a loop has come to the message of this number; -1: after the loop
+        from   the content of the message begins; to: it ends
+        train  what is trained begins; done: it ends, as the template says itself
+
+    Args:
+        messages: of the conversation.
+        conversation: all that the template sees, as text.
+    """
+
+    def __init__(self, messages: Sequence[Any], conversation: str) -> None:
+        unused = (character for character in map(chr, PRIVATE) if character not in conversation)
+        self._edge = next(unused)
+        self._loops: list[int] = []
+        self.messages = [
+            self._framed(index, message) if isinstance(message.get("content"), str) else message
+            for index, message in enumerate(messages)
+        ]
+        self._numbers: dict[int, int] = {}
+
+    def follow(self, messages: Sequence[Any]) -> None:
+        """Says which messages a template gets: these, or those with marks."""
+        self._loops = []
+        self._numbers = {id(message): index for index, message in enumerate(messages)}
+
+    def _framed(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
+        """The message with marks around its content, within the white space that templates trim.
+
+        A template may cut a content at its <think>, and with it a mark.
+        """
+        content = message["content"]
+        inner = content.strip()
+        if not inner or "think>" in inner:
+            return message
+        marked = self.mark("from", index) + inner + self.mark("to", index)
+        return message | {"content": content.replace(inner, marked, 1)}
+
+    def mark(self, kind: str, number: int = 0) -> str:
+        """The mark of a kind."""
+        return f"{self._edge}{kind} {number}{self._edge}"
+
+    def enter(self) -> str:
+        """Called before a loop."""
+        self._loops.append(-1)
+        return ""
+
+    def item(self, value: Any) -> str:
+        """Called at the start of each round of a loop."""
+        number = self._numbers.get(id(value), -1)
+        if number < 0:
+            return ""
+        self._loops[-1] = number
+        return self.mark("at", number)
+
+    def leave(self) -> str:
+        """Called after a loop."""
+        if self._loops.pop() < 0:
+            return ""
+        outer = [number for number in self._loops if number >= 0]
+        return self.mark("at", outer[-1] if outer else -1)
+
+    def take_marks(self, text: str) -> tuple[str, list[tuple[int, str, int]]]:
+        """The text without marks; and the place, kind and number of each."""
+        parts = re.split(f"{self._edge}([a-z]+) (-?[0-9]+){self._edge}", text)
+        marks, at = [], 0
+        for part, kind, number in zip(parts[::3], parts[1::3], parts[2::3], strict=False):
+            at += len(part)
+            marks.append((at, kind, int(number)))
+        return "".join(parts[::3]), marks
 
 
 class Generation(Extension):
-    """`{% generation %}` marks answers for other trainers. Here only its body counts."""
+    """`{% generation %}` marks what is trained."""
 
     tags = {"generation"}
 
     def parse(self, parser: Any) -> Any:
-        next(parser.stream)
-        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        line = next(parser.stream).lineno
+        body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+        if not isinstance(self.environment, Marking):
+            return body
+        start, end = (_call("mark", nodes.Const(kind), line=line) for kind in ("train", "done"))
+        return [start, *body, end]
+
+
+def _call(name: str, *arguments: Any, line: int) -> nodes.Output:
+    """A statement that writes what a method of `turns` returns."""
+    method = nodes.Getattr(nodes.Name("qfsdp_turns", "load"), name, "load")
+    output = nodes.Output([nodes.Call(method, list(arguments), [], None, None)])
+    return output.set_lineno(line, override=True)
+
+
+class Marking(ImmutableSandboxedEnvironment):
+    """Templates that call the methods of `qfsdp_turns` in all their loops."""
+
+    def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
+        tree = super()._parse(source, name, filename)
+        for node in [tree, *tree.find_all(nodes.Node)]:
+            for body in (value for _, value in node.iter_fields() if isinstance(value, list)):
+                for loop in [item for item in body if isinstance(item, nodes.For)]:
+                    index, line = body.index(loop), loop.lineno
+                    body[index : index + 1] = [
+                        _call("enter", line=line), loop, _call("leave", line=line)
+                    ]
+                    if isinstance(loop.target, nodes.Name):
+                        item = nodes.Name(loop.target.name, "load")
+                        loop.body.insert(0, _call("item", item, line=line))
+        return tree
 
 
 def raise_exception(message: str) -> NoReturn:
@@ -60,12 +167,11 @@ def tojson(value: Any, ensure_ascii: bool = False, **options: Any) -> str:
     return json.dumps(value, ensure_ascii=ensure_ascii, **options)
 
 
-@lru_cache(maxsize=4)
-def compiled(source: str) -> Template:
+@lru_cache(maxsize=8)
+def compiled(source: str, marking: bool) -> Template:
     """The template, with the functions that Hugging Face templates may call."""
-    environment = ImmutableSandboxedEnvironment(
-        trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation]
-    )
+    kind = Marking if marking else ImmutableSandboxedEnvironment
+    environment = kind(trim_blocks=True, lstrip_blocks=True, extensions=[loopcontrols, Generation])
     environment.filters["tojson"] = tojson
     environment.globals["raise_exception"] = raise_exception
     environment.globals["strftime_now"] = strftime_now
@@ -73,22 +179,27 @@ def compiled(source: str) -> Template:
 
 
 def rendered(
-    template: Template,
-    values: dict[str, Any],
-    conversation: dict[str, Any],
-    messages: list[dict[str, Any]],
-) -> list[str]:
-    """The text of each part of a conversation; see `answer`."""
-    return [
-        template.render(
-            messages=messages[:count],
-            tools=conversation["tools"],
-            documents=None,
-            add_generation_prompt=add_generation_prompt,
-            **values,
-        )
-        for count, add_generation_prompt in conversation["parts"]
-    ]
+    source: str, values: dict[str, Any], conversation: dict[str, Any], messages: list[Any]
+) -> dict[str, Any]:
+    """The text and marks of a conversation; see `answer`.
+
+    It is rendered twice, since marks may change what a template does: then there are none.
+    """
+    values = values | {
+        "tools": conversation["tools"],
+        "documents": None,
+        "add_generation_prompt": conversation["add_generation_prompt"],
+    }
+    text = compiled(source, False).render(values, messages=messages)
+    turns = Turns(messages, json.dumps([conversation, source], ensure_ascii=False))
+    for framed in (turns.messages, messages):
+        turns.follow(framed)
+        with suppress(Exception):  # of a template that cannot read a marked content
+            marked = compiled(source, True).render(values, messages=framed, qfsdp_turns=turns)
+            same, marks = turns.take_marks(marked)
+            if same == text:
+                return {"text": text, "marks": marks, "framed": framed is turns.messages}
+    return {"text": text, "marks": [], "framed": False}
 
 
 def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -104,29 +215,32 @@ def with_text_arguments(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
 def answer(
     source: str, values: dict[str, Any], conversation: dict[str, Any], characters: int
 ) -> dict[str, Any]:
-    """Renders beginnings of one conversation.
+    """Renders one conversation.
 
     Args:
         source: the template.
         values: more variables of the template.
-        conversation: "messages", "tools", and "parts", a list of
-            `[number of messages, add_generation_prompt]`, each of which is rendered.
+        conversation: "messages", "tools" and "add_generation_prompt". No messages: the template is
+            only compiled.
         characters: the most that a text may have.
 
     Returns:
-        "texts", one for each part. Or "problem": its kind ("syntax", "rejected" or "failed") and
-        what is wrong.
+        "text"; "marks", the place, kind and number of each mark of `Turns`; "framed", whether
+        contents have marks. Or "problem": its kind ("syntax", "rejected" or "failed") and what is
+        wrong.
     """
     try:
-        template, messages = compiled(source), conversation["messages"]
+        messages = conversation["messages"]
+        if messages is None:
+            compiled(source, False)
+            return {"text": ""}
         try:
-            texts = rendered(template, values, conversation, messages)
+            found = rendered(source, values, conversation, messages)
         except TypeError:  # perhaps the template puts arguments together with text
-            texts = rendered(template, values, conversation, with_text_arguments(messages))
-        longest = max(map(len, texts), default=0)
-        if longest > characters:
-            return {"problem": ["failed", f"{longest} characters for one conversation"]}
-        return {"texts": texts}
+            found = rendered(source, values, conversation, with_text_arguments(messages))
+        if len(found["text"]) > characters:
+            return {"problem": ["failed", f"{len(found['text'])} characters for one conversation"]}
+        return found
     except TemplateSyntaxError as error:
         return {"problem": ["syntax", f"line {error.lineno}: {error.message}"]}
     except TemplateError as error:

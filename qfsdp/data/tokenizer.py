@@ -16,12 +16,11 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.chat_template import Request
 from qfsdp.data.chat_tokenizer import ChatTokenizer, raised, spelled_as
 from qfsdp.data.choose_template import choose_template, say_once
 from qfsdp.data.special_tokens import SpecialTokens, added_tokens, turn_marks
 from qfsdp.data.tokenizer_folder import TokenizerFolder
-from qfsdp.data.trained_spans import Conversation, TokenizedChat, plain_message
+from qfsdp.data.trained_spans import TRAINED_AS, Conversation, TokenizedChat, plain_message
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -92,14 +91,21 @@ class HFTokenizer:
         self._marks = turn_marks(backend, self.chat_template.template)
         self._special = SpecialTokens(backend, self._marks)
         self._chats = ChatTokenizer(
-            backend, self._special, self.chat_template.template, folder.path, self._special_messages
+            backend,
+            self._special,
+            self.chat_template.template,
+            folder.path,
+            self._special_messages,
+            self._token_names.get("bos_token"),
+            self.eos_id,
         )
 
     @property
     def fingerprint(self) -> str:
-        """A hash of everything that decides the ids of a text or a conversation."""
+        """A hash of everything that decides ids and labels of a text or a conversation."""
         template = self.chat_template.template.fingerprint
         parts = (
+            TRAINED_AS,
             *(self._backend.to_str(), self._token_names, template, self.max_seq_len),
             *(self._special_messages, self._special_documents),
         )
@@ -178,9 +184,9 @@ class HFTokenizer:
             UserError: the template rejects the conversation, fails or exceeds a limit.
         """
         plain = [plain_message(message) for message in messages]
-        request = Request(plain, [(len(plain), add_generation_prompt)], tools)
-        texts: list[str] = raised(self.chat_template.template.render([request])[0])
-        return texts[0]
+        asked = Conversation(plain, (), tools, add_generation_prompt)
+        text: str = raised(self.chat_template.template.render([asked.request()])[0]).text
+        return text
 
     def say_template(self) -> None:
         """Says once what a user must know of the chosen chat template; on rank 0."""
@@ -210,12 +216,10 @@ class HFTokenizer:
         """The special token that the chat template writes after an answer, or None.
 
         It may differ from `eos_id`: Llama 3 ends a turn with <|eot_id|> and a text with its eos.
+        Where nothing ends a turn, it is the token that begins the next one (GLM's <|user|>).
         """
-        answer = {"role": "assistant", "content": "An answer."}
-        text = self.render([{"role": "user", "content": "A question."}, answer])
-        after = text.rpartition(answer["content"])[2].lstrip()
-        ends = [token for token in self._marks if after.startswith(token)]
-        return self._marks[max(ends, key=len)] if ends else None
+        end = self._chats.form.end
+        return None if end is None else self._marks[end]
 
     def tokenize_messages(
         self,
@@ -229,8 +233,7 @@ class HFTokenizer:
         Messages with `masked` false are trained. A dict without `masked` is trained if its role is
         assistant. The trained tokens of an assistant message are its text, its tool calls and the
         end-of-turn token. Its header and white space after the end-of-turn token are not trained. A
-        token that crosses a border belongs to the message of its last character. An assistant
-        message at the start of a conversation trains its header too.
+        token that crosses a border belongs to the message of its last character.
 
         Args:
             messages, tools: the conversation; see `render`.
@@ -241,8 +244,7 @@ class HFTokenizer:
             is not trained (torchtune's convention).
 
         Raises:
-            UserError: `render` raises it, or the template rewrites earlier turns, so a trained
-                message cannot be found in the text.
+            UserError: `render` raises it, or the template leaves out a part of the conversation.
         """
         asked = Conversation.of(messages, tools, add_generation_prompt)
         found: TokenizedChat = raised(self._cut(self._tokenize([asked])[0]))

@@ -131,3 +131,24 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(content, dict):
         raise UserError(f"{path}: a {type(content).__name__}; expected a JSON object")
     return content
+
+
+def eos_ids(folder: Path) -> set[int]:
+    """The `eos_token_id` of `config.json` and `generation_config.json` in a model's folder.
+
+    Raises:
+        UserError: a file is no JSON object, or they are no ids.
+    """
+    found: set[int] = set()
+    for name in ("config.json", "generation_config.json"):
+        file = folder / name
+        if file.is_file():
+            try:
+                ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
+            except (OSError, ValueError, AttributeError, RecursionError):
+                raise UserError(f"{file}: not readable; expected a JSON object") from None
+            listed = [] if ids is None else ids if isinstance(ids, list) else [ids]
+            if not all(token is None or type(token) is int for token in listed):
+                raise UserError(f"{file}: eos_token_id: {ids!r:.50}; expected ids of tokens")
+            found |= set(listed) - {None}
+    return found

@@ -1,24 +1,31 @@
 """Which characters of a rendered conversation are trained.
 
-A chat template is a program and can write anything. But if the rendered first k messages are the
-beginning of the whole text, message k ends where they end. So the whole conversation is rendered
-once and tokenized once, which gives the ids that inference sees. The borders of messages are then
-looked up by character:
+The whole conversation is rendered once and tokenized once, which gives the ids that inference sees.
+The template process says what the template wrote while it was at which message (`Rendered.turns`).
+Of an answer, what stands before it when a model is to answer is not trained:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
-    |--- messages[:1] rendered with the generation prompt -|-- trained -|
+    |------------ turns[0] ----------|------------- turns[1] -------------|
+                                     |--- form.headers[0] --|-- trained --|
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+import json
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.chat_template import Request
+from qfsdp.data.answer_form import AnswerForm
+from qfsdp.data.chat_template import ChatTemplate, Range, Rendered, Request
 from qfsdp.data.messages import function_name
+
+TRAINED_AS = 2  # goes up when other tokens are trained: cached ones are then made again
+BEFORE_THINK = "the text before </think>"
+REASONING = ("reasoning_content", "reasoning", "thinking")
 
 
 @dataclass(frozen=True)
@@ -50,65 +57,198 @@ class Conversation:
         plain = [plain_message(message) for message in messages]
         return cls(plain, trained, tools, add_generation_prompt)
 
+    def for_template(self, form: AnswerForm) -> Conversation:
+        """The same; a template without the role developer gets system for it."""
+        if form.knows_developer:
+            return self
+        messages = [
+            {**message, "role": "system"} if message["role"] == "developer" else message
+            for message in self.messages
+        ]
+        return replace(self, messages=messages)
+
+    def is_answer(self, index: int) -> bool:
+        """Whether there is such a message, and it is the assistant's."""
+        return 0 <= index < len(self.messages) and self.messages[index]["role"] == "assistant"
+
     def request(self) -> Request:
-        """What the template has to render: the whole text, then the beginnings at `_borders`."""
-        whole = (len(self.messages), self.add_generation_prompt)
-        parts = [(at + 1, self.messages[at + 1]["role"] == "assistant") for at in self._borders()]
-        return Request(self.messages, [whole, *parts], self.tools)
+        """What the template has to render."""
+        return Request(self.messages, self.add_generation_prompt, self.tools)
 
-    def _borders(self) -> list[int]:
-        """The messages whose ends are looked up; with the header of an answer that follows."""
-        last = len(self.messages) - 1
-        return sorted({at for i in self.trained for at in (i - 1, i) if 0 <= at < last})
 
-    def spans(
-        self, texts: Sequence[str], special_tokens: Mapping[str, int], source: Path
-    ) -> list[tuple[int, int]]:
-        """The character ranges of the whole text that are trained, one for each trained message.
+@dataclass(frozen=True)
+class TrainedSpans:
+    """Finds what is trained in a rendered conversation.
 
-        White space after a special token that ends a message is not trained.
+    Fields:
+        conversation: the conversation.
+        rendered: its text.
+        template: which wrote it.
+        form: of the template.
+        ends: texts of the special tokens, with which a turn may end.
+        stops: those of them at which generation stops.
+        source: the model folder, for messages.
+    """
 
-        Args:
-            texts: as `ChatTemplate` rendered `request`.
-            source: the model folder, for messages.
+    conversation: Conversation
+    rendered: Rendered
+    template: ChatTemplate
+    form: AnswerForm
+    ends: Sequence[str]
+    stops: Sequence[str]
+    source: Path
+
+    def find(self) -> tuple[list[Range], str | None]:
+        """The trained ranges of the text, and what a user must know of them or None.
+
+        White space after a special token that ends a message is not trained. Where the template
+        marks what is trained, no more than that is.
 
         Raises:
-            UserError: the template rewrites earlier turns.
+            UserError: a trained message cannot be found in the text.
         """
-        whole, *beginnings = texts
-        ends = {-1: 0, len(self.messages) - 1: len(whole)}
-        for at, beginning in zip(self._borders(), beginnings, strict=True):
-            if not whole.startswith(beginning):
-                raise UserError(
-                    f"{source}: the chat template rewrites earlier turns, so message "
-                    f"{at + 1} of {len(self.messages)} cannot be found; expected training on the "
-                    "last turn only, or another tokenizer.chat_template"
-                )
-            ends[at] = len(beginning)
-        spans = []
-        for index in self.trained:
-            start, stop = ends[index - 1], ends[index]
-            ended = whole[:stop].rstrip()
-            if ended.endswith(tuple(special_tokens)):
-                stop = max(start, len(ended))
-            spans.append((start, stop))
-        return spans
+        spans: list[Range] = []
+        remark = None
+        for index in self.conversation.trained:
+            if not self.conversation.is_answer(index):
+                spans.append(self._up_to_the_next(index))
+                continue
+            start, header = self._start(index)
+            stop = self._stop(start, self._turn(index)[1])
+            inside = [(max(start, a), min(stop, b)) for a, b in self.rendered.marked]
+            found = [(a, b) for a, b in inside if a < b] or [(start, stop)]
+            spans += found
+            if remark is None and not self.rendered.text.endswith(tuple(self.stops), *found[-1]):
+                remark = self._never_ends(index, found[-1])
+            if remark is None and header not in ("", self.form.headers[0]):
+                remark = self._differs(header)
+        return spans, remark
 
-    def left_out(self, whole: str, spans: Sequence[tuple[int, int]]) -> str | None:
-        """What the template does not write: "tool calls (NAME)" or "tools (NAME)"; or None.
+    def _turn(self, index: int) -> Range:
+        """What the template wrote of a message; of one without loops over messages its content."""
+        found = self.rendered.turns.get(index) or self.rendered.contents.get(index)
+        if found is None:
+            raise UserError(
+                f"{self.source}: message {index + 1} of {len(self.conversation.messages)} cannot "
+                "be found in what the chat template writes; expected a template with a loop over "
+                "messages, such as tokenizer.chat_template=chatml"
+            )
+        return found
 
-        Args:
-            whole: the rendered conversation.
-            spans: of the trained messages.
+    def _start(self, index: int) -> tuple[int, str]:
+        """Where an answer begins, and the header that stands before it."""
+        start, stop = self._turn(index)
+        until = self.rendered.contents.get(index, (stop, stop))[0]
+        for header in self.form.headers:
+            at = self.rendered.text.find(header, start, until)
+            if at >= 0:
+                return at + len(header), header
+        return start, ""
+
+    def _stop(self, start: int, stop: int) -> int:
+        """Where a message ends that stands between two characters: with the token that ends it."""
+        text = self.rendered.text
+        ended = start + len(text[start:stop].rstrip())
+        if text.endswith(tuple(self.ends), start, ended):
+            return ended
+        after = re.compile(r"\s*").match(text, stop)
+        at = stop if after is None else after.end()
+        following = [token for token in self.stops if text.startswith(token, at)]
+        return at + len(max(following, key=len)) if following else stop
+
+    def _up_to_the_next(self, index: int) -> Range:
+        """A message that is no answer: all up to the next message, or to an answer's text."""
+        turns, last = self.rendered.turns, len(self.conversation.messages)
+        places = [at for at in range(index, last) if at in turns]
+        start = turns[places[0]][0] if places and index else 0
+        following = next((at for at in places if at > index), last)
+        if self.conversation.is_answer(following):
+            stop = self._start(following)[0]
+        else:
+            stop = turns[following][0] if following < last else len(self.rendered.text)
+        ended = start + len(self.rendered.text[start:stop].rstrip())
+        has_end = self.rendered.text.endswith(tuple(self.ends), start, ended)
+        return start, ended if has_end else stop
+
+    def _differs(self, header: str) -> str:
+        rest = self.form.headers[0].removeprefix(header)
+        return (
+            f"{self.source}: before an answer that the model is to give, the chat template writes "
+            f"{rest!r}, which it does not write in conversations: answers are trained without it"
+        )
+
+    def _never_ends(self, index: int, span: Range) -> str:
+        text = self.rendered.text[slice(*span)]
+        token = max(filter(text.endswith, self.ends), key=len, default=None)
+        last = index == max(filter(self.conversation.is_answer, range(len(self.conversation.messages))))
+        if token is None:
+            return (
+                f"{self.source}: the chat template ends an answer with no special token, "
+                "so the model does not learn to stop; expected tokenizer.chat_template with one "
+                "after answers, such as plain or chatml"
+            )
+        return (
+            f"{self.source}: the chat template ends an answer with {token!r}, at which "
+            "generation does not stop; expected it among eos_token_id of generation_config.json, "
+            f"{'' if last else 'dataset.train_on_last_turn_only=true, '}or another "
+            "tokenizer.chat_template"
+        )
+
+    def check_whole(self) -> None:
+        """Raises UserError if the template does not write a part of the conversation.
+
+        The reasoning of an answer that is not trained may be left out by a template that knows
+        reasoning: many drop that of earlier turns.
         """
-        texts = {i: whole[start:stop] for i, (start, stop) in zip(self.trained, spans, strict=True)}
-        for index, message in enumerate(self.messages):
-            for call in message.get("tool_calls") or ():
-                name = function_name(call)
-                if name and name not in texts.get(index, whole):
-                    return f"tool calls ({name})"
-        names = filter(None, map(function_name, self.tools or ()))
-        return next((f"tools ({name})" for name in names if name not in whole), None)
+        messages = self.conversation.messages
+        for index, message in enumerate(messages):
+            what = next(self._missing(index, message), None)
+            if what is not None:
+                place = f"message {index + 1} of {len(messages)} ({message['role']})"
+                earlier = index < len(messages) - 1 and what in (*REASONING, BEFORE_THINK)
+                raise left_out(self.source, f"{what} of {place}", earlier)
+        for name in filter(None, map(function_name, self.conversation.tools or ())):
+            if name not in self.rendered.text:
+                raise left_out(self.source, f"tools ({name})")
+
+    def _missing(self, index: int, message: Mapping[str, Any]) -> Iterator[str]:
+        start, stop = self.rendered.turns.get(index, (0, 0))
+        turn = self.rendered.text[start:stop]
+        for call in message.get("tool_calls") or ():
+            name = function_name(call)
+            if name and not _written(name, turn or self.rendered.text):
+                yield f"tool calls ({name})"
+        may_drop = message["role"] == "assistant" and index not in self.conversation.trained
+        for key in REASONING:
+            value = message.get(key)
+            if isinstance(value, str) and not _written(value, turn):
+                if not (may_drop and self.template.reads(key)):
+                    yield key
+        *thoughts, content = re.split(r"</?think>", message.get("content") or "")
+        if not (may_drop and self.template.reads("think>")):
+            if not all(_written(thought, turn) for thought in thoughts):
+                yield BEFORE_THINK
+        if thoughts or not self.rendered.framed:
+            found = _written(content, turn) or _written(content, self.rendered.text)
+        else:
+            found = not content.strip() or index in self.rendered.contents
+        if not found:
+            yield "the content"
+
+
+def left_out(source: Path, what: str, of_earlier_answer: bool = False) -> UserError:
+    """The error for a template that leaves something out."""
+    last_only = "dataset.train_on_last_turn_only=true, or " if of_earlier_answer else ""
+    return UserError(
+        f"{source}: the chat template leaves out {what}; expected {last_only}a template that "
+        "writes it, such as tokenizer.chat_template=chatml"
+    )
+
+
+def _written(part: str, text: str) -> bool:
+    """Whether a text has a part of a message, without white space around it, or as JSON."""
+    part = part.strip()
+    return part in text or json.dumps(part, ensure_ascii=False)[1:-1] in text
 
 
 @dataclass(frozen=True)
@@ -119,11 +259,13 @@ class TokenizedChat:
         tokens: cut to `max_seq_len`.
         mask: of equal length; True where a token is not trained (torchtune's convention).
         spelled: the first special token that a message spells and what became of it, or None.
+        remark: what a user must know of how the template writes it, or None.
     """
 
     tokens: list[int]
     mask: list[bool]
     spelled: str | None = None
+    remark: str | None = None
 
 
 def plain_message(message: Any) -> dict[str, Any]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.messages import as_message, as_tools
 from qfsdp.data.tokenizer import HFTokenizer
+from qfsdp.data.tokenizer_folder import eos_ids
 
 Messages = list[dict[str, Any]]
 """`{"role": ..., "content": ...}` each, in one of the forms of `qfsdp.data.messages`."""
@@ -78,18 +78,7 @@ def stop_ids(tokenizer: Any, folder: str | Path) -> set[int]:
     These are the tokenizer's stop tokens, the `eos_token_id` of `config.json` and
     `generation_config.json` in the model's folder, and the chat template's end-of-turn token.
     """
-    found: set[int | None] = set(tokenizer.stop_tokens)
-    for name in ("config.json", "generation_config.json"):
-        file = Path(folder).expanduser() / name
-        if file.is_file():
-            try:
-                ids = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id")
-            except (OSError, ValueError, AttributeError, RecursionError):
-                raise UserError(f"{file}: not readable; expected a JSON object") from None
-            listed = ids if isinstance(ids, list) else [ids]
-            if not all(token is None or type(token) is int for token in listed):
-                raise UserError(f"{file}: eos_token_id: {ids!r:.50}; expected ids of tokens")
-            found |= set(listed)
-    if isinstance(tokenizer, HFTokenizer):
+    found = {*tokenizer.stop_tokens, *eos_ids(Path(folder).expanduser())}
+    if isinstance(tokenizer, HFTokenizer) and tokenizer.end_of_turn_id is not None:
         found.add(tokenizer.end_of_turn_id)
-    return {token for token in found if token is not None}
+    return found

@@ -61,6 +61,10 @@ def test_ids_of_transformers(tmp_path: Path, template: str, chat: Any) -> None:
         with pytest.raises(UserError, match="rejects the conversation: This model only supports"):
             tokenizer.tokenize_messages(chat, tools=TOOLS)
         return
+    if template is LLAMA31 and "I look." in str(chat):  # it does not write the text beside a call
+        with pytest.raises(UserError, match=r"leaves out the content of message .* \(assistant\)"):
+            tokenizer.tokenize_messages(chat, tools=TOOLS)
+        chat = [m | {"content": None} if m.get("tool_calls") else m for m in chat]
     for tools in (None, TOOLS) if template is not GENERATION else (None,):
         tokens, mask = tokenizer.tokenize_messages(chat, tools=tools)
         assert tokens == theirs(folder, chat, tools)
@@ -70,8 +74,7 @@ def test_ids_of_transformers(tmp_path: Path, template: str, chat: Any) -> None:
         answers = [message for message in chat if message["role"] == "assistant"]
         assert len(trained) == len(answers)
         for text, answer in zip(trained, answers, strict=True):
-            if template is not LLAMA31:  # it does not write the text beside a call
-                assert (answer["content"] or "") in text
+            assert (answer["content"] or "") in text
             for inner in (c["function"] for c in answer.get("tool_calls", ())):
                 assert inner["name"] in text
                 assert json.dumps(inner["arguments"], ensure_ascii=False) in text
