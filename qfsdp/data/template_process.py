@@ -90,8 +90,13 @@ class Turns:
 
     def item(self, value: Any) -> str:
         """Called at the start of each round of a loop."""
+        self._loops[-1] = -1
+        return self.assigned(value)
+
+    def assigned(self, value: Any) -> str:
+        """Called after `set name = list[index]`, for loops over indices of messages."""
         number = self._numbers.get(id(value), -1)
-        if number < 0:
+        if number < 0 or not self._loops or self._loops[-1] >= 0:
             return ""
         self._loops[-1] = number
         return self.mark("at", number)
@@ -141,15 +146,20 @@ class Marking(ImmutableSandboxedEnvironment):
         tree = super()._parse(source, name, filename)
         for node in [tree, *tree.find_all(nodes.Node)]:
             for body in (value for _, value in node.iter_fields() if isinstance(value, list)):
-                for loop in [item for item in body if isinstance(item, nodes.For)]:
-                    index, line = body.index(loop), loop.lineno
-                    body[index : index + 1] = [
-                        _call("enter", line=line), loop, _call("leave", line=line)
-                    ]
-                    if isinstance(loop.target, nodes.Name):
-                        item = nodes.Name(loop.target.name, "load")
-                        loop.body.insert(0, _call("item", item, line=line))
+                body[:] = [new for item in body for new in self._marked(item)]
         return tree
+
+    def _marked(self, node: Any) -> list[Any]:
+        """A statement between those that mark it."""
+        if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
+            if isinstance(node.node, nodes.Getitem):
+                name = nodes.Name(node.target.name, "load")
+                return [node, _call("assigned", name, line=node.lineno)]
+        if not isinstance(node, nodes.For):
+            return [node]
+        name = nodes.Name(node.target.name, "load") if isinstance(node.target, nodes.Name) else None
+        node.body.insert(0, _call("item", name or nodes.Const(None), line=node.lineno))
+        return [_call("enter", line=node.lineno), node, _call("leave", line=node.lineno)]
 
 
 def raise_exception(message: str) -> NoReturn:

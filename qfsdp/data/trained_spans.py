@@ -25,7 +25,8 @@ from qfsdp.data.messages import function_name
 
 TRAINED_AS = 2  # goes up when other tokens are trained: cached ones are then made again
 BEFORE_THINK = "the text before </think>"
-REASONING = ("reasoning_content", "reasoning", "thinking")
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of an answer's reasoning, of which templates read one of the first two."""
 
 
 @dataclass(frozen=True)
@@ -117,6 +118,8 @@ class TrainedSpans:
             stop = self._stop(start, self._turn(index)[1])
             inside = [(max(start, a), min(stop, b)) for a, b in self.rendered.marked]
             found = [(a, b) for a, b in inside if a < b] or [(start, stop)]
+            if self.form.of_next_turn:
+                found[-1] = (found[-1][0], stop)
             spans += found
             if remark is None and not self.rendered.text.endswith(tuple(self.stops), *found[-1]):
                 remark = self._never_ends(index, found[-1])
@@ -205,7 +208,7 @@ class TrainedSpans:
             what = next(self._missing(index, message), None)
             if what is not None:
                 place = f"message {index + 1} of {len(messages)} ({message['role']})"
-                earlier = index < len(messages) - 1 and what in (*REASONING, BEFORE_THINK)
+                earlier = index < len(messages) - 1 and what in (REASONING[0], BEFORE_THINK)
                 raise left_out(self.source, f"{what} of {place}", earlier)
         for name in filter(None, map(function_name, self.conversation.tools or ())):
             if name not in self.rendered.text:
@@ -219,11 +222,10 @@ class TrainedSpans:
             if name and not _written(name, turn or self.rendered.text):
                 yield f"tool calls ({name})"
         may_drop = message["role"] == "assistant" and index not in self.conversation.trained
-        for key in REASONING:
-            value = message.get(key)
-            if isinstance(value, str) and not _written(value, turn):
-                if not (may_drop and self.template.reads(key)):
-                    yield key
+        reasoning = message.get(REASONING[0])
+        if isinstance(reasoning, str) and not _written(reasoning, turn):
+            if not (may_drop and any(map(self.template.reads, REASONING))):
+                yield REASONING[0]
         *thoughts, content = re.split(r"</?think>", message.get("content") or "")
         if not (may_drop and self.template.reads("think>")):
             if not all(_written(thought, turn) for thought in thoughts):
@@ -285,6 +287,9 @@ def plain_message(message: Any) -> dict[str, Any]:
     no_text = content is None and plain.get("tool_calls")
     if not isinstance(role, str) or not (no_text or isinstance(content, str)):
         raise UserError(f"message {str(message)[:100]!r}; expected a role and text content")
+    reasoning = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
+    if reasoning is not None:  # the same names as in transformers
+        plain = {"thinking": reasoning, **plain, REASONING[0]: reasoning}
     # torchtune calls the result of a tool call "ipython", chat templates call it "tool".
     return plain | {"role": "tool" if role == "ipython" else role}
 
