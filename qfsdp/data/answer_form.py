@@ -1,7 +1,7 @@
 """What a chat template writes around answers, found by rendering four small conversations.
 
-    <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
-                                    |------ header ------|     |-- end --|
+<|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
+                                |------ header ------|     |-- end --|
 """
 
 from __future__ import annotations

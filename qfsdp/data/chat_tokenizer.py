@@ -109,9 +109,13 @@ class ChatTokenizer:
                 raise left_out(self.source, "tool calls")
             raise found
         last = len(conversation.messages) - 1
-        if self.form.of_next_turn and self.form.end is not None and last in conversation.trained:
-            if conversation.is_answer(last) and not conversation.messages[last].get("tool_calls"):
-                found.text += self.form.end
+        answered = last in conversation.trained and conversation.is_answer(last)
+        if (
+            answered
+            and self.form.of_next_turn
+            and not conversation.messages[last].get("tool_calls")
+        ):
+            found.text += self.form.end or ""
         asked = (conversation, found, self.template, self.form, list(self.special.ids))
         spans = TrainedSpans(*asked, self._stops, self.source)
         spans.check_whole()

@@ -127,11 +127,11 @@ def chat_dataset(
             or JSON text of one. Rows may have none. Null: the template sees no functions.
         train_on_input: train on all messages instead of the assistant's only.
         train_on_last_turn_only: train only on the last answer. Needed for chat templates that
-            rewrite earlier turns, for example to remove earlier reasoning.
+            leave out the reasoning of earlier turns.
 
     Raises:
         UserError: the source, a column, a role, a tool or a tool call is wrong, the chat template
-            leaves out tools or tool calls, or no row can be used.
+            leaves out a part of a message, or no row can be used.
     """
     rows = load_rows(source, split, subset, data_files, max_rows)
     require_column("messages_column", messages_column, rows, source)

@@ -136,7 +136,8 @@ def _call(name: str, *arguments: Any, line: int) -> nodes.Output:
     """A statement that writes what a method of `turns` returns."""
     method = nodes.Getattr(nodes.Name("qfsdp_turns", "load"), name, "load")
     output = nodes.Output([nodes.Call(method, list(arguments), [], None, None)])
-    return output.set_lineno(line, override=True)
+    output.set_lineno(line, override=True)
+    return output
 
 
 class Marking(ImmutableSandboxedEnvironment):
@@ -151,13 +152,12 @@ class Marking(ImmutableSandboxedEnvironment):
 
     def _marked(self, node: Any) -> list[Any]:
         """A statement between those that mark it."""
-        if isinstance(node, nodes.Assign) and isinstance(node.target, nodes.Name):
-            if isinstance(node.node, nodes.Getitem):
-                name = nodes.Name(node.target.name, "load")
-                return [node, _call("assigned", name, line=node.lineno)]
+        target: Any = getattr(node, "target", None)
+        name = nodes.Name(target.name, "load") if isinstance(target, nodes.Name) else None
+        if isinstance(node, nodes.Assign) and isinstance(node.node, nodes.Getitem) and name:
+            return [node, _call("assigned", name, line=node.lineno)]
         if not isinstance(node, nodes.For):
             return [node]
-        name = nodes.Name(node.target.name, "load") if isinstance(node.target, nodes.Name) else None
         node.body.insert(0, _call("item", name or nodes.Const(None), line=node.lineno))
         return [_call("enter", line=node.lineno), node, _call("leave", line=node.lineno)]
 

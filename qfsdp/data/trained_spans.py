@@ -183,7 +183,9 @@ class TrainedSpans:
     def _never_ends(self, index: int, span: Range) -> str:
         text = self.rendered.text[slice(*span)]
         token = max(filter(text.endswith, self.ends), key=len, default=None)
-        last = index == max(filter(self.conversation.is_answer, range(len(self.conversation.messages))))
+        last = index == max(
+            filter(self.conversation.is_answer, range(len(self.conversation.messages)))
+        )
         if token is None:
             return (
                 f"{self.source}: the chat template ends an answer with no special token, "
@@ -221,15 +223,15 @@ class TrainedSpans:
             name = function_name(call)
             if name and not _written(name, turn or self.rendered.text):
                 yield f"tool calls ({name})"
-        may_drop = message["role"] == "assistant" and index not in self.conversation.trained
+        earlier = message["role"] == "assistant" and index not in self.conversation.trained
         reasoning = message.get(REASONING[0])
-        if isinstance(reasoning, str) and not _written(reasoning, turn):
-            if not (may_drop and any(map(self.template.reads, REASONING))):
-                yield REASONING[0]
+        may_drop = earlier and any(map(self.template.reads, REASONING))
+        if isinstance(reasoning, str) and not (may_drop or _written(reasoning, turn)):
+            yield REASONING[0]
         *thoughts, content = re.split(r"</?think>", message.get("content") or "")
-        if not (may_drop and self.template.reads("think>")):
-            if not all(_written(thought, turn) for thought in thoughts):
-                yield BEFORE_THINK
+        may_drop = earlier and self.template.reads("think>")
+        if not (may_drop or all(_written(thought, turn) for thought in thoughts)):
+            yield BEFORE_THINK
         if thoughts or not self.rendered.framed:
             found = _written(content, turn) or _written(content, self.rendered.text)
         else:
