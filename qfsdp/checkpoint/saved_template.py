@@ -12,11 +12,12 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.component import Component
+from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import to_json
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.data.choose_template import say_once
 from qfsdp.data.components import parts_of
-from qfsdp.data.tokenizer_folder import read_json, read_text
+from qfsdp.data.tokenizer_folder import eos_ids, read_json, read_text
 
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
@@ -46,20 +47,37 @@ def model_template(template: dict[str, str], folder: Path) -> dict[str, str]:
     `generation_config.json` gets the token that ends an answer, so that generation ends there.
 
     Args:
-        template: as `adapter_template` returns it.
+        template: as `adapter_template` returns it; empty: the model's own.
         folder: the base model, whose tokenizer the model has.
     """
-    if not template or not (folder / "tokenizer.json").is_file():
+    tokenizer = chat_tokenizer(template, folder)
+    if tokenizer is None:
         return template
     file = folder / GENERATION_FILE
     settings = read_json(file) if file.is_file() else {}
-    tokenizer = hf_tokenizer(str(folder), template[TEMPLATE_FILE])
-    eos = settings.get("eos_token_id", tokenizer.eos_id)
-    ends = eos if isinstance(eos, list) else [eos]
-    if tokenizer.end_of_turn_id is None or tokenizer.end_of_turn_id in ends:
+    eos = settings.get("eos_token_id", sorted(eos_ids(folder)) or tokenizer.eos_id)
+    ends, end = eos if isinstance(eos, list) else [eos], tokenizer.end_of_turn_id
+    if end is None or end in ends:
         return template
-    settings["eos_token_id"] = [tokenizer.end_of_turn_id, *ends]
+    settings["eos_token_id"] = [end, *ends]
     return template | {GENERATION_FILE: to_json(settings, indent=2) + "\n"}
+
+
+def chat_tokenizer(template: dict[str, str], folder: Path) -> HFTokenizer | None:
+    """The model's tokenizer; None if it has none, or none with a chat template.
+
+    Args:
+        template, folder: as in `model_template`.
+    """
+    if not (folder / "tokenizer.json").is_file():
+        return None
+    try:
+        tokenizer = hf_tokenizer(str(folder), template.get(TEMPLATE_FILE))
+    except UserError:
+        if template:
+            raise
+        return None  # the tokenizer is copied as it is
+    return None if tokenizer.chat_template.by_default else tokenizer
 
 
 def read_template(adapter: Path) -> dict[str, str]:

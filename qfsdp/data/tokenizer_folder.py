@@ -47,8 +47,11 @@ class TokenizerFolder:
 
     def token_names(self) -> dict[str, str]:
         """`bos_token`, `eos_token`, ... -> text of the token."""
-        names = {}
-        for name, value in self._config.items():
+        names, given = {}, self._config
+        older = self.path / "special_tokens_map.json"
+        if "added_tokens_decoder" not in given and older.is_file():  # as transformers reads it
+            given = given | read_json(older)
+        for name, value in given.items():
             if not name.endswith("_token"):
                 continue
             text = value.get("content") if isinstance(value, dict) else value
@@ -64,16 +67,21 @@ class TokenizerFolder:
 
         The first of: the files `chat_template.jinja` and `chat_template.json`, the one in
         `tokenizer_config.json`. Where there are several named templates, transformers takes the
-        one named "tool_use" for conversations with tools, and "default" for all others.
+        one named "tool_use" for conversations with tools, and "default" for all others. Files in
+        `additional_chat_templates` are named, beside `chat_template.jinja` as the default.
 
         Raises:
             UserError: it is not text, or there are several and none is named "default".
         """
+        files = sorted((self.path / "additional_chat_templates").glob("*.jinja"))
+        template: Any = [{"name": file.stem, "template": read_text(file)} for file in files]
         if (self.path / "chat_template.jinja").is_file():
-            return read_text(self.path / "chat_template.jinja"), None
-        template: Any = self._config.get("chat_template")
-        if (self.path / "chat_template.json").is_file():
-            template = read_json(self.path / "chat_template.json").get("chat_template")
+            default = read_text(self.path / "chat_template.jinja")
+            template = [{"name": "default", "template": default}, *template]
+        if not template:
+            template = self._config.get("chat_template")
+            if (self.path / "chat_template.json").is_file():
+                template = read_json(self.path / "chat_template.json").get("chat_template")
         with_tools = None
         if isinstance(template, list):  # several named templates
             pairs = [entry if isinstance(entry, dict) else {} for entry in template]

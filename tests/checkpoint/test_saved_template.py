@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, build_tokenizer
+from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, build_tokenizer, model_template
 from qfsdp.cli.component import Component
 from qfsdp.cli.config import load_config
-from qfsdp.data import HFTokenizer
+from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.evaluation.prompts import stop_ids
 from tests.data.test_tokenizer import CHAT, CHATML, byte_level, write_folder
 from tests.ranks import run_ranks
@@ -119,3 +120,25 @@ def test_a_template_in_the_config_wins(folder: Path, caplog: pytest.LogCaptureFi
         Component("qfsdp.data.hf_tokenizer", given), str(folder / "run/adapter")
     )
     assert built.chat_template.template.text == CHATML
+
+
+@pytest.mark.parametrize("given", ["generation_config.json", "config.json", None])
+def test_a_merged_model_stops_as_the_models_own_template_ends(folder: Path, given: Any) -> None:
+    """Qwen2's base models: the template ends turns with <|im_end|>, eos is <|endoftext|>."""
+    model = folder / "model"
+    write_folder(model, byte_level(), chat_template=CHATML)
+    settings = json.loads((model / "config.json").read_text()) | {"eos_token_id": None}
+    (model / "generation_config.json").unlink()
+    for name, value in (("config.json", settings), (given, {"eos_token_id": 1})):
+        if name is not None:
+            old = settings if name == "config.json" else {}
+            (model / name).write_text(json.dumps(old | value))
+    tokenizer = hf_tokenizer(str(model))
+    end = tokenizer.special_tokens["<|im_end|>"]
+    written = model_template({}, model)
+    assert json.loads(written["generation_config.json"])["eos_token_id"] == [end, 1]
+    assert stop_ids(tokenizer, model) == {end, 1}
+    (model / "generation_config.json").write_text(written["generation_config.json"])
+    assert model_template({}, model) == {}
+    write_folder(model, byte_level())  # no template: nothing is added
+    assert model_template({}, model) == {}

@@ -265,6 +265,24 @@ def test_which_chat_template_is_used(tmp_path: Path) -> None:
     assert hf_tokenizer(str(folder), chat_template=file).render(CHAT) == "jinja"
 
 
+def test_files_beside_the_config_as_transformers_reads_them(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = write_folder(tmp_path, byte_level(), eos_token=None)
+    (folder / "special_tokens_map.json").write_text('{"eos_token": {"content": "<|eot_id|>"}}')
+    (folder / "chat_template.jinja").write_text("{{ eos_token }}")
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates/tool_use.jinja").write_text("{{ tools[0].name }}")
+    (folder / "additional_chat_templates/rag.jinja").write_text("rag")
+    oracle = transformers.AutoTokenizer.from_pretrained(str(folder))
+    tokenizer = hf_tokenizer(str(folder))
+    assert tokenizer.eos_id == oracle.eos_token_id
+    tool = {"name": "f", "type": "function"}
+    for tools in (None, [tool]):
+        theirs = oracle.apply_chat_template(CHAT, tools=tools, tokenize=False)
+        assert tokenizer.render(CHAT, tools=tools) == theirs
+    assert theirs == "f"
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [

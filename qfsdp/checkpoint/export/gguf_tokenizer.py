@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, chat_tokenizer
 from qfsdp.cli.errors import UserError
-from qfsdp.data import hf_tokenizer
 from qfsdp.data.tokenizer_folder import read_text
 
 if TYPE_CHECKING:
@@ -83,11 +83,11 @@ class GgufTokenizer:
             writer.add_add_space_prefix(False)
         special.chat_template = template.get(TEMPLATE_FILE, special.chat_template)
         special.add_to_gguf(writer, quiet=True)
-        if template and (folder / "tokenizer.json").is_file():
-            # llama.cpp finds the ends of well-known templates by their text, others by this key.
-            end = hf_tokenizer(str(folder), template[TEMPLATE_FILE]).end_of_turn_id
-            if end is not None and "eot" not in special.special_token_ids:
-                writer.add_eot_token_id(end)
+        # llama.cpp finds the ends of well-known templates by their text, others by this key.
+        tokenizer = chat_tokenizer(template, folder)
+        end = None if tokenizer is None else tokenizer.end_of_turn_id
+        if end is not None and "eot" not in special.special_token_ids:
+            writer.add_eot_token_id(end)
 
 
 def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
