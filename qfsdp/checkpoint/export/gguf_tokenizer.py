@@ -22,7 +22,6 @@ from qfsdp.data.tokenizer_folder import read_text
 if TYPE_CHECKING:
     import gguf
 
-TEMPLATE_FILE = "chat_template.jinja"
 BYTE_LEVEL_BPE, SENTENCE_PIECE = "gpt2", "llama"  # llama.cpp's names of the two kinds
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.cpp's types of tokens
 ADDED_SCORE = -1000.0  # of tokens that no merge makes
