@@ -23,16 +23,18 @@ from qfsdp.checkpoint.digests import Damaged, read_sealed, sealed_json
 from qfsdp.checkpoint.key_classes import ABSENT, NOT_RECORDED, class_of, names_a_file
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.component import Component, further_keys, passed_by_name
-from qfsdp.cli.config import to_yaml
+from qfsdp.cli.config import kept_places, resolved_yaml
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.file_digests import file_digest
 from qfsdp.cli.files import to_json
 from qfsdp.cli.hub import SMALL_FILES, hub_name, local_folder
+from qfsdp.cli.interpolations import SECRET, masked
 from qfsdp.data import StepLoader, StreamLoader
 from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.data.rows import content_digest
 
 CONTENT = "content "
+HIDDEN = "sha256 "  # begins a digest of a value that a config reads from the environment
 SAMPLES_OF_A_STEP = "batch_size * gradient_accumulation_steps * ranks"
 SETTINGS_FILE = "facts.json"
 SAMPLE_BYTES = 4096
@@ -53,10 +55,16 @@ def config_settings(cfg: Any) -> dict[str, Any]:
     Args:
         cfg: a recipe's config; `model.folder` is a Hugging Face model folder.
     """
-    flat = _flatten(OmegaConf.to_container(OmegaConf.create(to_yaml(cfg)), resolve=True))
-    settings = {key: value for key, value in flat.items() if class_of(key) != "free"}
+    flat = _flatten(
+        masked(OmegaConf.to_container(OmegaConf.create(resolved_yaml(cfg)), resolve=True))
+    )
+    settings = {k: v for k, v in flat.items() if class_of(k) != "free" and v != SECRET}
     for key in [key for key in settings if names_a_file(key, flat)]:
         settings |= _content(key, settings[key])
+    from_environment = {".".join(place) for place in kept_places(cfg)}
+    for key in settings:
+        if any(f"{place}.".startswith(f"{key}.") for place in from_environment):
+            settings[key] = _hidden(settings[key])
     if getattr(cfg, "reference", None) == "start" and cfg.adapter.start_from is not None:
         weights = local_folder(cfg.adapter.start_from) / WEIGHTS_FILE  # the reference; read again
         settings["adapter.start_from (its weights)"] = file_digest(weights)[:16]
@@ -125,6 +133,8 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
             unknown += [f"{key}={mine[key]}"] if kind == "same" and mine[key] else []
             continue
         was, now = _value(theirs, mine, key), _value(mine, theirs, key)
+        if str(now).startswith(HIDDEN) or str(was).startswith(HIDDEN):
+            was, now = _hidden(was), _hidden(now)
         # Earlier versions took any text for a path, if there was such a file.
         was_content = str(was).startswith(CONTENT) and key + WHOLE not in theirs
         if was == now or (was_content and not str(now).startswith(CONTENT)):
@@ -233,6 +243,14 @@ def _content(key: str, value: str) -> dict[str, str]:
         key: f"{CONTENT}{sampled.hexdigest()[:16]}",
         key + WHOLE: whole.hexdigest()[:32],
     }
+
+
+def _hidden(value: Any) -> Any:
+    """A digest of what was read from the environment, which may be a secret; no digests of paths'
+    contents, and of null."""
+    if value is None or str(value).startswith((HIDDEN, CONTENT)):
+        return value
+    return HIDDEN + hashlib.sha256(to_json(value).encode()).hexdigest()[:32]
 
 
 def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -61,12 +62,12 @@ def model_card(cfg: Any, folder: Path) -> str:
         head |= {"base_model_relation": "adapter" if is_adapter else "finetune"}
     head |= {"pipeline_tag": "text-generation", "tags": _tags(trained)}
     lines = [
-        f"# {name}",
+        f"# {_text(name)}",
         "",
-        f"Finetuned from `{shown}` with [qfsdp](https://github.com/qfsdp/qfsdp).",
+        f"Finetuned from {_text(shown)} with [qfsdp](https://github.com/qfsdp/qfsdp).",
     ]
     lines += ["", "| | |", "|---|---|"]
-    lines += [f"| {key} | {value} |" for key, value in _facts(trained, run)]
+    lines += [f"| {_text(key)} | {_text(value)} |" for key, value in _facts(trained, run)]
     lines += ["", "## Load it", "", *_how_to_load(shown, trained, is_adapter, name)]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
@@ -85,6 +86,16 @@ def _get(tree: Any, key: str) -> Any:
     return tree
 
 
+def _number(value: Any) -> str:
+    """A number; the text of one that is read from the environment stays an interpolation."""
+    return f"{value:g}" if isinstance(value, int | float) else str(value)
+
+
+def _text(value: str) -> str:
+    """A text without HTML, ends of lines and of cells: file names may hold any."""
+    return escape(" ".join(value.split()), quote=False).replace("|", "\\|").replace("`", "'")
+
+
 def _tags(trained: dict[str, Any]) -> list[str]:
     method = _get(trained, "adapter.method")
     return ["qfsdp", *([str(method)] if method else [])]
@@ -99,7 +110,10 @@ def _facts(trained: dict[str, Any], run: Path) -> Iterator[tuple[str, str]]:
         yield "method", "IA3"
     else:
         rank, alpha = _get(trained, "adapter.rank"), _get(trained, "adapter.alpha")
-        yield "method", f"{'DoRA' if method == 'dora' else 'LoRA'}, rank {rank}, alpha {alpha:g}"
+        yield (
+            "method",
+            f"{'DoRA' if method == 'dora' else 'LoRA'}, rank {rank}, alpha {_number(alpha)}",
+        )
     if (targets := _get(trained, "adapter.targets")) is not None:
         yield "trained linears", targets if isinstance(targets, str) else ", ".join(targets)
     if (format := _get(trained, "quantization.format")) is not None:

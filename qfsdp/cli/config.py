@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
 
@@ -34,12 +34,14 @@ from qfsdp.cli.convert import (
     schema_keys,
 )
 from qfsdp.cli.errors import UserError, shortened
+from qfsdp.cli.interpolations import masked, masked_word, redacted, resolve
 from qfsdp.cli.messages import did_you_mean, first_line, join_key, required
 from qfsdp.cli.recipes import similar_name
 
 T = TypeVar("T")
 _NULL_OR_QUOTED = re.compile(r"\s*(null|Null|NULL|None|~|'.*'|\".*\")\s*", re.DOTALL)
 MOST_CHARACTERS = 1 << 20  # of a config file
+_KEPT = "_from_environment"  # attribute of a config: place -> interpolation, and what it gave
 
 
 def load_config(schema: type[T], argv: Sequence[str]) -> T:
@@ -56,7 +58,7 @@ def load_config(schema: type[T], argv: Sequence[str]) -> T:
     """
     path, tree = read_tree(schema, argv)
     try:
-        resolved = OmegaConf.to_container(OmegaConf.create(tree), resolve=True)
+        resolved, from_environment = resolve(tree)
     except RecursionError:
         raise UserError(f"{path}: a value refers to itself; expected no ring of ${{...}}") from None
     except OmegaConfBaseException as error:
@@ -64,12 +66,18 @@ def load_config(schema: type[T], argv: Sequence[str]) -> T:
         missing = re.search(r"Interpolation key '(.*)' not found|mandatory value: (.*)$", reason)
         if missing and (name := missing[1] or missing[2]) in schema_keys(schema):
             raise required(name) from None
-        raise UserError(f"{error.full_key}: {reason}") from None
-    check_values(resolved)
+        raise UserError(redacted(f"{error.full_key}: {reason}")) from None
     try:
-        return build_section(schema, resolved, "")
+        check_values(resolved)
+        config = build_section(schema, resolved, "")
     except UnknownKey as error:
         raise UserError(explain_unknown(schema, error)) from None
+    except UserError as error:
+        raise UserError(redacted(str(error))) from None
+    built = plain_tree(config)
+    kept = {path: (text, _at(built, path)) for path, text in from_environment.items()}
+    object.__setattr__(config, _KEPT, kept)
+    return config
 
 
 def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
@@ -93,12 +101,14 @@ def _split_argv(argv: Sequence[str]) -> tuple[str, list[str]]:
         elif word.startswith("--config="):
             path = word.partition("=")[2]
         elif word.startswith("-") and "=" in word:
-            bare = word.lstrip("-")
+            bare, word = masked_word(word.lstrip("-")), masked_word(word)
             raise UserError(f"'{word}': overrides are written without dashes: {bare}")
         elif word.startswith("~") or word.partition("=")[0] not in ("", word):
             overrides.append(word)
         else:
-            raise UserError(f"'{word}' is not understood; overrides are written key=value")
+            raise UserError(
+                f"'{masked_word(word)}' is not understood; overrides are written key=value"
+            )
     if not path:
         raise UserError("no config given; expected --config FILE [key=value ...]")
     return path, overrides
@@ -168,7 +178,9 @@ def _apply_override(schema: type, tree: dict[str, Any], word: str) -> None:
     for name in parents:
         child = node.get(name)
         if isinstance(child, list):
-            raise UserError(f"{word}: '{name}' is a list; give it as a whole: {name}=[...]")
+            raise UserError(
+                f"{masked_word(word)}: '{name}' is a list; give it as a whole: {name}=[...]"
+            )
         if isinstance(child, str):  # after optimizer=torch.optim.SGD comes optimizer.lr=0.1
             child = {"_component_": child}
         node[name] = node = child if isinstance(child, dict) else {}
@@ -180,7 +192,9 @@ def _text(word: str, text: str) -> str:
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no text
-        raise UserError(f"{ascii(shortened(word))}: not UTF-8; expected UTF-8 text") from None
+        raise UserError(
+            f"{ascii(shortened(masked_word(word)))}: not UTF-8; expected UTF-8 text"
+        ) from None
     return text.strip()
 
 
@@ -188,11 +202,13 @@ def _parse_value(word: str, text: str) -> Any:
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except UnicodeEncodeError:  # bytes of the command line that are no text
-        raise UserError(f"{ascii(shortened(word))}: not UTF-8; expected UTF-8 text") from None
+        raise UserError(
+            f"{ascii(shortened(masked_word(word)))}: not UTF-8; expected UTF-8 text"
+        ) from None
     except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: over 4300 digits
-        raise UserError(f"'{shortened(word)}': the value is not valid YAML") from None
+        raise UserError(f"'{shortened(masked_word(word))}': the value is not valid YAML") from None
     except OmegaConfBaseException as error:
-        raise UserError(f"'{word}': {first_line(error)}") from None
+        raise UserError(f"'{masked_word(word)}': {first_line(error)}") from None
     return None if text == "None" else parsed["value"]
 
 
@@ -206,14 +222,43 @@ def get_key(config: Any, key: str) -> Any:
 def to_yaml(config: Any) -> str:
     """The config as YAML text, every default and interpolation written out.
 
-    `load_config` of that text gives an equal config.
+    Interpolations that read the environment stay as they are, and values of keys that look like
+    secrets are masked: others may read the text. `load_config` of it gives an equal config, but
+    for what is masked.
     """
-    return OmegaConf.to_yaml(as_omegaconf(config))
+    return OmegaConf.to_yaml(OmegaConf.create(_to_show(config, str)))
 
 
 def as_omegaconf(config: Any) -> DictConfig:
-    """The config in OmegaConf's form, every default and interpolation written out."""
-    return OmegaConf.create(plain_tree(config, _escape))
+    """As `to_yaml` in OmegaConf's form; an interpolation that stays is text, also if resolved."""
+    return OmegaConf.create(_to_show(config, _escape))
+
+
+def resolved_yaml(config: Any) -> str:
+    """The config as YAML text with all its values, secrets too: to compare, not to show."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain_tree(config, _escape)))
+
+
+def _to_show(config: Any, kept: Callable[[str], str]) -> Any:
+    plain, tree = plain_tree(config), masked(plain_tree(config, _escape))
+    for path, (text, value) in getattr(config, _KEPT, {}).items():
+        if value is not None and _at(plain, path) == value:  # not changed since it was read
+            _at(tree, path[:-1])[path[-1]] = kept(text)
+    return tree
+
+
+def kept_places(config: Any) -> list[tuple[str, ...]]:
+    """The places of a config's values that were read from the environment."""
+    return [tuple(map(str, path)) for path in getattr(config, _KEPT, {})]
+
+
+def _at(tree: Any, path: Sequence[str | int]) -> Any:
+    for name in path:
+        try:
+            tree = tree[name]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tree
 
 
 def check_components(config: Any, key: str = "") -> None:

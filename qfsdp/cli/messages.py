@@ -8,6 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Union, get_origin
 
 from qfsdp.cli.errors import UserError, shortened
+from qfsdp.cli.interpolations import masked, redacted
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",
@@ -30,7 +31,8 @@ def did_you_mean(near: str | None) -> str:
 
 def not_valid(key: str, value: Any, expected: str) -> UserError:
     """The error for a key with a wrong value."""
-    return UserError(f"{key}: {shortened(repr(value))} is not valid; expected {expected}")
+    shown = masked({key.rpartition(".")[2]: value})[key.rpartition(".")[2]]
+    return UserError(f"{key}: {redacted(shortened(repr(shown)))} is not valid; expected {expected}")
 
 
 def required(key: str) -> UserError:

@@ -95,7 +95,7 @@ def _told(cfg: Any) -> DictConfig:
     config.pop("resume", None)  # of this start, not of the run; MLflow takes no other value later
     loggers = config.get("metric_logger")
     for node in loggers if isinstance(loggers, Sequence) else [loggers or {}]:
-        node.pop("api_key", None)  # of Comet
+        node.pop("api_key", None)  # of Comet: it must not take "***" for one
     return config
 
 

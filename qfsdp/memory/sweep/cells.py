@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
-from qfsdp.cli.config import load_config, to_yaml
+from qfsdp.cli.config import load_config, resolved_yaml
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.tool_config import Training
 from qfsdp.memory.hardware import known_name
@@ -182,7 +182,7 @@ def _cell(
         if not together:
             raise UserError(f"{place}: {error}") from None
         refused = str(error)
-    content = words if cfg is None else to_yaml(cfg)
+    content = words if cfg is None else resolved_yaml(cfg)
     text = json.dumps([content, own, about], sort_keys=True, default=str)
     key = hashlib.sha256(text.encode()).hexdigest()[:12]
     return Cell(point, changes, own, cfg, words, key, place == "grid", refused)

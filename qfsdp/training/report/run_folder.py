@@ -20,6 +20,7 @@ import yaml
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import why
+from qfsdp.cli.interpolations import masked
 from qfsdp.cli.messages import join_key
 
 CONFIG, METRICS, MACHINE, SAMPLES = "config.yaml", "metrics.jsonl", "machine.json", "samples.jsonl"
@@ -101,9 +102,9 @@ def read_run(folder: Path) -> RunFolder:
 
 
 def read_config(file: Path) -> dict[str, Any]:
-    """The keys of a YAML file as "section.name"; {} if it cannot be read."""
+    """The keys of a YAML file as "section.name", secrets masked; {} if it cannot be read."""
     try:
-        return flat(yaml.safe_load(file.read_text(encoding="utf-8")))
+        return flat(masked(yaml.safe_load(file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
 
