@@ -384,5 +384,9 @@ def _host_group(mesh: DeviceMesh, world: World) -> dist.ProcessGroup:
     if world.device.type == "cpu":
         return shard_group(mesh)
     groups = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()
-    mine, _ = dist.new_subgroups_by_enumeration(groups, timeout=world.timeout, backend="gloo")
-    return mine
+    mine = next(group for group in groups if world.rank in group)
+    # A subgroup that all ranks make together hangs on NCCL: with a `device_id`, ranks outside of it
+    # call ncclCommSplit and wait for its members (pytorch#145376).
+    return dist.new_group(
+        mine, timeout=world.timeout, backend="gloo", use_local_synchronization=True
+    )

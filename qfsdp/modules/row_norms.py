@@ -63,11 +63,15 @@ def squared_norms(weight: Tensor) -> Tensor:
     return squares.square_()
 
 
+# Rank 256 needs 125 KB of shared memory (compiled for an RTX 4090, which has 99).
+MOST_RANK_OF_KERNEL = 128
+
+
 def adapted_norms(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, base_squares: Tensor
 ) -> Tensor:
     """fp32 `[rows]`, the row norms of W + scaling * B A."""
-    if has_norm_kernel(weight):
+    if has_norm_kernel(weight) and a.size(0) <= MOST_RANK_OF_KERNEL:
         from qfsdp.tensor_subclasses.nf4_norm_kernel import frozen_products
 
         return _norms(frozen_products(weight, a), a.to(weight.dtype), b * scaling, base_squares)

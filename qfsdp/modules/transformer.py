@@ -353,7 +353,8 @@ class Decoder(nn.Module):
         embedding, factors = self.model.embed_tokens, self.config.multipliers
         x = self.split.embedded(embedding, tokens) if self.split else embedding(tokens)
         if factors.rounds_embedding:
-            return x * torch.tensor(factors.embedding, dtype=x.dtype, device=x.device)
+            # `full` fills on the device; `tensor` would copy from the host and wait.
+            return x * torch.full((), factors.embedding, dtype=x.dtype, device=x.device)
         return x if factors.embedding == 1.0 else x * factors.embedding
 
     def _final(self, x: Tensor) -> Tensor:

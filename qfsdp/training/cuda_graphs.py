@@ -12,13 +12,16 @@ graph records them once, with the addresses of all tensors, and replays them. So
 So several ranks capture the norms only: these read the shards, which stay, and gather A in a
 collective that is captured with them.
 
-Passes before the capture run as ever, and count. What cannot be captured says why, once, and the
-run goes on without. `Device` is what a test replaces: no graph of CUDA has been captured by this
-code so far, so `cuda_graphs` is off unless a config turns it on.
+Passes before the capture count, and run the code that is captured, so that its kernels are loaded.
+What is known not to be captured says why, once, and the run goes on without. A capture that fails
+ends the run: PyTorch stays on the stream of the capture then, perhaps with its memory pool and
+generator, and no later result could be trusted. `Device` is what a test replaces: no graph of CUDA
+has been captured by this code so far, so `cuda_graphs` is off unless a config turns it on.
 """
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -28,6 +31,7 @@ from typing import Any, Literal, cast
 import torch
 from torch import Tensor, nn
 
+from qfsdp.cli.errors import UserError
 from qfsdp.cli.messages import first_line
 from qfsdp.data.loader import ALL_POSITIONS, Batch
 from qfsdp.distributed.gradients import trainable_parameters
@@ -49,6 +53,7 @@ class Device:
     def capture(self, fn: Callable[..., Any], inputs: Sequence[Tensor]) -> tuple[Any, Any]:
         """A graph of `fn(*inputs)` and its result, which each replay writes. Runs nothing."""
         torch.cuda.synchronize()
+        gc.collect()  # a graph that is freed during the capture would end it
         torch.cuda.empty_cache()  # of passes that ran without a graph: the pool needs it
         graph = torch.cuda.CUDAGraph()
         # The usual mode fails if another thread queries an event, as NCCL's watchdog does.
@@ -125,14 +130,13 @@ class StepGraphs:
         if self._world.rank == 0:
             print(f"cuda_graphs: {used}: {reason}", file=sys.stderr, flush=True)
 
-    def _tried(self, name: str, fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Any:
-        """The function, captured; None if it cannot be."""
+    def _captured(self, name: str, fn: Callable[..., Any], inputs: Sequence[Tensor]) -> Captured:
+        """The function, captured. Raises UserError if it cannot be."""
         try:
             return Captured(fn, inputs, self._device)
         except RuntimeError as error:
-            self._on = self._norms_on = False
-            self._say(f"{name} cannot be captured: {first_line(error)}")
-            return None
+            reason = f"{name} cannot be captured: {first_line(error)}"
+            raise UserError(f"cuda_graphs: {reason}; expected cuda_graphs=false") from error
 
     # ---- DoRA's norms ----------------------------------------------------------------------
 
@@ -140,7 +144,9 @@ class StepGraphs:
         """`refresh_dora_norms`, replayed after `WARM_UP` calls."""
         self._seen["norms"] += self._norms_on
         if self._norms_on and self._norms is None and self._seen["norms"] > WARM_UP:
-            self._norms = self._tried("norm_refresh", lambda: refresh_dora_norms(self._model), ())
+            self._norms = self._captured(
+                "norm_refresh", lambda: refresh_dora_norms(self._model), ()
+            )
         if self._norms is None:
             refresh_dora_norms(self._model)
         else:
@@ -159,7 +165,7 @@ class StepGraphs:
     def micro_batch(
         self, forward_backward: Callable[[Any], Tensor], batch: Batch, clock: StepClock
     ) -> Tensor | None:
-        """Runs a micro-batch as a graph; None if it is left to the caller.
+        """Runs a micro-batch as a graph, or as it will be captured; None: left to the caller.
 
         Args:
             forward_backward: of a batch on the device; adds gradients and returns the loss.
@@ -173,13 +179,14 @@ class StepGraphs:
         if self._pass is None:
             self._seen[str(shapes)] += 1
             if self._seen[str(shapes)] <= WARM_UP:
-                return None
+                # With a clock of one phase: what is captured has no times of its parts.
+                with clock.phase("graph"):
+                    return forward_backward(replace(batch, targets=ALL_POSITIONS))
             self._capture(forward_backward, batch, inputs)
-        if self._pass is None:
-            return None
         with clock.phase("graph"):
             prepare(self._model)
             self._restore_gradients()
+            assert self._pass is not None
             return cast(Tensor, self._pass(*inputs))
 
     def _fits(self, shapes: list[torch.Size]) -> bool:
@@ -204,7 +211,7 @@ class StepGraphs:
             changed: dict[str, Any] = dict(zip(names, given, strict=False))
             return forward_backward(replace(batch, targets=ALL_POSITIONS, **changed))
 
-        self._pass = self._tried("a micro-batch", run, inputs)
+        self._pass = self._captured("a micro-batch", run, inputs)
         self._grads = [(p, p.grad) for p in trainable_parameters(self._model) if p.grad is not None]
 
     def _restore_gradients(self) -> None:

@@ -97,7 +97,7 @@ def step_if_finite(
     """
     lr = float(optimizer.param_groups[0]["lr"])  # a tensor in some optimizers
     read = start_reading(loss, grad_norm, lr)
-    if decides_on_device(optimizer) and math.isfinite(lr):
+    if decides_on_device(optimizer, loss.device) and math.isfinite(lr):
         finite = torch.isfinite(loss) & torch.isfinite(grad_norm.to(loss.device))
         told: Any = optimizer
         told.found_inf = (~finite).float()
@@ -110,10 +110,16 @@ def step_if_finite(
     return read
 
 
-def decides_on_device(optimizer: Optimizer) -> bool:
-    """Whether a tensor can tell the optimizer to leave an update out."""
-    fused = all(group.get("fused") for group in optimizer.param_groups)
-    return fused and getattr(optimizer, "_step_supports_amp_scaling", False)
+def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a tensor on `device` can tell the optimizer to leave an update out.
+
+    Not if parameters lie in host memory: PyTorch copies the tensor to them without waiting, so the
+    optimizer could read an old value.
+    """
+    groups = optimizer.param_groups
+    fused = all(group.get("fused") for group in groups)
+    beside = all(param.device == device for group in groups for param in group["params"])
+    return fused and beside and getattr(optimizer, "_step_supports_amp_scaling", False)
 
 
 def are_finite(metrics: Mapping[str, float]) -> bool:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.distributed.split_vocabulary import splits_vocabulary
+from qfsdp.distributed.split_vocabulary import _host_group, splits_vocabulary
 from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.distributed.world import World, init_world
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from tests.ranks import run_ranks
@@ -232,3 +236,17 @@ def test_offloaded_parameters_are_not_split() -> None:
     with torch.device("meta"):
         model = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
     assert not splits_vocabulary(model, ShardingConfig(cpu_offload=True), 2, 1)
+
+
+def group_of_two(mesh_of: tuple[int, ...]) -> list[int] | None:
+    """The host group of a rank of the first subgroup, as on a GPU; the others call nothing."""
+    world: World = init_world()
+    mesh = DeviceMesh("cpu", torch.arange(world.size).view(mesh_of))
+    if world.rank >= mesh_of[-1]:
+        return None
+    on_gpu = replace(world, device=torch.device("cuda", 0))
+    return dist.get_process_group_ranks(_host_group(mesh, on_gpu))
+
+
+def test_a_host_group_is_made_by_its_members_alone() -> None:
+    assert run_ranks(4, group_of_two, (2, 2)) == [[0, 1], [0, 1], None, None]

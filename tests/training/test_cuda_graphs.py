@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfsdp.data.loader import Batch, collate
+from qfsdp.cli.errors import UserError
+from qfsdp.data.loader import ALL_POSITIONS, Batch, collate
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
@@ -137,18 +138,30 @@ def test_replayed_steps_are_steps(folder: Path, method: str, dtype: str, packed:
     assert norms.replays == STEPS - WARM_UP
 
 
-def test_what_cannot_be_captured_says_so_once(
-    folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_a_capture_that_fails_ends_the_run(folder: Path) -> None:
     def graphs_of(model: Decoder, world: World) -> StepGraphs:
         fails = StandIn(model, "operation not permitted when stream is capturing")
         return StepGraphs(model, "auto", None, world, fails)  # type: ignore[arg-type]
 
-    found, _ = train(folder, "dora", "fp32", True, graphs_of)
-    expected, _ = train(folder, "dora", "fp32", True, lambda *_: None)
-    assert found == expected
     reason = "a micro-batch cannot be captured: operation not permitted when stream is capturing"
-    assert capfd.readouterr().err == f"cuda_graphs: not used: {reason}\n"
+    with pytest.raises(UserError) as error:
+        train(folder, "dora", "fp32", True, graphs_of)
+    assert str(error.value) == f"cuda_graphs: {reason}; expected cuda_graphs=false"
+
+
+def test_passes_before_a_capture_run_its_code(folder: Path) -> None:
+    model = adapted_model(folder, AdapterConfig("lora", rank=4), dtype="fp32")
+    stand_in, seen = StandIn(model), []
+    graphs = StepGraphs(model, True, None, World(CPU), stand_in)  # type: ignore[arg-type]
+
+    def forward_backward(given: Batch) -> Tensor:
+        seen.append(given.targets)
+        return torch.zeros(())
+
+    for step in range(WARM_UP + 1):
+        assert graphs.micro_batch(forward_backward, batch(step, True), StepClock(CPU)) is not None
+    assert set(seen) == {ALL_POSITIONS}
+    assert len(stand_in.graphs) == 1
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from qfsdp.data import PackedDataset, StepLoader
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.training.memory_usage import plain_tensors
-from qfsdp.training.nonfinite import MAX_SKIPPED
+from qfsdp.training.nonfinite import MAX_SKIPPED, decides_on_device
 from qfsdp.training.throughput import StepClock
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
@@ -468,3 +468,10 @@ def test_gradients_that_are_used_at_once_cannot_be_skipped(folder: Path) -> None
     words += ["--config", f"{folder}/{FULL}.yaml", "gradient_accumulation_steps=1"]
     with pytest.raises(UserError, match="^on_nonfinite: 'skip' is not valid; expected stop, as"):
         load_config(load_recipe(FULL).Config, words)
+
+
+def test_a_parameter_on_the_host_is_not_told_by_the_device() -> None:
+    parameter = torch.nn.Parameter(torch.zeros(3))
+    optimizer = torch.optim.AdamW([parameter], fused=True)
+    assert decides_on_device(optimizer, torch.device("cpu"))
+    assert not decides_on_device(optimizer, torch.device("cuda", 0))  # sharding.cpu_offload
