@@ -10,8 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.checkpoint.compatibility import SETTINGS_FILE, check_settings, read_settings
-from qfsdp.checkpoint.digests import Damaged, Verification, check_size
+from qfsdp.checkpoint.digests import Verification, check_size
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.sealed import Damaged
 
 AUTO = "auto"
 FOLDER = "checkpoints"

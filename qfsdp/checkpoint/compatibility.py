@@ -19,7 +19,6 @@ import torch
 from omegaconf import OmegaConf
 
 from qfsdp.checkpoint.adapter_config_file import WEIGHTS_FILE
-from qfsdp.checkpoint.digests import Damaged, read_sealed, sealed_json
 from qfsdp.checkpoint.key_classes import ABSENT, NOT_RECORDED, class_of, names_a_file
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.component import Component, further_keys, passed_by_name
@@ -29,6 +28,7 @@ from qfsdp.cli.file_digests import file_digest
 from qfsdp.cli.files import to_json
 from qfsdp.cli.hub import SMALL_FILES, hub_name, local_folder
 from qfsdp.cli.interpolations import SECRET, masked
+from qfsdp.cli.sealed import Damaged, read_sealed, sealed_json
 from qfsdp.data import StepLoader, StreamLoader
 from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.data.rows import content_digest

@@ -1,8 +1,8 @@
 """Digests of a checkpoint's files: written with them, and compared before they are used.
 
-`facts.json` has the size and the SHA-256 of every other file, and, as its last value, the SHA-256
-of its own text. It holds no secret: whoever changes a file on purpose can change its digest as
-well. So digests find damage, and `safe_reader` makes sure that no file can run code.
+`facts.json` has the size and the SHA-256 of every other file, and its own (`qfsdp.cli.sealed`). It
+holds no secret: whoever changes a file on purpose can change its digest as well. So digests find
+damage, and `safe_reader` makes sure that no file can run code.
 
 SHA-256 is the fastest of the standard library's strong digests on CPUs with instructions for it:
 1.2 GB/s on one core of a Xeon (blake2b 0.9, SHA-512 0.7; crc32, which is not strong, 2.2).
@@ -11,7 +11,6 @@ SHA-256 is the fastest of the standard library's strong digests on CPUs with ins
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -21,15 +20,11 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from qfsdp.cli.files import sha256, to_json
+from qfsdp.cli.files import sha256
 from qfsdp.cli.progress import moved
+from qfsdp.cli.sealed import Damaged
 
-SEAL = "sealed"  # the last key of facts.json: the digest of the text, without this value
 THREADS = 4  # of a rank that compares digests
-
-
-class Damaged(Exception):
-    """A file or folder of a checkpoint is not as it was written; the message says which and how."""
 
 
 # ---- one file ------------------------------------------------------------------------------------
@@ -60,7 +55,7 @@ def _check_content(path: Path, name: str, expected: Mapping[str, Any]) -> None:
         moved()
     except OSError as error:
         raise Damaged(f"{name}: unreadable ({error.strerror})") from None
-    if found != expected:
+    if any(found[key] != value for key, value in expected.items()):
         raise Damaged(f"{name}: content changed (SHA-256)")
 
 
@@ -70,13 +65,14 @@ class Verification:
     Reading and hashing leave Python's lock, so that the rank reads the files meanwhile.
 
     Args:
-        files: name -> size and digest (`describe_file`).
+        files: name -> size and digest (`describe_file`), or the digest alone; in the order of
+            their names if the sizes are not known.
     """
 
     def __init__(
         self, folder: Path, files: Mapping[str, Mapping[str, Any]], rank: int, ranks: int
     ) -> None:
-        largest_first = sorted(files, key=lambda name: (-files[name]["bytes"], name))
+        largest_first = sorted(files, key=lambda name: (-files[name].get("bytes", 0), name))
         self._pool = ThreadPoolExecutor(THREADS, "verify")
         self._jobs = [
             self._pool.submit(_check_content, folder / name, name, files[name])
@@ -91,42 +87,6 @@ class Verification:
             if error is not None and not isinstance(error, Damaged):
                 raise error
         return next((str(error) for error in errors if error is not None), None)
-
-
-# ---- facts.json ----------------------------------------------------------------------------------
-
-
-def sealed_json(values: Mapping[str, Any]) -> str:
-    """`values` as JSON that ends with its own digest."""
-    text = to_json({**values, SEAL: ""}, indent=2) + "\n"
-    start, _, end = text.rpartition(f'"{SEAL}": ""')
-    return f'{start}"{SEAL}": "{hashlib.sha256(text.encode()).hexdigest()}"{end}'
-
-
-def read_sealed(path: Path) -> dict[str, Any]:
-    """The values of a file written from `sealed_json`, or of one without a digest.
-
-    Raises:
-        Damaged: the file is missing, is not a JSON object, or does not match its digest.
-    """
-    name = path.name
-    try:
-        if not path.is_file():
-            raise Damaged(f"{name}: {'not a file' if path.exists() else 'missing'}")
-        text = path.read_bytes().decode()
-        values = json.loads(text)
-    except OSError as error:
-        raise Damaged(f"{name}: unreadable ({error.strerror})") from None
-    except (ValueError, RecursionError):
-        raise Damaged(f"{name}: not JSON") from None
-    if not isinstance(values, dict):
-        raise Damaged(f"{name}: not a JSON object")
-    seal = values.pop(SEAL, None)
-    if seal is not None or "files" in values:  # earlier versions wrote neither
-        before, _, after = text.rpartition(str(seal))
-        if hashlib.sha256((before + after).encode()).hexdigest() != seal:
-            raise Damaged(f"{name}: content changed (SHA-256)")
-    return values
 
 
 # ---- while files are written ---------------------------------------------------------------------

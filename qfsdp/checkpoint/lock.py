@@ -6,14 +6,19 @@ import fcntl
 import os
 import socket
 import sys
+import time
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import not_written, why
+from qfsdp.cli.progress import moved
+from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import say
 
 LOCK_FILE = ".lock"
+_LOOK_S = 0.2
 
 
 class FolderLock:
@@ -25,16 +30,17 @@ class FolderLock:
     Args:
         folder: may be missing.
         key: the config key that names the folder, for messages.
+        wait: wait for another process that holds the lock, and say so.
 
     Raises:
-        UserError: another process holds the lock, or the folder cannot be written.
+        UserError: another process holds the lock and `wait` is false, or the folder cannot be
+            written.
     """
 
-    def __init__(self, folder: Path, key: str) -> None:
+    def __init__(self, folder: Path, key: str, wait: bool = False) -> None:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(folder / LOCK_FILE, "a+")  # noqa: SIM115
-            descriptor = self._file.fileno()
         except OSError as error:
             raise UserError(f"{key}: {not_written(folder, error)}") from None
         try:
@@ -42,6 +48,9 @@ class FolderLock:
         except BlockingIOError:
             self._file.seek(0)
             holder = self._file.read().strip() or "another process"
+            if wait:
+                self._wait(folder, key, holder)
+                return
             self._file.close()
             raise UserError(
                 f"{key}: '{folder}' is being written by {holder}; wait for its end, or set another "
@@ -50,6 +59,26 @@ class FolderLock:
         except OSError as error:  # some network file systems have no locks
             print(f"warning: {key}: '{folder}' cannot be locked: {why(error)}", file=sys.stderr)
             return
+        self._sign()
+
+    def _wait(self, folder: Path, key: str, holder: str) -> None:
+        """Waits until `holder` is done. What it writes keeps the watchdog from ending this run."""
+        say(f"{key}: '{folder}' is being written by {holder}; waiting for it ...")
+        with told_if_slow(f"{key}: waiting for {holder}"):
+            seen: object = None
+            while True:
+                try:
+                    fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    break
+                except BlockingIOError:
+                    time.sleep(_LOOK_S)
+                if (now := _changes(folder)) != seen:
+                    seen = now
+                    moved()
+        self._sign()
+
+    def _sign(self) -> None:
+        descriptor = self._file.fileno()
         with suppress(OSError):  # a full disk: the folder is locked, only without a name
             os.ftruncate(descriptor, 0)
             os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -68,3 +97,13 @@ class FolderLock:
         trace: TracebackType | None,
     ) -> None:
         self.release()
+
+
+def _changes(folder: Path) -> list[tuple[str, int, int]]:
+    """What changes in a folder while it is written."""
+    found = []
+    for entry in os.scandir(folder):
+        with suppress(OSError):
+            status = entry.stat()
+            found.append((entry.name, status.st_blocks, status.st_mtime_ns))
+    return sorted(found)

@@ -39,7 +39,7 @@ from qfsdp.checkpoint.choose import (
     step_of,
 )
 from qfsdp.checkpoint.compatibility import write_settings
-from qfsdp.checkpoint.digests import Damaged, describe_file
+from qfsdp.checkpoint.digests import describe_file
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.checkpoint.model_card import publish
 from qfsdp.checkpoint.publish import Publisher
@@ -57,6 +57,7 @@ from qfsdp.checkpoint.write_state import reason, write_state
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.cli.files import PARTIAL, sync, sync_folder, warn_of_space
 from qfsdp.cli.progress import phase
+from qfsdp.cli.sealed import Damaged
 from qfsdp.cli.signals import to_number, who_asks
 from qfsdp.cli.slow import told_if_slow
 from qfsdp.distributed.world import World

@@ -8,11 +8,12 @@ from typing import Any
 from torch import nn
 
 from qfsdp.checkpoint.choose import check_files
-from qfsdp.checkpoint.digests import Damaged, Verification
+from qfsdp.checkpoint.digests import Verification
 from qfsdp.checkpoint.finite import first_not_finite
 from qfsdp.checkpoint.state import ReadState, read_state
 from qfsdp.checkpoint.write_state import reason
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.sealed import Damaged
 from qfsdp.distributed.world import World
 
 

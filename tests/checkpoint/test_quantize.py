@@ -234,6 +234,7 @@ def test_a_manifest_that_is_not_ours(source: Path, tmp_path: Path) -> None:
     quantize(source, tmp_path)
     file = tmp_path / MANIFEST
     good = json.loads(file.read_text())
+    del good["sealed"]  # as earlier versions wrote it
     name = next(iter(good["weights"]))
     for text in (
         "[" * 100_000,

@@ -24,6 +24,7 @@ from qfsdp.checkpoint.weights.load import check_finite, fill_quantized
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.progress import Pieces, streamed
 from qfsdp.checkpoint.weights.read import Read, StoredTensor
+from qfsdp.checkpoint.weights.verify import verified
 from qfsdp.checkpoint.weights.write import (
     Group,
     PlannedFile,
@@ -86,11 +87,15 @@ def convert_folder(
     groups = {name: conversion.tensors for name, conversion in conversions.items()}
     files, folder = plan_files(groups, max_file_bytes), output.path
     known: dict[str, str] = {}
+    finished = False
     with ExitStack() as held:
         with _same_error(world, source, output):
             if world.rank == 0:
-                held.enter_context(FolderLock(folder, output.key))
-                known = output.begin()
+                held.enter_context(FolderLock(folder, output.key, wait=output.waits))
+                finished = output.is_finished()
+                known = {} if finished else output.begin()
+        if world.broadcast(finished):
+            return
         try:
             known = world.broadcast(known)
             _write_all(conversions, files, known, source, output, config, world, progress)
@@ -125,8 +130,12 @@ def _write_all(
     done: set[str] = set()
     with _same_error(world, source, output):
         try:
-            _write_weights(conversions, folder, files, {f.name for f in todo}, done, shown)
-        except (UserError, ValueError, OSError):
+            with verified(source.folder, source.weight_files):
+                _write_weights(conversions, folder, files, {f.name for f in todo}, done, shown)
+        except (UserError, ValueError, OSError) as error:
+            if isinstance(error, UserError):  # the source may be damaged, and what is made of it
+                for file in todo:
+                    (folder / file.name).unlink(missing_ok=True)
             _join_others(conversions, done)
             raise
     parts = world.gather(output.checksums(mine))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Callable
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
@@ -40,12 +41,16 @@ class ModelWeights:
         folder: its path.
         files: all tensors of the folder.
         quantized: name -> weight, of the weights that are stored quantized.
+        write_again: where the folder is a cache: `write_again(damage)` writes what is damaged anew
+            and returns the weights; every rank must call it.
         plain: name -> tensor, of all others. Experts are stacked, see `experts.py`. Layers that
             only predict further tokens (`DecoderParts.predictors`) are left out.
 
     Raises:
         UserError: see `SafetensorsFolder`; or the quantization method is unknown.
     """
+
+    write_again: Callable[[str], ModelWeights] | None = None
 
     def __init__(self, folder: str | Path) -> None:
         self.files = SafetensorsFolder(folder)
@@ -91,6 +96,11 @@ class ModelWeights:
     def formats(self) -> dict[str, str]:
         """Weight name -> format, of the weights that are stored quantized."""
         return {name: weight.format for name, weight in self.quantized.items()}
+
+    @property
+    def weight_files(self) -> list[Path]:
+        """The files that hold tensors, in the order of their names."""
+        return sorted({tensor.file for tensor in self.files.tensors.values()})
 
     @cached_property
     def fingerprint(self) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,9 +17,11 @@ from qfsdp.checkpoint.weights.huge_pages import use_huge_pages
 from qfsdp.checkpoint.weights.progress import Pieces, streamed
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles, Read, StoredTensor
+from qfsdp.checkpoint.weights.verify import WeightVerification, changed_settings, refusal
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.hub import local_folder
 from qfsdp.cli.sizes import parse_size
+from qfsdp.cli.terminal import say
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.stores import DiskStore
 from qfsdp.distributed.strategy import ShardingConfig
@@ -116,19 +118,63 @@ def load_base(
     model.tie_weights()
     if sharding.offload_base != "none":
         return_freed_memory()
-    if sharding.offload_base == "disk":
-        _leave_on_disk(model, source, parse_size(sharding.ring_memory))
+    memory = parse_size(sharding.ring_memory) if sharding.offload_base == "disk" else None
+    if memory is not None:
+        _leave_on_disk(model, source, memory)
     params = list(base_parameters(model))
     for _, param in params:
         local = local_part(param)
         use_huge_pages(local.qdata if isinstance(local, QuantizedTensor) else local)
+    damage = _fill_verified(params, source, device, progress)
+    if damage is not None and source.write_again is not None:
+        source = source.write_again(damage)
+        damage = _fill_verified(params, source, device, progress)
+        if memory is not None:
+            _leave_on_disk(model, source, memory)
+    if damage is not None:
+        raise refusal(source.folder, damage)
+    if progress and (changed := changed_settings(source.folder)):
+        names = ", ".join(changed)
+        say(f"warning: {source.folder}: not as it was written or downloaded: {names}")
+
+
+def _fill_verified(
+    params: Sequence[tuple[str, nn.Parameter]],
+    source: ModelWeights,
+    device: torch.device,
+    progress: bool,
+) -> str | None:
+    """Fills the parameters while the digests of the files are compared.
+
+    Returns:
+        How a file is damaged, or None; the same on every rank.
+
+    Raises:
+        UserError: the files are as they were written, and cannot be used.
+    """
+    verification, problem = WeightVerification(source.folder, source.weight_files), None
     reads = [read for name, param in params for read in _reads(source, name, param, device)]
-    with streamed(reads, progress) as pieces:
-        for name, param in params:
-            try:
-                _fill(param, name, source, pieces)
-            except ValueError as error:
-                raise UserError(f"{source.folder}: {error}") from None
+    try:
+        with streamed(reads, progress) as pieces:
+            for name, param in params:
+                try:
+                    _fill(param, name, source, pieces)
+                except ValueError as error:
+                    raise UserError(f"{source.folder}: {error}") from None
+    except UserError as error:
+        if any(_exchanges(source, name, param) for name, param in params):
+            # The other ranks may wait for this one's scales.
+            raise UserError(verification.own_damage() or str(error)) from None
+        problem = str(error)
+    damage, problem = verification.damage(problem)
+    if damage is None and problem is not None:
+        raise UserError(problem)
+    return damage
+
+
+def _exchanges(source: ModelWeights, name: str, param: nn.Parameter) -> bool:
+    """Whether ranks exchange scales of a parameter: it is quantized while it is loaded."""
+    return isinstance(local_part(param), QuantizedTensor) and name not in source.quantized
 
 
 def _reads(

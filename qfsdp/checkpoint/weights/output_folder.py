@@ -6,7 +6,6 @@ interruption; `ResumableFolder` keeps the files that are complete.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -14,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.checkpoint.lock import LOCK_FILE
-from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
+from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST, SETTINGS_DIGESTS
 from qfsdp.checkpoint.weights.read import INDEX
-from qfsdp.checkpoint.weights.write import PlannedFile, is_complete
+from qfsdp.checkpoint.weights.write import COPIED, PlannedFile, is_complete
 from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import PARTIAL, sha256, write_json
+from qfsdp.cli.files import PARTIAL, sha256, write_json, write_text
+from qfsdp.cli.sealed import Damaged, read_sealed, sealed_json
 
 BEGUN = "qfsdp_model.begun"
 RESUMABLE_BEGUN = MANIFEST + ".begun"
@@ -49,6 +49,15 @@ class OutputFolder:
     path: Path
     key: str = "output_dir"
     texts: Mapping[str, str] = field(default_factory=dict)
+
+    def is_finished(self) -> bool:
+        """Whether another process has finished the folder while this one waited for its lock."""
+        return False
+
+    @property
+    def waits(self) -> bool:
+        """Whether to wait for another process that writes the folder."""
+        return False
 
     def begin(self) -> dict[str, str]:
         """Prepares the folder; rank 0 calls it with the folder locked.
@@ -98,12 +107,35 @@ class ResumableFolder(OutputFolder):
         settings: what the conversion is made from and how; they must equal those of the
             interrupted conversion.
         weights: the manifest's entry for every quantized weight.
+        cache: it is a cache, which several runs may want to write at once; the first one does.
+        repair: a cache of which something is damaged.
     """
 
     settings: dict[str, Any] = field(default_factory=dict)
     weights: dict[str, Any] = field(default_factory=dict)
+    cache: bool = False
+    repair: bool = False
+
+    @property
+    def waits(self) -> bool:
+        return self.cache
+
+    def is_finished(self) -> bool:
+        return self.cache and not self.repair and (self.path / MANIFEST).is_file()
 
     def begin(self) -> dict[str, str]:
+        try:
+            return self._begin()
+        except UserError:
+            if not self.cache:
+                raise
+        # Nothing in a cache is worth keeping.
+        self._remove_weights()
+        (self.path / MANIFEST).unlink(missing_ok=True)
+        write_json(self.path / RESUMABLE_BEGUN, self.settings)
+        return {}
+
+    def _begin(self) -> dict[str, str]:
         found = [self.path / name for name in (RESUMABLE_BEGUN, MANIFEST)]
         file = next((file for file in found if file.is_file()), None)
         if file is None:
@@ -112,14 +144,14 @@ class ResumableFolder(OutputFolder):
             write_json(self.path / RESUMABLE_BEGUN, self.settings)
             return {}
         try:
-            earlier = json.loads(file.read_bytes())
+            earlier = read_sealed(file, older=True)
             settings = {name: earlier[name] for name in self.settings}
             if "source" in settings:  # the path may differ
                 settings["source"] = _same_model(settings["source"], self.settings["source"])
             checksums = dict(earlier.get("files", {}))
-        except (ValueError, KeyError, TypeError, RecursionError) as error:
+        except (Damaged, KeyError, TypeError) as error:
             raise UserError(
-                f"{self.key}: '{file}' is damaged ({error!r}); expected another folder, or remove "
+                f"{self.key}: '{file}' is damaged ({error}); expected another folder, or remove "
                 "this one"
             ) from None
         for setting, was in settings.items():
@@ -145,7 +177,11 @@ class ResumableFolder(OutputFolder):
 
     def finish(self, checksums: dict[str, str]) -> None:
         manifest = self.settings | {"weights": self.weights, "files": checksums}
-        write_json(self.path / MANIFEST, manifest)
+        others = [*(pattern for pattern in COPIED if pattern != "*.md"), "config.json"]
+        copied = {f.name for pattern in others for f in self.path.glob(pattern)}
+        names = sorted(copied - {MANIFEST})
+        manifest[SETTINGS_DIGESTS] = {name: sha256(self.path / name) for name in names}
+        write_text(self.path / MANIFEST, sealed_json(manifest))
         (self.path / RESUMABLE_BEGUN).unlink(missing_ok=True)
 
 

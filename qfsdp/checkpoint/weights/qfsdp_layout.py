@@ -11,7 +11,6 @@ The manifest `qfsdp_packed.json` lists the quantized weights, the source, and ch
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -19,10 +18,14 @@ from typing import Any
 from qfsdp.checkpoint.weights.read import SafetensorsFolder, StoredTensor
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.sealed import Damaged, read_sealed
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 MANIFEST = "qfsdp_packed.json"
 VERSION = 1
+SETTINGS_DIGESTS = (
+    "settings"  # of the manifest: name -> SHA-256 of config.json, tokenizer.json, ...
+)
 
 
 @dataclass(frozen=True)
@@ -92,15 +95,16 @@ def read_manifest(files: SafetensorsFolder) -> dict[str, Any]:
         UserError: it is missing, broken or of another version.
     """
     file = files.folder / MANIFEST
-    try:
-        manifest = json.loads(file.read_text())
-    except FileNotFoundError:
+    if not file.exists():
         raise UserError(
             f"{file} does not exist; the folder is not complete: run recipes/quantize again"
+        )
+    try:
+        manifest = read_sealed(file, older=True)
+    except Damaged as error:
+        raise UserError(
+            f"{files.folder}: {error}; expected it as recipes/quantize wrote it"
         ) from None
-    except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{file}: cannot be read: {error}") from None
-    manifest = manifest if isinstance(manifest, dict) else {}
     if manifest.get("version") != VERSION:
         raise UserError(f"{file}: version {manifest.get('version')!r}; expected {VERSION}")
     weights, source = manifest.get("weights"), manifest.get("source")

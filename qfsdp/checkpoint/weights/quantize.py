@@ -35,8 +35,10 @@ from qfsdp.checkpoint.weights.qfsdp_layout import (
     write_quantized,
 )
 from qfsdp.checkpoint.weights.read import STORED_DTYPES
+from qfsdp.checkpoint.weights.verify import changed_settings
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, SafetensorsFile
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.terminal import say
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
@@ -56,6 +58,8 @@ def quantize_folder(
     layout: Layout = "qfsdp",
     max_file_bytes: int = MAX_FILE_BYTES,
     key: str = "output_dir",
+    cache: bool = False,
+    repair: bool = False,
 ) -> None:
     """Writes a model folder with the targeted linears quantized.
 
@@ -67,6 +71,7 @@ def quantize_folder(
         layout: "qfsdp" (docs/internals/quantized-folders.md), or "bnb", which transformers loads
             with bitsandbytes.
         key: the config key of `folder`, for messages.
+        cache, repair: see `ResumableFolder`.
 
     Raises:
         UserError: the weights do not match their config.json, or see `convert_folder`.
@@ -88,7 +93,7 @@ def quantize_folder(
         "source": _source(weights) if world.rank == 0 else None,  # which rank 0 writes
     }
     entries = {n: {"format": w.format, "shape": list(w.shape)} for n, w in quantized.items()}
-    output = ResumableFolder(folder, key, settings=settings, weights=entries)
+    output = ResumableFolder(folder, key, {}, settings, entries, cache, repair)
     config = json.loads((weights.folder / "config.json").read_text())
     if layout == "qfsdp":
         section = {"quant_method": "qfsdp", "format": quantization.format}
@@ -169,6 +174,33 @@ def open_weights(
     digest = hashlib.sha256(targets.encode()).hexdigest()[:12]
     name = f"{weights.folder.resolve().name}-{quantization.format}-{digest}"
     folder = Path(config.quantize_cache).expanduser() / name
-    if not world.broadcast((folder / MANIFEST).is_file()):
-        quantize_folder(weights, quantization, folder, world, key="model.quantize_cache")
-    return ModelWeights(folder)
+    key = "model.quantize_cache"
+
+    def write(damage: str | None = None) -> ModelWeights:
+        if damage is not None and world.rank == 0:
+            say(f"warning: {key}: '{folder}' is damaged ({damage}); quantizing again")
+        repair = damage is not None
+        quantize_folder(weights, quantization, folder, world, key=key, cache=True, repair=repair)
+        return ModelWeights(folder)
+
+    if world.broadcast((folder / MANIFEST).is_file()):
+        found, damage = _opened(folder, quantization)
+        damage = next(filter(None, world.gather(damage)), None)
+        found = found if damage is None else write(damage)
+    else:
+        found = write()
+    assert found is not None
+    found.write_again = write
+    return found
+
+
+def _opened(
+    folder: Path, quantization: QuantizationConfig
+) -> tuple[ModelWeights | None, str | None]:
+    """The weights of a cache, or why they cannot be used."""
+    try:
+        found = ModelWeights(folder)
+        found.check(quantized_model(found, quantization))
+    except UserError as error:
+        return None, str(error).removeprefix(f"{folder}: ").removeprefix(f"{folder}/")
+    return found, next((f"{name}: content changed" for name in changed_settings(folder)), None)
