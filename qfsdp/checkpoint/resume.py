@@ -79,8 +79,7 @@ class CheckpointConfig:
     Fields:
         every_n_steps: save after this many updates, or null.
         every_minutes: save after this many minutes, or null. Both may be set.
-        keep_last: number of checkpoints to keep; older ones are deleted after a newer one is
-            complete.
+        keep_last: number of checkpoints to keep; older ones go after a newer one is complete.
         on_failure: after a failed save (a full disk), "stop" ends the run with an error and
             "continue" prints a warning.
         asynchronous: write in the background; false: training waits for the write.
