@@ -17,8 +17,9 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.choose_template import say_once
 from qfsdp.data.loader import IGNORE_INDEX
-from qfsdp.data.messages import NotText, as_message, as_tools, from_json, text_of
+from qfsdp.data.messages import NotText, as_message, as_tools, from_json, text_of, unfilled
 from qfsdp.data.reading import reads_rows
 from qfsdp.data.rows import Row, Rows, load_rows, require_column
 from qfsdp.data.tokenized_dataset import TokenizedDataset, TokenizedRow, Unusable, tokenize_rows
@@ -30,6 +31,14 @@ if TYPE_CHECKING:
 
 Tokenizer = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A torchtune tokenizer or `HFTokenizer`: `{"messages": list[Message]}` -> `{"tokens", "mask"}`."""
+
+_OF_OTHERS = {
+    "system": "system_column",
+    "history": "history_column",
+    "functions": "tools_column",
+    "tools": "tools_column",
+}
+"""Columns that hold parts of conversations in data of other projects -> the key that names them."""
 
 Chat = dict[str, Any]
 """`{"messages": [...], "tools": [...] or None}`, messages with the key `masked`."""
@@ -45,6 +54,8 @@ def instruct_dataset(
     data_files: str | None = None,
     prompt_column: str = "prompt",
     answer_column: str = "answer",
+    system_column: str | None = None,
+    history_column: str | None = None,
     system_prompt: str | None = None,
     prompt_template: str | None = None,
     train_on_input: bool = False,
@@ -62,38 +73,36 @@ def instruct_dataset(
         split, subset, data_files: as in `load_rows`.
         prompt_column: column with the prompt. Ignored if `prompt_template` is given.
         answer_column: column with the answer.
-        system_prompt: a system message for every row.
+        system_column: column with a system message. Rows may have none.
+        history_column: column with the turns before: a list of pairs of a question and an answer,
+            or of messages, or JSON text of one. Rows may have none. Their answers are trained too.
+        system_prompt: a system message for rows without one.
         prompt_template: format string that makes the prompt from columns, such as
             "{instruction}\\n{input}". White space around the result is removed.
-        train_on_input: train on the prompt as well, but never on `system_prompt`.
+        train_on_input: train on the prompt as well, but never on the system message.
         max_rows: use only the first `max_rows` rows.
 
     Raises:
         UserError: the source, a column or the template is wrong, or no row can be used.
     """
     rows = load_rows(source, split, subset, data_files, max_rows)
-    columns = [] if prompt_template is None else _template_columns(prompt_template)
-    if prompt_template is None:
-        require_column("prompt_column", prompt_column, rows, source)
+    key, columns = _prompt_columns(prompt_column, prompt_template)
     for column in columns:
-        require_column("prompt_template", column, rows, source)
+        require_column(key, column, rows, source)
     require_column("answer_column", answer_column, rows, source)
+    named = {"system_column": system_column, "history_column": history_column}
+    check_columns(rows, source, named, {*columns, answer_column})
 
     def to_chat(row: Row) -> Chat:
-        if prompt_template is None:
-            prompt = text_of(row[prompt_column])
-            if not prompt and not isinstance(row[prompt_column], str):
-                raise UserError(f"nothing in column {prompt_column!r}; expected text")
-        else:
-            prompt = _filled(prompt_template, columns, row)
+        earlier = [] if history_column is None else row[history_column]
+        prompt = _prompt(row, prompt_template, columns)
         messages = [
+            *_history(earlier, train_on_input),
             {"role": "user", "content": prompt, "masked": not train_on_input},
             {"role": "assistant", "content": text_of(row[answer_column]), "masked": False},
         ]
-        check_answer(messages[1])
-        if system_prompt is not None:
-            messages.insert(0, {"role": "system", "content": system_prompt, "masked": True})
-        return {"messages": messages}
+        check_answer(messages[-1])
+        return {"messages": with_system(system_of(row, system_column) or system_prompt, messages)}
 
     return _tokenize(tokenizer, rows, to_chat, source)
 
@@ -107,6 +116,7 @@ def chat_dataset(
     subset: str | None = None,
     data_files: str | None = None,
     messages_column: str = "messages",
+    system_column: str | None = None,
     tools_column: str | None = "tools",
     train_on_input: bool = False,
     train_on_last_turn_only: bool = False,
@@ -116,13 +126,14 @@ def chat_dataset(
 
     Messages have OpenAI's format `{"role", "content"}` or ShareGPT's format `{"from", "value"}`.
     They may have tool calls, which are trained, and results of tools, which are not; see
-    `qfsdp.data.messages`. A message with `weight` 0 is not trained. Skips rows without an answer,
-    with an empty answer, or without a trained token within the tokenizer's `max_seq_len`. One log
-    line counts them.
+    `qfsdp.data.messages`. A message with `weight` 0 or `train` false is not trained. Skips rows
+    without an answer, with an empty answer, or without a trained token within the tokenizer's
+    `max_seq_len`. One log line counts them.
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
         messages_column: column with the messages: a list, or JSON text of one.
+        system_column: column with a system message, for rows whose messages begin with none.
         tools_column: column with the functions that the assistant may call: a list of JSON schemas,
             or JSON text of one. Rows may have none. Null: the template sees no functions.
         train_on_input: train on all messages instead of the assistant's only.
@@ -135,9 +146,9 @@ def chat_dataset(
     """
     rows = load_rows(source, split, subset, data_files, max_rows)
     require_column("messages_column", messages_column, rows, source)
-    if tools_column not in (None, "tools"):
-        require_column("tools_column", tools_column, rows, source)
-    options = (train_on_input, train_on_last_turn_only, tools_column)
+    named = {"system_column": system_column, "tools_column": tools_column}
+    check_columns(rows, source, named, {messages_column})
+    options = (train_on_input, train_on_last_turn_only, tools_column, system_column)
     return tokenize_conversations(
         tokenizer, rows, source, lambda row: row[messages_column] or [], *options
     )
@@ -151,6 +162,7 @@ def tokenize_conversations(
     train_on_input: bool,
     train_on_last_turn_only: bool,
     tools_column: str | None = None,
+    system_column: str | None = None,
 ) -> TokenizedDataset:
     """Tokenizes rows that `turns_of` turns into lists of messages; see `chat_dataset`.
 
@@ -177,9 +189,66 @@ def tokenize_conversations(
         if train_on_last_turn_only:
             for message in answers[:-1]:
                 message["masked"] = True
+        messages = with_system(system_of(row, system_column), messages)
         return {"messages": messages, "tools": as_tools(row.get(tools_column or ""))}
 
     return _tokenize(tokenizer, rows, to_chat, source)
+
+
+def check_columns(
+    rows: Any, source: str, named: Mapping[str, str | None], read: set[str | None]
+) -> None:
+    """Says which columns are not read that hold parts of conversations in other projects' data.
+
+    Args:
+        named: the builder's keys for such columns and their values.
+        read: more columns that the builder reads.
+
+    Raises:
+        UserError: there is no column of a name in `named`, except of the default `tools`.
+    """
+    for key, name in named.items():
+        if name not in (None, "tools"):
+            require_column(key, name, rows, source)
+    for column, key in _OF_OTHERS.items():
+        if column in rows.column_names and column not in {*named.values(), *read}:
+            hint = f"; dataset.{key}={column} reads it" if key in named else ""
+            say_once(f"{source}: column {column!r} is not read{hint}")
+
+
+def system_of(row: Row, column: str | None) -> str | None:
+    """The system message in a column; None: there is none."""
+    return None if column is None else text_of(row[column]).strip() or None
+
+
+def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with a system message before them, which is not trained, if they have none."""
+    if system is None or (messages and messages[0]["role"] in ("system", "developer")):
+        return messages
+    return [{"role": "system", "content": system, "masked": True}, *messages]
+
+
+def _history(value: Any, train_on_input: bool) -> list[dict[str, Any]]:
+    """The messages of `history_column`."""
+    turns = from_json("history", value or [])
+    if not isinstance(turns, list):
+        raise UserError(f"history: {str(turns)[:60]!r}; expected a list of pairs or messages")
+    messages = []
+    for turn in turns:
+        if isinstance(turn, list) and len(turn) == 2:
+            pair = zip(("user", "assistant"), turn, strict=True)
+            turns_of_pair = [{"role": role, "content": text_of(text)} for role, text in pair]
+        else:
+            turns_of_pair = [turn]
+        messages += [_to_message(one, train_on_input) for one in turns_of_pair]
+    return messages
+
+
+def _prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:
+    """The key that names the columns of a prompt, and the columns."""
+    if template is None:
+        return "prompt_column", [column]
+    return "prompt_template", _template_columns(template)
 
 
 def _template_columns(template: str) -> list[str]:
@@ -193,6 +262,16 @@ def _template_columns(template: str) -> list[str]:
             "expected column names in braces, such as {question}"
         )
     return columns
+
+
+def _prompt(row: Row, template: str | None, columns: Sequence[str]) -> str:
+    """The filled template; without one, the text of the only column."""
+    if template is not None:
+        return _filled(template, columns, row)
+    prompt = text_of(row[columns[0]])
+    if not prompt and not isinstance(row[columns[0]], str):
+        raise UserError(f"nothing in column {columns[0]!r}; expected text")
+    return prompt
 
 
 def _filled(template: str, columns: Sequence[str], row: Row) -> str:
@@ -231,7 +310,11 @@ def _to_message(turn: Any, train_on_input: bool) -> dict[str, Any]:
     answers = message["role"] == "assistant"
     if answers:
         check_answer(message)
-    return message | {"masked": not ((train_on_input or answers) and turn.get("weight") != 0)}
+    train = turn.get("train")
+    if train not in (None, True, False):
+        raise UserError(f"train: {str(train)[:60]!r} of a message; expected true or false")
+    trained = (train_on_input or answers) and train in (None, True) and turn.get("weight") != 0
+    return message | {"masked": not trained}
 
 
 def _tokenize(
@@ -262,7 +345,7 @@ class ChatRows:
         found: dict[int, TokenizedRow] = {}
         for index, row in enumerate(rows):
             try:
-                chats[index] = self.to_chat(row)
+                chats[index] = self.to_chat(unfilled(row))
             except (Unusable, UserError) as problem:
                 found[index] = TokenizedRow(problem=problem)
         tokenized = self._tokenize(list(chats.values()))

@@ -5,8 +5,9 @@
         {"type": "function", "function": {"name": "weather", "arguments": {"city": "Paris"}}}]}
     {"role": "tool", "name": "weather", "content": "18 degrees"}
 
-Parquet files and the `datasets` library give every row all keys that any row has, with None for
-those that are missing. So None is left out everywhere, except as the content of a message.
+Keys with None of a message or a call are left out, except the content of a message. In arguments
+and schemas null is a value like others. Parquet files and the `datasets` library give every row all
+keys that any row has, with None for those that are missing: `unfilled` removes these.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from decimal import Decimal
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.file_rows import FileRow
 from qfsdp.data.json_lines import value_of
 
 ROLES = {
@@ -34,7 +36,8 @@ ROLES = {
 }
 """Role in OpenAI's or ShareGPT's format, old or new -> role of a chat template."""
 
-_OWN_KEYS = ("role", "content", "from", "value", "weight", "masked", "function_call", "tool_calls")
+_OWN_KEYS = ("role", "content", "from", "value", "function_call", "tool_calls")
+_OF_TRAINING = ("weight", "train", "masked")
 
 
 class NotText(UserError):
@@ -73,8 +76,9 @@ def as_message(turn: Any) -> dict[str, Any]:
         calls = calls if isinstance(calls, list) else [calls]
     elif not calls and turn.get("function_call"):
         calls = [{"type": "function", "function": turn["function_call"]}]
-    kept = {key: value for key, value in turn.items() if key not in _OWN_KEYS}
-    message = {"role": role, "content": _content(content), **without_none(kept)}
+    own = (*_OWN_KEYS, *_OF_TRAINING)
+    kept = {key: value for key, value in _given(turn).items() if key not in own}
+    message = {"role": role, "content": _content(content), **kept}
     if calls:
         message["tool_calls"] = _tool_calls(calls)
     elif content is None:
@@ -92,7 +96,7 @@ def as_tools(value: Any) -> list[Any] | None:
     Raises:
         UserError: it is something else.
     """
-    tools = None if value == "" else without_none(from_json("tools", value))
+    tools = None if value == "" else from_json("tools", value)
     if tools is None:
         return None
     if not isinstance(tools, list):
@@ -113,13 +117,23 @@ def function_name(entry: Any) -> str | None:
     return name if isinstance(name, str) and name else None
 
 
-def without_none(value: Any) -> Any:
-    """The value without the keys that `datasets` has filled with None, at any depth."""
+def unfilled(row: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A row; one of a table without the keys in its values that are None, at any depth."""
+    if isinstance(row, FileRow) and row.file.suffix != ".parquet":
+        return row
+    return {name: _without_none(value) for name, value in row.items()}
+
+
+def _without_none(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {key: without_none(inner) for key, inner in value.items() if inner is not None}
+        return {key: _without_none(inner) for key, inner in _given(value).items()}
     if isinstance(value, list):
-        return [without_none(inner) for inner in value]
+        return [_without_none(inner) for inner in value]
     return value
+
+
+def _given(value: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: inner for key, inner in value.items() if inner is not None}
 
 
 def _tool_calls(calls: Any) -> list[dict[str, Any]]:
@@ -132,8 +146,8 @@ def _tool_calls(calls: Any) -> list[dict[str, Any]]:
             raise UserError(
                 f"{place}: {str(call)[:60]!r}; expected an object with the function's name"
             )
-        call = without_none(call)
-        inner = call.get("function", call)
+        call = _given(call)
+        inner = _given(call.get("function", call))
         arguments = inner.get("arguments")
         if isinstance(arguments, str) and arguments.strip():
             arguments = from_json(f"{place}: arguments", arguments)

@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.conversations import Tokenizer
+from qfsdp.data.conversations import Tokenizer, check_columns
 from qfsdp.data.preference_rows import Columns, PreferenceRows, labelled, pair_of
 from qfsdp.data.preferences import Preferences
 from qfsdp.data.reading import current, reads_rows
@@ -127,12 +127,12 @@ def _rows(columns: Columns, own: dict[str, str], source: str, *of_source: Any) -
     if current().streaming:
         raise UserError("dataset.streaming: true; expected false: preference data is not streamed")
     rows = load_rows(source, *of_source)
-    named = own | {"prompt_column": columns.prompt, "system_column": columns.system}
-    if columns.tools != "tools":
-        named["tools_column"] = columns.tools
+    named = own | {"prompt_column": columns.prompt}
     for key, column in named.items():
         if column is not None:
             require_column(key, column, rows, source)
+    optional = {"system_column": columns.system, "tools_column": columns.tools}
+    check_columns(rows, source, optional, set(named.values()))
     return rows
 
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.conversations import Chat, ChatRows, Tokenizer, check_answer
-from qfsdp.data.messages import NotText, as_message, as_tools, text_of
+from qfsdp.data.messages import NotText, as_message, as_tools, text_of, unfilled
 from qfsdp.data.row_tokenizer import TokenizedRow, Unusable
 from qfsdp.data.rows import Row
 
@@ -60,7 +60,7 @@ class PreferenceRows:
         ranges: list[slice | Unusable | UserError] = []
         for row in rows:
             try:
-                new = self.to_chats(row)
+                new = self.to_chats(unfilled(row))
             except (Unusable, UserError) as problem:
                 ranges.append(problem)
             else:

@@ -302,3 +302,79 @@ def test_importing_needs_torch_only() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert result.stdout.strip() == "[]"
+
+
+def _asked(text: str) -> dict[str, Any]:
+    return {"role": "user", "content": text}
+
+
+def _said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+@pytest.mark.parametrize(
+    "history", [[["a", "b"]], '[["a", "b"]]', [_asked("a"), _said("b")], None, "", []]
+)
+def test_system_and_history_of_other_projects(
+    tokenizer: HFTokenizer, tmp_path: Path, history: Any
+) -> None:
+    """LLaMA-Factory's columns: the same sample as of the conversation written out."""
+    row = {"prompt": "c", "answer": "d", "system": "Be short.", "history": history}
+    source = write(tmp_path / "a.jsonl", [row, {**row, "system": None}])
+    keys = {"system_column": "system", "history_column": "history"}
+    given = instruct_dataset(tokenizer, source=source, system_prompt="Else.", **keys)
+    earlier = [_asked("a"), _said("b")] if history else []
+    rows = [
+        {"messages": [{"role": "system", "content": text}, *earlier, _asked("c"), _said("d")]}
+        for text in ("Be short.", "Else.")
+    ]
+    written = chat_dataset(tokenizer, source=write(tmp_path / "b.jsonl", rows))
+    assert [given[0], given[1]] == [written[0], written[1]]
+    columns = [
+        {"text": row["messages"][1:], "system": row["messages"][0]["content"]} for row in rows
+    ]
+    source = write(tmp_path / "c.jsonl", columns)
+    options = {"messages_column": "text", "system_column": "system"}
+    apart = chat_dataset(tokenizer, source=source, **options)
+    assert [apart[0], apart[1]] == [written[0], written[1]]
+
+
+def test_malformed_history(tokenizer: HFTokenizer, tmp_path: Path) -> None:
+    for value, words in (
+        ("[", "not valid JSON"),
+        ({"a": 1}, "expected a list of pairs"),
+        ([1], ""),
+    ):
+        source = write(tmp_path / "a.jsonl", [{"prompt": "c", "answer": "d", "past": value}])
+        with pytest.raises(UserError, match=f"row 1.*{words}"):
+            instruct_dataset(tokenizer, source=source, history_column="past")
+
+
+@pytest.mark.parametrize("key", [{"train": False}, {"weight": 0}])
+def test_a_turn_that_is_not_trained(tokenizer: HFTokenizer, tmp_path: Path, key: Any) -> None:
+    turns = [_asked("a"), _said("b", **key), _asked("c"), _said("d", train=True)]
+    dataset = chat_dataset(tokenizer, source=write(tmp_path / "a.jsonl", [{"messages": turns}]))
+    assert texts(tokenizer, dataset)[1] == "d<|im_end|>"
+    turns[1]["train"] = "no"
+    with pytest.raises(UserError, match="train: 'no' of a message; expected true or false"):
+        chat_dataset(tokenizer, source=write(tmp_path / "b.jsonl", [{"messages": turns}]))
+
+
+def test_unread_columns_of_other_projects_are_named(
+    tokenizer: HFTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    extra = {"system": "s", "history": [], "functions": [], "tools": []}
+    pairs = write(tmp_path / "pairs.jsonl", [PAIRS[0] | extra])
+    instruct_dataset(tokenizer, source=pairs, system_column="system")
+    said = [record.getMessage() for record in caplog.records]
+    assert f"{pairs}: column 'history' is not read; dataset.history_column=history reads it" in said
+    assert f"{pairs}: column 'functions' is not read" in said
+    assert not any("'system'" in line for line in said)
+    chats = write(tmp_path / "chats.jsonl", [{"messages": CHAT} | extra])
+    caplog.clear()
+    chat_dataset(tokenizer, source=chats)
+    said = [record.getMessage() for record in caplog.records]
+    assert (
+        f"{chats}: column 'functions' is not read; dataset.tools_column=functions reads it" in said
+    )
+    assert not any("'tools'" in line for line in said)

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from datasets import Dataset
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data import chat_dataset, hf_tokenizer, sharegpt_dataset
-from qfsdp.data.messages import as_message, as_tools
+from qfsdp.data.messages import as_message, as_tools, unfilled
+from qfsdp.data.rows import load_rows
 from tests.data.test_conversations import texts, write
 from tests.data.test_tokenizer import (
     CHAT,
@@ -229,11 +231,28 @@ def test_malformed_tools(tools: Any, words: str) -> None:
         as_tools(tools)
 
 
-def test_filled_keys_are_removed() -> None:
-    filled = call("weather", city="Rome", zone=None) | {"index": None}
-    message = {"role": "assistant", "content": None, "name": None, "tool_calls": [filled]}
-    cleaned = call("weather", city="Rome")
-    assert as_message(message) == {"role": "assistant", "content": None, "tool_calls": [cleaned]}
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_null_in_arguments_stays_and_filled_keys_are_removed(tmp_path: Path, kind: str) -> None:
+    """In JSON, null is what the row says; a table has it where other rows have a value."""
+    first = call("weather", city="Rome", zone=None) | {"index": None}
+    second = call("weather", city="Rome", zone="B") | {"index": 1}
+    tool = {"name": "weather", "parameters": {"default": None}}
+    rows = [
+        {"messages": [{"role": "assistant", "content": None, "tool_calls": [one]}], "tools": [tool]}
+        for one in (first, second)
+    ]
+    file = tmp_path / f"a.{kind}"
+    if kind == "jsonl":
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        Dataset.from_list(rows).to_parquet(file)
+    read = unfilled(next(iter(load_rows(str(file), "train"))))
+    arguments = {"city": "Rome"} | ({"zone": None} if kind == "jsonl" else {})
+    cleaned = call("weather", **arguments)
+    message = {"role": "assistant", "content": None, "tool_calls": [cleaned]}
+    assert as_message(read["messages"][0]) == message
+    schema = {"default": None} if kind == "jsonl" else {}
+    assert (as_tools(read["tools"]) or [{}])[0].get("parameters", {}) == schema
     kept = call("f") | {"function": {"name": "f", "arguments": '{"a": null}'}}
     message["tool_calls"] = [kept]
     assert as_message(message)["tool_calls"][0]["function"]["arguments"] == {"a": None}
