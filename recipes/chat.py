@@ -25,6 +25,7 @@ from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.cli.component import Component
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.launch import launch
+from qfsdp.cli.printable import printable
 from qfsdp.cli.ranks import check_one_process
 from qfsdp.cli.slow import told_if_slow
 from qfsdp.distributed.strategy import ShardingConfig
@@ -125,11 +126,6 @@ class Conversation:
         return "".join(pieces)
 
 
-def printable(text: str) -> str:
-    """`text` without control characters: a model must not move the cursor or clear the screen."""
-    return "".join(c for c in text if c in "\n\t" or not (ord(c) < 32 or 127 <= ord(c) < 160))
-
-
 def command(conversation: Conversation, line: str) -> bool:
     """Obeys a line that begins with "/"; returns whether the conversation goes on."""
     name, _, rest = line.partition(" ")
@@ -166,7 +162,7 @@ def talk(conversation: Conversation) -> None:
             elif line:
                 conversation.answer(line)
         except UserError as error:
-            print(error, flush=True)
+            print(printable(str(error)), flush=True)
 
 
 @explain_out_of_memory

@@ -30,6 +30,7 @@ from qfsdp.cli.component import Component
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.files import not_written, write_text
 from qfsdp.cli.launch import launch
+from qfsdp.cli.printable import printable, printable_json
 from qfsdp.data.json_lines import check_new_file, read_rows, to_lines
 from qfsdp.data.messages import text_of
 from qfsdp.distributed.strategy import ShardingConfig
@@ -126,23 +127,23 @@ def stream(
 
     def show(new: list[int | None]) -> None:
         if new and new[0] is not None:
-            print(text.push(new[0]), end="", flush=True)
+            print(printable(text.push(new[0])), end="", flush=True)
 
     generate(model, [prompt] if world.rank == 0 else [], cfg.sampling, stops, world, show)
     if world.rank == 0:
-        print(text.end(), flush=True)
+        print(printable(text.end()), flush=True)
 
 
 def write_answers(rows: list[dict[str, Any]], texts: list[str], output: str | None) -> None:
     """Writes the rows with their answers as JSON lines; if that fails, to standard output."""
     lines = to_lines(row | {COMPLETION: text} for row, text in zip(rows, texts, strict=True))
     if output is None:
-        print(lines, end="")
+        print(printable_json(lines), end="")
         return
     try:
         write_text(Path(output).expanduser(), lines)
     except OSError as error:
-        print(lines, end="", flush=True)
+        print(printable_json(lines), end="", flush=True)
         failed = not_written(Path(output), error)
         raise UserError(f"output: {failed}; the answers are on standard output") from None
 

@@ -27,6 +27,7 @@ from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.cli.files import write_json
 from qfsdp.cli.launch import launch
+from qfsdp.cli.printable import printable
 from qfsdp.cli.ranks import check_one_process
 from qfsdp.cli.terminal import bar
 from qfsdp.evaluation.judging.exchanges import EndpointConfig, Exchanges
@@ -214,7 +215,7 @@ def main(cfg: Config) -> None:
         trial = asyncio.run(run_all(cfg, questions, exchanges))
         results = trial.results()
         write_json(folder / "results.json", results)
-    print(table(results))
+    print(printable(table(results)))
     print(f"{exchanges.sent} exchanges, {exchanges.known} known before: {folder}/exchanges.jsonl")
 
 

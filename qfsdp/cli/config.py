@@ -34,8 +34,9 @@ from qfsdp.cli.convert import (
     schema_keys,
 )
 from qfsdp.cli.errors import UserError, shortened
-from qfsdp.cli.interpolations import masked, masked_word, redacted, resolve
+from qfsdp.cli.interpolations import masked, masked_word, resolve
 from qfsdp.cli.messages import did_you_mean, first_line, join_key, required
+from qfsdp.cli.printable import redacted
 from qfsdp.cli.recipes import similar_name
 
 T = TypeVar("T")

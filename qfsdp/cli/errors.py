@@ -10,6 +10,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+from qfsdp.cli.printable import printable, redacted
+
 MOST_INTEGER = 2**63 - 1  # of torch
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
 
@@ -78,7 +80,7 @@ def user_errors() -> Iterator[None]:
             time.sleep(_RANK_0_GOES_FIRST_S)
         prefix = "" if rank == "0" else f"rank {rank}: "
         sys.stdout.flush()
-        print(f"error: {prefix}{error}", file=sys.stderr, flush=True)
+        print(f"error: {prefix}{printable(redacted(str(error)))}", file=sys.stderr, flush=True)
         if "LOCAL_RANK" in os.environ:
             # A normal exit can abort in gloo's threads, see `ranks.leave_process_group`.
             os._exit(USER_ERROR_STATUS)

@@ -6,6 +6,7 @@ file is removed and an earlier file of that name is unchanged.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -66,7 +67,8 @@ def whole_file(path: Path) -> Iterator[Path]:
         partial.touch()
         mode = partial.stat().st_mode
         yield partial
-        partial.chmod(mode)
+        with suppress(PermissionError):  # FAT and some network file systems have no modes
+            partial.chmod(mode)
         sync(partial)
         partial.replace(path)
     except BaseException:
@@ -91,9 +93,19 @@ def sync(path: Path) -> None:
     """Syncs a file, or the entries of a folder, to disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
-        os.fsync(descriptor)
+        fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def fsync(descriptor: int) -> None:
+    """Syncs to disk, where that exists: some network and FUSE file systems have it not for folders,
+    or for nothing."""
+    try:
+        os.fsync(descriptor)
+    except OSError as error:
+        if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):
+            raise
 
 
 def sync_folder(folder: Path) -> None:

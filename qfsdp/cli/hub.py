@@ -23,7 +23,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -375,5 +375,6 @@ def _one_process() -> Iterator[None]:
     """One process of this machine at a time."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with open(cache_folder() / ".qfsdp.lock", "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        with suppress(OSError):  # a network file system without locks; files are renamed whole
+            fcntl.flock(lock, fcntl.LOCK_EX)
         yield

@@ -14,6 +14,7 @@ from omegaconf import DictConfig, ListConfig, OmegaConf
 from omegaconf.base import Container
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.printable import READ
 
 MOST_STEPS = 5_000  # names looked up: twelve lines of ten each stand for 10**12
 MOST_LENGTH = 1 << 20  # characters and values that these lookups give, in all
@@ -28,7 +29,6 @@ _SECRET_NAMES = re.compile(
 # Tokens of a tokenizer.
 _TOKENS = re.compile(r".*(eos|bos|pad|unk|mask|sep|cls|image|stop|end|begin|start)_?token", re.I)
 _PATHS = ("/", "~", ".")  # values that begin so are paths, which errors should name
-_shown: dict[str, str] = {}  # value read from the environment -> its interpolation
 
 Path = tuple[str | int, ...]
 
@@ -54,16 +54,6 @@ def masked_word(word: str) -> str:
     """A `key=value` word of a command line with its value masked if the key looks like a secret."""
     key, equals, value = word.partition("=")
     return f"{key}={SECRET}" if value and is_secret(key.rpartition(".")[2]) else word
-
-
-def redacted(text: str) -> str:
-    """A message with interpolations in place of what they have read from the environment."""
-    for value, written in sorted(_shown.items(), key=lambda entry: -len(entry[0])):
-        if len(value) >= 8:
-            text = text.replace(value, written)
-        else:  # "1" stands in every message
-            text = text.replace(repr(value), repr(written))
-    return text
 
 
 def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
@@ -110,7 +100,7 @@ def _note(value: Any, written: str) -> None:
         for entry in value.values() if isinstance(value, dict) else value:
             _note(entry, written)
     elif isinstance(value, str) and value and not value.startswith(_PATHS):
-        _shown[value] = written
+        READ[value] = written
 
 
 def _texts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:

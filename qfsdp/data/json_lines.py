@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import stat
 import sys
@@ -12,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, to_json
+from qfsdp.cli.files import PARTIAL, not_written, to_json
 
 MAX_LINE = 2**28  # bytes of a line of JSON; a file without line ends must not fill the memory
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -209,14 +210,20 @@ def check_new_file(key: str, path: Path, suffix: str = "") -> None:
     Raises:
         UserError: the file exists, its suffix is wrong or its folder cannot be created.
     """
+    if path.is_symlink() and not path.exists():
+        target = os.readlink(path)
+        raise UserError(f"{key}: '{path}' is a link to '{target}', which does not exist")
     if path.exists():
         raise UserError(f"{key}: '{path}' exists already; expected a new file")
     if suffix and path.suffix != suffix:
         raise UserError(f"{key}: '{path}'; expected a file that ends in {suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()  # a folder may exist and take no files, as /proc
-        path.unlink()
+        # A folder may exist and take no files, as /proc. Another name: a run that is killed here
+        # must not leave what blocks the next one.
+        tried = path.with_name(f".{path.name[:100]}.{os.getpid()}{PARTIAL}")
+        tried.touch()
+        tried.unlink()
     except OSError as error:
         raise UserError(
             f"{key}: '{path}' cannot be written: {error.strerror}; expected a writable folder"

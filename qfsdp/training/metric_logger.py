@@ -4,9 +4,11 @@ they may fail later without ending the run."""
 from __future__ import annotations
 
 import ctypes
+import os
 import sys
 import threading
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -99,6 +101,12 @@ def _told(cfg: Any) -> DictConfig:
     return config
 
 
+def _in_home(value: Any) -> Any:
+    """A path "~" or "~/..." in the user's home: loggers make a folder named "~"."""
+    is_path = isinstance(value, str) and (value == "~" or value.startswith("~/"))
+    return os.path.expanduser(value) if is_path else value
+
+
 class Loggers:
     """Several loggers as one."""
 
@@ -136,6 +144,7 @@ class SafeLogger:
     """
 
     def __init__(self, component: Component, cfg: Any = None) -> None:
+        component = replace(component, kwargs={k: _in_home(v) for k, v in component.kwargs.items()})
         self._name, self._key = component.path.rpartition(".")[2], component.key or "metric_logger"
         self._logger: MetricLogger | None = None
         self._failed = False

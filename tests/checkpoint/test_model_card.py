@@ -50,3 +50,9 @@ def test_paths_of_this_machine_stay_here(tmp_path: Path) -> None:
     assert "base_model" not in head
     assert "`my-base`" in card
     assert str(tmp_path) not in card
+
+
+def test_names_hold_no_html() -> None:
+    from qfsdp.checkpoint.model_card import _text
+
+    assert _text("a<img src=x>|b`\n# c") == "a&lt;img src=x&gt;\\|b' # c"

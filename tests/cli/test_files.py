@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import stat
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from qfsdp.cli import files
 from qfsdp.cli.files import whole_file, write_text
 
 
@@ -25,3 +27,30 @@ def test_permissions_follow_the_umask(tmp_path: Path, umask: int, mode: int) -> 
         os.umask(before)
     for name in ("text", "weights"):
         assert stat.S_IMODE((tmp_path / name).stat().st_mode) == mode
+
+
+@pytest.mark.parametrize("number", [errno.EINVAL, errno.ENOTSUP])
+def test_file_systems_without_sync_and_modes(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    def forbid(*_: object, **__: object) -> None:
+        raise PermissionError(errno.EPERM, os.strerror(errno.EPERM))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    monkeypatch.setattr(Path, "chmod", forbid)
+    (tmp_path / "new").mkdir()
+    files.write_text(tmp_path / "new" / "file", "text")
+    files.replace_folder(tmp_path / "new", tmp_path / "folder")
+    assert (tmp_path / "folder" / "file").read_text() == "text"
+
+
+def test_a_disk_that_fails_is_still_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    with pytest.raises(OSError, match="Input/output error"):
+        files.write_text(tmp_path / "file", "text")

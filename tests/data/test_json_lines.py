@@ -45,3 +45,21 @@ def test_check_new_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(UserError, match="^output: .* cannot be written: .*; expected a writable"):
         check_new_file("output", tmp_path / "file" / "x.json")
+
+
+def test_a_check_that_is_killed_blocks_no_later_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(self: Path, missing_ok: bool = False) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(Path, "unlink", killed)
+        check_new_file("output", tmp_path / "rows.jsonl")
+    check_new_file("output", tmp_path / "rows.jsonl")
+
+
+def test_a_link_to_nothing(tmp_path: Path) -> None:
+    (tmp_path / "rows.jsonl").symlink_to("gone")
+    with pytest.raises(UserError, match="is a link to 'gone', which does not exist"):
+        check_new_file("output", tmp_path / "rows.jsonl")

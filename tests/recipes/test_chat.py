@@ -127,7 +127,9 @@ def test_ctrl_c_stops_an_answer(
 
 
 def test_control_characters_are_not_printed(recipe: ModuleType) -> None:
-    assert recipe.printable("a\x1b[2J\x9b1m\r\x07b\n\tż\x7f") == "a[2J1mb\n\tż"
+    assert recipe.printable("a\x1b[2J\x9b1m\r\x07b\n\tż\x7f") == (
+        "a\\x1b[2J\\x9b1m\\r\\x07b\n\tż\\x7f"
+    )
 
 
 def test_mistakes_are_told_before_anything_is_loaded(recipe: ModuleType, model_dir: Path) -> None:

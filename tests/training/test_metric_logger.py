@@ -249,3 +249,10 @@ def test_a_logger_that_cannot_write_is_one_line(
     said = capsys.readouterr().err
     assert said.count("warning: metric_logger: DiskLogger failed (NotADirectoryError: ") == 1
     assert not failed and "Traceback" not in said
+
+
+def test_a_folder_in_the_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from qfsdp.training.metric_logger import _in_home
+
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert [_in_home(v) for v in ("~", "~/a", "a~", 1)] == [str(tmp_path), f"{tmp_path}/a", "a~", 1]

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE, STORED_DTYPES
-from qfsdp.cli.files import PARTIAL, whole_file, write_json
+from qfsdp.cli.files import PARTIAL, fsync, whole_file, write_json
 from qfsdp.cli.progress import moved
 
 MAX_FILE_BYTES = 5_000_000_000  # the limit that Hugging Face uses
@@ -114,7 +114,7 @@ class SafetensorsFile:
 
     def finish(self) -> None:
         """Syncs the file and gives it its name."""
-        os.fsync(self._descriptor)
+        fsync(self._descriptor)
         os.close(self._descriptor)
         self._partial.replace(self._path)
 

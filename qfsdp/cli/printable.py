@@ -1,0 +1,32 @@
+"""Text of others for a terminal: answers of a model, samples, names of files, errors with these."""
+
+from __future__ import annotations
+
+import re
+
+READ: dict[str, str] = {}  # value that a config has read from the environment -> its interpolation
+# Control characters, lone surrogates, ends of lines other than \n, and marks that turn the
+# direction of text. A terminal obeys ESC and U+009B: they move the cursor, clear, and set titles.
+_OTHERS = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff]"
+)
+
+
+def printable(text: str) -> str:
+    r"""The text with escapes such as "\x1b" for what a terminal would obey; "\n" and "\t" stay."""
+    return _OTHERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
+
+
+def printable_json(text: str) -> str:
+    r"""JSON text with JSON's own escapes ("\u009b") in its strings: the same values."""
+    return _OTHERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)
+
+
+def redacted(text: str) -> str:
+    """A message with interpolations in place of what they have read from the environment."""
+    for value, written in sorted(READ.items(), key=lambda entry: -len(entry[0])):
+        if len(value) >= 8:
+            text = text.replace(value, written)
+        else:  # "1" stands in every message
+            text = text.replace(repr(value), repr(written))
+    return text
