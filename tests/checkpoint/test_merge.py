@@ -23,6 +23,7 @@ from qfsdp.checkpoint.weights.merge import Merge, merged_rows
 from qfsdp.checkpoint.weights.output_folder import BEGUN
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE
+from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.decoder_config import DecoderConfig
@@ -31,6 +32,7 @@ from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.nf4 import NF4Tensor
 from qfsdp.tensor_subclasses.nf4_fp32_absmax import NF4Fp32AbsmaxTensor
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
+from tests.modules import test_families as families
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, TINY_CONFIG, load_recipe, run_recipe, write_tiny_model
 
@@ -148,6 +150,27 @@ def test_bf16_is_no_further_from_the_truth_than_training_was(method: str, tmp_pa
     print(f"{method}: {error:.4f} off fp32 on average, training {usual:.4f}; {agree:.0%} agree")
     assert error < 1.3 * usual
     assert agree > 0.9
+
+
+def test_a_routers_correction_stays_fp32(tmp_path: Path) -> None:
+    """As in transformers, which loads it in fp32: GLM-4.5's lie closer together than bf16's steps
+    there. In a merged model and in one that was trained whole."""
+    folder = tmp_path / "model"
+    families.reference("glm4-moe").to(torch.bfloat16).save_pretrained(folder)
+    tensors = load_file(folder / SINGLE)
+    names = [name for name in tensors if name.endswith("e_score_correction_bias")]
+    expected = {name: torch.linspace(6.817, 7.063, len(tensors[name])) for name in names}
+    save_file(tensors | expected, folder / SINGLE, {"format": "pt"})
+    trained(folder, AdapterConfig("lora", 4), tmp_path / "adapter", "bf16", "none")
+    words = ["model.dtype=bf16", "dtype=bf16", "quantization.format=none"]
+    written = [merged(folder, tmp_path / "adapter", tmp_path / "merged", *words)]
+    model = load_model(folder, dtype="bf16", format="none")
+    save_model(model, ModelWeights(folder), torch.bfloat16, tmp_path / "whole", cpu_world())
+    for output in (*written, tmp_path / "whole"):
+        found = load_file(output / SINGLE)
+        assert expected
+        assert all(torch.equal(found[name], value) for name, value in expected.items())
+        assert {found[name].dtype for name in found.keys() - expected} == {torch.bfloat16}
 
 
 def greedy(model: Any, tokens: Tensor, count: int) -> list[int]:

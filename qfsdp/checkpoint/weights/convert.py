@@ -272,7 +272,13 @@ def compute_rows(
     for piece in _checked(name, weight):
         step = max(1, CHUNK_NUMBERS // max(1, piece[:1].numel()))
         for chunk in piece.split(step) if len(piece) else [piece]:
-            yield chunk.to(dtype)
+            yield chunk.to(dtype_of(name, dtype))
+
+
+def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
+    """The dtype of a parameter of a model of `dtype`. A router's correction is fp32 in all of them:
+    in bf16 its steps near 7, 1/32, would make the corrections of many experts the same."""
+    return torch.float32 if name.endswith(".e_score_correction_bias") else dtype
 
 
 def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:

@@ -40,6 +40,7 @@ from qfsdp.checkpoint.weights.convert import (
     WeightConversion,
     compute_rows,
     convert_folder,
+    dtype_of,
     plain_config,
     read_as_quantized,
     whole_reads,
@@ -211,7 +212,7 @@ class Merge:
         convert_folder(conversions, self.weights, output, config, world, max_file_bytes)
 
     def _conversion(self, weight: MergedWeight, device: torch.device) -> WeightConversion:
-        tensors: Group = weight.stored.group(DTYPE_NAMES[self.dtype])
+        tensors: Group = weight.stored.group(DTYPE_NAMES[dtype_of(weight.name, self.dtype)])
         if weight.written is not None:
             tensors = bnb_group(weight.name, weight.written, *weight.shape)
         write = partial(self._write_weight, weight, device)
@@ -256,7 +257,8 @@ class Merge:
             return write_bnb(file, weight.name, held)
         rows = self._rows(weight, held, device)
         if weight.written is None:
-            return weight.stored.write(file, (chunk.to(self.dtype) for chunk in rows))
+            dtype = dtype_of(weight.name, self.dtype)
+            return weight.stored.write(file, (chunk.to(dtype) for chunk in rows))
         height, width = weight.shape
         quantized = FORMATS[weight.written].empty(height, width, self.dtype, device)
         quantized.quantize_(rows, weight.name)

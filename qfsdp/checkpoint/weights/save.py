@@ -14,6 +14,7 @@ from qfsdp.checkpoint.weights.convert import (
     WeightConversion,
     compute_rows,
     convert_folder,
+    dtype_of,
     plain_config,
     read_as_quantized,
     whole_reads,
@@ -120,7 +121,7 @@ def _frozen(
     dtype: torch.dtype,
     parts: DecoderParts,
 ) -> WeightConversion:
-    target = stored_as(name, tuple(shape), parts)
+    target, dtype = stored_as(name, tuple(shape), parts), dtype_of(name, dtype)
     stored = weights.quantized.get(name)
 
     def write(file: SafetensorsFile, pieces: Pieces) -> None:
