@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.memory.estimate import estimate
 from qfsdp.memory.tracker import MemoryTracker
+from qfsdp.modules.compute_dtype import planned_for
 from tests.memory.test_estimate import load, read_config
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
@@ -211,7 +212,8 @@ def real_steps(model: Path, cases: list[list[str]]) -> list[list[Collective]]:
     for words in cases:
         recipe, cfg = read_config(model, *words)
         world = recipe.init_world(cfg.sharding)
-        net = recipe.load_model(cfg, world)
+        with planned_for("cuda"):  # in bf16, also on a CPU without bf16 products
+            net = recipe.load_model(cfg, world)
         optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(net))
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batches = [recipe.Batch(tokens, tokens.clone(), tokens.numel())]  # all are targets
