@@ -29,7 +29,7 @@ from qfsdp.cli.hub_upload import check_push, push_results
 from qfsdp.cli.lost_peers import lost_peers
 from qfsdp.cli.output import check_output, outlive_output_errors, print_to
 from qfsdp.cli.quiet import quiet_torchao
-from qfsdp.cli.ranks import leave_process_group, local_world_size, run_ranks_here
+from qfsdp.cli.ranks import check_environment, leave_process_group, local_world_size, run_ranks_here
 from qfsdp.cli.recipes import load_recipe
 from qfsdp.cli.reference import print_help, wants_help
 from qfsdp.cli.terminal import closed_at_end
@@ -63,6 +63,7 @@ def launch(
         if wants_help(argv):
             usage = f"{os.path.basename(recipe_file)} --config FILE [key=value ...]"
             return print_help(usage, recipe_file, argv)
+        check_environment()
         config = load_config(schema, argv)
         _keep_output(config)
         if "LOCAL_RANK" not in os.environ:
@@ -105,6 +106,7 @@ def launch_alone(
         if "LOCAL_RANK" in os.environ:
             name = os.path.basename(recipe_file).removesuffix(".py")
             raise UserError(f"recipes/{name}: it is one process; expected no flags of torchrun")
+        check_environment()
         config = load_config(schema, argv if words is None else _typed_words(argv, words))
         check(config)
         main(config)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -49,6 +50,15 @@ def planned_ranks() -> tuple[int, int]:
     """
     local = int(os.environ.get("LOCAL_WORLD_SIZE", 0)) or local_world_size()
     return int(os.environ.get("WORLD_SIZE", local)), local
+
+
+def check_environment() -> None:
+    """Raises UserError if a variable of torchrun is no number; sbatch scripts set them too."""
+    for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
+        text = os.environ.get(name)
+        if text is not None and not (text.isascii() and text.isdigit() and int(text) >= least):
+            expected = f"an integer of at least {least}, or `unset {name}`"
+            raise UserError(f"{name}: {text!r} in the environment; expected {expected}")
 
 
 def check_one_process() -> None:
@@ -167,6 +177,7 @@ def rank_failures(elastic: bool = False) -> Iterator[None]:
     Args:
         elastic: all ranks may start again, after a failure or with another number of machines.
     """
+    from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.elastic.rendezvous import RendezvousError
@@ -190,6 +201,12 @@ def rank_failures(elastic: bool = False) -> Iterator[None]:
         raise SystemExit(status if status > 0 else 128 - status) from None
     except SignalException as error:
         raise SystemExit(128 + error.sigval) from None
+    except DistNetworkError as error:
+        port = re.search(r"port: (\d+)", str(error))
+        if "EADDRINUSE" not in str(error) or port is None:
+            raise
+        used = f"--master_port: port {port[1]} of this machine is in use"
+        raise UserError(f"{used}; expected a free one, the same on all machines") from None
     except RendezvousError as error:
         reason = f"{type(error).__name__} {error}".strip()
         print(f"error: the other machines have ended the run ({reason})", file=sys.stderr)

@@ -85,7 +85,7 @@ def read_run(folder: Path) -> RunFolder:
     """
     if not folder.is_dir():
         raise UserError(f"runs: '{folder}' is no folder; expected the output_dir of a run")
-    config, steps = read_config(folder / CONFIG), read_lines(folder / METRICS)
+    config, steps = read_config(folder / CONFIG), read_steps(folder / METRICS)
     if not config and not steps:
         expected = f"the output_dir of a run, with {METRICS} and {CONFIG}"
         raise UserError(f"runs: '{folder}' has no metrics; expected {expected}")
@@ -142,6 +142,15 @@ def read_lines(file: Path) -> list[Row]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def read_steps(file: Path) -> list[Row]:
+    """The rows of a file of metrics: those with a step, of which numbers and nulls."""
+    numbers = [
+        {k: v for k, v in row.items() if v is None or type(v) in (int, float)}
+        for row in read_lines(file)
+    ]
+    return [row for row in numbers if type(row.get("step")) is int]
 
 
 # ---- evaluations ---------------------------------------------------------------------------

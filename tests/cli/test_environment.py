@@ -1,0 +1,42 @@
+"""What another program leaves in the environment or on a port, in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch.distributed import DistNetworkError
+
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.ranks import check_environment, rank_failures
+from qfsdp.training.report.run_folder import read_steps
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("WORLD_SIZE", "abc"),
+        ("WORLD_SIZE", "0"),
+        ("RANK", "-1"),
+        ("LOCAL_RANK", ""),
+        ("RANK", "1.0"),
+    ],
+)
+def test_variables_of_torchrun(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    check_environment()
+    monkeypatch.setenv(name, value)
+    with pytest.raises(UserError, match=f"{name}: '{value}' in the environment; expected an int"):
+        check_environment()
+
+
+def test_a_port_in_use() -> None:
+    said = "The server socket has failed to listen. port: 29500, useIpv6: false, code: -98, name: "
+    with pytest.raises(UserError, match="port 29500 of this machine is in use"), rank_failures():
+        raise DistNetworkError(said + "EADDRINUSE, message: address already in use")
+
+
+def test_odd_metrics(tmp_path: Path) -> None:
+    odd = '{"step": "a"}\n{"loss": 1}\n{"step": 1, "loss": "x", "lr": [1], "n": null}\n[]\n'
+    (tmp_path / "m.jsonl").write_text(odd + '{"step": 2, "loss": 1.5}')
+    expected = [{"step": 1, "n": None}, {"step": 2, "loss": 1.5}]
+    assert read_steps(tmp_path / "m.jsonl") == expected
