@@ -3,12 +3,14 @@
     <tokenized_cache>/<key>/tokens.bin    int32, all samples one after the other
                             labels.bin    int32
                             ends.bin      int64, the end of each sample
-                            summary.json  counts for the log, and the sizes of the files
+                            summary.json  counts for the log, the sizes and the SHA-256 of the
+                                          files, and its own
     <tokenized_cache>/<key>.lock          held by the process that tokenizes
 
 The key is a hash of everything that decides the tokens: the contents of data files (the fingerprint
 of `datasets` for hub names), the builder and its arguments, the tokenizer with its chat template,
 and the code. The folder gets its name when it is complete, so one that was cut off is never read.
+Digests are compared at every start, and a damaged dataset is tokenized again.
 Whoever has the lock tokenizes; the other ranks and runs wait and then map the files. Mapped pages
 are shared: N ranks hold the data once, and the system may drop them. To clear the cache, delete
 the folder.
@@ -33,8 +35,10 @@ from typing import Any
 
 import numpy as np
 
-from qfsdp.cli.files import PARTIAL, replace_folder, why, write_json
+from qfsdp.cli.file_digests import range_digests
+from qfsdp.cli.files import PARTIAL, replace_folder, why, write_text
 from qfsdp.cli.progress import moved
+from qfsdp.cli.sealed import Damaged, read_sealed, sealed_json
 from qfsdp.cli.slow import told_if_slow
 from qfsdp.data.rows import Rows, content_digest
 
@@ -102,6 +106,7 @@ class ArrayWriter:
     ) -> None:
         self._folder, self._on_failure = folder, on_failure
         self._sizes = dict.fromkeys(DTYPES, 0)
+        self._digests = {name: hashlib.sha256() for name in DTYPES}
         self._memory: dict[str, bytearray] = {name: bytearray() for name in DTYPES}
         if folder is not None:
             with self._falling_back():
@@ -118,6 +123,7 @@ class ArrayWriter:
                 with (self._folder / f"{name}.bin").open("ab") as file:
                     file.truncate(self._sizes[name])
                     file.write(data)
+                self._digests[name].update(data)
             self._sizes = {name: size + len(arrays[name]) for name, size in self._sizes.items()}
             return
         self.append(arrays)  # in memory now
@@ -129,7 +135,9 @@ class ArrayWriter:
                 sizes = dict(self._sizes)
                 for name in sizes:
                     (self._folder / f"{name}.bin").touch()
-                write_json(self._folder / SUMMARY_FILE, {**summary, "bytes": sizes})
+                files = {name: digest.hexdigest() for name, digest in self._digests.items()}
+                written = sealed_json({**summary, "bytes": sizes, "files": files})
+                write_text(self._folder / SUMMARY_FILE, written)
                 replace_folder(self._folder, final)
                 return _mapped(final, sizes)
         codes = {"tokens": "i", "labels": "i", "ends": "q"}
@@ -156,15 +164,32 @@ class ArrayWriter:
             self._on_failure(failed, error)
 
 
-def read_arrays(folder: Path) -> tuple[Arrays, dict[str, Any]] | None:
-    """The mapped arrays and the summary of a complete dataset, or None."""
+def read_arrays(folder: Path, tell: bool = False) -> tuple[Arrays, dict[str, Any]] | None:
+    """The mapped arrays and the summary of a complete dataset; None if it is missing or damaged.
+
+    Args:
+        tell: warn of a damaged one.
+    """
+    if not folder.exists():
+        return None
     try:
-        summary = json.loads((folder / SUMMARY_FILE).read_text(encoding="utf-8"))
-        sizes = summary.pop("bytes")
-        if any((folder / f"{name}.bin").stat().st_size != sizes[name] for name in DTYPES):
-            return None
+        summary = read_sealed(folder / SUMMARY_FILE)
+        sizes, digests = summary.pop("bytes"), summary.pop("files")
+        found = range_digests([(folder / f"{name}.bin", 0, sizes[name]) for name in DTYPES])
+        for name, digest in zip(DTYPES, found, strict=True):
+            if (folder / f"{name}.bin").stat().st_size != sizes[name]:
+                raise Damaged(f"{name}.bin: wrong size")
+            if digest != digests[name]:
+                raise Damaged(f"{name}.bin: content changed (SHA-256)")
         return _mapped(folder, sizes), summary
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (Damaged, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        if tell:
+            reason = why(error) if isinstance(error, OSError) else error
+            print(
+                f"warning: tokenized_cache: '{folder}' is damaged: {reason}; tokenizing again",
+                file=sys.stderr,
+                flush=True,
+            )
         return None
 
 

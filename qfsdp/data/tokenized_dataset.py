@@ -92,7 +92,7 @@ def _cached(folder: Path, rows: Rows, work: RowTokenizer) -> tuple[TokenizedData
     if found is None:
         try:
             with locked(folder, work.source):
-                found = read_arrays(folder)  # another process may have made it meanwhile
+                found = read_arrays(folder, tell=True)  # another process may have made it
                 if found is None:
                     return _tokenize_into(folder, rows, work)
         except OSError as error:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import logging
 import os
+import random
 import subprocess
 import sys
 from pathlib import Path
@@ -23,6 +24,7 @@ from qfsdp.data.packing import PackedDataset
 from qfsdp.data.rows import _file_digest
 from qfsdp.data.tokenized_dataset import TokenizedDataset
 from tests.disk_limits import largest_file
+from tests.faults.damage import flip
 from tests.waiting import LIMIT_S, wait_until
 
 
@@ -143,6 +145,24 @@ def test_damaged_cache_is_not_used(tmp_path: Path, damage: str) -> None:
     tokenizer = Characters()
     assert content(build(source, cache, tokenizer)) == expected and tokenizer.encoded
     assert [path.name for path in cache.iterdir() if path.is_dir()] == [folder.name]
+
+
+def test_a_flip_in_any_file_is_noticed(tmp_path: Path, capsys: Any) -> None:
+    source, cache, chance = write(tmp_path, TEXTS[:40]), tmp_path / "cache", random.Random(0)
+    expected = content(build(source, cache))
+    (folder,) = [path for path in cache.iterdir() if path.is_dir()]
+    names = sorted(path.name for path in folder.iterdir())
+    assert names == ["ends.bin", "labels.bin", "summary.json", "tokens.bin"]
+    for number in range(52):
+        name = names[number % 4]
+        how = f"{name}: {flip(chance, folder / name)}"
+        tokenizer = Characters()
+        assert content(build(source, cache, tokenizer)) == expected and tokenizer.encoded, how
+        told = capsys.readouterr().err.strip()
+        assert told.startswith(f"warning: tokenized_cache: '{folder}' is damaged: {name}"), how
+        assert "\n" not in told
+    assert content(build(source, cache)) == expected
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("kind", ["full", "no folder"])
