@@ -54,7 +54,7 @@ from qfsdp.training.metric_logger import build_logger, check_logger
 from qfsdp.training.metrics import RunLog, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer
-from qfsdp.training.preference import Losses, Objective, Reference, sequence_logprobs
+from qfsdp.training.preference import Losses, Objective, Reference, check_packed, sequence_logprobs
 from qfsdp.training.preference_validation import PreferenceValidation
 from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.reference_cache import cached_logprobs
@@ -122,6 +122,7 @@ def check(cfg: Config) -> None:
         check_disk(model, weights)
     check_start(cfg.adapter, model, weights)
     check_with_model(cfg, model.config.max_position_embeddings)
+    check_packed(cfg.packed, cfg.max_seq_len, model.config)
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)

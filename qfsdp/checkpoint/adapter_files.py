@@ -17,6 +17,7 @@ of a run.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -329,6 +330,8 @@ def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]
     """
     file = folder / WEIGHTS_FILE
     params, found = adapter_parameters(model), read_adapter_header(folder)
+    if missing := params.keys() - found.keys():
+        _check_coverage(folder, min(missing), found)
     for key in sorted(params.keys() ^ found.keys()):
         where = "is missing" if key in params else "is not among this model's adapters"
         raise UserError(f"{file}: tensor {key!r} {where}")
@@ -344,6 +347,28 @@ def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]
                 f"{file}: tensor {key!r} has shape {list(shape)}; expected {list(repeated)}"
             )
     return found
+
+
+def _check_coverage(folder: Path, missing: str, found: Iterable[str]) -> None:
+    """Names the setting of PEFT that adapts a linear in some places and not in others."""
+    written = read_peft_config(folder)
+    for name in ("layers_to_transform", "exclude_modules", "target_modules"):
+        value = written.get(name)
+        names = [str(n) for n in value] if isinstance(value, list) else [str(value)]
+        chosen = name != "target_modules" or not all(re.fullmatch(r"\w+", n) for n in names)
+        if value not in (None, [], "") and chosen:
+            raise UserError(
+                f"{folder / CONFIG_FILE}: {name} {value!r:.80} leaves out linears with the names "
+                f"of adapted ones ({missing!r}); expected an adapter of all of them"
+            )
+    (name,) = _adapted_names([missing]) or [""]
+    of_experts = {is_of_experts(key) for key in found if f".{name}." in key}
+    if name and of_experts == {not is_of_experts(missing)}:
+        some, others = ("other linears", "experts")[:: -1 if True in of_experts else 1]
+        raise UserError(
+            f"{folder / WEIGHTS_FILE}: {name!r} is adapted in {some} and not in {others} of that "
+            "name; expected both"
+        )
 
 
 def _as_yaml(config: AdapterConfig, field: str) -> str:

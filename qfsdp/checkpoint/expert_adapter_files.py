@@ -23,6 +23,9 @@ PEFT refuses `use_dora` and `lora_dropout` for parameters. Dropout matters in tr
 written as 0. With DoRA, `lora_magnitude_vector` `[experts * out]` lies beside A and B: qfsdp reads
 it, PEFT cannot.
 
+PEFT gives `gate_up_proj` twice the rank where its config named gate_proj and up_proj. A model has
+one rank for all linears of experts: the others are read with ranks of zeros.
+
 PEFT has no factors that experts share (`adapter.expert_sharing`). They are written once for every
 expert, and a run that shares them reads the first expert's.
 """
@@ -31,9 +34,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.cli.errors import UserError
@@ -53,24 +58,30 @@ class StoredTensor(NamedTuple):
     Fields:
         name: in the file.
         shape: as a model has it.
-        experts: B of that many experts, in PEFT's order of columns; 0: any other tensor.
-        factor: the tensor in the file times this is the model's.
+        experts: A or B of that many experts; 0: any other tensor.
+        factor: B in the file, in PEFT's order of columns, times this is the model's. None: A.
+        padding: ranks that the model has beyond those of the file. They are 0, as are their
+            gradients.
     """
 
     name: str
     shape: tuple[int, ...]
     experts: int = 0
-    factor: float = 1.0
+    factor: float | None = None
+    padding: int = 0
 
     def rows(self, file: Any, rows: slice = slice(None)) -> Tensor:
         """Some rows, as a model has them, from an opened safetensors file."""
         stored = file.get_slice(self.name)
-        if not self.experts:
+        if not self.experts or (self.factor is None and not self.padding):
             some: Tensor = stored[rows]
             return some
         whole: Tensor = stored[:]
-        b = whole.view(len(whole), -1, self.experts).permute(2, 0, 1).reshape(-1, self.shape[1])
-        return b[rows] * self.factor
+        if self.factor is None:
+            a = whole.view(self.experts, -1, self.shape[1])
+            return F.pad(a, (0, 0, 0, self.padding)).reshape(self.shape)[rows]
+        b = whole.view(len(whole), -1, self.experts).permute(2, 0, 1)
+        return F.pad(b, (0, self.padding)).reshape(self.shape)[rows] * self.factor
 
 
 def is_of_experts(key: str) -> bool:
@@ -150,8 +161,9 @@ def target_settings(
 
 
 def expert_rank(file: Path, written: Mapping[str, Any]) -> int:
-    """The rank of experts in a checked `adapter_config.json`."""
-    return int(_of_parameters(file, "rank_pattern", written, written["r"]))
+    """The rank of experts in a checked `adapter_config.json`: the larger of their two linears."""
+    linears = {target.rpartition(".")[2] for target in _targets(written)} or {INNER}
+    return max(int(_of_linear(file, "rank_pattern", written, name, "r")) for name in linears)
 
 
 def from_peft(
@@ -172,21 +184,29 @@ def from_peft(
     if not matches:
         return {}
     rank = expert_rank(file, written)
-    factor = _of_parameters(file, "alpha_pattern", written, 1.0, written["lora_alpha"])
+    power = 0.5 if written.get("use_rslora") else 1.0
     found: dict[str, StoredTensor] = {}
     both = {match[1] for match in matches.values() if match[2]}
     for name, match in matches.items():
         stem, inner, field = match.groups()
         linear = INNER if inner else OUTER if stem in both else _only_target(file, written)
-        shape, experts, of_this = shapes[name], 0, 1.0
-        if field == B:
-            if len(shape) != 2 or shape[1] % rank:
-                expected = f"[out, {rank} * experts], as the rank is {rank}"
+        shape, experts, factor, padding = shapes[name], 0, None, 0
+        if "magnitude" not in field:
+            of_this = int(_of_linear(file, "rank_pattern", written, linear, "r"))
+            at, padding = int(field == B), rank - of_this
+            if len(shape) != 2 or shape[at] % of_this:
+                whole = f"{of_this} * experts"
+                expected = (
+                    f"[{f'out, {whole}' if at else f'{whole}, in'}], as the rank is {of_this}"
+                )
                 raise UserError(f"tensor {name!r} has shape {list(shape)}; expected {expected}")
-            experts, of_this = shape[1] // rank, factor
-            shape = (shape[0] * experts, rank)
+            experts = shape[at] // of_this
+            if at:
+                alpha = _of_linear(file, "alpha_pattern", written, linear, "lora_alpha")
+                factor = alpha / written["lora_alpha"] * (rank / of_this) ** power
+            shape = (shape[0] * experts, rank) if at else (rank * experts, shape[1])
         key = f"{stem}.{linear}.{'lora_magnitude_vector' if 'magnitude' in field else field}"
-        found[key] = StoredTensor(name, shape, experts, of_this)
+        found[key] = StoredTensor(name, shape, experts, factor, padding)
     return found
 
 
@@ -202,24 +222,27 @@ def _targets(written: Mapping[str, Any]) -> list[str]:
 
 
 def _names(pattern: str, target: str) -> bool:
-    """PEFT matches patterns at the end of a parameter's name."""
-    return f".{target}".endswith(f".{pattern}") or f".{pattern}".endswith(f".{target}")
+    """PEFT matches patterns, which may be regular expressions, at the end of a name."""
+    with suppress(re.error):
+        if re.fullmatch(rf"(.*\.)?({pattern})", f"mlp.experts.{target.rpartition('.')[2]}"):
+            return True
+    return f".{pattern}".endswith(f".{target}")
 
 
-def _of_parameters(
-    file: Path, key: str, written: Mapping[str, Any], usual: float, whole: float = 1.0
-) -> float:
-    """The value that `written[key]` has for all target parameters, divided by `whole`; `usual`
-    where there is none."""
+def _of_linear(file: Path, key: str, written: Mapping[str, Any], linear: str, usual: str) -> float:
+    """The value that `written[key]` has for one of the experts' parameters in all layers, or that
+    of `usual`."""
     pattern = written.get(key) or {}
+    targets = [target for target in _targets(written) if target.rpartition(".")[2] == linear]
     values = {
-        next((v for name, v in pattern.items() if _names(name, target)), None)
-        for target in _targets(written)
+        next((v for name, v in pattern.items() if _names(name, target)), written[usual])
+        for target in targets or [f"experts.{linear}"]
     }
     if len(values) > 1:
-        raise UserError(f"{file}: {key} {pattern}; expected one value for all experts")
-    value = next(iter(values), None)
-    return usual if value is None else float(value) / whole
+        raise UserError(
+            f"{file}: {key} {pattern}; expected one value for the experts of all layers"
+        )
+    return float(values.pop())
 
 
 def _only_target(file: Path, written: Mapping[str, Any]) -> str:

@@ -212,6 +212,8 @@ class Repository:
     def missing(self, folder: Path) -> list[str]:
         """The weights that are not in the cache yet."""
         files = _weight_files(self.kind, folder)
+        if self.kind == "model" and SINGLE in (self.sizes or {}):
+            files = [SINGLE]  # transformers reads it and no index
         there = files if self.sizes is None else self.sizes
         if not files or not set(files) <= set(there):
             raise UserError(

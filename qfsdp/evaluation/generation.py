@@ -20,6 +20,7 @@ from qfsdp.data.token_ids import check_ids
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.inference_model import evaluating
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.kv_cache import KVCache
 from qfsdp.modules.transformer import Decoder
 
@@ -131,16 +132,26 @@ def generate_all(
 
 def check_lengths(prompts: list[list[int]], sampling: SamplingConfig, model: Decoder) -> None:
     """Raises the UserErrors of `generate` without generating."""
-    positions = model.config.max_position_embeddings
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
             raise UserError(f"prompt {number} of {len(prompts)}: no tokens; expected at least one")
         check_ids(f"prompt {number}", prompt, model.config.vocab_size)
+        positions = model.config.most_positions(len(prompt))
         if len(prompt) + sampling.max_new_tokens > positions:
             raise UserError(
                 f"sampling.max_new_tokens: {sampling.max_new_tokens} after {len(prompt)} tokens "
-                f"of prompt {number}; expected at most the model's {positions} positions together"
+                f"of prompt {number}; expected at most {positions_of(model.config, positions)}"
             )
+
+
+def positions_of(config: DecoderConfig, positions: int) -> str:
+    """The limit of a prompt and its answer, for messages."""
+    if positions == config.max_position_embeddings:
+        return f"the model's {positions} positions together"
+    return (
+        f"{positions} tokens together, the original context of LongRoPE, which an answer cannot "
+        "cross: all of the text would be turned in another way"
+    )
 
 
 def _generate(

@@ -82,10 +82,11 @@ def _shorten(context: Sequence[int], continuation: Sequence[int], positions: int
 def _longest_row(model: Decoder) -> int:
     """Longest row with several continuations.
 
-    Attention with sinks takes no mask, so there each continuation has a row of its own. The sliding
-    window is measured in the row, where other continuations lie in between.
+    Attention with sinks takes no mask, so there each continuation has a row of its own. So it has
+    where a rotary embedding depends on a text's length: a row has one. The sliding window is
+    measured in the row, where other continuations lie in between.
     """
-    if model.config.attention.sinks:
+    if model.config.attention.sinks or model.config.by_length:
         return 0
     return model.config.shortest_window or 1 << 30
 

@@ -178,3 +178,14 @@ def attend_cached(
     keys, values = k[:, :, :seen], v[:, :, :seen]
     y = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
     return y.reshape(q.shape)
+
+
+def within_window(mask: Tensor | None, window: int | None, tokens: Tensor) -> Tensor | None:
+    """`mask` narrowed to a sliding window; unchanged where the window hides nothing."""
+    seq = tokens.shape[1]
+    if window is None or seq <= window:
+        return mask
+    distance = torch.arange(seq, device=tokens.device)
+    distance = distance[:, None] - distance
+    near = ((distance >= 0) & (distance < window))[None, None]
+    return near if mask is None else mask & near

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qfsdp.modules.norms import NormConfig
-from qfsdp.modules.rope import RopeConfig
+from qfsdp.modules.rope import LongRopeScaling, RopeConfig
 
 MOST_LAYERS = 10_000  # the meta device builds them in seconds; models have a hundredth of it
 
@@ -220,6 +220,23 @@ class DecoderParts:
             for first in range(both)
             if kinds[both:] == kinds[first : len(kinds) - (both - first)]
         )
+
+    @property
+    def by_length(self) -> bool:
+        """Whether a rotary embedding depends on the length of a document."""
+        return any(kind.rope is not None and kind.rope.scaling.by_length for kind in self.layers)
+
+    def most_positions(self, prompt: int) -> int:
+        """How many positions a prompt of so many tokens and its answer may have together.
+
+        LongRoPE turns all of a text in another way once it is longer than the original context, and
+        cached keys do not follow. So an answer does not cross that length.
+        """
+        scalings = [kind.rope.scaling for kind in self.layers if kind.rope is not None]
+        longropes = [scaling for scaling in scalings if isinstance(scaling, LongRopeScaling)]
+        contexts = [scaling.original_max_position_embeddings for scaling in longropes]
+        most = self.max_position_embeddings
+        return min([most, *(context for context in contexts if prompt <= context)])
 
     @property
     def shortest_window(self) -> int | None:

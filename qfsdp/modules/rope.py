@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -21,14 +21,18 @@ def _powers(theta: float | Tensor, dim: int, device: torch.device) -> Tensor:
 
 
 class Scaling(Protocol):
-    """How frequencies are changed. `magnitude` multiplies rotated queries and keys."""
+    """How frequencies are changed. `magnitude` multiplies rotated queries and keys; `by_length`:
+    they depend on the length of a document."""
 
     @property
     def magnitude(self) -> float: ...
 
-    def inverse(self, theta: float, dim: int, positions: Tensor) -> Tensor:
-        """Radians per position of each of `dim // 2` pairs: fp32 `[dim // 2]`, or `[batch or 1, 1,
-        1, dim // 2]` if they depend on the row's largest of `positions`, `[batch or 1, seq]`."""
+    @property
+    def by_length(self) -> bool: ...
+
+    def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
+        """Radians per position of each of `dim // 2` pairs: fp32 `[dim // 2]`, or `[batch or 1, seq
+        or 1, 1, dim // 2]` if they depend on `lengths`, see `RopeConfig.tables`."""
         ...
 
 
@@ -37,9 +41,10 @@ class Unscaled:
     """The frequencies of the paper."""
 
     magnitude: float = 1.0
+    by_length: ClassVar[bool] = False
 
-    def inverse(self, theta: float, dim: int, positions: Tensor) -> Tensor:
-        return 1.0 / _powers(theta, dim, positions.device)
+    def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
+        return 1.0 / _powers(theta, dim, lengths.device)
 
 
 @dataclass(frozen=True)
@@ -48,9 +53,10 @@ class LinearScaling:
 
     factor: float
     magnitude: float = 1.0
+    by_length: ClassVar[bool] = False
 
-    def inverse(self, theta: float, dim: int, positions: Tensor) -> Tensor:
-        return 1.0 / _powers(theta, dim, positions.device) / self.factor
+    def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
+        return 1.0 / _powers(theta, dim, lengths.device) / self.factor
 
 
 @dataclass(frozen=True)
@@ -62,9 +68,10 @@ class Llama3Scaling:
     high_freq_factor: float
     original_max_position_embeddings: int
     magnitude: float = 1.0
+    by_length: ClassVar[bool] = False
 
-    def inverse(self, theta: float, dim: int, positions: Tensor) -> Tensor:
-        inverse = 1.0 / _powers(theta, dim, positions.device)
+    def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
+        inverse = 1.0 / _powers(theta, dim, lengths.device)
         # By a pair's turns within the original context: few (a low frequency) -> stretched,
         # many -> kept, between the two limits -> a linear ramp.
         turns = self.original_max_position_embeddings * inverse / (2 * math.pi)
@@ -74,20 +81,21 @@ class Llama3Scaling:
 
 @dataclass(frozen=True)
 class DynamicScaling:
-    """A base that grows with rows longer than the model's context ("NTK-aware").
+    """A base that grows with documents longer than the model's context ("NTK-aware").
 
-    Each row's length counts. transformers takes the longest row of a batch for all of them.
+    Each document's length counts. transformers takes the longest row of a batch for all of them.
     """
 
     factor: float
     max_position_embeddings: int
     magnitude: float = 1.0
+    by_length: ClassVar[bool] = True
 
-    def inverse(self, theta: float, dim: int, positions: Tensor) -> Tensor:
-        lengths = (positions.amax(1) + 1).clamp(min=self.max_position_embeddings).double()
-        growth = self.factor * lengths / self.max_position_embeddings - (self.factor - 1)
+    def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
+        longer = lengths.clamp(min=self.max_position_embeddings).double()
+        growth = self.factor * longer / self.max_position_embeddings - (self.factor - 1)
         base = (theta * growth ** (dim / (dim - 2))).float()
-        return 1.0 / _powers(base[:, None, None, None], dim, positions.device)
+        return 1.0 / _powers(base[..., None, None], dim, lengths.device)
 
 
 @dataclass(frozen=True)
@@ -106,14 +114,15 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
+    by_length: ClassVar[bool] = False
 
-    def inverse(self, theta: float, dim: int, positions: Tensor) -> Tensor:
-        powers = _powers(theta, dim, positions.device)
+    def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
+        powers = _powers(theta, dim, lengths.device)
         low, high = (self._pair(theta, dim, turns) for turns in (self.beta_fast, self.beta_slow))
         if self.truncate:
             low, high = math.floor(low), math.ceil(high)
         low, high = max(low, 0), min(high, dim - 1)
-        pairs = torch.arange(dim // 2, dtype=torch.float32, device=positions.device)
+        pairs = torch.arange(dim // 2, dtype=torch.float32, device=lengths.device)
         divided = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
         return divided / (self.factor * powers) + (1 - divided) / powers
 
@@ -125,25 +134,26 @@ class YarnScaling:
 
 @dataclass(frozen=True)
 class LongRopeScaling:
-    """LongRoPE (arXiv:2402.13753): a divisor for every pair, from `short_factor` in rows within the
-    original context, from `long_factor` in longer ones.
+    """LongRoPE (arXiv:2402.13753): a divisor for every pair, from `short_factor` in documents
+    within the original context, from `long_factor` in longer ones.
 
-    transformers takes the longest row of a batch for all of them.
+    Each document's length counts. transformers takes the longest row of a batch for all of them.
     """
 
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
     magnitude: float
+    by_length: ClassVar[bool] = True
 
-    def inverse(self, theta: float, dim: int, positions: Tensor) -> Tensor:
-        long = positions.amax(1)[:, None, None, None] >= self.original_max_position_embeddings
+    def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
+        long = (lengths > self.original_max_position_embeddings)[..., None, None]
         longer, shorter = (
-            torch.tensor(values, dtype=torch.float32, device=positions.device)
+            torch.tensor(values, dtype=torch.float32, device=lengths.device)
             for values in (self.long_factor, self.short_factor)
         )
         divisors = torch.where(long, longer, shorter)
-        return 1.0 / (divisors * _powers(theta, dim, positions.device))
+        return 1.0 / (divisors * _powers(theta, dim, lengths.device))
 
 
 @dataclass(frozen=True)
@@ -181,18 +191,21 @@ class RopeConfig:
         """How many numbers of a head are rotated."""
         return int(head_dim * self.share)
 
-    def tables(self, head_dim: int, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    def tables(
+        self, head_dim: int, positions: Tensor, lengths: Tensor, dtype: torch.dtype
+    ) -> tuple[Tensor, Tensor]:
         """Cosine and sine of the angles, for `attention.rotate`.
 
         Args:
             positions: int64 `[batch or 1, seq]`.
+            lengths: int64 `[batch or 1, seq or 1]`, of the document that a token belongs to.
 
         Returns:
             Each `[batch or 1, seq, 1 or 2, rotated]` of `dtype`, computed in fp32: with 2, the
             first is for queries and the last for keys. The sine is negated where the rotation
             subtracts, at the first number of every pair.
         """
-        inverse = self.scaling.inverse(self.theta, self.rotated(head_dim), positions)
+        inverse = self.scaling.inverse(self.theta, self.rotated(head_dim), lengths)
         angles = positions[:, :, None, None].float() * inverse
         cos, sin = angles.cos(), angles.sin()
         if self.scaling.magnitude != 1.0:

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.data.shared_prompts import SharedDocuments
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
-from qfsdp.modules.attention import Attention
+from qfsdp.modules.attention import Attention, within_window
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
+from qfsdp.modules.document_lengths import document_lengths
 from qfsdp.modules.kv_cache import KVCache, LayerCache
 from qfsdp.modules.loss import head_loss
 from qfsdp.modules.mixture import MixtureMLP
@@ -292,7 +293,7 @@ class Decoder(nn.Module):
         x = self._embedded(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        tables = self._rotary_tables(positions, x.dtype)
+        tables = self._rotary_tables(positions, x.dtype, labels, cu_seqlens)
         masks = {kind.window: mask for kind in self.config.layers}
         if cu_seqlens is None:
             masks = self._within_windows(mask, tokens)
@@ -329,11 +330,12 @@ class Decoder(nn.Module):
         x = self._embedded(tokens)
         rows, columns = (torch.arange(size, device=tokens.device) for size in tokens.shape)
         positions, last = columns.unsqueeze(0), cache.lengths - 1
+        lengths = cache.lengths.unsqueeze(1)
         masks = {} if cache.filled else self._within_windows(None, tokens)
         if cache.filled:
-            positions, last = cache.lengths.unsqueeze(1), torch.zeros_like(rows)
+            positions, last, lengths = lengths, torch.zeros_like(rows), lengths + 1
             masks = {kind.window: cache.mask(kind.window) for kind in self.config.layers}
-        tables = self._rotary_tables(positions, x.dtype)
+        tables = self._rotary_tables(positions, x.dtype, lengths=lengths)
         layers = zip(self.model.layers, self.config.layers, cache.layers(x.dtype), strict=True)
         for layer, kind, kept in layers:
             x = layer(x, *tables[kind.rope], masks[kind.window], None, kept)
@@ -347,7 +349,7 @@ class Decoder(nn.Module):
         windows = {kind.window for kind in self.config.layers}
         if self.config.attention.sinks:
             return dict.fromkeys(windows)
-        return {window: _within_window(mask, window, tokens) for window in windows}
+        return {window: within_window(mask, window, tokens) for window in windows}
 
     def _embedded(self, tokens: Tensor) -> Tensor:
         embedding, factors = self.model.embed_tokens, self.config.multipliers
@@ -382,19 +384,17 @@ class Decoder(nn.Module):
             head.reshard()
         return loss
 
-    def _rotary_tables(self, positions: Tensor, dtype: torch.dtype) -> RotaryTables:
+    def _rotary_tables(
+        self,
+        positions: Tensor,
+        dtype: torch.dtype,
+        labels: Tensor | None = None,
+        cu_seqlens: Documents = None,
+        lengths: Tensor | None = None,
+    ) -> RotaryTables:
         """The tables of every rotary embedding of the model; (None, None) for none."""
-        ropes, head_dim = {kind.rope for kind in self.config.layers}, self.config.head_dim
-        tables: RotaryTables = {None: (None, None)}
-        return tables | {rope: rope.tables(head_dim, positions, dtype) for rope in ropes if rope}
-
-
-def _within_window(mask: Tensor | None, window: int | None, tokens: Tensor) -> Tensor | None:
-    """`mask` narrowed to a sliding window; unchanged where the window hides nothing."""
-    seq = tokens.shape[1]
-    if window is None or seq <= window:
-        return mask
-    distance = torch.arange(seq, device=tokens.device)
-    distance = distance[:, None] - distance
-    near = ((distance >= 0) & (distance < window))[None, None]
-    return near if mask is None else mask & near
+        ropes = {kind.rope for kind in self.config.layers if kind.rope}
+        if lengths is None and any(rope.scaling.by_length for rope in ropes):
+            lengths = document_lengths(positions, labels, cu_seqlens)
+        of_all = (self.config.head_dim, positions, positions if lengths is None else lengths, dtype)
+        return {None: (None, None)} | {rope: rope.tables(*of_all) for rope in ropes}

@@ -21,6 +21,7 @@ from qfsdp.cli.messages import did_you_mean, first_line, nearest
 from qfsdp.data.preference_batch import PairBatch
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.reference import Reference, as_reference
 from qfsdp.training.preference_losses import Answers, Loss
 from qfsdp.training.second_look import Part
@@ -28,6 +29,17 @@ from qfsdp.training.second_look import Part
 Losses = Component | list[Any]
 """A loss by its name or path with arguments, or a list of mappings to mix, see `read_terms`."""
 LOSSES = ("sigmoid", "robust", "ipo", "hinge", "simpo", "orpo", "kto", "sft")
+
+
+def check_packed(packed: bool, max_seq_len: int, config: DecoderConfig) -> None:
+    """Raises UserError where the answers of a pair could not share their prompt in a row: LongRoPE
+    would turn it in one way for a short answer and in another for a long one."""
+    context = config.most_positions(1)
+    if packed and context < max_seq_len:
+        raise UserError(
+            f"packed: true, and max_seq_len ({max_seq_len}) is longer than the original context of "
+            f"LongRoPE; expected packed=false, or max_seq_len={context}"
+        )
 
 
 def sequence_logprobs(model: nn.Module, batch: PairBatch) -> Tensor:

@@ -177,19 +177,22 @@ def test_shared_factors_are_written_for_every_expert(method: str, tmp_path: Path
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda c, t: c.update(rank_pattern={"experts.down_proj": 3}), "one value for all experts"),
+        (
+            lambda c, t: c.update(rank_pattern={"experts.down_proj": 3}),
+            r"expected \[3 \* experts, in",
+        ),
         (
             lambda c, t: c.update(r=8),
-            r"has shape \[\d+, 20\]; expected \[out, 8 \* experts\]",
+            r"has shape \[20, \d+\]; expected \[8 \* experts, in\]",
         ),
         (lambda c, t: c.update(rank_pattern={"q_proj": 3}), "qfsdp has one rank for all linears"),
         (
             lambda c, t: c.update(rank_pattern={"experts.down_proj": 3, "experts.gate_up_proj": 3}),
-            r"has shape \[\d+, 20\]; expected \[out, 3 \* experts\]",
+            r"has shape \[20, \d+\]; expected \[3 \* experts, in\]",
         ),
         (
             lambda c, t: [t.pop(key) for key in list(t) if "layers.1.mlp.experts.lora" in key],
-            "experts.down_proj.lora_A.weight' is missing",
+            "'down_proj' is adapted in other linears and not in experts of that name",
         ),
     ],
 )
@@ -234,3 +237,67 @@ def test_mistakes_in_configs_are_refused_in_one_line(tmp_path: Path) -> None:
         name = "qwen3-moe"  # without dense layers
         with pytest.raises(UserError, match=message):
             add_adapters(ours(reference(name)), bad)
+
+
+# What PEFT makes of the targets gate_proj, up_proj and down_proj: twice the rank for both together.
+FUSED_SCRIPT = """
+from peft import LoraConfig, get_peft_model
+
+model = AutoModelForCausalLM.from_pretrained(config_dir, attn_implementation="eager").eval()
+settings = {
+    "target_modules": ["q_proj"],
+    "target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
+    "rank_pattern": {arguments[0]: 8},
+    "alpha_pattern": {arguments[0]: 16},
+}
+model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, **settings))
+torch.manual_seed(0)
+for name, param in model.named_parameters():
+    if "lora_" in name:
+        param.data.normal_(std=0.2)
+model.save_pretrained(f"{folder}/adapter")
+with torch.no_grad():
+    torch.save({"logits": model(tokens).logits}, f"{folder}/result.pt")
+"""
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("pattern", ["gate_up_proj", r".*\.gate_up_proj"])
+def test_adapters_whose_experts_have_two_ranks_compute_as_in_peft(
+    pattern: str, tmp_path: Path
+) -> None:
+    theirs, tokens = reference("qwen3-moe"), random_tokens()
+    theirs.save_pretrained(tmp_path / "model")
+    unused = {"x": torch.zeros(1)}
+    result = run_peft(FUSED_SCRIPT, tmp_path / "model", unused, tokens, tmp_path, pattern)
+    config = read_adapter_config(tmp_path / "adapter")
+    assert config.expert_rank == 8 and config.rank == 4
+    model = ours(theirs)
+    add_adapters(model, config)
+    init_adapters(model, seed=0)
+    check_adapter(config, tmp_path / "adapter", model)
+    load_adapter(model, tmp_path / "adapter")
+    assert torch.allclose(model(tokens), result["logits"], atol=1e-4)
+    assert not torch.allclose(model(tokens), theirs(tokens).logits, atol=0.1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "words"),
+    [
+        ({"layers_to_transform": [0]}, "layers_to_transform .0. leaves out linears"),
+        ({"target_modules": ".*layers.0.*q_proj"}, "target_modules '.*q_proj' leaves out linears"),
+        ({"target_modules": ["layers.0.self_attn.q_proj"]}, "target_modules .* leaves out linears"),
+    ],
+)
+def test_adapters_of_some_layers_are_refused_by_the_setting(
+    settings: dict[str, Any], words: str, tmp_path: Path
+) -> None:
+    model, config = adapted(FAMILY, ["q_proj"])
+    save_adapter(model, config, "base", tmp_path, cpu_world())
+    tensors = load_file(tmp_path / WEIGHTS_FILE)
+    save_file({k: v for k, v in tensors.items() if ".layers.0." in k}, tmp_path / WEIGHTS_FILE)
+    written = json.loads((tmp_path / CONFIG_FILE).read_text()) | settings
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(written))
+    with pytest.raises(UserError, match=words) as caught:
+        check_adapter(config, tmp_path, model)
+    assert "\n" not in str(caught.value)

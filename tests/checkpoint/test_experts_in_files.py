@@ -14,12 +14,15 @@ from torch import Tensor
 
 from qfsdp.checkpoint.weights.expand import expand_folder
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.read import SINGLE
 from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import cpu_world, load_model
@@ -374,3 +377,15 @@ def test_layouts_without_a_form_for_experts_are_refused(
     with pytest.raises(UserError, match="layout: bnb has no form for the experts of a mixture"):
         source = ModelWeights(folders["qwen3_moe"])
         quantize_folder(source, QuantizationConfig(), tmp_path / "bnb", cpu_world(), "bnb")
+
+
+def test_mixtral_in_the_names_of_transformers_5(folders: dict[str, Path], tmp_path: Path) -> None:
+    config = (folders["mixtral"] / "config.json").read_bytes()
+    (tmp_path / "config.json").write_bytes(config)
+    model = reference("mixtral")
+    save_file(model.state_dict(), tmp_path / SINGLE, metadata={"format": "pt"})
+    with torch.device("meta"):
+        decoder = Decoder(DecoderConfig.from_dir(tmp_path))
+    load_base(decoder, ModelWeights(tmp_path), torch.device("cpu"))
+    with torch.no_grad():
+        assert (our_logits(decoder) - model(TOKENS).logits).abs().max() < 1e-4

@@ -154,10 +154,79 @@ def test_rotary_tables_and_a_tied_output_layer_are_ignored(
     folders: dict[str, Path], tmp_path: Path
 ) -> None:
     tensors = checkpoint(folders["tied"])
-    tensors["lm_head.weight"] = torch.zeros_like(tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone()
     tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(16)
+    (tmp_path / "config.json").write_bytes((folders["tied"] / "config.json").read_bytes())
     save_file(tensors, tmp_path / SINGLE)
     ModelWeights(tmp_path).check(build_meta_model(folders["tied"]))
+    tensors["lm_head.weight"][-1, -1] += 0.5
+    save_file(tensors, tmp_path / SINGLE)
+    with pytest.raises(UserError, match="'lm_head.weight' differs .*expected tie_word_emb.*false"):
+        ModelWeights(tmp_path).check(build_meta_model(folders["tied"]))
+
+
+def load_plain(folder: Path) -> Decoder:
+    with torch.device("meta"):
+        model = Decoder(DecoderConfig.from_dir(folder))
+    load_base(model, ModelWeights(folder), torch.device("cpu"))
+    return model
+
+
+def without_prefix(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
+
+
+def at_the_head(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"lm_head.weight": tensors.pop("model.embed_tokens.weight")}
+
+
+def in_fp64(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.double() for name, tensor in tensors.items()}
+
+
+def with_predictors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return tensors | {"mtp.fc.weight": torch.zeros(2, 2), "model.mtp.norm.weight": torch.ones(3)}
+
+
+@pytest.mark.parametrize(
+    ("model", "change"),
+    [
+        ("llama", without_prefix),
+        ("tied", without_prefix),
+        ("tied", at_the_head),
+        ("llama", in_fp64),
+        ("llama", with_predictors),
+    ],
+)
+def test_other_ways_to_write_a_model_are_read_as_transformers_does(
+    model: str, change: Callable[..., dict[str, Tensor]], folders: dict[str, Path], tmp_path: Path
+) -> None:
+    from transformers import AutoModelForCausalLM
+
+    (tmp_path / "config.json").write_bytes((folders[model] / "config.json").read_bytes())
+    save_file(change(checkpoint(folders[model])), tmp_path / SINGLE, metadata={"format": "pt"})
+    tokens = torch.arange(1, 9)[None]
+    theirs = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+    with torch.no_grad():
+        expected = theirs(tokens).logits
+        found = load_plain(tmp_path)(tokens)
+    assert (found - expected).abs().max() < 1e-4
+    base = loaded_tensors(folders[model], {})
+    for name, value in loaded_tensors(tmp_path, {}).items():
+        for part, same in zip([*value], [*base[name]], strict=True):
+            assert torch.equal(part, same), name
+
+
+def test_a_single_file_beside_an_index_is_read_as_transformers_does(
+    folders: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write_tiny_model(tmp_path, shards=2, seed=1)
+    other = checkpoint(folders["llama"])
+    save_file(other, tmp_path / SINGLE)
+    assert {tensor.file.name for tensor in ModelWeights(tmp_path).files.tensors.values()} == {
+        SINGLE
+    }
+    assert "is read, as transformers does" in capsys.readouterr().err
 
 
 def test_a_tied_output_layer_cannot_be_quantized(folders: dict[str, Path]) -> None:
@@ -207,6 +276,7 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None
 
 
 def edit_index(folder: Path, text: str) -> None:
+    (folder / SINGLE).rename(folder / "model-00001.safetensors")  # else the index is not read
     (folder / INDEX).write_text(text)
 
 
@@ -232,8 +302,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         "{folder}/model-00002.safetensors does not exist; the model's weights are read from it",
     ),
     "a tensor that the index names is missing": (
-        lambda f: edit_index(f, json.dumps({"weight_map": {"model.w": SINGLE}})),
-        "{folder}/model.safetensors.index.json: tensor 'model.w' is not in model.safetensors",
+        lambda f: edit_index(f, json.dumps({"weight_map": {"model.w": "model-00001.safetensors"}})),
+        "{folder}/model.safetensors.index.json: tensor 'model.w' is not in model-00001.safetensors",
     ),
     "the index is no JSON": (
         lambda f: edit_index(f, '{"weight_map": {'),
@@ -288,12 +358,12 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "a tensor is of integers": (
         lambda f: edit_tensors(f, lambda t: t.update({Q_PROJ: t[Q_PROJ].to(torch.int8)})),
         "{folder}/model.safetensors: tensor 'model.layers.0.self_attn.q_proj.weight' is I8; "
-        "expected F32, F16, BF16",
+        "expected F64, F32, F16, BF16",
     ),
     "a tensor is in fp8": (
         lambda f: edit_tensors(f, lambda t: t.update({NORM: t[NORM].to(torch.float8_e4m3fn)})),
-        "{folder}/model.safetensors: tensor 'model.norm.weight' is F8_E4M3; expected F32, F16, "
-        "BF16",
+        "{folder}/model.safetensors: tensor 'model.norm.weight' is F8_E4M3; expected F64, "
+        "F32, F16, BF16",
     ),
     "a plain weight holds NaN": (
         lambda f: edit_tensors(f, lambda t: t[NORM][3:4].fill_(float("nan"))),

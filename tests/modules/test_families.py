@@ -599,3 +599,34 @@ def test_the_pattern_that_layers_repeat(kinds: str, pattern: tuple[int, int]) ->
     config = tiny_config("ministral").to_dict() | {"architectures": ["MinistralForCausalLM"]}
     config |= {"layer_types": types, "num_hidden_layers": len(kinds)}
     assert DecoderConfig.from_dict(config).pattern == pattern
+
+
+@pytest.mark.parametrize(
+    ("name", "changes"),
+    [
+        ("qwen3-moe", {"mlp_only_layers": [0, 1, 2, 3]}),
+        ("qwen2-moe", {"decoder_sparse_step": 9}),
+        ("glm4-moe", {"first_k_dense_replace": 4}),
+    ],
+)
+def test_a_mixture_whose_layers_are_all_dense_is_a_dense_model(
+    name: str, changes: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model_type, keys = TINY[name]
+    monkeypatch.setitem(TINY, name, (model_type, keys | changes))
+    model, tokens = reference(name), random_tokens()
+    decoder, labels = ours(model), F.pad(tokens[:, 1:], (0, 1), value=-100)
+    loss = decoder.train()(tokens, labels=labels)
+    loss.backward()
+    logits = model(tokens).logits.flatten(0, 1)
+    expected = F.cross_entropy(logits, labels.flatten(), reduction="sum")
+    assert torch.allclose(loss, expected, rtol=1e-5) and decoder.config.experts is None
+
+
+@pytest.mark.parametrize("key", ["num_mtp_layers", "num_nextn_predict_layers"])
+def test_both_names_of_the_number_of_predictors(key: str) -> None:
+    config = tiny_config("glm4-moe").to_dict() | {"architectures": ["Glm4MoeForCausalLM"]}
+    for name in ("num_mtp_layers", "num_nextn_predict_layers"):
+        config.pop(name, None)
+    assert DecoderConfig.from_dict(config).predictors == 1
+    assert DecoderConfig.from_dict(config | {key: 3}).predictors == 3

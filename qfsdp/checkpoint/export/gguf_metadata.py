@@ -68,8 +68,7 @@ class GgufModel:
         scalings that llama.cpp has a key for."""
         if not isinstance(self.rope.scaling, Llama3Scaling):
             return None
-        positions = torch.zeros(1, 1)
-        args = (self.rope.theta, self.parts.head_dim, positions)
+        args = (self.rope.theta, self.parts.head_dim, torch.zeros(1, 1))
         return Unscaled().inverse(*args) / self.rope.scaling.inverse(*args)
 
     def add_to(self, writer: gguf.GGUFWriter) -> None:

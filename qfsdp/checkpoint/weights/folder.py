@@ -20,6 +20,13 @@ from torch import nn
 from qfsdp.checkpoint.weights.bnb_layout import read_bnb
 from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_experts
 from qfsdp.checkpoint.weights.identity import sampled_digest, whole_digest
+from qfsdp.checkpoint.weights.other_names import (
+    EMBEDDINGS,
+    HEAD,
+    PREDICTOR,
+    same_values,
+    with_our_names,
+)
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.cli.errors import UserError
@@ -29,7 +36,7 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
-PLAIN_DTYPES = ("F32", "F16", "BF16")
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 _LAYOUTS = {"qfsdp": read_quantized, "bitsandbytes": read_bnb, "mxfp4": read_mxfp4}
 """`quant_method` of config.json -> the function that finds the quantized weights."""
 
@@ -55,6 +62,10 @@ class ModelWeights:
     def __init__(self, folder: str | Path) -> None:
         self.files = SafetensorsFolder(folder)
         self.folder = self.files.folder
+        parts = None
+        with suppress(UserError):  # those who build the model report it
+            parts = DecoderConfig.from_dir(self.folder)
+            self.files.tensors = with_our_names(self.files.tensors, parts)
         config = self._quantization_config()
         self.quantized: dict[str, StoredQuantizedWeight] = {}
         if config is not None:
@@ -70,9 +81,6 @@ class ModelWeights:
             self.quantized = _LAYOUTS[method](self.files, config)
         used = {name for weight in self.quantized.values() for name in weight.tensor_names}
         self.plain = {n: tensor for n, tensor in self.files.tensors.items() if n not in used}
-        parts = None
-        with suppress(UserError):  # those who build the model report it
-            parts = DecoderConfig.from_dir(self.folder)
         if single := next((name for name in self.quantized if OF_SINGLE.search(name)), None):
             raise UserError(
                 f"{self.folder}: {single!r} is quantized by itself; expected the model in 16 bits: "
@@ -81,7 +89,11 @@ class ModelWeights:
         if parts is not None:
             after = range(parts.num_hidden_layers, parts.num_hidden_layers + parts.predictors)
             unread = tuple(f"model.layers.{layer}." for layer in after)
-            self.plain = {n: t for n, t in self.plain.items() if not n.startswith(unread)}
+            self.plain = {
+                name: tensor
+                for name, tensor in self.plain.items()
+                if not name.startswith(unread) and not PREDICTOR.match(name)
+            }
             self.plain = stacked_experts(self.plain, parts, self.folder)
 
     def _quantization_config(self) -> dict[str, Any] | None:
@@ -133,7 +145,8 @@ class ModelWeights:
         ignored: the model computes or shares them.
 
         Raises:
-            UserError: a tensor is missing, unexpected, or has another shape or format.
+            UserError: a tensor is missing, unexpected, or has another shape or format; or a tied
+                model has an output layer of its own (transformers would not tie it).
         """
         expected = dict(base_parameters(model))
         for name, param in expected.items():
@@ -142,10 +155,21 @@ class ModelWeights:
             else:
                 self._check_plain(name, tuple(param.shape))
         for name in (self.plain.keys() | self.quantized.keys()) - expected.keys():
-            if not name.endswith("rotary_emb.inv_freq") and name != "lm_head.weight":
+            if name == HEAD:
+                self._check_tied()
+            elif not name.endswith("rotary_emb.inv_freq"):
                 stored = self.plain[name] if name in self.plain else self.files.tensors[name]
                 file = stored.file
                 raise UserError(f"{file}: tensor {name!r} is not part of this architecture")
+
+    def _check_tied(self) -> None:
+        head, embeddings = self.plain.get(HEAD), self.plain.get(EMBEDDINGS)
+        if head is None or embeddings is None or not same_values(head, embeddings):
+            file = self.files.tensors[HEAD].file
+            raise UserError(
+                f"{file}: {HEAD!r} differs from {EMBEDDINGS!r}, which tie_word_embeddings makes "
+                "the output layer; expected tie_word_embeddings: false in config.json"
+            )
 
     def _check_plain(self, name: str, shape: tuple[int, ...]) -> None:
         if name not in self.plain:

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import struct
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from queue import Queue
 
@@ -115,7 +117,8 @@ class StackedTensor(StoredTensor):
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, in one `model.safetensors` or in the files that an index lists.
+    """The tensors of a folder, in one `model.safetensors` or in the files that an index lists. Of a
+    folder with both, the former is read, as transformers does, and a line says so.
 
     Opening it reads headers only.
 
@@ -150,6 +153,9 @@ class SafetensorsFolder:
     def _read_index(self) -> dict[str, Path]:
         index = self.folder / INDEX
         if not index.is_file():
+            return {}
+        if (self.folder / SINGLE).is_file():
+            _say_once(f"{self.folder / SINGLE} is read, as transformers does; {INDEX} is not")
             return {}
         try:
             weight_map = json.loads(index.read_bytes())["weight_map"]
@@ -188,6 +194,11 @@ class SafetensorsFolder:
         with closing(OpenFiles()) as files:
             files.read_rows(tensor, 0, values)
         return values
+
+
+@cache
+def _say_once(warning: str) -> None:
+    print(f"warning: {warning}", file=sys.stderr, flush=True)
 
 
 class OpenFiles:

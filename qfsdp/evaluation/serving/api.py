@@ -28,6 +28,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.cli.sizes import parse_size
 from qfsdp.data.special_tokens import texts_of
 from qfsdp.data.token_ids import check_ids
+from qfsdp.evaluation.generation import positions_of
 from qfsdp.evaluation.prompts import prompt_tokens
 from qfsdp.evaluation.serving.answers import Answer
 from qfsdp.evaluation.serving.requests import ApiError, Asked, failed, parse
@@ -152,14 +153,17 @@ class Api:
 
     def _with_room(self, asked: Asked, prompt: int) -> Asked:
         """The request with a length that the model's positions allow."""
-        room, new = self._served.positions - prompt, asked.sampling.max_new_tokens
-        if new <= room:
+        config, new = self._served.config, asked.sampling.max_new_tokens
+        most = config.most_positions(prompt)
+        if prompt + new <= most:
             return asked
         if asked.limited:
             message = f"max_tokens: {new} after {prompt} tokens of the prompt; expected at most "
-            message += f"the model's {self._served.positions} positions together"
+            message += positions_of(config, most)
             raise ApiError(400, message, "max_tokens", "context_length_exceeded")
-        return replace(asked, sampling=replace(asked.sampling, max_new_tokens=room))
+        return replace(
+            asked, sampling=replace(asked.sampling, max_new_tokens=max(1, most - prompt))
+        )
 
 
 class EventStream(StreamingResponse):

@@ -10,6 +10,7 @@ from qfsdp.cli.errors import InvalidField, check_bounds
 from qfsdp.cli.sizes import parse_size
 from qfsdp.evaluation.generation import SamplingConfig
 from qfsdp.evaluation.serving.engine import Engine, Model
+from qfsdp.modules.decoder_config import DecoderConfig
 
 
 @dataclass
@@ -69,8 +70,12 @@ class Served:
     @property
     def positions(self) -> int:
         """The longest row of tokens, prompt and answer."""
-        first = next(iter(self.models.values()))
-        return first.decoder.config.max_position_embeddings
+        return self.config.max_position_embeddings
+
+    @property
+    def config(self) -> DecoderConfig:
+        """Of all models."""
+        return next(iter(self.models.values())).decoder.config
 
 
 def is_loopback(host: str) -> bool:

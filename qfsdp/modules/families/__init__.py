@@ -8,6 +8,7 @@ its modules where they differ.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from qfsdp.cli.errors import UserError
@@ -84,4 +85,6 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
         raise UserError(
             f"{source}: architecture {architecture!r} is unknown; expected one of {known}"
         )
-    return FAMILIES[architecture](config, source)
+    parts = FAMILIES[architecture](config, source)
+    # Without a mixture among its layers it is a dense model.
+    return parts if any(layer.mixture for layer in parts.layers) else replace(parts, experts=None)

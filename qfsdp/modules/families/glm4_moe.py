@@ -9,6 +9,9 @@ from typing import Any
 from qfsdp.modules.decoder_parts import AttentionConfig, DecoderParts, ExpertsConfig, SharedExpert
 from qfsdp.modules.families.keys import Keys
 
+# transformers 5 writes the first name, published files have the second.
+PREDICTORS = ("num_mtp_layers", "num_nextn_predict_layers")
+
 
 def read(config: dict[str, Any], source: str) -> DecoderParts:
     keys = Keys(
@@ -27,6 +30,7 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
         norm_topk_prob=True,
         num_nextn_predict_layers=1,
     )
+    predictors = next(name for name in PREDICTORS if name in config or name == PREDICTORS[-1])
     keys.only("hidden_act", "silu")
     dense, layers = keys.count("first_k_dense_replace"), keys.same_layers(shares=True)
     return DecoderParts(
@@ -38,7 +42,7 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
             qk_norm="head" if keys.switch("use_qk_norm") else None,
         ),
         experts=_experts(keys),
-        predictors=keys.count("num_nextn_predict_layers"),
+        predictors=keys.count(predictors),
     )
 
 
