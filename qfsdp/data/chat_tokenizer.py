@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qfsdp.cli.errors import UserError
 from qfsdp.data.answer_form import AnswerForm
 from qfsdp.data.chat_template import ChatTemplate, Range, Rendered
+from qfsdp.data.encode import encode
 from qfsdp.data.special_tokens import SpecialTokens
 from qfsdp.data.tokenizer_folder import eos_ids
 from qfsdp.data.trained_spans import Conversation, TokenizedChat, TrainedSpans, left_out
@@ -88,10 +89,10 @@ class ChatTokenizer:
         for conversation, found, names, note in zip(safe, rendered, hidden, notes, strict=True):
             try:
                 text, spans, remark = self._spans(conversation, found)
+                ids, trained = self._encode(text, spans, names)
             except UserError as error:
                 results.append(error)
             else:
-                ids, trained = self._encode(text, spans, names)
                 results.append(TokenizedChat(ids, [not flag for flag in trained], note, remark))
         return results
 
@@ -131,7 +132,7 @@ class ChatTokenizer:
             flags[start:stop] = b"\1" * (stop - start)
         if hidden:
             return self.special.encode_hidden(text, hidden, flags)
-        encoding = self.backend.encode(text, add_special_tokens=False)
+        encoding = encode(self.backend, text)
         # The last character decides: byte-level tokenizers may leave the leading space out of a
         # token's offsets.
         return encoding.ids, [bool(flags[stop - 1]) for _, stop in encoding.offsets]

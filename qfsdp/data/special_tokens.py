@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.chat_template import ChatTemplate, Request
+from qfsdp.data.encode import encode
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -86,7 +87,7 @@ class SpecialTokens:
 
     def encode_plain(self, text: str) -> list[int]:
         """Ids of a text in which special tokens are ordinary text."""
-        ids: list[int] = self._plain[0].encode(text, add_special_tokens=False).ids
+        ids: list[int] = encode(self._plain[0], text).ids
         return ids
 
     def encode_hidden(
@@ -111,7 +112,7 @@ class SpecialTokens:
                 word = hidden[word] if kind == "hidden" else names[word]
                 flags += bytes([trained[stop - 1]]) * len(word)
             words.append(word)
-        encoding = tokenizer.encode("".join(words), add_special_tokens=False)
+        encoding = encode(tokenizer, "".join(words))
         flags += b"\0"  # never trained: an empty token at offset 0 reads index -1
         return (
             [ids.get(index, index) for index in encoding.ids],

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from qfsdp.cli.errors import UserError
 from qfsdp.data.chat_tokenizer import ChatTokenizer, raised, spelled_as
 from qfsdp.data.choose_template import choose_template, say_once
+from qfsdp.data.encode import encode
 from qfsdp.data.special_tokens import SpecialTokens, added_tokens, turn_marks
 from qfsdp.data.tokenizer_folder import TokenizerFolder
 from qfsdp.data.trained_spans import TRAINED_AS, Conversation, TokenizedChat, plain_message
@@ -149,14 +150,14 @@ class HFTokenizer:
         if token is not None:
             self._note(token)
         if token is None or self._special_documents:
-            ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+            ids: list[int] = encode(self._backend, text).ids
         else:
             ids = self._special.encode_plain(text)
         return (self._before if add_bos else []) + ids + ([self.eos_id] if add_eos else [])
 
     def encode_as_stored(self, text: str) -> list[int]:
         """Ids of a text with all special tokens that the tokenizer adds, as transformers does."""
-        ids: list[int] = self._backend.encode(text, add_special_tokens=False).ids
+        ids: list[int] = encode(self._backend, text).ids
         return self._before + ids + self._after
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
