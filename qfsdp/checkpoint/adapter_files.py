@@ -37,6 +37,7 @@ from qfsdp.checkpoint.adapter_config_file import (
     peft_config,
     read_peft_config,
 )
+from qfsdp.checkpoint.adapter_digests import check_digests, digests
 from qfsdp.checkpoint.expert_adapter_files import (
     StoredTensor,
     expert_rank,
@@ -130,7 +131,7 @@ def write_adapter(
         # The config is renamed last: a folder with a config is complete.
         with whole_file(folder / CONFIG_FILE) as text, whole_file(folder / WEIGHTS_FILE) as weights:
             text.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
-            save_file(tensors, weights, metadata={"format": "pt"})
+            save_file(tensors, weights, metadata={"format": "pt", **digests(tensors, settings)})
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             folder.rmdir()  # if it is empty
@@ -201,7 +202,8 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
 
     Raises:
         UserError: see `read_adapter_config`; or the adapter's settings differ from the run's, or
-            its tensors from those of the model's adapters; or a number is not finite.
+            its tensors from those of the model's adapters; or a number is not finite; or a
+            tensor is not as qfsdp has written it (`adapter_digests`).
     """
     theirs = read_adapter_config(folder)
     fields = ["method"] if "ia3" in (config.method, theirs.method) else list(SHARED_FIELDS)
@@ -222,6 +224,7 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
     file = local_folder(folder) / WEIGHTS_FILE
     names, params = _matching_tensors(model, file.parent), adapter_parameters(model)
     with _opened(file) as tensors:
+        check_digests(file, tensors, read_peft_config(file.parent))
         for key, stored in names.items():
             values = stored.rows(tensors)
             _check_finite(file, stored.name, values.float())

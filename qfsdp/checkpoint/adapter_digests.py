@@ -1,0 +1,74 @@
+"""Digests of an adapter, kept in the metadata of its safetensors file.
+
+Adapters that qfsdp writes have two: of the tensors, and of the settings that change what they
+compute. Those of other programs have none, and of ours neither after another program has written
+the file again. So a missing digest is not damage.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, uint8
+
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import to_json
+
+TENSORS, SETTINGS = "sha256", "settings_sha256"
+NUMBERS = (
+    *("peft_type", "r", "lora_alpha", "use_dora", "use_rslora"),
+    *("rank_pattern", "alpha_pattern"),
+)
+"""Keys of `adapter_config.json` that change numbers; the tensors show the others."""
+
+
+def digests(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[str, str]:
+    """The metadata of an adapter's file.
+
+    Args:
+        tensors: name -> CPU tensor, as they are stored.
+        settings: of `adapter_config.json`.
+    """
+    return {
+        TENSORS: _of_tensors(tensors, tensors.__getitem__),
+        SETTINGS: _of_settings(settings),
+    }
+
+
+def check_digests(file: Path, opened: Any, settings: Mapping[str, Any]) -> None:
+    """Compares an adapter with the digests in its file, if it has any. Reads every tensor.
+
+    Settings may have been edited on purpose: if they changed, one line says so.
+
+    Args:
+        file: with the adapter's tensors.
+        opened: the same file, from `safetensors.safe_open`.
+        settings: of `adapter_config.json`.
+
+    Raises:
+        UserError: a tensor has changed.
+    """
+    kept = opened.metadata() or {}
+    if TENSORS in kept and kept[TENSORS] != _of_tensors(opened.keys(), opened.get_tensor):
+        raise UserError(f"{file}: content changed (SHA-256); expected it as it was written")
+    if SETTINGS in kept and kept[SETTINGS] != _of_settings(settings):
+        text = f"warning: {file.parent}: not as it was written: {', '.join(NUMBERS)} of its config"
+        print(text, file=sys.stderr, flush=True)
+
+
+def _of_tensors(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> str:
+    digest = hashlib.sha256()
+    for name in sorted(names):
+        tensor = tensor_of(name)
+        digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
+        digest.update(tensor.contiguous().view(-1).view(uint8).numpy())
+    return digest.hexdigest()
+
+
+def _of_settings(settings: Mapping[str, Any]) -> str:
+    used = {key: settings[key] for key in NUMBERS if settings.get(key)}
+    return hashlib.sha256(to_json(used, sort_keys=True).encode()).hexdigest()
