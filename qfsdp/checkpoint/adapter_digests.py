@@ -39,7 +39,7 @@ def digests(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[
     }
 
 
-def check_digests(file: Path, opened: Any, settings: Mapping[str, Any]) -> None:
+def check_digests(file: Path, opened: Any, settings: Mapping[str, Any] | None = None) -> None:
     """Compares an adapter with the digests in its file, if it has any. Reads every tensor.
 
     Settings may have been edited on purpose: if they changed, one line says so.
@@ -47,7 +47,7 @@ def check_digests(file: Path, opened: Any, settings: Mapping[str, Any]) -> None:
     Args:
         file: with the adapter's tensors.
         opened: the same file, from `safetensors.safe_open`.
-        settings: of `adapter_config.json`.
+        settings: of `adapter_config.json`; None: they are not compared.
 
     Raises:
         UserError: a tensor has changed.
@@ -55,7 +55,7 @@ def check_digests(file: Path, opened: Any, settings: Mapping[str, Any]) -> None:
     kept = opened.metadata() or {}
     if TENSORS in kept and kept[TENSORS] != _of_tensors(opened.keys(), opened.get_tensor):
         raise UserError(f"{file}: content changed (SHA-256); expected it as it was written")
-    if SETTINGS in kept and kept[SETTINGS] != _of_settings(settings):
+    if settings is not None and SETTINGS in kept and kept[SETTINGS] != _of_settings(settings):
         text = f"warning: {file.parent}: not as it was written: {', '.join(NUMBERS)} of its config"
         print(text, file=sys.stderr, flush=True)
 
@@ -65,7 +65,7 @@ def _of_tensors(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> str
     for name in sorted(names):
         tensor = tensor_of(name)
         digest.update(f"{name} {tensor.dtype} {list(tensor.shape)}\n".encode())
-        digest.update(tensor.contiguous().view(-1).view(uint8).numpy())
+        digest.update(tensor.contiguous().view(-1).view(uint8).numpy().data)
     return digest.hexdigest()
 
 

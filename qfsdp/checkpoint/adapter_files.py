@@ -248,13 +248,13 @@ def _check_expert_rank(theirs: AdapterConfig, folder: str | Path, model: nn.Modu
 
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
-    """Fills the adapters of `model` from a folder in PEFT's format; each rank reads only its rows.
+    """Fills the adapters of `model` from a folder in PEFT's format; each rank keeps only its rows.
 
     Call `refresh_dora_norms` afterwards: DoRA's norms depend on the loaded tensors.
 
     Raises:
-        UserError: the folder's tensors or their scaling differ from the model's, or a number is
-            not finite.
+        UserError: the folder's tensors or their scaling differ from the model's, a number is not
+            finite, or a tensor is not as qfsdp has written it.
     """
     folder = local_folder(folder)
     names = _matching_tensors(model, folder)
@@ -269,6 +269,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
             )
     file = folder / WEIGHTS_FILE
     with _opened(file) as tensors:
+        check_digests(file, tensors)
         for key, param in adapter_parameters(model).items():
             local = local_part(param)
             local.copy_(names[key].rows(tensors, local_rows(param)))

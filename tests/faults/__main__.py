@@ -18,18 +18,19 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.faults import agents, damage, disks, kills, stops
+from tests.faults import agents, damage, disks, inputs, kills, stops
 from tests.faults.runs import Outcome, Trial, Workshop
 
 KINDS: dict[str, Trial] = {
     "kill": kills.trial,
     "flip": damage.flips,
+    **inputs.KINDS,
     "truncate": damage.truncations,
     "stop": stops.trial,
     "disk": disks.trial,
     "agent": agents.trial,
 }
-ROW = "{:<10} {:>7} {:>8} {:>10} {:>7} {:>17} {:>8}"
+ROW = "{:<14} {:>7} {:>8} {:>10} {:>7} {:>17} {:>8}"
 
 
 def main() -> int:

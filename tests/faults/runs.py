@@ -166,6 +166,7 @@ class Workshop:
         self.folder = folder
         self._references: dict[Setup, Reference] = {}
         self._starts = 0
+        self.inputs: dict[str, Any] = {}  # of `tests.faults.inputs`, made once
         multiprocessing.set_forkserver_preload(PRELOADED)
         # As torchrun's agents hold one: it outlives the ranks.
         self.store_port = free_port()

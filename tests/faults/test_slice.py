@@ -1,0 +1,24 @@
+"""A slice of `make test-faults`: two random faults of every kind that needs no agent and no disk."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.faults.__main__ import KINDS
+from tests.tiny import ROOT
+
+
+@pytest.mark.long
+def test_two_faults_of_each_kind() -> None:
+    kinds = [kind for kind in KINDS if kind not in ("agent", "disk")]
+    command = [sys.executable, "-m", "tests.faults", "--kind", ",".join(kinds), "--count", "2"]
+    found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert found.returncode == 0, found.stdout[-9000:] + found.stderr[-3000:]
+    table = [line.split() for line in found.stdout.splitlines()]
+    done = {row[0]: row for row in table if row and row[0] in KINDS and row[-1].isdigit()}
+    assert list(done) == kinds
+    for kind, (_, faults, _, recovered, failed, *_) in done.items():
+        assert int(faults) >= 2 and recovered == faults and failed == "0", kind
