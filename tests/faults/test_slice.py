@@ -1,4 +1,4 @@
-"""A slice of `make test-faults`: two random faults of every kind that needs no agent and no disk."""
+"""A slice of `make test-faults`: two random faults of most kinds."""
 
 from __future__ import annotations
 
