@@ -10,12 +10,14 @@ import shutil
 from pathlib import Path
 
 import pytest
+from omegaconf import OmegaConf
 from safetensors.torch import load_file
 
 from tests.released.make import CONFIG, HERE, MODEL, STEP
 from tests.tiny import ROOT, load_recipe, run_recipe
 
 NAMES = sorted(path.parent.name for path in HERE.glob("*/merged"))
+OLDEST = "561a8e2"
 STEPS = 7
 
 
@@ -25,22 +27,26 @@ def losses(run: Path) -> dict[int, float]:
 
 
 @pytest.fixture
-def config(tmp_path: Path) -> list[str]:
+def config(name: str, tmp_path: Path) -> list[str]:
+    """Words for the config of the run `name`."""
     file = tmp_path / "config.yaml"
     file.write_text(CONFIG.replace("MODEL", str(MODEL)))
-    return ["--config", str(file)]
+    words = ["--config", str(file)]
+    if OmegaConf.load(HERE / name / "run/config.yaml").lr_scheduler is None:
+        words.append("lr_scheduler=null")
+    return words
 
 
 def test_there_are_released_folders() -> None:
-    assert len(NAMES) >= 2
+    assert len(NAMES) >= 3
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name == OLDEST else pytest.mark.long) for name in NAMES]
+)
 def test_a_run_goes_on_and_is_reported(name: str, tmp_path: Path, config: list[str]) -> None:
-    """Also from the folder that the commit quantized, and with a fresh run on it."""
     then = losses(HERE / name / "run")
     assert len(then) == STEPS
-    rest = {step: loss for step, loss in then.items() if step > STEP}
     run = tmp_path / "run"
     shutil.copytree(HERE / name / "run", run)
     run_recipe("qdora_distributed", [*config, f"output_dir={run}", "resume=auto"])
@@ -48,17 +54,27 @@ def test_a_run_goes_on_and_is_reported(name: str, tmp_path: Path, config: list[s
     adapter = "adapter/adapter_model.safetensors"
     for key, weight in load_file(HERE / name / "run" / adapter).items():
         assert (load_file(run / adapter)[key] - weight).abs().max() < 1e-4, key
-    quantized = [*config, f"model.path={HERE / name / 'quantized'}"]
-    resumed = ["output_dir=" + str(tmp_path / "on"), f"resume={run}/checkpoints/step_{STEP:08}"]
-    run_recipe("qdora_distributed", [*quantized, *resumed])
-    assert losses(tmp_path / "on") == pytest.approx(rest, abs=1e-5)
-    run_recipe("qdora_distributed", [*quantized, f"output_dir={tmp_path / 'new'}"])
-    assert losses(tmp_path / "new") == pytest.approx(then, abs=1e-5)
     report = load_recipe("report")
     report.main(report.Config(runs=[str(run)], output=str(tmp_path / "page.html")))
     assert "loss" in (tmp_path / "page.html").read_text()
 
 
+@pytest.mark.long
+@pytest.mark.parametrize("name", NAMES)
+def test_a_quantized_folder_is_trained_on(name: str, tmp_path: Path, config: list[str]) -> None:
+    """By the run that goes on from the checkpoint, and by a new one."""
+    then = losses(HERE / name / "run")
+    rest = {step: loss for step, loss in then.items() if step > STEP}
+    quantized = [*config, f"model.path={HERE / name / 'quantized'}"]
+    checkpoint = HERE / name / f"run/checkpoints/step_{STEP:08}"
+    resumed = [f"output_dir={tmp_path / 'on'}", f"resume={checkpoint}"]
+    run_recipe("qdora_distributed", [*quantized, *resumed])
+    assert losses(tmp_path / "on") == pytest.approx(rest, abs=1e-5)
+    run_recipe("qdora_distributed", [*quantized, f"output_dir={tmp_path / 'new'}"])
+    assert losses(tmp_path / "new") == pytest.approx(then, abs=1e-5)
+
+
+@pytest.mark.long
 @pytest.mark.parametrize("name", NAMES)
 def test_an_adapter_is_merged_and_trained_further(
     name: str, tmp_path: Path, config: list[str]

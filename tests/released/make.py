@@ -1,8 +1,9 @@
 """Makes tests/released/NAME with the code of a checkout; run it once for every release.
 
     git worktree add --detach /tmp/released COMMIT
-    python tests/released/make.py /tmp/released NAME
+    python tests/released/make.py /tmp/released NAME [KEY=VALUE ...]
 
+The words change the run's config: `lr_scheduler=null` for a commit that cannot import torchtune's.
 Writes what tests/checkpoint/test_released.py reads: a checkpoint from the middle of a QDoRA run,
 the run's losses, its adapter, the base quantized, and the base with the adapter merged. The
 model, random and of 50 KB in bf16, is the same for all of them. About 120 KB for each release.
@@ -38,13 +39,16 @@ checkpoint: {every_n_steps: 4, keep_last: 99}
 """
 
 
-def main(checkout: Path, name: str) -> None:
+def main(checkout: Path, name: str, *changes: str) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         work = Path(temporary)
-        (work / "config.yaml").write_text(CONFIG.replace("MODEL", str(MODEL)))
-        run(checkout, work, "qdora_distributed", "output_dir=run", config="config.yaml")
-        run(checkout, work, "quantize", f"model.path={MODEL}", "output_dir=quantized")
-        words = [f"model.path={MODEL}", "model.dtype=fp32", "adapter=run/adapter"]
+        model = MODEL.relative_to(HERE.parents[1])  # no path of this machine is kept
+        shutil.copytree(MODEL, work / model)
+        (work / "config.yaml").write_text(CONFIG.replace("MODEL", str(model)))
+        words = ["output_dir=run", *changes]
+        run(checkout, work, "qdora_distributed", *words, config="config.yaml")
+        run(checkout, work, "quantize", f"model.path={model}", "output_dir=quantized")
+        words = [f"model.path={model}", "model.dtype=fp32", "adapter=run/adapter"]
         run(checkout, work, "merge", *words, "output_dir=merged")
         folder = HERE / name
         shutil.rmtree(folder, ignore_errors=True)
@@ -53,7 +57,8 @@ def main(checkout: Path, name: str) -> None:
         shutil.copytree(work / "run/adapter", folder / "run/adapter")
         for file in ("config.yaml", "metrics.jsonl"):
             shutil.copy(work / "run" / file, folder / "run" / file)
-        shutil.copytree(work / "quantized", folder / "quantized")
+        no_locks = shutil.ignore_patterns(".lock")
+        shutil.copytree(work / "quantized", folder / "quantized", ignore=no_locks)
         (folder / "merged").mkdir()
         shutil.copy(work / "merged/model.safetensors", folder / "merged")
 
@@ -83,4 +88,4 @@ def write_model() -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]).resolve(), sys.argv[2])
+    main(Path(sys.argv[1]).resolve(), *sys.argv[2:])
