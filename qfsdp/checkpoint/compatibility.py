@@ -27,8 +27,8 @@ from qfsdp.cli.errors import UserError
 from qfsdp.cli.file_digests import file_digest
 from qfsdp.cli.files import to_json
 from qfsdp.cli.hub import SMALL_FILES, hub_name, local_folder
-from qfsdp.cli.interpolations import SECRET, masked
 from qfsdp.cli.sealed import Damaged, read_sealed, sealed_json
+from qfsdp.cli.secret_keys import SECRET, masked
 from qfsdp.data import StepLoader, StreamLoader
 from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.data.rows import content_digest

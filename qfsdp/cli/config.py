@@ -34,10 +34,11 @@ from qfsdp.cli.convert import (
     schema_keys,
 )
 from qfsdp.cli.errors import UserError, shortened
-from qfsdp.cli.interpolations import masked, masked_word, resolve
+from qfsdp.cli.interpolations import resolve
 from qfsdp.cli.messages import did_you_mean, first_line, join_key, required
 from qfsdp.cli.printable import redacted
 from qfsdp.cli.recipes import similar_name
+from qfsdp.cli.secret_keys import masked, masked_word
 
 T = TypeVar("T")
 _NULL_OR_QUOTED = re.compile(r"\s*(null|Null|NULL|None|~|'.*'|\".*\")\s*", re.DOTALL)

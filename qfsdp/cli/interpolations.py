@@ -4,7 +4,6 @@ environment, whose values may be secrets.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -19,41 +18,9 @@ from qfsdp.cli.printable import READ
 MOST_STEPS = 5_000  # names looked up: twelve lines of ten each stand for 10**12
 MOST_LENGTH = 1 << 20  # characters and values that these lookups give, in all
 MULTIPLY = "the config's interpolations (${...}) multiply; expected fewer of them"
-SECRET = "***"
-_SECRET_NAMES = re.compile(
-    r"(.*[_-])?(api_?key|secret|password|passwd|passphrase|credentials?|bearer|authorization"
-    r"|(access|private|secret|auth|account|license)_?key"
-    r"|(api|hf|hub|auth|access|refresh|bearer|session|secret|user|wandb|read|write)_?token|token)",
-    re.IGNORECASE,
-)
-# Tokens of a tokenizer.
-_TOKENS = re.compile(r".*(eos|bos|pad|unk|mask|sep|cls|image|stop|end|begin|start)_?token", re.I)
 _PATHS = ("/", "~", ".")  # values that begin so are paths, which errors should name
 
 Path = tuple[str | int, ...]
-
-
-def is_secret(name: str) -> bool:
-    """Whether a key is named like a secret: api_key, hf_token, password; not eos_token."""
-    return bool(_SECRET_NAMES.fullmatch(name)) and not _TOKENS.fullmatch(name)
-
-
-def masked(value: Any, name: str = "") -> Any:
-    """A tree of plain values in which texts and numbers of keys that look like secrets are
-    "***"."""
-    if isinstance(value, dict):
-        return {key: masked(entry, str(key)) for key, entry in value.items()}
-    if isinstance(value, list):
-        return [masked(entry, name) for entry in value]
-    interpolation = isinstance(value, str) and "${" in value
-    plain = value is None or isinstance(value, bool) or interpolation
-    return value if plain or not is_secret(name) else SECRET
-
-
-def masked_word(word: str) -> str:
-    """A `key=value` word of a command line with its value masked if the key looks like a secret."""
-    key, equals, value = word.partition("=")
-    return f"{key}={SECRET}" if value and is_secret(key.rpartition(".")[2]) else word
 
 
 def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:

@@ -8,8 +8,8 @@ from difflib import get_close_matches
 from typing import Any, Union, get_origin
 
 from qfsdp.cli.errors import UserError, shortened
-from qfsdp.cli.interpolations import masked
 from qfsdp.cli.printable import redacted
+from qfsdp.cli.secret_keys import masked
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",

@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.read import SINGLE
 from qfsdp.cli.errors import UserError
@@ -198,8 +199,15 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
         lambda f: edit(f, lambda t: t.pop(f"{GATE}.absmax")),
         f"tensor '{GATE}.absmax' is missing",
     ),
-    "NaN in the scales": (
+    "changed scales": (
         lambda f: edit(f, lambda t: t[f"{GATE}.nested_absmax"].fill_(float("nan"))),
+        f"{SINGLE}: content changed (SHA-256)",
+    ),
+    "NaN in the scales of a folder without digests": (
+        lambda f: (
+            edit(f, lambda t: t[f"{GATE}.nested_absmax"].fill_(float("nan"))),
+            (f / MANIFEST).unlink(),
+        ),
         f"{GATE}: its scales hold NaN or infinity",
     ),
 }

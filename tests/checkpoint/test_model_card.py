@@ -48,7 +48,7 @@ def test_it_tells_base_method_data_and_figures(tmp_path: Path) -> None:
 def test_paths_of_this_machine_stay_here(tmp_path: Path) -> None:
     head, card = card_of(tmp_path, f"model.path={tmp_path}/secret/my-base")
     assert "base_model" not in head
-    assert "`my-base`" in card
+    assert "Finetuned from my-base with" in card
     assert str(tmp_path) not in card
 
 

@@ -145,11 +145,11 @@ def test_a_fingerprint_within_the_check_reads_the_weights(server: HubServer, mod
 def test_other_files_in_the_cache_do_not_change_a_run(server: HubServer) -> None:
     """`resume` compares the content of what a config names."""
     found = []
-    check_and_download(lambda _: found.append(_content(NAME)), config())
-    found.append(_content(NAME))
+    check_and_download(lambda _: found.append(_content("model.path", NAME)), config())
+    found.append(_content("model.path", NAME))
     (local_folder(NAME) / "README.md").write_text("downloaded by another program")
-    found.append(_content(NAME))
-    assert found[0].startswith("content ")
+    found.append(_content("model.path", NAME))
+    assert found[0]["model.path"].startswith("content ")
     assert found == found[:1] * 3
 
 

@@ -11,7 +11,7 @@ import pytest
 from qfsdp.cli.component import Component
 from qfsdp.cli.config import as_omegaconf, load_config, resolved_yaml, to_yaml
 from qfsdp.cli.errors import UserError
-from qfsdp.cli.interpolations import is_secret
+from qfsdp.cli.secret_keys import is_secret
 
 SECRET_TEXT = "sk-47eleven-words"
 

@@ -149,6 +149,7 @@ OTHERS = [n for n in SIGNALS if n not in (signal.SIGTERM, signal.SIGINT)]
 @pytest.mark.parametrize("number", [pytest.param(n, id=n.name) for n in OTHERS])
 def test_other_signals_let_it_save_too_and_may_come_again(number: signal.Signals) -> None:
     ended: list[int] = []
+    before = signal.signal(number, signal.SIG_DFL)  # a shell ignores SIGQUIT for what it starts
     with pytest.MonkeyPatch.context() as patch, StopRequest() as request:
         patch.setattr(os, "_exit", ended.append)
         patch.setattr("qfsdp.cli.signals.SAME_REQUEST_S", -1.0)  # none is the same request
@@ -157,6 +158,7 @@ def test_other_signals_let_it_save_too_and_may_come_again(number: signal.Signals
         if number not in ENDING:  # the kernel repeats SIGXCPU; SIGTERM may follow later
             os.kill(os.getpid(), number)
             assert not ended
+    signal.signal(number, before)
 
 
 def test_an_ignored_signal_stays_ignored() -> None:

@@ -272,7 +272,9 @@ def test_a_decoder_layer_compiles_as_one_graph(method: str, folders: dict[str, P
     randomize_adapters(model)
     layer = model.model.layers[0]
     x = torch.randn(2, 32, 192, generator=torch.Generator().manual_seed(0))
-    rotary = model.config.layers[0].rope.tables(32, torch.arange(32)[None], x.dtype)
+    rotary = model.config.layers[0].rope.tables(
+        32, torch.arange(32)[None], torch.tensor([[32]]), x.dtype
+    )
     torch._dynamo.reset()
     compiled = torch.compile(layer.block, fullgraph=True, backend="aot_eager")
     gradients = []

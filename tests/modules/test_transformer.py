@@ -33,6 +33,7 @@ from qfsdp.modules.rope import Llama3Scaling, RopeConfig
 from qfsdp.modules.transformer import Decoder
 
 SEQ = 40
+POSITIONS = torch.arange(SEQ)[None], torch.tensor([[SEQ]])  # and lengths of documents
 SIZES: dict[str, Any] = {
     "vocab_size": 101,
     "hidden_size": 48,
@@ -168,9 +169,7 @@ def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rotation_and_its_gradient_are_autograds(dtype: torch.dtype, compiled: bool) -> None:
-    tables = (
-        ours(reference("llama3.1")).config.layers[0].rope.tables(8, torch.arange(SEQ)[None], dtype)
-    )
+    tables = ours(reference("llama3.1")).config.layers[0].rope.tables(8, *POSITIONS, dtype)
     generator = torch.Generator().manual_seed(0)
     x, grad = torch.randn(2, 2, SEQ, 6, 8, generator=generator).to(dtype)
     results = []
@@ -196,7 +195,7 @@ def test_no_gradient_of_a_compiled_layer_is_added_up_one_by_one() -> None:
 
     layer, backend = decoder.model.layers[0], aot_autograd(fw_compiler=keep, bw_compiler=keep)
     x = torch.randn(2, SEQ, SIZES["hidden_size"], requires_grad=True)
-    tables = decoder.config.layers[0].rope.tables(8, torch.arange(SEQ)[None], x.dtype)
+    tables = decoder.config.layers[0].rope.tables(8, *POSITIONS, x.dtype)
     torch._dynamo.reset()
     block = torch.compile(layer.block, fullgraph=True, backend=backend)
     block(x, *tables, None).sum().backward()

@@ -19,6 +19,8 @@ DIFFERENT = {
         "main": "what is saved is an adapter or a model; updates may happen within backward",
     },
     "dpo_distributed": {
+        "check": "prompts that pairs share stand once in a packed row, where some kinds of rotary "
+        "positions cannot be computed",
         "build_model": "the adapters' start may be kept, for the reference",
         "build_loader": "samples are pairs, or answers with a label",
         "train_step": "the loss compares answers, with a reference's pass before it",

@@ -164,7 +164,8 @@ def _fill_verified(
     except UserError as error:
         if any(_exchanges(source, name, param) for name, param in params):
             # The other ranks may wait for this one's scales.
-            raise UserError(verification.own_damage() or str(error)) from None
+            damage = verification.own_damage()
+            raise refusal(source.folder, damage) if damage else UserError(str(error)) from None
         problem = str(error)
     damage, problem = verification.damage(problem)
     if damage is None and problem is not None:

@@ -20,8 +20,8 @@ import yaml
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import why
-from qfsdp.cli.interpolations import masked
 from qfsdp.cli.messages import join_key
+from qfsdp.cli.secret_keys import masked
 
 CONFIG, METRICS, MACHINE, SAMPLES = "config.yaml", "metrics.jsonl", "machine.json", "samples.jsonl"
 MOST_SAMPLES = 12  # of a page
