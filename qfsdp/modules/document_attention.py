@@ -66,7 +66,12 @@ def attend_documents(
 @torch.compiler.assume_constant_result
 def has_varlen(head_dim: int) -> bool:
     """Whether FlashAttention supports this GPU and head size."""
-    return head_dim % 8 == 0 and head_dim <= 256 and torch.cuda.get_device_capability() >= (8, 0)
+    return is_varlen_size(head_dim) and torch.cuda.get_device_capability() >= (8, 0)
+
+
+def is_varlen_size(head_dim: int) -> bool:
+    """Whether FlashAttention supports heads of this size."""
+    return head_dim % 8 == 0 and head_dim <= 256
 
 
 @torch.compiler.assume_constant_result

@@ -13,6 +13,8 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
+from qfsdp.tensor_subclasses.four_bit import table
+
 
 def _powers(theta: float | Tensor, dim: int, device: torch.device) -> Tensor:
     """theta ** (0, 2/dim, 4/dim, ...): fp32 `[..., dim // 2]`."""
@@ -148,10 +150,7 @@ class LongRopeScaling:
 
     def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
         long = (lengths > self.original_max_position_embeddings)[..., None, None]
-        longer, shorter = (
-            torch.tensor(values, dtype=torch.float32, device=lengths.device)
-            for values in (self.long_factor, self.short_factor)
-        )
+        longer, shorter = table(self.long_factor, lengths), table(self.short_factor, lengths)
         divisors = torch.where(long, longer, shorter)
         return 1.0 / (divisors * _powers(theta, dim, lengths.device))
 

@@ -39,8 +39,12 @@ def dequantize_at_once(
     tables = table(DYNAMIC_LEVELS, qdata), table(NF4_LEVELS, qdata)
 
     def write(rows: slice, codes: Tensor, scale: Tensor | None, out: Tensor) -> None:
-        first = row_offset + rows.start
-        _write_at_once(codes, absmax_codes[rows], scales, offset, scale, *tables, first, out)
+        # Only the scales of these rows, so that all experts of a layer share one build.
+        blocks = absmax_codes[rows]
+        first = (row_offset + rows.start) * blocks.size(1)
+        skip, last = first % SCALE_BLOCK, first + blocks.numel() - 1
+        mine = scales[first // SCALE_BLOCK : last // SCALE_BLOCK + 1]
+        _write_at_once(codes, blocks, mine, offset, scale, *tables, skip, out)
 
     return dequantize_pairs(write, codes, cols, dtype, row_scale)
 
@@ -54,13 +58,14 @@ def _write_at_once(
     row_scale: Tensor | None,
     dynamic: Tensor,
     levels: Tensor,
-    row_offset: int,
+    skip: int,
     out: Tensor,
 ) -> None:
-    """`out` holds two weights in each integer (`write_pairs`)."""
+    """`skip`: blocks of the first scale that are in earlier rows. `out` holds two weights in each
+    integer (`write_pairs`)."""
     rows, blocks = absmax_codes.shape
     block = torch.arange(rows * blocks, device=codes.device).view(rows, blocks)
-    scale = scales[(block + row_offset * blocks) // SCALE_BLOCK]
+    scale = scales[(block + skip) // SCALE_BLOCK]
     absmax = dynamic[absmax_codes.int()] * scale + offset
     if row_scale is not None:
         absmax = absmax * row_scale.unsqueeze(1)

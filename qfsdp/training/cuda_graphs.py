@@ -37,6 +37,7 @@ from qfsdp.data.loader import ALL_POSITIONS, Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import dora_linears, refresh_dora_norms
+from qfsdp.modules.document_attention import is_varlen_size
 from qfsdp.modules.same_input import prepare
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.throughput import StepClock
@@ -228,7 +229,7 @@ class StepGraphs:
 def why_not(model: Decoder, world: World, cfg: Any) -> Obstacle | None:
     """Why the steps of a run, or all but DoRA's norms, cannot be captured; None if they may be."""
     layers = [cast(Any, layer) for layer in model.model.layers]
-    kept = cfg.activation.checkpointing
+    kept, head_dim = cfg.activation.checkpointing, model.config.head_dim
     checks = [
         (world.device.type != "cuda", f"the device is {world.device.type}; expected cuda"),
         (world.mesh is not None, "FSDP2 gathers weights into memory that moves; expected one rank"),
@@ -236,6 +237,11 @@ def why_not(model: Decoder, world: World, cfg: Any) -> Obstacle | None:
         (
             not cfg.packed and not cfg.compile,
             "the sizes of batches vary; expected packed=true or compile=true",
+        ),
+        (
+            cfg.packed and (cfg.model.dtype == "fp32" or not is_varlen_size(head_dim)),
+            f"the host reads where packed samples end for {cfg.model.dtype} and heads of "
+            f"{head_dim}; expected bf16, and a multiple of 8 up to 256",
         ),
         (
             cfg.adapter.dropout > 0,

@@ -334,6 +334,24 @@ def test_the_correction_of_a_router_stays_fp32_and_is_not_trained(tmp_path: Path
 
 # ---- layers of several kinds --------------------------------------------------------------------
 
+@pytest.mark.parametrize("name", TINY)
+@torch.no_grad()
+def test_a_second_pass_sends_no_constants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU `torch.tensor(numbers, device=...)` waits for all that runs, and ends a capture."""
+    config = tiny_config(name)
+    architectures = [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[config.model_type]]
+    decoder = Decoder(
+        DecoderConfig.from_dict({**config.to_dict(), "architectures": architectures})
+    ).eval()
+    decoder(random_tokens())
+
+    def sent(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("a constant was sent to the device")
+
+    monkeypatch.setattr(torch, "tensor", sent)
+    decoder(random_tokens())
+
+
 MIXED_FAMILIES = ["smollm3", "olmo3", "gemma3", "ministral", "qwen3-yarn-mixed", "ministral3"]
 MIXED_FAMILIES += ["qwen3-moe-dense-layers"]
 MIXED_FAMILIES += ["gpt-oss", "qwen2-moe-window"]

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses import nf4, nf4_one_kernel
 from tests.tiny import needs_compiler
 
 ROOT = Path(__file__).parents[2]
@@ -43,6 +43,28 @@ def same_bits(shape: tuple[int, int], dtype: torch.dtype, monkeypatch: pytest.Mo
         monkeypatch.setenv("QFSDP_ONE_KERNEL", "1")
         found = weight.dequantize_rows(*arguments)
         assert found.dtype == dtype and torch.equal(found.float(), expected.float())
+
+
+@pytest.mark.usefixtures("eager")
+def test_experts_share_the_builds_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A build belongs to its numbers and the shapes of its tensors."""
+    builds, kernel = set(), nf4_one_kernel._write_at_once
+
+    def noted(*args: object) -> None:
+        builds.add(tuple(a.shape if isinstance(a, torch.Tensor) else a for a in args))
+        kernel(*args)
+
+    monkeypatch.setattr(nf4_one_kernel, "_write_at_once", noted)
+    monkeypatch.setenv("QFSDP_ONE_KERNEL", "1")
+    experts, rows = 12, 16
+    for cols, expected in ((1024, 1), (256, 4)):  # 256 blocks an expert, as many as a scale; 64
+        whole = nf4.quantize(torch.randn(experts * rows, cols) * 0.02)
+        dense = whole.dequantize()
+        builds.clear()
+        for first in range(0, experts * rows, rows):
+            expert = whole[first : first + rows]
+            assert torch.equal(expert.dequantize(), dense[first : first + rows])
+        assert len(builds) == expected
 
 
 # Triton reads TRITON_INTERPRET when it is imported; then kernels run in NumPy, on a CPU.

@@ -173,6 +173,8 @@ def test_passes_before_a_capture_run_its_code(folder: Path) -> None:
         ({"dtype": "fp16"}, "model.dtype=fp16 changes its loss scale"),
         ({"packed": False}, "the sizes of batches vary; expected packed=true or compile=true"),
         ({"packed": False, "compile": True}, None),
+        ({"dtype": "fp32"}, "the host reads where packed samples end for fp32 and heads of"),
+        ({"dtype": "fp32", "packed": False, "compile": True}, None),
         ({"dropout": 0.1}, "adapter.dropout=0.1 draws numbers; expected 0"),
         ({"offload": True}, "activation.offload=true copies on another stream; expected false"),
         ({"checkpointing": "full"}, "activation.checkpointing=full; expected none, or selective"),
