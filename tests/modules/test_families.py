@@ -334,6 +334,7 @@ def test_the_correction_of_a_router_stays_fp32_and_is_not_trained(tmp_path: Path
 
 # ---- layers of several kinds --------------------------------------------------------------------
 
+
 @pytest.mark.parametrize("name", TINY)
 @torch.no_grad()
 def test_a_second_pass_sends_no_constants(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
