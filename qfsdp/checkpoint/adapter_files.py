@@ -25,7 +25,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.adapter_config_file import (
@@ -45,6 +44,7 @@ from qfsdp.checkpoint.expert_adapter_files import (
     is_of_experts,
     to_peft,
 )
+from qfsdp.checkpoint.tensor_file import save_tensors
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import not_written, to_json, whole_file, why, write_text
 from qfsdp.cli.hub import local_folder
@@ -131,7 +131,7 @@ def write_adapter(
         # The config is renamed last: a folder with a config is complete.
         with whole_file(folder / CONFIG_FILE) as text, whole_file(folder / WEIGHTS_FILE) as weights:
             text.write_text(to_json(settings, indent=2) + "\n", encoding="utf-8")
-            save_file(tensors, weights, metadata={"format": "pt", **digests(tensors, settings)})
+            save_tensors(tensors, weights, digests(tensors, settings))
     except (OSError, SafetensorError) as error:
         with suppress(OSError):
             folder.rmdir()  # if it is empty

@@ -22,10 +22,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.compatibility import config_settings
+from qfsdp.checkpoint.tensor_file import save_tensors
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.files import whole_file, why
 from qfsdp.cli.progress import moved
@@ -154,8 +154,8 @@ class _Store:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with whole_file(self._path) as partial:
-                metadata = {"format": "pt", "key": self._key, "sha256": _digest(known)}
-                save_file({TENSOR: known}, partial, metadata=metadata)
+                metadata = {"key": self._key, "sha256": _digest(known)}
+                save_tensors({TENSOR: known}, partial, metadata)
         except (OSError, SafetensorError) as error:
             text = f"cannot be written: {why(error)}; they are computed again at the next start"
             _warn(f"'{self._path}' {text}")

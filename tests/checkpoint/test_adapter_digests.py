@@ -37,6 +37,9 @@ def test_changed_tensors_are_refused_and_changed_settings_told(
     assert capsys.readouterr().err == ""
 
     weights, config = folder / WEIGHTS_FILE, folder / CONFIG_FILE
+    for number in range(8):
+        write_adapter(tensors, DORA, "base", tmp_path / f"again{number}")
+        assert (tmp_path / f"again{number}" / WEIGHTS_FILE).read_bytes() == weights.read_bytes()
     whole, settings = weights.read_bytes(), json.loads(config.read_text())
     for at in (-1, len(whole) // 2):
         data = bytearray(whole)
