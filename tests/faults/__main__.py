@@ -18,7 +18,7 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.faults import agents, damage, disks, inputs, kills, stops
+from tests.faults import agents, damage, disks, inputs, kills, signals, stops
 from tests.faults.runs import Outcome, Trial, Workshop
 
 KINDS: dict[str, Trial] = {
@@ -27,6 +27,7 @@ KINDS: dict[str, Trial] = {
     **inputs.KINDS,
     "truncate": damage.truncations,
     "stop": stops.trial,
+    "signal": signals.trial,
     "disk": disks.trial,
     "agent": agents.trial,
 }
@@ -65,6 +66,7 @@ def run_kind(kind: str, args: argparse.Namespace, shop: Workshop) -> tuple[Outco
     """Runs trials until there were enough faults; the sum of their outcomes, failures, seconds."""
     began, total, failed, number = time.monotonic(), Outcome(), 0, args.trial or 0
     while total.faults + failed < args.count:
+        shop.number = args.seed + number
         try:
             outcome = KINDS[kind](random.Random(f"{args.seed} {kind} {number}"), shop)
             total.faults += outcome.faults

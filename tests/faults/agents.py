@@ -19,12 +19,15 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tests.faults.moments import Moment
 from tests.faults.runs import (
     STEPS,
     Outcome,
     Setup,
     Workshop,
+    hear_signals,
     is_running,
     logged,
     newest_step,
@@ -193,20 +196,27 @@ def start_agent(
     flags: list[str],
     words: list[str],
     node: int = 0,
+    devices: int = 0,
 ) -> Agent:
-    """Starts `qfsdp run FLAGS recipes/... WORDS`."""
+    """Starts `qfsdp run FLAGS recipes/... WORDS`.
+
+    Args:
+        devices: the number of accelerators that it finds.
+    """
     run.mkdir(exist_ok=True)
     output, pids = run.with_name(f"run.out{node or ''}"), run.with_name(f"run.pids{node}")
     pids.unlink(missing_ok=True)
     line = [*flags, f"recipes/{setup.recipe}", *shop.argv(setup, run, *words)]
     environment = os.environ | {"FAULTS_RUN": str(run)}
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=run_agent, args=(line, environment, output, run, pids))
+    process = context.Process(target=run_agent, args=(line, environment, devices, output, run, pids))
     process.start()
     return Agent(process, output, pids)
 
 
-def run_agent(words: list[str], environment: dict[str, str], output: Path, *given: Path) -> None:
+def run_agent(
+    words: list[str], environment: dict[str, str], devices: int, output: Path, *given: Path
+) -> None:
     """Is one agent: `qfsdp run` with `words`."""
     from torch.distributed.elastic.multiprocessing.subprocess_handler import subprocess_handler
 
@@ -217,6 +227,8 @@ def run_agent(words: list[str], environment: dict[str, str], output: Path, *give
     print_to(output)
     os.environ.clear()
     os.environ.update(environment)
+    hear_signals()
+    torch.accelerator.device_count = lambda: devices
     ForkedRank.output, (ForkedRank.run, ForkedRank.pids) = output, given
     subprocess_handler.Popen = ForkedRank  # type: ignore[misc, assignment]
     # The ranks come from the server that this process comes from.

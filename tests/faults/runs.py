@@ -31,6 +31,7 @@ from qfsdp.checkpoint.choose import published
 from qfsdp.checkpoint.compatibility import read_settings
 from qfsdp.checkpoint.state import read_trained
 from qfsdp.cli.files import PARTIAL
+from qfsdp.cli.signals import SIGNALS
 from tests.tiny import ROOT, write_tiny_model
 from tests.toy_data import TOY_CONFIG
 from tests.waiting import wait_until
@@ -166,6 +167,7 @@ class Workshop:
         self.folder = folder
         self._references: dict[Setup, Reference] = {}
         self._starts = 0
+        self.number = 0  # grows by 1 from trial to trial of a kind, from its seed
         self.inputs: dict[str, Any] = {}  # of `tests.faults.inputs`, made once
         multiprocessing.set_forkserver_preload(PRELOADED)
         # As torchrun's agents hold one: it outlives the ranks.
@@ -332,12 +334,20 @@ def run_rank(
     print_to(output)
     os.environ.clear()
     os.environ.update(environment)
+    hear_signals()
     torch.set_num_threads(1)
     count = count_operations(run, die_at)
     sys.argv = [recipe, *argv]
     runpy.run_path(recipe, run_name="__main__")
     operations_file(run, int(environment["RANK"])).write_text(str(count[0]))
     sys.stdout.flush()
+
+
+def hear_signals() -> None:
+    """Lets this process hear signals that a shell ignores for what it starts with `&`."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def operations_file(run: Path, rank: int) -> Path:
