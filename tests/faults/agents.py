@@ -209,7 +209,9 @@ def start_agent(
     line = [*flags, f"recipes/{setup.recipe}", *shop.argv(setup, run, *words)]
     environment = os.environ | {"FAULTS_RUN": str(run)}
     context = multiprocessing.get_context("forkserver")
-    process = context.Process(target=run_agent, args=(line, environment, devices, output, run, pids))
+    process = context.Process(
+        target=run_agent, args=(line, environment, devices, output, run, pids)
+    )
     process.start()
     return Agent(process, output, pids)
 
