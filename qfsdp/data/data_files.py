@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.slow import told_if_slow
 from qfsdp.data.csv_files import check_csv_beginning
 from qfsdp.data.json_lines import MAX_LINE, decoded, json_values, parsed
 
@@ -49,29 +50,32 @@ def listed(folder: Path, pattern: str | None = None) -> tuple[list[Path], list[s
     """
     files, left_out = list[Path](), list[str]()
     seen = set[str]()
-    for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        inside = sorted(Path(place, name).relative_to(folder).as_posix() for name in names)
-        if real in seen:
-            left_out += [f"{Path(place).relative_to(folder).as_posix()} (a second way to a folder)"]
-            folders.clear()
-            continue
-        seen.add(real)
-        left_out += [
-            f"{Path(place, name).relative_to(folder).as_posix()} (hidden)"
-            for name in folders
-            if name.startswith(".")
-        ]
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in inside:
-            file, last = folder / name, name.rpartition("/")[2]
-            if last.startswith("."):
-                left_out.append(f"{name} (hidden)")
-            elif suffix_of(file) not in SUFFIXES or last == "dataset_infos.json":
-                left_out.append(name)
-            else:
-                files.append(file)
-    files.sort()
+    with told_if_slow(f"listing the files of {folder}"):
+        for place, folders, names in os.walk(folder, followlinks=True):
+            real = os.path.realpath(place)
+            inside = sorted(Path(place, name).relative_to(folder).as_posix() for name in names)
+            if real in seen:
+                left_out += [
+                    f"{Path(place).relative_to(folder).as_posix()} (a second way to a folder)"
+                ]
+                folders.clear()
+                continue
+            seen.add(real)
+            left_out += [
+                f"{Path(place, name).relative_to(folder).as_posix()} (hidden)"
+                for name in folders
+                if name.startswith(".")
+            ]
+            folders[:] = sorted(name for name in folders if not name.startswith("."))
+            for name in inside:
+                file, last = folder / name, name.rpartition("/")[2]
+                if last.startswith("."):
+                    left_out.append(f"{name} (hidden)")
+                elif suffix_of(file) not in SUFFIXES or last == "dataset_infos.json":
+                    left_out.append(name)
+                else:
+                    files.append(file)
+        files.sort()
     if pattern is None:
         return files, left_out
     named = folder / pattern

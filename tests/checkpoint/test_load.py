@@ -275,6 +275,20 @@ def edit_tensors(folder: Path, edit: Callable[[dict[str, Tensor]], Any]) -> None
     save_file(tensors, folder / SINGLE)
 
 
+def test_a_long_index_is_checked_by_file_not_by_entry(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A path for each of a million entries took half a minute, without a word."""
+    write_tiny_model(tmp_path / "model")
+    entries = {f"x.{i}": f"{'missing' if i % 2 else 'model-00001'}.safetensors" for i in range(999)}
+    edit_index(tmp_path / "model", json.dumps({"weight_map": entries}))
+    joined, join = [], Path.__truediv__
+    monkeypatch.setattr(Path, "__truediv__", lambda *args: joined.append(args) or join(*args))
+    with pytest.raises(UserError, match="missing.safetensors does not exist"):
+        ModelWeights(tmp_path / "model")
+    assert len(joined) < 20
+
+
 def edit_index(folder: Path, text: str) -> None:
     (folder / SINGLE).rename(folder / "model-00001.safetensors")  # else the index is not read
     (folder / INDEX).write_text(text)
