@@ -27,7 +27,6 @@ from torch import Tensor
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import why
 from qfsdp.cli.hub import local_folder
-from qfsdp.cli.progress import moved
 from qfsdp.cli.slow import told_if_slow
 
 INDEX = "model.safetensors.index.json"
@@ -145,18 +144,17 @@ class SafetensorsFolder:
             with told_if_slow(f"reading the headers of {self.folder}"):
                 listed = self._read_index()
                 for file in sorted(set(listed.values())) or [SINGLE]:
-                    moved(file)
                     self._read_header(self.folder / file)
         except OSError as error:
-            where = error.filename or self.folder
-            raise UserError(f"{where}: cannot be read: {error.strerror or error}") from None
+            raise UserError(
+                f"{error.filename or self.folder}: cannot be read: {why(error)}"
+            ) from None
         for name, file in listed.items():
             if name not in self.tensors or self.tensors[name].file.name != file:
                 raise UserError(f"{self.folder / INDEX}: tensor {name!r} is not in {file}")
 
     def _read_index(self) -> dict[str, str]:
-        """Name of a tensor -> name of its file; empty without an index. A `Path` for each of a
-        million entries would take half a minute."""
+        """Tensor -> its file's name. A `Path` for each of a million entries takes half a minute."""
         index = self.folder / INDEX
         if not index.is_file():
             return {}
@@ -168,12 +166,10 @@ class SafetensorsFolder:
             outside = {file for file in set(found.values()) if "/" in file or file in ("", "..")}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{index}: not a safetensors index ({error})") from None
-        for name, file in found.items() if outside else ():
-            if file in outside:
-                raise UserError(
-                    f"{index}: tensor {name!r} is said to be in '{file}'; expected a file of this "
-                    "folder"
-                )
+        if outside:
+            name, file = next(entry for entry in found.items() if entry[1] in outside)
+            known = f"{index}: tensor {name!r} is said to be in '{file}'"
+            raise UserError(f"{known}; expected a file of this folder")
         return found
 
     def _read_header(self, file: Path) -> None:
