@@ -154,7 +154,6 @@ class SafetensorsFolder:
                 raise UserError(f"{self.folder / INDEX}: tensor {name!r} is not in {file}")
 
     def _read_index(self) -> dict[str, str]:
-        """Tensor -> its file's name. A `Path` for each of a million entries takes half a minute."""
         index = self.folder / INDEX
         if not index.is_file():
             return {}
@@ -162,14 +161,15 @@ class SafetensorsFolder:
             _say_once(f"{self.folder / SINGLE} is read, as transformers does; {INDEX} is not")
             return {}
         try:
-            found: dict[str, str] = dict(json.loads(index.read_bytes())["weight_map"].items())
+            found = dict(json.loads(index.read_bytes())["weight_map"].items())
             outside = {file for file in set(found.values()) if "/" in file or file in ("", "..")}
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
             raise UserError(f"{index}: not a safetensors index ({error})") from None
         if outside:
             name, file = next(entry for entry in found.items() if entry[1] in outside)
-            known = f"{index}: tensor {name!r} is said to be in '{file}'"
-            raise UserError(f"{known}; expected a file of this folder")
+            raise UserError(
+                f"{index}: tensor {name!r} is in '{file}'; expected a file of this folder"
+            )
         return found
 
     def _read_header(self, file: Path) -> None:
