@@ -119,9 +119,8 @@ class StackedTensor(StoredTensor):
 
 class SafetensorsFolder:
     """The tensors of a folder, in one `model.safetensors` or in the files that an index lists. Of a
-    folder with both, the former is read, as transformers does, and a line says so.
-
-    Opening it reads headers only.
+    folder with both, the former is read, as transformers does, and a line says so. Opening it
+    reads headers only.
 
     Attributes:
         folder: its path.
@@ -167,9 +166,7 @@ class SafetensorsFolder:
             raise UserError(f"{index}: not a safetensors index ({error})") from None
         if outside:
             name, file = next(entry for entry in found.items() if entry[1] in outside)
-            raise UserError(
-                f"{index}: tensor {name!r} is in '{file}'; expected a file of this folder"
-            )
+            raise UserError(f"{index}: tensor {name!r} is in '{file}'; expected a file beside it")
         return found
 
     def _read_header(self, file: Path) -> None:
