@@ -256,8 +256,10 @@ def with_our_names(theirs: dict[str, Any], model_type: str) -> dict[str, Any]:
 
 
 @torch.no_grad()
-def compare(model_type: str, config: dict[str, Any]) -> tuple[str, Any]:
-    """What becomes of a `config.json`.
+def compare(
+    model_type: str, config: dict[str, Any], lengths: tuple[int, ...] = (SEQ,)
+) -> tuple[str, Any]:
+    """What becomes of a `config.json`, in rows of these lengths.
 
     Returns:
         ("equal", largest difference of logits), ("refused", our error), ("differs", the
@@ -266,7 +268,8 @@ def compare(model_type: str, config: dict[str, Any]) -> tuple[str, Any]:
     Raises:
         Exception: ours, except for a `UserError` of one line.
     """
-    tokens = torch.randint(1, config["vocab_size"], (1, SEQ), generator=torch.manual_seed(1))
+    generator = torch.manual_seed(1)
+    rows = [torch.randint(1, config["vocab_size"], (1, n), generator=generator) for n in lengths]
     try:
         mine = DecoderConfig.from_dict(copy.deepcopy(config))
     except UserError as error:
@@ -274,15 +277,16 @@ def compare(model_type: str, config: dict[str, Any]) -> tuple[str, Any]:
         return "refused", str(error)
     torch.manual_seed(0)
     try:
-        theirs = CONFIG_MAPPING[model_type](**copy.deepcopy(config))
+        theirs = CONFIG_MAPPING[model_type].from_dict(copy.deepcopy(config))
         model = AutoModelForCausalLM.from_config(theirs, attn_implementation="eager").eval()
         randomize(model)
-        expected = model(tokens).logits
+        expected = [model(tokens).logits for tokens in rows]
     except Exception as error:
         return "no oracle", f"{type(error).__name__}: {str(error).splitlines()[-1]:.100}"
     decoder = Decoder(mine)
     decoder.load_state_dict(with_our_names(model.state_dict(), model_type), strict=True)
-    difference = (decoder(tokens) - expected).abs().max().item()
+    pairs = zip(rows, expected, strict=True)
+    difference = max((decoder(row) - logits).abs().max().item() for row, logits in pairs)
     return ("equal" if difference <= 1e-5 else "differs"), difference
 
 

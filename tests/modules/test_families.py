@@ -22,7 +22,14 @@ from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.trainable import TrainableConfig, set_trainable
 from qfsdp.modules.transformer import Decoder
-from tests.modules.random_configs import compare, random_config, randomize, with_our_names
+from tests.modules.random_configs import (
+    OPTIONS,
+    compare,
+    random_config,
+    randomize,
+    with_our_names,
+)
+from tests.modules.rope_spellings import DETAILS, KINDS, LENGTHS, PLACES, spelled
 
 CPU = torch.device("cpu")
 LONG = pytest.mark.long
@@ -545,6 +552,19 @@ def test_spellings_mean_what_they_mean_to_transformers(name: str) -> None:
     model_type, keys = SPELLED[name]
     config = SIZES | keys | {"architectures": [MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[model_type]]}
     assert compare(model_type, config)[0] == "equal"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_place_and_detail_of_a_rope_is_computed_or_refused(kind: str) -> None:
+    """`python -m tests.modules.rope_spellings` has all of them, for every family."""
+    types, places, computed = list(OPTIONS), list(PLACES), 0
+    for index, detail in list(enumerate(DETAILS))[list(KINDS).index(kind) % 2 :: 2]:
+        model_type, place = types[index % len(types)], places[index % len(places)]
+        config = spelled(model_type, kind, place, detail)
+        outcome, what = compare(model_type, config, LENGTHS)
+        assert outcome != "differs", (what, config)
+        computed += outcome == "equal"
+    assert computed >= 4 or kind == "proportional"  # which our decoder does not have
 
 
 @pytest.mark.parametrize(
