@@ -8,7 +8,6 @@ the file again. So a missing digest is not damage.
 from __future__ import annotations
 
 import hashlib
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from torch import Tensor, uint8
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import to_json
+from qfsdp.cli.terminal import warn
 
 TENSORS, SETTINGS = "sha256", "settings_sha256"
 NUMBERS = (
@@ -56,8 +56,7 @@ def check_digests(file: Path, opened: Any, settings: Mapping[str, Any] | None = 
     if TENSORS in kept and kept[TENSORS] != _of_tensors(opened.keys(), opened.get_tensor):
         raise UserError(f"{file}: content changed (SHA-256); expected it as it was written")
     if settings is not None and SETTINGS in kept and kept[SETTINGS] != _of_settings(settings):
-        text = f"warning: {file.parent}: not as it was written: {', '.join(NUMBERS)} of its config"
-        print(text, file=sys.stderr, flush=True)
+        warn(f"{file.parent}: not as it was written: {', '.join(NUMBERS)} of its config")
 
 
 def _of_tensors(names: Iterable[str], tensor_of: Callable[[str], Tensor]) -> str:

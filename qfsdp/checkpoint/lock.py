@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import socket
-import sys
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -15,7 +14,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import not_written, why
 from qfsdp.cli.progress import moved
 from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import say
+from qfsdp.cli.terminal import say, warn
 
 LOCK_FILE = ".lock"
 _LOOK_S = 0.2
@@ -57,7 +56,7 @@ class FolderLock:
                 f"{key}"
             ) from None
         except OSError as error:  # some network file systems have no locks
-            print(f"warning: {key}: '{folder}' cannot be locked: {why(error)}", file=sys.stderr)
+            warn(f"{key}: '{folder}' cannot be locked: {why(error)}")
             return
         self._sign()
 

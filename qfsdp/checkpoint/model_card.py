@@ -9,7 +9,6 @@ license, which the owner of the result has to choose.
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
@@ -22,6 +21,7 @@ from qfsdp.cli.config import get_key, to_yaml
 from qfsdp.cli.files import not_written, write_text
 from qfsdp.cli.hub import hub_name, local_folder
 from qfsdp.cli.hub_upload import KEY, push_later
+from qfsdp.cli.terminal import warn
 from qfsdp.distributed.world import World
 
 CARD_FILE = "README.md"
@@ -41,7 +41,7 @@ def publish(cfg: Any, folder: Path, world: World) -> None:
     try:
         write_text(folder / CARD_FILE, model_card(cfg, folder))
     except OSError as error:
-        print(f"warning: {not_written(folder / CARD_FILE, error)}", file=sys.stderr, flush=True)
+        warn(f"{not_written(folder / CARD_FILE, error)}")
     if (name := get_key(cfg, KEY)) is not None:
         push_later(name, folder)
 

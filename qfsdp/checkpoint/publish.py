@@ -15,12 +15,12 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import sys
 from contextlib import suppress
 from pathlib import Path
 
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.cli.files import PARTIAL, not_written, sync, sync_folder
+from qfsdp.cli.terminal import warn
 
 LATEST = "latest"
 KEY = "checkpoint.publish"
@@ -69,8 +69,7 @@ class Publisher:
             sync(self._folder)
             self._delete_old(final.name)
         except OSError as error:
-            text = f"warning: {KEY}: {not_written(final, error)}; training goes on"
-            print(text, file=sys.stderr, flush=True)
+            warn(f"{KEY}: {not_written(final, error)}; training goes on")
             _remove(partial)
 
     def close(self) -> None:

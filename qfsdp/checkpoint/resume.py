@@ -60,6 +60,7 @@ from qfsdp.cli.progress import phase
 from qfsdp.cli.sealed import Damaged
 from qfsdp.cli.signals import to_number, who_asks
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import say, warn
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import refresh_dora_norms
 
@@ -173,7 +174,7 @@ class Checkpointer:
             self._settings = settings()
             self._choice = find_checkpoints(resume, self._output_dir)
             for line in self._choice.check(self._settings):
-                print(f"resume: {line}", file=sys.stderr, flush=True)
+                say(f"resume: {line}")
         self._choice = self._world.broadcast(self._choice)
         return next(iter(self._choice.folders), None)
 
@@ -223,11 +224,10 @@ class Checkpointer:
                 kept = f"; {set_aside(folder)}" if folder.parent == self._folder else ""
                 lines.append(f"'{folder}' is damaged: {how}{kept}; going on from '{chosen.name}'")
         if "files" not in facts:
-            lines.append(
-                f"'{chosen}' has no digests (of an earlier version): it cannot be verified"
-            )
+            old = f"'{chosen}' has no digests (of an earlier version)"
+            lines.append(f"{old}: it cannot be verified")
         for line in lines:
-            print(f"warning: resume: {line}", file=sys.stderr, flush=True)
+            warn(f"resume: {line}")
 
     def _warn_of_space(self, state: TrainState) -> None:
         """Warns if the disk has no room for a checkpoint and the result, which every run writes."""
@@ -391,7 +391,7 @@ class Checkpointer:
         if self._config.on_failure == "stop":
             raise UserError(message)
         if self._world.rank == 0:
-            print(f"warning: {message}", file=sys.stderr, flush=True)
+            warn(message)
 
 
 def _intact(output_dir: Path) -> str:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import io
 import re
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import fields, is_dataclass
 from typing import Any, TypeVar
@@ -33,7 +34,7 @@ from qfsdp.cli.convert import (
     plain_tree,
     schema_keys,
 )
-from qfsdp.cli.errors import UserError, shortened
+from qfsdp.cli.errors import NEEDS_UTF8, UserError, shortened
 from qfsdp.cli.interpolations import resolve
 from qfsdp.cli.messages import did_you_mean, first_line, join_key, required
 from qfsdp.cli.printable import redacted
@@ -189,14 +190,19 @@ def _apply_override(schema: type, tree: dict[str, Any], word: str) -> None:
     node[last] = onto_component(node.get(last), value)
 
 
+def _no_text(word: str) -> UserError:
+    shown, locale = ascii(shortened(masked_word(word))), sys.getfilesystemencoding()
+    if locale != "utf-8":
+        return UserError(f"{shown}: no text in the locale's {locale}; {NEEDS_UTF8}")
+    return UserError(f"{shown}: not UTF-8; expected UTF-8 text")
+
+
 def _text(word: str, text: str) -> str:
     """A question such as "Fix: {x} # here" is no mapping, and has no comment."""
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no text
-        raise UserError(
-            f"{ascii(shortened(masked_word(word)))}: not UTF-8; expected UTF-8 text"
-        ) from None
+        raise _no_text(word) from None
     return text.strip()
 
 
@@ -204,9 +210,7 @@ def _parse_value(word: str, text: str) -> Any:
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except UnicodeEncodeError:  # bytes of the command line that are no text
-        raise UserError(
-            f"{ascii(shortened(masked_word(word)))}: not UTF-8; expected UTF-8 text"
-        ) from None
+        raise _no_text(word) from None
     except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: over 4300 digits
         raise UserError(f"'{shortened(masked_word(word))}': the value is not valid YAML") from None
     except OmegaConfBaseException as error:

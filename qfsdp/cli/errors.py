@@ -13,6 +13,7 @@ from typing import Any
 from qfsdp.cli.printable import printable, redacted
 
 MOST_INTEGER = 2**63 - 1  # of torch
+NEEDS_UTF8 = "expected a locale with UTF-8, or PYTHONUTF8=1"
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
 
 # All ranks usually meet the same mistake. Rank 0 reports it at once and torchrun then ends the
@@ -69,10 +70,11 @@ def speaks_for_all() -> bool:
 def user_errors() -> Iterator[None]:
     """Turns a UserError into `error: <message>` on stderr and exit status 2.
 
-    A name of a file that is too long for the system is a user's mistake too, wherever it is used.
+    A name of a file that is too long for the system, or that the locale cannot hold, is a user's
+    mistake too, wherever it is used.
     """
     try:
-        with _long_names():
+        with _bad_names():
             yield
     except UserError as error:
         rank = os.environ.get("RANK", "0")
@@ -88,7 +90,7 @@ def user_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _long_names() -> Iterator[None]:
+def _bad_names() -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -96,3 +98,8 @@ def _long_names() -> Iterator[None]:
             raise
         name = shortened(str(error.filename))
         raise UserError(f"{name}: {error.strerror}; expected at most 255 bytes per name") from None
+    except UnicodeEncodeError as error:
+        if (locale := sys.getfilesystemencoding()) == "utf-8" or error.encoding != locale:
+            raise
+        name = ascii(shortened(error.object))
+        raise UserError(f"{name}: no name of a file in {locale}; {NEEDS_UTF8}") from None

@@ -13,13 +13,13 @@ import math
 import os
 import re
 import shutil
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.sizes import format_size
+from qfsdp.cli.terminal import warn
 
 PARTIAL = ".partial"
 
@@ -186,9 +186,7 @@ def warn_of_space(key: str, path: Path, size: int) -> None:
     """
     free = free_bytes(path)
     if free is not None and free < size:
-        print(
-            f"warning: {key}: '{path}' has {format_size(free)} of free space; expected at least "
-            f"{format_size(size)}, which this run writes",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"{key}: '{path}' has {format_size(free)} of free space; expected at least "
+            f"{format_size(size)}, which this run writes"
         )

@@ -6,7 +6,6 @@ the ranks have parted, so it can take as long as it takes; if it fails, the resu
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +14,7 @@ from qfsdp.cli.errors import UserError, shortened
 from qfsdp.cli.hub import split_name
 from qfsdp.cli.messages import first_line, not_valid
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import warn
 
 KEY = "push_to_hub"
 _due: list[tuple[str, Path]] = []
@@ -76,10 +76,8 @@ def push_results() -> None:
                 url = api.upload_folder(repo_id=name, folder_path=folder, ignore_patterns=[".*"])
             print(f"pushed to {getattr(url, 'commit_url', url)}")
         except Exception as error:  # of any library below; the result is on disk
-            print(
-                f"warning: {KEY}: '{folder}' was not pushed to {name} "
+            warn(
+                f"{KEY}: '{folder}' was not pushed to {name} "
                 f"({shortened(first_line(error), 200)}); nothing is lost, and this tries again: "
-                f"hf upload {name} {folder} . --private",
-                file=sys.stderr,
-                flush=True,
+                f"hf upload {name} {folder} . --private"
             )

@@ -17,6 +17,11 @@ def printable(text: str) -> str:
     return _OTHERS.sub(lambda found: found[0].encode("unicode_escape").decode(), text)
 
 
+def in_one_line(text: str) -> str:
+    r"""As `printable`, with escapes for "\n" and "\t" too."""
+    return printable(text).replace("\n", "\\n").replace("\t", "\\t")
+
+
 def printable_json(text: str) -> str:
     r"""JSON text with JSON's own escapes ("\u009b") in its strings: the same values."""
     return _OTHERS.sub(lambda found: f"\\u{ord(found[0]):04x}", text)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from qfsdp.cli.errors import speaks_for_all
 from qfsdp.cli.output import stream_handlers
+from qfsdp.cli.printable import printable, redacted
 
 if TYPE_CHECKING:
     from tqdm import tqdm
@@ -48,10 +49,17 @@ def screen() -> TextIO:
 
 
 def say(text: str) -> None:
-    """Prints a line on standard error, of any process: above the bar, if there is one."""
+    """Prints a line on standard error, of any process: above the bar, if there is one. What a
+    terminal would obey, in names of files and errors of others, is shown as escapes."""
+    text = printable(redacted(text))
     if not isinstance(sys.stderr, LinesAbove) and is_terminal():
         text = CLEAR_LINE + text
     print(text, file=sys.stderr, flush=True)
+
+
+def warn(text: str) -> None:
+    """Prints "warning: ..." as `say` does; every warning goes through here."""
+    say(f"warning: {text}")
 
 
 def bar(*args: Any, **kwargs: Any) -> tqdm[Any]:

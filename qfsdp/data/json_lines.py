@@ -6,7 +6,6 @@ import json
 import os
 import re
 import stat
-import sys
 from collections.abc import Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import PARTIAL, not_written, to_json
+from qfsdp.cli.terminal import warn
 
 MAX_LINE = 2**28  # bytes of a line of JSON; a file without line ends must not fill the memory
 _SURROGATE = re.compile(r"\\u[dD][89a-fA-F]")
@@ -195,8 +195,7 @@ def append_rows(path: Path, rows: Iterable[dict[str, Any]]) -> bool:
             lines.write(to_lines(rows))
         return True
     except OSError as error:
-        text = f"warning: {not_written(path, error)}; the evaluation goes on without it"
-        print(text, file=sys.stderr, flush=True)
+        warn(f"{not_written(path, error)}; the evaluation goes on without it")
         return False
 
 

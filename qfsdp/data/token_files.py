@@ -40,6 +40,7 @@ from qfsdp.cli.files import PARTIAL, replace_folder, why, write_text
 from qfsdp.cli.progress import moved
 from qfsdp.cli.sealed import Damaged, read_sealed, sealed_json
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import warn
 from qfsdp.data.rows import Rows, content_digest
 
 DTYPES = {"tokens": np.int32, "labels": np.int32, "ends": np.int64}
@@ -185,11 +186,7 @@ def read_arrays(folder: Path, tell: bool = False) -> tuple[Arrays, dict[str, Any
     except (Damaged, OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if tell:
             reason = why(error) if isinstance(error, OSError) else error
-            print(
-                f"warning: tokenized_cache: '{folder}' is damaged: {reason}; tokenizing again",
-                file=sys.stderr,
-                flush=True,
-            )
+            warn(f"tokenized_cache: '{folder}' is damaged: {reason}; tokenizing again")
         return None
 
 
@@ -247,9 +244,7 @@ def _written(folder: Path) -> int:
 def warn_not_kept(folder: Path, error: BaseException) -> None:
     """Says once per run that tokens cannot be kept."""
     if os.environ.get("RANK", "0") == "0":
-        print(
-            f"warning: tokenized_cache: '{folder}' cannot be written: {why(error)}; the tokens "
-            "stay in memory and are made again at the next start",
-            file=sys.stderr,
-            flush=True,
+        warn(
+            f"tokenized_cache: '{folder}' cannot be written: {why(error)}; the tokens "
+            "stay in memory and are made again at the next start"
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
@@ -16,6 +15,7 @@ from qfsdp.cli.estimates import note_estimates
 from qfsdp.cli.ranks import planned_ranks
 from qfsdp.cli.sizes import format_size
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import say
 from qfsdp.memory.advice import SUGGESTIONS, options
 from qfsdp.memory.changes import Changes, as_words, strategy_over_all_ranks
 from qfsdp.memory.estimate import BuildModel, TrainStep
@@ -70,11 +70,7 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
         raise
     except Exception as error:  # for example, a user's optimizer that fails on fake tensors
         what = f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-        print(
-            f"memory: not estimated, training starts without a check ({what})",
-            file=sys.stderr,
-            flush=True,
-        )
+        say(f"memory: not estimated, training starts without a check ({what})")
         return
     if not now.fits(hardware):
         with told_if_slow("memory: too little; searching for changes that fit"):

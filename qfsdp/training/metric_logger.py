@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import ctypes
 import os
-import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -20,6 +19,7 @@ from qfsdp.cli.files import not_written, why
 from qfsdp.cli.kinds import LOGGER, check_built
 from qfsdp.cli.messages import first_line
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import warn
 from qfsdp.training.logger_runs import continued, keep_run_id
 
 if TYPE_CHECKING:
@@ -177,7 +177,7 @@ class SafeLogger:
                     tell(config)
         except Exception as error:
             problem = f"{type(error).__name__}: {why(error)}"
-            _warn(f"{self._key}: {self._name} did not take the config ({problem})")
+            warn(f"{self._key}: {self._name} did not take the config ({problem})")
 
     def log_dict(self, metrics: dict[str, float], step: int) -> None:
         """Calls the logger's `log_dict`."""
@@ -210,7 +210,7 @@ class SafeLogger:
         never_freed(logger or error)
         if not self._failed:  # else another thread was first
             self._failed = True
-            _warn(
+            warn(
                 f"{self._key}: {self._name} failed ({type(error).__name__}: {why(error)}); the run "
                 "goes on without it; metrics.jsonl has the same metrics"
             )
@@ -220,7 +220,3 @@ def never_freed(value: object) -> None:
     """Keeps a logger that has failed for ever, or the error of its constructor, which refers to it.
     Its destructor would close it again, and print the same error or that it has no file."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)

@@ -14,6 +14,7 @@ import qfsdp
 from qfsdp.cli.config import to_yaml
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import not_written, write_json, write_text
+from qfsdp.cli.printable import printable
 from qfsdp.cli.terminal import close_bar, keep_below
 from qfsdp.data.stream import Loader
 from qfsdp.distributed.world import World
@@ -118,7 +119,7 @@ class RunLog:
     def say(self, text: str) -> None:
         """Prints a line on rank 0."""
         if not self._silent:
-            print(text, flush=True)
+            print(printable(text), flush=True)
 
     def close(self, report: bool = False) -> None:
         """Ends the progress bar, closes the metric logger, and writes what is left.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections import deque
 from contextlib import suppress
 from itertools import islice
@@ -13,6 +12,7 @@ from typing import Any
 
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import not_written, to_json, whole_file, why
+from qfsdp.cli.terminal import warn
 
 KEPT_LINES = 10_000  # lines of about 1 KB that wait for space
 BATCH_LINES = 100  # written at once; on a full disk every step tries again to write the first
@@ -57,7 +57,7 @@ class MetricsFile:
         if self._waiting:
             self._write()
         if missing := len(self._waiting) + self._lost:
-            _warn(f"'{self._path}' lacks {missing} lines, which could not be written")
+            warn(f"'{self._path}' lacks {missing} lines, which could not be written")
 
     def _write(self) -> None:
         """Appends the waiting lines, until one cannot be written."""
@@ -69,14 +69,14 @@ class MetricsFile:
                     self._waiting.popleft()
         except OSError as error:
             if not self._failed:
-                _warn(
+                warn(
                     f"'{self._path}' cannot be written: {why(error)}; training goes on, and "
                     f"up to {KEPT_LINES} lines wait until it can be written again"
                 )
             self._failed = True
             return
         if self._failed:
-            _warn(f"'{self._path}' is written again; {self._lost or 'no'} lines are lost")
+            warn(f"'{self._path}' is written again; {self._lost or 'no'} lines are lost")
         self._failed = False
 
 
@@ -95,10 +95,6 @@ def _append(path: Path, data: bytes) -> None:
             raise
     finally:
         os.close(descriptor)
-
-
-def _warn(text: str) -> None:
-    print(f"warning: {text}", file=sys.stderr, flush=True)
 
 
 def _drop_after(step: int, file: Path) -> None:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import math
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal
 
@@ -22,6 +21,7 @@ from torch.optim import Optimizer
 from qfsdp.checkpoint.resume import Checkpointer, TrainState
 from qfsdp.checkpoint.state import random_state, set_random_state
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.terminal import warn
 from qfsdp.data.loader import Batch
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
@@ -200,7 +200,7 @@ class NonFiniteWatch:
             raise UserError(f"{text}; stopped{after}: {self._save(step)}; {self._expected()}")
         self._skipped, self._in_a_row = self._skipped + 1, self._in_a_row + 1
         if self._world.rank == 0:
-            print(f"warning: {text}; the update is skipped", file=sys.stderr, flush=True)
+            warn(f"{text}; the update is skipped")
         set_random_state(now, self._world.device)
 
     def _expected(self) -> str:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import errno
 import gzip
 import os
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from torch.profiler import profile
 
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.files import not_written, whole_file
+from qfsdp.cli.terminal import warn
 from qfsdp.distributed.world import World
 
 FOLDER = "profile"
@@ -116,7 +116,7 @@ class Profiler:
         except (OSError, RuntimeError) as error:  # a full disk, in Python or in PyTorch
             with suppress(OSError):
                 path.parent.rmdir()  # if it is empty
-            print(f"warning: {not_written(path, error)}", file=sys.stderr, flush=True)
+            warn(f"{not_written(path, error)}")
             return []
         return [str(path)]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import sys
 import time
 from contextlib import ExitStack
 from pathlib import Path
@@ -29,6 +28,7 @@ from qfsdp.checkpoint.tensor_file import save_tensors
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.files import whole_file, why
 from qfsdp.cli.progress import moved
+from qfsdp.cli.terminal import warn
 from qfsdp.data.preference_batch import PairBatch
 from qfsdp.data.preference_loader import PreferenceLoader
 from qfsdp.data.row_progress import RowProgress
@@ -162,7 +162,7 @@ class _Store:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: reference_logprobs: {text}", file=sys.stderr, flush=True)
+    warn(f"reference_logprobs: {text}")
 
 
 def _digest(values: Tensor) -> str:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from qfsdp.cli.component import Component
 from qfsdp.cli.estimates import estimated_memory, estimated_step_seconds
 from qfsdp.cli.messages import first_line
+from qfsdp.cli.printable import in_one_line, printable
 from qfsdp.cli.terminal import columns, is_terminal
 from qfsdp.data import PackedDataset
 from qfsdp.data.loader import IGNORE_INDEX, Batch, MapDataset, StepLoader
@@ -69,7 +70,9 @@ def summary(
 def _beside(name: str, text: str) -> str:
     """A name on the left, and its text beside it, in lines that fit a terminal."""
     lines = text.splitlines()
-    if is_terminal() and name != "sample":  # which is in lines already
+    if name != "sample":  # which is escaped and in lines already
+        lines = printable(text).splitlines()
+    if is_terminal() and name != "sample":
         lines = textwrap.wrap(text, columns() - MARGIN)
     return f"{name:{MARGIN}}" + f"\n{' ' * MARGIN}".join(lines)
 
@@ -178,7 +181,7 @@ def sample_pieces(batch: Batch, tokenizer: Any) -> list[Piece]:
         if not parts or parts[-1][1] != one:
             parts.append(([], one))
         parts[-1][0].append(token)
-    return [("".join(map(_printable, _decode(tokenizer, ids))), one) for ids, one in parts]
+    return [(in_one_line(_decode(tokenizer, ids)), one) for ids, one in parts]
 
 
 def _decode(tokenizer: Any, ids: list[int]) -> str:
@@ -186,10 +189,6 @@ def _decode(tokenizer: Any, ids: list[int]) -> str:
         return str(tokenizer.decode(ids, skip_special_tokens=False))
     except TypeError:  # some of torchtune's tokenizers decode without special tokens only
         return str(tokenizer.decode(ids))
-
-
-def _printable(char: str) -> str:
-    return char if char.isprintable() else char.encode("unicode_escape").decode()
 
 
 def shortened(pieces: list[Piece], most: int) -> list[Piece]:

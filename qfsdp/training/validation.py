@@ -11,7 +11,6 @@ import json
 import math
 import re
 import shutil
-import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +23,7 @@ from qfsdp.cli.component import Component
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.files import not_written, recover_folder, replace_folder, why, write_json
 from qfsdp.cli.progress import at_step
+from qfsdp.cli.terminal import warn
 from qfsdp.data import PackedDataset, build_dataset
 from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
@@ -327,7 +327,7 @@ class Validation:
 
 
 def _warn(text: str) -> None:
-    print(f"warning: validation: {text}", file=sys.stderr, flush=True)
+    warn(f"validation: {text}")
 
 
 def _perplexity(loss: float) -> float:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -19,6 +18,7 @@ import torch
 from torch import Tensor
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.terminal import warn
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.rope import LinearScaling, Llama3Scaling, RopeConfig, Unscaled, YarnScaling
 
@@ -153,8 +153,7 @@ def _rope(file: Path, parts: DecoderConfig) -> RopeConfig:
 def warn_of_window(model: GgufModel) -> None:
     """Says on standard error where a sliding window ends the context."""
     if model.context < model.parts.max_position_embeddings:
-        print(
-            f"warning: the context is {model.context} tokens, the model's sliding window: "
-            f"llama.cpp's {model.architecture} has none",
-            file=sys.stderr,
+        warn(
+            f"the context is {model.context} tokens, the model's sliding window: "
+            f"llama.cpp's {model.architecture} has none"
         )

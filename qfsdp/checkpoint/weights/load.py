@@ -21,7 +21,7 @@ from qfsdp.checkpoint.weights.verify import WeightVerification, changed_settings
 from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.hub import local_folder
 from qfsdp.cli.sizes import parse_size
-from qfsdp.cli.terminal import say
+from qfsdp.cli.terminal import warn
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.stores import DiskStore
 from qfsdp.distributed.strategy import ShardingConfig
@@ -135,7 +135,7 @@ def load_base(
         raise refusal(source.folder, damage)
     if progress and (changed := changed_settings(source.folder)):
         names = ", ".join(changed)
-        say(f"warning: {source.folder}: not as it was written or downloaded: {names}")
+        warn(f"{source.folder}: not as it was written or downloaded: {names}")
 
 
 def _fill_verified(

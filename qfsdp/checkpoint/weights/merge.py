@@ -12,7 +12,6 @@ quantized weight's bytes are held as a whole.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -59,6 +58,7 @@ from qfsdp.checkpoint.weights.write import (
     SafetensorsFile,
 )
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.terminal import warn
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import ScaledLinear, adapted_linears, add_adapters, base_parameters
@@ -350,8 +350,7 @@ def warn_of_another_base(adapter: Path, base: Mapping[str, Any]) -> None:
         return
     for key, value in trained.items():
         if value is not None and value != base[key]:
-            print(
-                f"warning: {key}: {base[key]!r}, but {adapter} was trained with {value!r}: the "
-                "merged model is not what training ran",
-                file=sys.stderr,
+            warn(
+                f"{key}: {base[key]!r}, but {adapter} was trained with {value!r}: the "
+                "merged model is not what training ran"
             )

@@ -38,7 +38,7 @@ from qfsdp.checkpoint.weights.read import STORED_DTYPES
 from qfsdp.checkpoint.weights.verify import changed_settings
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, SafetensorsFile
 from qfsdp.cli.errors import UserError
-from qfsdp.cli.terminal import say
+from qfsdp.cli.terminal import warn
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
@@ -178,7 +178,7 @@ def open_weights(
 
     def write(damage: str | None = None) -> ModelWeights:
         if damage is not None and world.rank == 0:
-            say(f"warning: {key}: '{folder}' is damaged ({damage}); quantizing again")
+            warn(f"{key}: '{folder}' is damaged ({damage}); quantizing again")
         repair = damage is not None
         quantize_folder(weights, quantization, folder, world, key=key, cache=True, repair=repair)
         return ModelWeights(folder)

@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import struct
-import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import closing
@@ -28,6 +27,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.cli.files import why
 from qfsdp.cli.hub import local_folder
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import warn
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -197,7 +197,7 @@ class SafetensorsFolder:
 
 @cache
 def _say_once(warning: str) -> None:
-    print(f"warning: {warning}", file=sys.stderr, flush=True)
+    warn(warning)
 
 
 class OpenFiles:

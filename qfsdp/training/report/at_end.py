@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 from qfsdp.cli.messages import first_line
+from qfsdp.cli.terminal import warn
 from qfsdp.training.report.page import write_page
 from qfsdp.training.report.png import write_png
 from qfsdp.training.report.run_folder import read_run
@@ -26,4 +26,4 @@ def report_at_end(output_dir: Path) -> None:
             write_png(chart, output_dir / LOSS)
     except Exception as error:
         what = f"{type(error).__name__}: {first_line(error)}"
-        print(f"warning: report: not written ({what})", file=sys.stderr, flush=True)
+        warn(f"report: not written ({what})")
