@@ -111,7 +111,7 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
 
     Returns:
         What a user should know: keys of class "told" that differ, and keys that an earlier version
-        has not recorded.
+        has not recorded and that are not as they were by default.
 
     Raises:
         UserError: others differ; names all of them, with both values.
@@ -130,7 +130,9 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
         if kind == "free" or (key.endswith(WHOLE) and not (key in mine and key in theirs)):
             continue
         if key not in theirs and (kind == "told" or key in NOT_RECORDED):
-            unknown += [f"{key}={mine[key]}"] if kind == "same" and mine[key] else []
+            if mine[key] != (default := ABSENT.get(key)):
+                then = "" if default is None else f" (default then: {default})"
+                unknown.append(f"{key}={mine[key]}{then}")
             continue
         was, now = _value(theirs, mine, key), _value(mine, theirs, key)
         if str(now).startswith(HIDDEN) or str(was).startswith(HIDDEN):

@@ -59,11 +59,29 @@ CLASSES: dict[str, Class] = {
     **dict.fromkeys(_FREE.split(), "free"),
 }
 
-ABSENT: dict[str, Any] = {"quantization.compute": "bf16"}
-"""Key -> what checkpoints without it were trained with, if that is not null."""
+ABSENT: dict[str, Any] = {
+    "quantization.compute": "bf16",
+    "packed": False,
+    "optimizer_in_backward": False,
+    "epochs": 1,
+    "max_steps": None,
+    "clip_grad_norm": 1.0,
+    "on_nonfinite": "stop",
+    "compile": False,
+    "cuda_graphs": False,
+    "sharding.strategy": "full_shard",
+    "sharding.cpu_offload": False,
+    "sharding.vocabulary": "auto",
+    "sharding.reduce_gradients": "auto",
+    "sharding.expert_parallel": 1,
+    "validation.metric": None,
+    "validation.patience": None,
+}
+"""Key -> its default, or what was done, when checkpoints did not have it. Null for other keys. It
+stays as it is when a default changes."""
 
 NOT_RECORDED = ("packed", "optimizer_in_backward", "model.router_aux_loss")
-"""Keys that checkpoints of earlier versions do not have, though their runs had a value."""
+"""Keys of class "same" that earlier checkpoints do not have, though their runs had a value."""
 
 _PATHS = ("path", "file", "folder", "dir", "source")
 _NO_FILES = ("auto", "chatml", "plain")  # of tokenizer.chat_template

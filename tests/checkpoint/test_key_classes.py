@@ -10,14 +10,21 @@ from typing import Any
 
 import pytest
 import torch
+from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from qfsdp.checkpoint.compatibility import _content, check_settings, write_settings
-from qfsdp.checkpoint.key_classes import CLASSES, class_of, names_a_file
+from qfsdp.checkpoint.compatibility import (
+    _content,
+    check_settings,
+    read_settings,
+    write_settings,
+)
+from qfsdp.checkpoint.key_classes import ABSENT, CLASSES, class_of, names_a_file
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.cli.errors import UserError
 from qfsdp.cli.file_digests import file_digest
 from qfsdp.data.reading import NOT_IN_RESULTS
+from tests.released.make import HERE, STEP
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 TRAINING = [p.stem for p in (ROOT / "recipes").glob("*.py") if "\n    resume: str" in p.read_text()]
@@ -53,7 +60,8 @@ def test_keys_that_a_checkpoint_does_not_have(tmp_path: Path) -> None:
     assert compared(tmp_path, before | {"quantization.expert_chunk": "1GiB"}, before) == []
     later = before | {"model.router_aux_loss": 0.5, "epochs": 3, "clip_grad_norm": 1.0}
     (line,) = compared(tmp_path, before, later)
-    assert line.endswith("does not record model.router_aux_loss=0.5: not compared")
+    unknown = "model.router_aux_loss=0.5, epochs=3 (default then: 1)"
+    assert line.endswith(f"does not record {unknown}: not compared")
     (line,) = compared(tmp_path, later, later | {"epochs": 4, "clip_grad_norm": 0.001})
     assert line.endswith("epochs: was 3, is 4; clip_grad_norm: was 1.0, is 0.001")
     with pytest.raises(UserError, match="router_aux_loss: was 0.5, is 0.001; expected"):
@@ -63,6 +71,20 @@ def test_keys_that_a_checkpoint_does_not_have(tmp_path: Path) -> None:
     assert compared(tmp_path, adam | {"optimizer.betas": [0.9, 0.999]}, adam) == []
     with pytest.raises(UserError, match="optimizer.weight_decay: was 0.01, is 0.1; expected"):
         compared(tmp_path, adam, adam | {"optimizer.weight_decay": 0.1})
+
+
+def test_what_earlier_checkpoints_do_not_record_is_told() -> None:
+    assert {key for key, kind in CLASSES.items() if kind == "told"} <= ABSENT.keys()
+    for name in sorted(path.parent.name for path in HERE.glob("*/run")):
+        run = HERE / name / "run"
+        written = OmegaConf.load(run / "config.yaml")  # of a run with defaults
+        values = {key: OmegaConf.select(written, key, default=ABSENT[key]) for key in ABSENT}
+        assert values == ABSENT, name
+        folder = run / f"checkpoints/step_{STEP:08}"
+        same = read_settings(folder)["facts"] | ABSENT
+        assert check_settings(same, folder) == []
+        told = check_settings(same | {"clip_grad_norm": 0.001, "max_steps": 9}, folder)
+        assert len(told) == 1 and "clip_grad_norm" in told[0] and "max_steps" in told[0]
 
 
 def test_only_paths_are_taken_for_paths(tmp_path: Path) -> None:
