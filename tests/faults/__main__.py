@@ -18,11 +18,12 @@ import time
 from collections import Counter
 from pathlib import Path
 
-from tests.faults import agents, damage, disks, inputs, kills, signals, stops
+from tests.faults import agents, commands, damage, disks, inputs, kills, signals, stops
 from tests.faults.runs import Outcome, Trial, Workshop
 
 KINDS: dict[str, Trial] = {
     "kill": kills.trial,
+    **commands.KINDS,
     "flip": damage.flips,
     **inputs.KINDS,
     "truncate": damage.truncations,

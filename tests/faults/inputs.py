@@ -27,10 +27,13 @@ SAVED = 5  # the step from which a run goes on
 class Letters:
     """A tokenizer with one id per character of ASCII."""
 
-    pad_id, fingerprint = 0, "letters"
+    pad_id, stop_tokens, fingerprint = 0, (), "letters"
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
         return [ord(c) for c in text]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join(map(chr, ids))
 
 
 @dataclass
@@ -92,8 +95,7 @@ def adapter(shop: Workshop, folder: Path) -> Input:
 
 
 def tokens(shop: Workshop, folder: Path) -> Input:
-    rows = shop.folder / "rows.jsonl"
-    rows.write_text("".join(f'{{"text": "row {i} of{" many" * (i % 9)}"}}\n' for i in range(60)))
+    rows = write_rows(shop)
     dataset = "{_component_: qfsdp.data.text_dataset, source: %s, window: 32, tokenized_cache: %s}"
     words = [*SHORT, LETTERS, f"dataset={dataset % (rows, folder)}"]
     found = Input(folder, words)
@@ -103,13 +105,24 @@ def tokens(shop: Workshop, folder: Path) -> Input:
 
 
 def logprobs(shop: Workshop, folder: Path) -> Input:
-    config = (TOY_CONFIG + "adapter: {{rank: 5, alpha: 7}}\n").format(folder=shop.folder)
-    config = config.replace("tests.toy_data.Samples", "tests.preferences.preferences")
-    (shop.folder / f"{PREFERENCES.recipe}.yaml").write_text(config)
+    write_preferences_config(shop)
     found = Input(folder, [*SHORT, f"reference_logprobs={folder}"], PREFERENCES)
     statuses, text, _ = found.run(shop)
     assert not any(statuses), text
     return found
+
+
+def write_rows(shop: Workshop) -> Path:
+    """Writes 60 short texts."""
+    rows = shop.folder / "rows.jsonl"
+    rows.write_text("".join(f'{{"text": "row {i} of{" many" * (i % 9)}"}}\n' for i in range(60)))
+    return rows
+
+
+def write_preferences_config(shop: Workshop) -> None:
+    config = (TOY_CONFIG + "adapter: {{rank: 5, alpha: 7}}\n").format(folder=shop.folder)
+    config = config.replace("tests.toy_data.Samples", "tests.preferences.preferences")
+    (shop.folder / f"{PREFERENCES.recipe}.yaml").write_text(config)
 
 
 Make = Callable[[Workshop, Path], Input]

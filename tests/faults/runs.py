@@ -370,16 +370,17 @@ def print_to(output: Path) -> None:
 
 
 def count_operations(run: Path, die_at: int) -> list[int]:
-    """Counts this process's file operations in `run` (opened, made, renamed, deleted).
+    """Counts this process's file operations in `run` (opened, made, linked, renamed, deleted).
 
     Args:
         die_at: the number of the operation before which the process kills itself; 0 for none.
     """
     count, prefix = [0], f"{run}/"
     names = {"open", "os.mkdir", "os.rename", "os.remove", "os.rmdir", "os.truncate"}
+    names |= {"os.link", "os.symlink"}  # which name a source first
 
     def note(event: str, args: tuple[Any, ...]) -> None:
-        if event in names and str(args[0]).startswith(prefix):
+        if event in names and any(str(arg).startswith(prefix) for arg in args[:2]):
             count[0] += 1
             if count[0] == die_at:
                 os.kill(os.getpid(), signal.SIGKILL)

@@ -8,7 +8,14 @@ import sys
 import pytest
 
 from tests.faults.__main__ import KINDS
+from tests.faults.commands import COMMANDS, NOTHING_WRITTEN
 from tests.tiny import ROOT
+
+
+def test_every_recipe_that_writes_is_killed() -> None:
+    killed = {command.recipe for command in COMMANDS.values()}
+    assert not killed & set(NOTHING_WRITTEN)
+    assert killed | set(NOTHING_WRITTEN) == {path.stem for path in (ROOT / "recipes").glob("*.py")}
 
 
 @pytest.mark.long
