@@ -22,7 +22,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from qfsdp.checkpoint.model_card import publish
+from qfsdp.checkpoint.model_card import CARD_FILE, model_card, push
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge, Requantize, warn_of_another_base
@@ -84,8 +84,9 @@ def check(cfg: Config) -> None:
 def main(cfg: Config, _: Run) -> None:
     world = init_world()
     folder = Path(cfg.output_dir).expanduser()
-    build(cfg).write(folder, world, cfg.max_file_bytes)
-    publish(cfg, folder, world)
+    card = {CARD_FILE: model_card(cfg, folder)}
+    build(cfg).write(folder, world, cfg.max_file_bytes, card)
+    push(cfg, folder, world)
     if world.rank == 0:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
         print(f"merged model ({size / 2**30:.2f} GiB): {folder}")

@@ -33,7 +33,7 @@ def publish(cfg: Any, folder: Path, world: World) -> None:
     A card that cannot be written is a warning: the result is there.
 
     Args:
-        cfg: the config of a training recipe, or of recipes/merge.
+        cfg: the config of a training recipe.
         folder: of the adapter or model.
     """
     if world.rank != 0:
@@ -42,12 +42,22 @@ def publish(cfg: Any, folder: Path, world: World) -> None:
         write_text(folder / CARD_FILE, model_card(cfg, folder))
     except OSError as error:
         warn(f"{not_written(folder / CARD_FILE, error)}")
-    if (name := get_key(cfg, KEY)) is not None:
+    push(cfg, folder, world)
+
+
+def push(cfg: Any, folder: Path, world: World) -> None:
+    """Has rank 0 upload a result after the run, if the config has `push_to_hub`."""
+    if world.rank == 0 and (name := get_key(cfg, KEY)) is not None:
         push_later(name, folder)
 
 
 def model_card(cfg: Any, folder: Path) -> str:
-    """The text of the card; see `publish`."""
+    """The text of the card.
+
+    Args:
+        cfg: the config of a training recipe, or of recipes/merge.
+        folder: of the adapter or model; a model need not be there yet.
+    """
     merged_from = get_key(cfg, "adapter")
     run = Path(get_key(cfg, "output_dir") or ".").expanduser()
     if isinstance(merged_from, str):  # recipes/merge

@@ -5,11 +5,14 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import pytest
 import yaml
 
 from qfsdp.checkpoint.model_card import model_card
+from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.cli.config import load_config, to_yaml
-from tests.tiny import load_recipe
+from tests.released.make import HERE, MODEL
+from tests.tiny import ROOT, load_recipe, run_recipe
 from tests.toy_data import TOY_CONFIG
 
 
@@ -56,3 +59,21 @@ def test_names_hold_no_html() -> None:
     from qfsdp.checkpoint.model_card import _text
 
     assert _text("a<img src=x>|b`\n# c") == "a&lt;img src=x&gt;\\|b' # c"
+
+
+def test_a_merged_model_has_its_card_when_it_is_complete(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill after that could not be mended by the same command: the folder is a finished model."""
+    cards: list[str] = []
+    finish = OutputFolder.finish
+
+    def finished(self: OutputFolder, checksums: dict[str, str]) -> None:
+        cards.append((self.path / "README.md").read_text())
+        finish(self, checksums)
+
+    monkeypatch.setattr(OutputFolder, "finish", finished)
+    adapter = HERE / "561a8e2/run/adapter"
+    words = [f"model.path={MODEL}", f"adapter={adapter}", f"output_dir={tmp_path / 'merged'}"]
+    run_recipe("merge", ["--config", str(ROOT / "configs/merge.yaml"), *words])
+    assert len(cards) == 1 and "| method | DoRA, rank 2, alpha 4 |" in cards[0]

@@ -197,8 +197,17 @@ class Merge:
                 )
         return plan
 
-    def write(self, folder: Path, world: World, max_file_bytes: int = MAX_FILE_BYTES) -> None:
+    def write(
+        self,
+        folder: Path,
+        world: World,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        texts: Mapping[str, str] | None = None,
+    ) -> None:
         """Writes the merged model. Every rank must call it; each rank writes a part of the files.
+
+        Args:
+            texts: name -> text of further files, such as a model card.
 
         Raises:
             UserError: see `plan` and `convert_folder`.
@@ -207,7 +216,7 @@ class Merge:
         conversions = {weight.name: self._conversion(weight, world.device) for weight in plan}
         config = self.model_config(plan)
         template = read_template(self.adapter) if self.adapter is not None else {}
-        texts = model_template(template, self.weights.folder)
+        texts = model_template(template, self.weights.folder) | dict(texts or {})
         output = OutputFolder(folder, texts=texts)
         convert_folder(conversions, self.weights, output, config, world, max_file_bytes)
 
