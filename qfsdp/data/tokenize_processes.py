@@ -24,9 +24,11 @@ from types import ModuleType
 from typing import Any, Protocol
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import why
 from qfsdp.cli.quiet import quiet_torchao
 from qfsdp.cli.signals import ignore_stop_signals
 from qfsdp.cli.slow import told_if_slow
+from qfsdp.cli.terminal import warn
 
 ALONE_S = 5.0  # work that takes less is not worth new processes
 AHEAD = 4  # pieces per process that may wait for their turn
@@ -60,7 +62,7 @@ def in_order(work: Work, count: int, size: int, processes: int, at_once: bool) -
         while at < len(pieces) and not pool.is_ready(at_once):
             if at_once or time.monotonic() - began > ALONE_S:
                 pool.start(work)
-            if at_once:
+            if at_once and pool.future is not None:
                 continue
             yield work(*pieces[at])
             at += 1
@@ -71,18 +73,23 @@ class _Pool:
     def __init__(self, processes: int) -> None:
         self._processes = processes
         self._executor: ProcessPoolExecutor | None = None
+        self._refused = False
         self.future: Future[Any] | None = None
 
     def start(self, work: Work) -> None:
         import dill
 
-        if self._executor is not None:
+        if self._executor is not None or self._refused:
             return
-        self._executor = ProcessPoolExecutor(
-            self._processes, get_context("spawn"), _start_worker, (dill.dumps(work), sys.path)
-        )
-        with _without_main():
-            self.future = self._executor.submit(_nothing)
+        try:
+            self._executor = ProcessPoolExecutor(
+                self._processes, get_context("spawn"), _start_worker, (dill.dumps(work), sys.path)
+            )
+            with _without_main():
+                self.future = self._executor.submit(_nothing)
+        except (OSError, ImportError) as error:  # /dev/shm is missing, read-only or full
+            self._refused = True
+            warn(f"dataset.processes: no process was started ({why(error)}); one goes on alone")
 
     def is_ready(self, wait: bool) -> bool:
         if self.future is None or not (wait or self.future.done()):
