@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
@@ -243,12 +243,23 @@ def restore(read: ReadState, state: TrainState, world: World) -> None:
     _restore_optimizer(state.optimizer, params, states, host["groups"])
     if state.scheduler is not None:
         state.scheduler.load_state_dict(host["scheduler"])
+        _follow_schedule(state.scheduler)
     if state.progress is not None:
         state.progress.update(host.get("progress", {}))
     if read.same_ranks:
         set_random_state(read.mine["random"], world.device)
     else:  # seeded, but not with the numbers of the run's start
         torch.manual_seed(torch.initial_seed() + 1_000_003 * host["step"])
+
+
+def _follow_schedule(scheduler: LRScheduler) -> None:
+    """Sets the learning rates of the next step by the schedule. Those of the checkpoint, 0 at the
+    end of a run, are another schedule's if the run was made longer."""
+    if isinstance(scheduler, LambdaLR):
+        each = zip(scheduler.base_lrs, scheduler.lr_lambdas, strict=True)
+        for group, (base, factor) in zip(scheduler.optimizer.param_groups, each, strict=True):
+            lr, rate = group["lr"], base * factor(scheduler.last_epoch)
+            group["lr"] = lr.fill_(rate) if isinstance(lr, Tensor) else rate
 
 
 def read_host(folder: Path) -> dict[str, Any]:

@@ -10,8 +10,10 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file
+from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
 from tests.released.make import CONFIG, HERE, MODEL, STEP
 from tests.tiny import ROOT, load_recipe, run_recipe
@@ -21,9 +23,13 @@ OLDEST = "561a8e2"
 STEPS = 7
 
 
-def losses(run: Path) -> dict[int, float]:
+def logged(run: Path, name: str) -> dict[int, float]:
     lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines if "loss" in line}
+    return {line["step"]: line[name] for line in lines if name in line}
+
+
+def losses(run: Path) -> dict[int, float]:
+    return logged(run, "loss")
 
 
 @pytest.fixture
@@ -92,3 +98,17 @@ def test_an_adapter_is_merged_and_trained_further(
     run_recipe("qdora_distributed", [*config, *start, "optimizer.lr=1e-9"])
     before, further = losses(HERE / name / "run"), losses(tmp_path / "further")
     assert further[1] < before[1]  # it begins where the adapter ended
+
+
+@pytest.mark.parametrize("name", ["8a72c742"])
+def test_a_longer_run_follows_its_own_schedule(
+    name: str, tmp_path: Path, config: list[str]
+) -> None:
+    """From the step after the checkpoint on, whose learning rate is that of the shorter run."""
+    checkpoint = HERE / name / f"run/checkpoints/step_{STEP:08}"
+    words = [f"output_dir={tmp_path / 'on'}", f"resume={checkpoint}", "epochs=2", "max_steps=6"]
+    run_recipe("qdora_distributed", [*config, *words])
+    optimizer = torch.optim.SGD([torch.zeros(1)], lr=1e-2)
+    schedule = get_cosine_schedule_with_warmup(optimizer, num_warmup_steps=2, num_training_steps=6)
+    rates = {step: 1e-2 * schedule.lr_lambdas[0](step - 1) for step in (5, 6)}
+    assert logged(tmp_path / "on", "lr") == pytest.approx(rates)
