@@ -37,7 +37,7 @@ from qfsdp.evaluation.text_stream import TextStream
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir
+from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
 HELP = (__doc__ or "").partition("generated.\n\n")[2].rstrip()
 
@@ -62,8 +62,7 @@ def check(cfg: Config) -> None:
     if sys.stdin is None or sys.stdin.closed:
         raise UserError("standard input is closed; expected a terminal, or lines of text")
     cfg.tokenizer.check("tokenizer")
-    if cfg.compile and not has_compiler():
-        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
+    check_compile(cfg.compile, cfg.compile_cache_dir)
     check_for_inference(cfg.model, cfg.quantization, cfg.adapter, ShardingConfig("ddp"))
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.adapter)
     stop_ids(tokenizer, cfg.model.folder)

@@ -42,7 +42,7 @@ from qfsdp.evaluation.text_stream import TextStream
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir
+from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
 COMPLETION = "completion"
 
@@ -83,8 +83,7 @@ def check(cfg: Config) -> None:
     if cfg.prompt is None and cfg.prompts is None:
         raise UserError('prompt: null; expected prompt="TEXT" or prompts=FILE.jsonl')
     cfg.tokenizer.check("tokenizer")
-    if cfg.compile and not has_compiler():
-        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
+    check_compile(cfg.compile, cfg.compile_cache_dir)
     if cfg.output is not None:
         check_new_file("output", Path(cfg.output).expanduser())
     model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)

@@ -20,7 +20,7 @@ from pathlib import Path
 from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.cli.component import Component
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.cli.errors import InvalidField
 from qfsdp.cli.launch import launch
 from qfsdp.cli.ranks import check_one_process
 from qfsdp.cli.sizes import format_size
@@ -37,7 +37,7 @@ from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.tensor_subclasses.kernels.compiled import has_compiler, use_cache_dir
+from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
 
 @dataclass
@@ -75,8 +75,7 @@ def check(cfg: Config) -> None:
     check_packages()
     check_one_process()
     cfg.tokenizer.check("tokenizer")
-    if cfg.compile and not has_compiler():
-        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
+    check_compile(cfg.compile, cfg.compile_cache_dir)
     for adapter in (None, *cfg.adapters.values()):
         check_for_inference(cfg.model, cfg.quantization, adapter, ShardingConfig("ddp"))
         stop_ids(build_tokenizer(cfg.tokenizer, adapter), cfg.model.folder)

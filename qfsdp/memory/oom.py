@@ -32,6 +32,7 @@ from qfsdp.memory.advice import (
     less_device_memory,
     less_host_memory,
 )
+from qfsdp.tensor_subclasses.kernels.ability import failed_build, is_failed_build
 from qfsdp.training.memory_usage import (
     IN_HOST,
     bytes_by_kind,
@@ -67,7 +68,8 @@ def explain_out_of_memory(main: Callable[[C, Run], None]) -> Callable[[C], None]
 
     If the device or the host is out of memory, it raises a UserError in place of the exception: one
     line with the place, the largest kinds of tensors, and changes of the config that take less.
-    Details go to `cfg.output_dir`, if the config has one.
+    Details go to `cfg.output_dir`, if the config has one. Layers or an optimizer that cannot be
+    compiled are a UserError too.
     """
 
     @wraps(main)
@@ -76,6 +78,8 @@ def explain_out_of_memory(main: Callable[[C, Run], None]) -> Callable[[C], None]
         try:
             main(cfg, run)
         except Exception as error:
+            if is_failed_build(error):
+                raise UserError(f"compile: {failed_build(error)}, or compile=false") from None
             if not is_out_of_memory(error):
                 raise
             try:

@@ -17,7 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qfsdp.tensor_subclasses.kernels.ability import import_dynamo
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
+
+import_dynamo()  # `torch.compiler.assume_constant_result` needs it
 
 
 def attend_documents(

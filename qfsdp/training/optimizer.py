@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -21,7 +22,10 @@ from qfsdp.cli.messages import first_line
 from qfsdp.distributed.gradients import USED_GRAD_NORM, total_loss
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import sharded
+from qfsdp.tensor_subclasses.kernels.ability import has_compiler, why_not
 from qfsdp.training.loss_scale import loss_scale
+
+log = logging.getLogger("qfsdp")
 
 TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a schedule
 
@@ -41,6 +45,9 @@ def build_optimizer(
         in_backward: update each parameter as soon as its gradient exists (`StepsInBackward`).
     """
     optimizer = component.call(list(parameters))
+    if type(optimizer).__module__.startswith("torchao.") and not has_compiler():
+        log.warning("the optimizer runs uncompiled and slower: %s", why_not())
+        torch.compiler.set_stance("force_eager")
     for group in optimizer.param_groups:
         if "lr_ratio" in group:
             group["lr"] = group["lr"] * group.pop("lr_ratio")

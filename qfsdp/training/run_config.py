@@ -7,7 +7,7 @@ from typing import Any
 
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.cli.files import nearest_existing
-from qfsdp.tensor_subclasses.kernels.compiled import has_compiler
+from qfsdp.tensor_subclasses.kernels.compiled import check_compile
 from qfsdp.training.preference import step_options
 
 
@@ -53,10 +53,9 @@ def check_with_model(cfg: Any, positions: int) -> None:
         positions: the largest length of a sample that the model knows.
 
     Raises:
-        UserError: no compiler for `compile: true`, or samples longer than that.
+        UserError: `compile: true` and nothing can be compiled, or samples longer than that.
     """
-    if cfg.compile and not has_compiler():
-        raise UserError("compile: true needs a C++ compiler; expected g++, or compile=false")
+    check_compile(cfg.compile, cfg.compile_cache_dir)
     if cfg.max_seq_len > positions:
         limit = f"at most {positions}, the model's positions"
         raise UserError(f"max_seq_len: {cfg.max_seq_len}; expected {limit}")

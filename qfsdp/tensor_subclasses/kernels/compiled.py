@@ -1,4 +1,4 @@
-"""The decorator `compiled`: `torch.compile` for kernels, if the machine has a C++ compiler."""
+"""The decorator `compiled`: `torch.compile` for kernels, where the machine can compile."""
 
 from __future__ import annotations
 
@@ -14,6 +14,14 @@ import torch
 
 from qfsdp.cli.errors import UserError
 from qfsdp.tensor_subclasses.kernels import dry_run
+from qfsdp.tensor_subclasses.kernels.ability import (
+    FOLDER,
+    cache_folder,
+    failed_build,
+    has_compiler,
+    is_failed_build,
+    why_not,
+)
 from qfsdp.tensor_subclasses.kernels.dispatch import Kernel
 
 DYNAMIC_DEVICES = ("cpu",)  # devices for which `static_on_gpus` changes nothing
@@ -34,37 +42,42 @@ ROUNDED_AS_ON_CPUS: dict[str, Any] = {
 }
 
 
-@functools.cache
-def has_compiler() -> bool:
-    """Whether inductor can build code on this machine. It needs a C++ compiler on GPUs as well,
-    because Triton builds its launcher with it."""
-    from torch._inductor.cpp_builder import get_cpp_compiler
-    from torch._inductor.exc import InductorError, InvalidCxxCompiler
-
-    try:
-        get_cpp_compiler()
-    except (InvalidCxxCompiler, InductorError, RuntimeError):
-        return False
-    return True
+_failed_later = False  # a kernel could not be built, although the trial went well
 
 
 def can_compile() -> bool:
-    """Whether kernels are compiled: the machine has a C++ compiler, and `QFSDP_EAGER_KERNELS=1` is
+    """Whether kernels are compiled: this machine can (`ability`), and `QFSDP_EAGER_KERNELS=1` is
     not set. In an estimate for a GPU this machine's compiler does not matter."""
-    if os.environ.get("QFSDP_EAGER_KERNELS") == "1":
+    if os.environ.get("QFSDP_EAGER_KERNELS") == "1" or _failed_later:
         return False
     if dry_run.current is not None and dry_run.current.target != "cpu":
         return True
     if not has_compiler():
-        _warn_of_no_compiler()
+        _say_uncompiled(str(why_not()))
     return has_compiler()
 
 
 @functools.cache
-def _warn_of_no_compiler() -> None:
-    logging.getLogger("qfsdp").warning(
-        "no C++ compiler found: 4-bit kernels run uncompiled and slower (install g++)"
-    )
+def _say_uncompiled(reason: str) -> None:
+    logging.getLogger("qfsdp").warning("4-bit kernels run uncompiled and slower: %s", reason)
+
+
+def _stop_compiling(error: Exception) -> None:
+    """Kernels run uncompiled from now on, with equal results."""
+    global _failed_later
+    _failed_later = True
+    _say_uncompiled(failed_build(error))
+
+
+def check_compile(compile: bool, path: str | None) -> None:
+    """Checks the keys `compile` and `compile_cache_dir`.
+
+    Raises:
+        UserError: the folder cannot be made; or layers are to be compiled, and a trial fails.
+    """
+    use_cache_dir(path, report=False)
+    if compile and not has_compiler():
+        raise UserError(f"compile: true, but {why_not()}; or compile=false")
 
 
 def use_cache_dir(path: str | None, report: bool) -> None:
@@ -83,11 +96,9 @@ def use_cache_dir(path: str | None, report: bool) -> None:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(f"compile_cache_dir: '{path}' cannot be made: {error}") from None
-        os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder)
+        os.environ[FOLDER] = str(folder)
     if report:
-        from torch._inductor.runtime.runtime_utils import cache_dir
-
-        print(f"compiled code: {cache_dir()}", flush=True)
+        print(f"compiled code: {cache_folder()}", flush=True)
 
 
 def compiled(
@@ -129,8 +140,13 @@ def compiled(
                 shapes = tuple(
                     (a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args
                 )
-            with torch.no_grad():  # one build for both grad modes
-                return build(shapes)(*args)
+            try:
+                with torch.no_grad():  # one build for both grad modes
+                    return build(shapes)(*args)
+            except Exception as error:  # the folder has filled up, or the compiler fails on it
+                if not is_failed_build(error):
+                    raise
+                _stop_compiling(error)
         return fn(*args, **kwargs)
 
     return call
