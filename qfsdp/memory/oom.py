@@ -79,7 +79,8 @@ def explain_out_of_memory(main: Callable[[C, Run], None]) -> Callable[[C], None]
             main(cfg, run)
         except Exception as error:
             if is_failed_build(error):
-                raise UserError(f"compile: {failed_build(error)}, or compile=false") from None
+                other = ", or compile=false" if getattr(cfg, "compile", False) else ""
+                raise UserError(f"{failed_build(error)}{other}") from None
             if not is_out_of_memory(error):
                 raise
             try:

@@ -52,9 +52,10 @@ def can_compile() -> bool:
         return False
     if dry_run.current is not None and dry_run.current.target != "cpu":
         return True
-    if not has_compiler():
-        _say_uncompiled(str(why_not()))
-    return has_compiler()
+    reason = why_not()
+    if reason is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        _say_uncompiled(reason)
+    return reason is None
 
 
 @functools.cache
