@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import resource
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +14,8 @@ from typing import Any
 from qfsdp.cli.printable import printable, redacted
 
 MOST_INTEGER = 2**63 - 1  # of torch
+# Of the linker, the C library, PyTorch and Python's threads.
+_NO_ADDRESS_SPACE = ("failed to map segment", "allocate memory", "start new thread")
 NEEDS_UTF8 = "expected a locale with UTF-8, or PYTHONUTF8=1"
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
 
@@ -70,11 +73,10 @@ def speaks_for_all() -> bool:
 def user_errors() -> Iterator[None]:
     """Turns a UserError into `error: <message>` on stderr and exit status 2.
 
-    A name of a file that is too long for the system, or that the locale cannot hold, is a user's
-    mistake too, wherever it is used.
+    A limit of the system is one too, wherever it is met: on names of files, on address space.
     """
     try:
-        with _bad_names():
+        with _limits_of_the_system():
             yield
     except UserError as error:
         rank = os.environ.get("RANK", "0")
@@ -90,16 +92,28 @@ def user_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _bad_names() -> Iterator[None]:
+def _limits_of_the_system() -> Iterator[None]:
     try:
         yield
-    except OSError as error:
-        if error.errno != errno.ENAMETOOLONG:
+    except (OSError, UnicodeEncodeError, MemoryError, ImportError, RuntimeError) as error:
+        if (met := _limit(error)) is None:
             raise
+        raise UserError(met) from None
+
+
+def _limit(error: Exception) -> str | None:
+    """The limit that an error has met: of names of files, or of address space."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
         name = shortened(str(error.filename))
-        raise UserError(f"{name}: {error.strerror}; expected at most 255 bytes per name") from None
-    except UnicodeEncodeError as error:
-        if (locale := sys.getfilesystemencoding()) == "utf-8" or error.encoding != locale:
-            raise
-        name = ascii(shortened(error.object))
-        raise UserError(f"{name}: no name of a file in {locale}; {NEEDS_UTF8}") from None
+        return f"{name}: {error.strerror}; expected at most 255 bytes per name"
+    if isinstance(error, UnicodeEncodeError):
+        locale = sys.getfilesystemencoding()
+        if locale != "utf-8" and error.encoding == locale:
+            return f"{ascii(shortened(error.object))}: no name in {locale}; {NEEDS_UTF8}"
+    size = resource.getrlimit(resource.RLIMIT_AS)[0]
+    text = str(error).lower()
+    full = isinstance(error, MemoryError) or any(word in text for word in _NO_ADDRESS_SPACE)
+    if full and size != resource.RLIM_INFINITY:
+        most = f"ulimit -v: {size >> 10} KiB of address space are used up"
+        return f"{most} ({shortened(str(error) or 'MemoryError', 100)}); expected `unlimited`"
+    return None
