@@ -5,7 +5,8 @@
 All write into new memory. Bits are compared with bitsandbytes' before anything is timed.
 Shapes on a CPU: the linears of SmolLM2-135M and Llama-3-8B and two of Llama-3-70B; with --quick
 those of SmolLM2 and two of 8B. On a GPU: those of 70B. torchao needs sizes that 16,384 divides;
-with --quick it gets none above 16 M weights, because it quantizes 7 M a second.
+with --quick it gets none above 16 M weights, because it quantizes 7 M a second. `--shapes
+8192x8192 ...` takes others.
 
 Keys of the JSON file; on a GPU the prefix is `gpu_`. A ratio is the geometric mean over shapes of
 the medians over rounds; its `_min` and `_max` are over all shapes and rounds:
@@ -173,13 +174,21 @@ def temporaries(quantized: QuantizedTensor) -> int:
     return torch.cuda.max_memory_allocated() - before - out.nbytes
 
 
+def shape_of(text: str) -> tuple[int, int]:
+    rows, cols = map(int, text.split("x"))
+    return rows, cols
+
+
 def main() -> None:
-    args = arguments(__doc__).parse_args()
+    parser = arguments(__doc__)
+    parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="ROWSxCOLS")
+    args = parser.parse_args()
     warnings.filterwarnings("ignore", module="torchao|bitsandbytes")
     torch._dynamo.config.recompile_limit = 64  # torchao compiles once per shape
     prefix, shapes = "cpu", SMOLLM2 + (LLAMA_8B[:2] if args.quick else LLAMA_8B + LLAMA_70B[:2])
     if args.device == "cuda":
         prefix, shapes = "gpu", LLAMA_70B
+    shapes = args.shapes or shapes
     details: Figures = {}
     parts: list[Figures] = []
     weights = seconds = 0.0

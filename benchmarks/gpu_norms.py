@@ -1,4 +1,4 @@
-"""DoRA's norms of all linears of an 8B model: as launched, and as a CUDA graph.
+"""DoRA's norms of all linears of an 8B model: as launched in pieces of three sizes, and as a graph.
 
     python benchmarks/gpu_norms.py [--quick] [--json norms.json] [--device cpu]
 
@@ -6,8 +6,9 @@ The 224 linears of Llama-3-8B in NF4, with adapters of rank 16 and 64. `refresh_
 once per update; its launches take longer than the device's work. Seconds are those of the host from
 the call until the device is through.
 
-    norms_RANK_seconds            as launched one after the other
-    norms_RANK_graph_seconds      one launch of a captured graph; a line says if it cannot be
+    norms_RANK_seconds            as launched one after the other, in pieces of NORM_CHUNK_ON_GPU
+    norms_RANK_chunk_N_seconds    in pieces of 2^N weights, of which 2^23 and 2^24 stay in the cache
+    norms_RANK_..._graph_seconds  one launch of a captured graph; a line says if it cannot be
     norms_RANK_one_kernel_seconds, norms_RANK_one_kernel_graph_seconds
                                   the same with QFSDP_NORM_KERNEL=1
     norms_RANK_one_kernel_difference   largest relative difference of the norms
@@ -18,8 +19,10 @@ from __future__ import annotations
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +30,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, spread, tell, write_figures
+from qfsdp.modules import row_norms
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import (
     LowRankLinear,
@@ -41,6 +45,7 @@ SHAPES = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]  # q, k, v, o
 SHAPES += [(14336, 4096), (14336, 4096), (4096, 14336)]  # gate, up, down
 LAYERS = 32
 SWITCH = "QFSDP_NORM_KERNEL"
+CHUNKS = (23, 24, 25)  # powers of two; the cache of an H100 holds 2^24 weights in bf16
 
 
 def linears(rank: int, device: str, quick: bool) -> nn.ModuleList:
@@ -105,6 +110,19 @@ def measure(model: nn.ModuleList, key: str, rounds: int, device: str) -> tuple[F
     return found, norms
 
 
+def furthest(found: Tensor, norms: Tensor) -> float:
+    """The largest relative difference."""
+    return float(((found - norms) / norms).abs().max())
+
+
+@contextmanager
+def pieces_of(weights: int) -> Iterator[None]:
+    """Norms of so many weights at a time, on any device."""
+    names = ("NORM_CHUNK_ON_GPU", "NORM_CHUNK_WEIGHTS")
+    with mock.patch.multiple(row_norms, **dict.fromkeys(names, weights)):
+        yield
+
+
 def main() -> None:
     args = arguments(__doc__).parse_args()
     found: Figures = {}
@@ -113,13 +131,19 @@ def main() -> None:
         os.environ.pop(SWITCH, None)
         figures, norms = measure(model, f"norms_{rank}", args.repeat, args.device)
         found |= figures
-        write_figures(args.json, found)
+        for power in CHUNKS:
+            with pieces_of(1 << power):
+                figures, others = measure(
+                    model, f"norms_{rank}_chunk_{power}", args.repeat, args.device
+                )
+            found |= figures | {f"norms_{rank}_chunk_{power}_difference": furthest(others, norms)}
+            write_figures(args.json, found)
         if args.device == "cuda":
             os.environ[SWITCH] = "1"
             key = f"norms_{rank}_one_kernel"
             figures, others = measure(model, key, args.repeat, args.device)
             found |= figures
-            found[f"{key}_difference"] = float(((others - norms) / norms).abs().max())
+            found[f"{key}_difference"] = furthest(others, norms)
             write_figures(args.json, found)
         del model
     tell(found, args.json)

@@ -1,266 +1,80 @@
 """Everything that needs a GPU, in parts that are never lost: `make gpu-suite`.
 
-    python benchmarks/gpu_suite.py [--out gpu_results] [--copy-to DIR] [--minutes 8] [--try]
+    python benchmarks/gpu_suite.py [--out gpu_results.zip] [--from ARCHIVE] [--minutes 9.5] [--dry]
                                    [--only NAME ...] [--list]
 
-Parts run in order of value, each in a process with its own limit. A part starts only if its limit
-fits into what is left of `--minutes`. Its state, figures and output are written to
+Parts (`gpu_parts.py`) run in order of value, each in a process with its own limit. A part starts
+only if its limit fits into what is left of `--minutes`. All results are in one archive, which is
+written while a part runs and when it ends. It has, for each card and version of the code,
 
-    OUT/DEVICE_COMMIT/PART.json, PART.figures.json, PART.log
-    OUT/DEVICE_COMMIT/summary.json      the figures of all parts, and ratios between them
+    CARD_CODE/PART.json     state, seconds and figures of a part
+    CARD_CODE/PART.log      what it printed
+    CARD_CODE/summary.json  all figures, and ratios between parts
 
-and copied to DIR after every part. The same command goes on where the last one stopped, however it
-ended: finished parts are left out, an interrupted one runs again, and failed ones run once more
-after all others. What a part measured before it failed or reached its limit counts. `--list` shows
-how far it is. Nothing is downloaded: on a machine without a network, packages other than torch come
-from `gpu_wheels/`, which `make gpu-bundle` fills. `--try` runs tiny sizes, also on a CPU.
+The same command goes on where the last one stopped, however it ended; on another machine hand the
+archive over with `--from`. Finished parts are left out, an interrupted one runs again, and failed
+ones run once more after all others. What a part measured before it failed or was stopped counts.
+After each part the table of aims is printed, as far as it is known; `--list` prints all of it.
 
-Keys of the summary: those of the parts, and ratios at 8192 tokens per micro-batch, with `_2048` at
-2048: `qlora_tokens_per_second`, `qlora_over_lora_tokens`, `qlora_over_peft_tokens`,
-`qdora_over_peft_tokens`, `qdora_over_qlora_time`, `qlora_memory_over_peft`.
-`short_over_long_tokens` is tokens/s at 2048 over those at 8192.
+Neither a network nor git is needed: packages that a machine has not come from `gpu_wheels/`, which
+`make gpu-bundle` fills. `--dry` runs the code of all parts with tiny sizes on a CPU.
 """
 
 from __future__ import annotations
 
 import argparse
 import ctypes
-import hashlib
 import json
+import multiprocessing as mp
 import os
-import re
-import shutil
+import runpy
 import signal
 import subprocess
 import sys
 import tempfile
 import time
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from datetime import UTC, datetime
 from importlib.metadata import PackageNotFoundError, distribution
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-import torch
-
-sys.path.insert(0, str(Path(__file__).parent.parent))
-
-from benchmarks.timing import write_figures
-
 ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+
+from benchmarks.gpu_archive import FINISHED, Archive, Results, code_version
+from benchmarks.gpu_parts import PARTS, Part, aims, compare
+
 WHEELS = ROOT / "gpu_wheels"
-TESTS = ["tests/test_gpu.py", "tests/test_gpu_packing.py"]
-TESTS += ["tests/training/test_throughput.py", "tests/training/test_profiler.py"]
-TESTS += ["tests/modules/test_activations.py"]
-ATTEMPTS = 2  # starts of a part
-ON_CPUS = 5  # times the limits: a CPU compiles and computes more slowly
-FINISHED = "finished"
+SAVED_EVERY = 5.0  # seconds
+ON_CPUS = 20  # times the limits: a dry run may share two cores with others
+# Parts are forked from a server that has imported these: 5 to 15 s less for each. They ask for no
+# GPU when they are imported, as a process that has cannot be forked; peers do.
+PRELOADED = ["torch", "benchmarks.gpu_train_step", "benchmarks.dequantize", "pytest"]
+PEERS = ["transformers", "peft", "bitsandbytes"]
 
 
-@dataclass(frozen=True)
-class Part:
-    """A part of the suite.
-
-    Fields:
-        limit: seconds; then it is ended.
-        command: arguments of Python; JSON stands for the file of its figures.
-        tiny: arguments that `--try` adds.
-        kind: "tests": passed and failed tests are read from the output.
-    """
-
-    name: str
-    limit: int
-    command: tuple[str, ...]
-    tiny: tuple[str, ...] = ("--quick",)
-    kind: str = ""
-
-    def words(self, figures: Path, tiny: bool) -> list[str]:
-        words = [*self.command, *(self.tiny if tiny else ())]
-        return [sys.executable, *(str(figures) if word == "JSON" else word for word in words)]
+# ---- processes ---------------------------------------------------------------------------------
 
 
-def script(name: str, limit: int, file: str, *words: str) -> Part:
-    return Part(name, limit, (f"benchmarks/{file}.py", *words, "--json", "JSON"))
-
-
-def steps(name: str, limit: int, contestant: str, *words: str) -> Part:
-    """Train steps; their keys begin with the part's name."""
-    return script(name, limit, "gpu_train_step", contestant, *words, "--name", name)
-
-
-def tests(name: str, limit: int, *options: str) -> Part:
-    """GPU tests, with pytest-xdist eight at a time: 152 s of compiling on 16 cores."""
-    has_xdist = find_spec("xdist") or any(WHEELS.glob("pytest_xdist-*"))
-    at_once = ["-n", str(min(8, os.cpu_count() or 1))] if has_xdist else []
-    words = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "--tb=short", *at_once, *options]
-    return Part(name, limit, ("-m", "pytest", *words, *TESTS), (), "tests")
-
-
-FIRST_TESTS = "bits or equals or loss or trains_the_same or estimate"
-FP8 = "quantization.compute=fp8"
-GRAPHS = "cuda_graphs=true"
-OF_70B = ("--model", "llama3_70b_8_layers", "activation.checkpointing=full")
-
-# Most valuable first. On an H200 the 8B steps at both sizes took 50 (QLoRA), 70 (QDoRA), 47 (LoRA)
-# and 62 s (PEFT); dequantize, linear and bandwidth 20, 37 and 13 s. Limits are twice that.
-PARTS = (
-    script("norms", 90, "gpu_norms"),
-    tests("tests_first", 60, "-k", FIRST_TESTS),
-    script("dequantize", 60, "dequantize"),
-    script("scaled_mm", 60, "gpu_scaled_mm"),
-    steps("ours_qlora", 110, "ours_qlora", "--kernels"),
-    steps("ours_qdora", 140, "ours_qdora", "--kernels"),
-    steps("ours_lora", 110, "ours_lora"),
-    steps("peft_qlora", 140, "peft_qlora"),
-    steps("ours_qlora_graphs", 110, "ours_qlora", GRAPHS),
-    steps("ours_qdora_graphs", 140, "ours_qdora", GRAPHS),
-    steps("ours_fp8_qlora", 140, "ours_qlora", FP8, "--kernels"),
-    steps("qwen3_8b_qlora", 110, "ours_qlora", "--model", "qwen3_8b", "--tokens", "4096"),
-    steps("qwen3_8b_fp8_qlora", 110, "ours_qlora", FP8, "--model", "qwen3_8b", "--tokens", "4096"),
-    steps("qwen3_8b_qdora", 110, "ours_qdora", "--model", "qwen3_8b", "--tokens", "4096"),
-    steps("ours_qlora_rank_64", 110, "ours_qlora", "adapter.rank=64"),
-    steps("ours_qdora_rank_64", 140, "ours_qdora", "adapter.rank=64"),
-    steps("memory_70b_8_layers", 150, "ours_qdora", "--estimate", "--tokens", "2048", *OF_70B),
-    steps("memory_8b", 150, "ours_qlora", "--estimate"),
-    steps("fsdp_world_1", 140, "ours_qdora", "--fsdp"),
-    steps("fsdp_norm_graphs", 140, "ours_qdora", "--fsdp", GRAPHS),
-    script("offload", 240, "gpu_offload"),
-    steps("packed_rows", 140, "ours_qdora", "--packed"),
-    steps("peft_qdora", 200, "peft_qdora"),
-    steps("qwen3_8b_peft_qlora", 140, "peft_qlora", "--model", "qwen3_8b", "--tokens", "4096"),
-    *(steps(f"losses_seed_{n}", 150, "ours_qlora", "--losses", "200", "--seed", str(n))
-      for n in range(3)),
-    steps("losses_fp8", 150, "ours_qlora", FP8, "--losses", "200"),
-    script("linear", 80, "linear"),
-    script("bandwidth", 40, "bandwidth"),
-    tests("tests_all", 400),
-)  # fmt: skip
-
-TIMES = {  # key: seconds of the first over those of the second
-    "qdora_over_qlora_time": ("ours_qdora", "ours_qlora"),
-    "qdora_over_qlora_time_rank_64": ("ours_qdora_rank_64", "ours_qlora_rank_64"),
-    "qlora_over_lora_tokens": ("ours_lora", "ours_qlora"),
-    "qlora_over_peft_tokens": ("peft_qlora", "ours_qlora"),
-    "qdora_over_peft_tokens": ("peft_qdora", "ours_qdora"),
-    "qdora_over_qlora_time_graphs": ("ours_qdora_graphs", "ours_qlora_graphs"),
-    "graphs_over_qlora_tokens": ("ours_qlora", "ours_qlora_graphs"),
-    "fp8_over_qlora_tokens": ("ours_qlora", "ours_fp8_qlora"),
-}
-
-
-def compare(found: dict[str, float]) -> dict[str, float]:
-    """Ratios between contestants."""
-    ratios = {}
-    for tokens, suffix in ((8192, ""), (2048, "_2048")):
-        for key, pair in TIMES.items():
-            over, under = (found.get(f"{name}_{tokens}_seconds") for name in pair)
-            if over and under:
-                ratios[key + suffix] = over / under
-        pair = ("ours_qlora", "peft_qlora")
-        over, under = (found.get(f"{name}_{tokens}_peak_bytes") for name in pair)
-        if over and under:
-            ratios["qlora_memory_over_peft" + suffix] = over / under
-        if rate := found.get(f"ours_qlora_{tokens}_tokens_per_second"):
-            ratios["qlora_tokens_per_second" + suffix] = rate
-    short, long = (found.get(f"ours_qlora_{n}_tokens_per_second") for n in (2048, 8192))
-    if short and long:
-        ratios["short_over_long_tokens"] = short / long
-    return ratios
-
-
-# ---- what is known of each part ----------------------------------------------------------------
-
-
-def version() -> str:
-    """The commit; where there is no repository, a digest of the code."""
-    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*"]
-    done = subprocess.run(git, capture_output=True, text=True)
-    if done.returncode == 0:
-        return done.stdout.strip()
-    files = sorted(f for d in ("qfsdp", "recipes") for f in (ROOT / d).rglob("*.py"))
-    return "code-" + hashlib.sha256(b"".join(f.read_bytes() for f in files)).hexdigest()[:8]
-
-
-def device_name() -> str:
-    return torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu"
-
-
-class Results:
-    """The folder of one device and commit; every file in it is whole at any time."""
-
-    def __init__(self, out: Path, tiny: bool) -> None:
-        slug = re.sub(r"[^a-z0-9]+", "-", device_name().lower())
-        self.folder = out / f"{slug}_{version()}{'_tiny' if tiny else ''}"
-        self.folder.mkdir(parents=True, exist_ok=True)
-
-    def path(self, part: Part, ending: str) -> Path:
-        return self.folder / f"{part.name}.{ending}"
-
-    def state(self, part: Part) -> dict[str, Any]:
-        file = self.path(part, "json")
-        return dict(json.loads(file.read_text())) if file.exists() else {}
-
-    def write(self, part: Part, state: dict[str, Any]) -> None:
-        write_figures(self.path(part, "json"), state)
-
-    def figures(self, parts: tuple[Part, ...]) -> dict[str, float]:
-        """The figures of all parts, of unfinished ones too, and the ratios."""
-        found: dict[str, float] = {}
-        for part in parts:
-            found |= self.state(part).get("figures", {})
-            if (file := self.path(part, "figures.json")).exists():
-                found |= json.loads(file.read_text())
-        return compare(found) | found
-
-    def summarize(self, parts: tuple[Part, ...], copy_to: Path | None) -> None:
-        about = {"device": device_name(), "commit": version(), "torch": torch.__version__}
-        about |= {"python": sys.version.split()[0], "date": f"{datetime.now(UTC):%Y-%m-%d}"}
-        states = {part.name: self.state(part).get("state", "not run") for part in parts}
-        content: Any = {"about": about, "parts": states, "figures": self.figures(parts)}
-        write_figures(self.folder / "summary.json", content)
-        if copy_to is not None:
-            shutil.copytree(self.folder, copy_to / self.folder.name, dirs_exist_ok=True)
-
-    def next_part(self, parts: tuple[Part, ...], seconds: float) -> Part | None:
-        """The first part that is not finished and whose limit is at most `seconds`. Those that
-        failed come after all others."""
-        states = {part: self.state(part) for part in parts}
-        open_parts = [
-            part
-            for part, state in states.items()
-            if state.get("state") != FINISHED and state.get("attempts", 0) < ATTEMPTS
-        ]
-        failed = [part for part in open_parts if states[part].get("state") not in (None, "running")]
-        ordered = [part for part in open_parts if part not in failed] + failed
-        return next((part for part in ordered if part.limit <= seconds), None)
-
-
-# ---- running -----------------------------------------------------------------------------------
-
-
-def environment(scratch: Path) -> dict[str, str]:
-    """Environment variables that add the wheels of `gpu_wheels/` that are not installed."""
+def prepare(scratch: Path, dry: bool) -> None:
+    """Sets what the processes of parts inherit; adds wheels that are not installed."""
     paths = [str(ROOT)]
-    if WHEELS.is_dir():
-        site = scratch / "site"
-        names = sorted(WHEELS.glob("*.whl"))
-        options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--target", str(site)]
-        missing = [wheel for wheel in names if not importable(wheel)]
-        if missing:
-            command = [sys.executable, "-m", "pip", "install", *options, *map(str, missing)]
-            subprocess.run(command, check=True)
-            paths.append(str(site))
-    if os.environ.get("PYTHONPATH"):
-        paths.append(os.environ["PYTHONPATH"])
-    added = {"PYTHONPATH": os.pathsep.join(paths), "PYTHONUNBUFFERED": "1"}
-    if not torch.cuda.is_available():
-        added["QFSDP_EMULATE_FP8"] = "1"
-    return os.environ | added
+    missing = [wheel for wheel in sorted(WHEELS.glob("*.whl")) if not is_installed(wheel)]
+    if missing:
+        site = str(scratch / "site")
+        options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site]
+        command = [sys.executable, "-m", "pip", "install", *options, *map(str, missing)]
+        subprocess.run(command, check=True)
+        paths.append(site)
+    sys.path[:0] = paths
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.getenv("PYTHONPATH")]))
+    os.environ |= {"PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
+    if dry:
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "QFSDP_EMULATE_FP8": "1"}
+        os.environ |= {"OMP_NUM_THREADS": "1", "QFSDP_EAGER_KERNELS": "1"}
 
 
-def importable(wheel: Path) -> bool:
+def is_installed(wheel: Path) -> bool:
     try:
         distribution(wheel.name.partition("-")[0])
     except PackageNotFoundError:
@@ -268,106 +82,149 @@ def importable(wheel: Path) -> bool:
     return True
 
 
-def die_with_parent() -> None:
-    """In the process of a part, before it starts: it ends if the suite is killed (Linux)."""
+def enter_part(words: list[str], log: str) -> None:
+    """Runs a script in a new process, whose output goes to a file. It is the leader of its process
+    group, and ends if the one that started it is killed (Linux)."""
+    os.setsid()
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+    file = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
+    os.dup2(file, 1)
+    os.dup2(file, 2)
+    os.chdir(ROOT)
+    sys.argv[:] = words
+    runpy.run_path(words[0], run_name="__main__")
 
 
-def run(part: Part, results: Results, env: dict[str, str], tiny: bool) -> None:
-    """Runs a part to its end or limit. Before it starts, its state says that it runs."""
-    state = results.state(part)
-    words = part.words(results.path(part, "figures.json"), tiny)
-    state |= {"state": "running", "attempts": state.get("attempts", 0) + 1}
-    state |= {"command": " ".join(words[1:]), "started": f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}"}
-    results.write(part, state)
-    print(f"== {part.name}: at most {part.limit} s", flush=True)
-    log, since = results.path(part, "log"), time.monotonic()
-    with log.open("a") as file:
-        print(f"== attempt {state['attempts']}: {state['command']}", file=file, flush=True)
-        begins = file.tell()
-        process = subprocess.Popen(
-            words,
-            cwd=ROOT,
-            env=env,
-            stdin=subprocess.DEVNULL,
-            stdout=file,
-            stderr=file,
-            start_new_session=True,
-            preexec_fn=die_with_parent,
-        )
-        try:
-            status: int | None = process.wait(part.limit)
-        except subprocess.TimeoutExpired:
-            status = None
-        finally:
-            end_group(process)
-    output = log.read_bytes()[begins:].decode(errors="replace")
-    seconds = time.monotonic() - since
-    state["state"] = FINISHED if status == 0 else "failed" if status is not None else "limit"
-    state |= {"exit": status, "seconds": round(seconds, 1)}
-    if part.kind == "tests":
-        state["figures"] = counted_tests(part.name, output)
-        if status == 1:  # tests failed, and all have run
-            state["state"] = FINISHED
-    results.write(part, state)
-    print(output[-1500:] if status == 0 else output[-5000:])
-    print(f"{part.name}: {state['state']}, exit {status}, {seconds:.0f} s\n", flush=True)
-
-
-def end_group(process: subprocess.Popen[bytes]) -> None:
-    """Ends what the part has left running: it is the leader of its process group."""
+def end_group(process: Any) -> None:
+    """Ends a part and what it has left running."""
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+    process.kill()
+    process.join()
 
 
-def counted_tests(name: str, output: str) -> dict[str, float]:
-    found = {word: re.findall(rf"(\d+) {word}", output) for word in ("passed", "failed", "skipped")}
-    return {f"{name}_{word}": int(n[-1]) if n else 0 for word, n in found.items()}
+def server(dry: bool, scratch: Path) -> tuple[Any, dict[str, Any]]:
+    """What starts processes, and what the first of them says of the card. Forks of a server that
+    has imported PyTorch; if these cannot use the card, new interpreters."""
+    context: Any = mp.get_context("forkserver")
+    context.set_forkserver_preload(PRELOADED + (PEERS if dry else []))
+    log, found = scratch / "card.log", scratch / "card.json"
+    for context in (context, mp.get_context("spawn")):
+        words = ["benchmarks/gpu_archive.py", str(found), *(["--dry"] if dry else [])]
+        process = context.Process(target=enter_part, args=(words, str(log)))
+        process.start()
+        process.join()
+        if process.exitcode == 0:
+            return context, json.loads(found.read_text())
+    raise SystemExit(f"{log.read_text()}\nerror: no GPU to use here; `--dry` needs none")
 
 
-def tell(results: Results, parts: tuple[Part, ...]) -> None:
-    for part in parts:
-        state = results.state(part)
+class Suite:
+    """Runs parts, and writes what they find."""
+
+    def __init__(self, results: Results, context: Any, scratch: Path, dry: bool) -> None:
+        self.results, self.context, self.scratch, self.dry = results, context, scratch, dry
+
+    def run(self, part: Part) -> None:
+        """Runs a part to its end or limit. Before it starts, its state says that it runs."""
+        limit = part.limit * (ON_CPUS if self.dry else 1)
+        figures, log = (self.scratch / f"{part.name}.{end}" for end in ("json", "log"))
+        state = self.results.state(part.name)
+        if "figures" in state:  # tests go on from there
+            figures.write_text(json.dumps(state["figures"]))
+        words = part.words(figures, self.dry)
+        self.results.start(part.name, words)
+        print(f"== {part.name}: at most {limit} s", flush=True)
+        since = time.monotonic()
+        process = self.context.Process(target=enter_part, args=(words, str(log)))
+        process.start()
+        try:
+            while (left := since + limit - time.monotonic()) > 0 and process.is_alive():
+                process.join(min(SAVED_EVERY, left))
+                self.results.keep(part.name, figures, log)
+            status = process.exitcode  # None: at its limit
+        finally:
+            end_group(process)
+            self.results.keep(part.name, figures, log)
+        seconds = round(time.monotonic() - since, 1)
+        state = self.results.end(part.name, status, seconds)
+        self.results.summarize(compare)
+        shown = log.read_text(errors="replace") if log.exists() else ""
+        print(shown[-600:] if status == 0 else shown[-3000:])
+        print(f"{part.name}: {state['state']}, exit {status}, {seconds:.0f} s", flush=True)
+
+    def run_all(self, parts: tuple[Part, ...], end: float) -> None:
+        factor = 0 if self.dry else 1
+        while name := self.results.next(
+            {part.name: factor * part.limit for part in parts}, end - time.monotonic()
+        ):
+            self.run(next(part for part in parts if part.name == name))
+            print_aims(self.results, measured_only=True)
+
+
+# ---- what is known -----------------------------------------------------------------------------
+
+
+def print_aims(results: Results, measured_only: bool) -> None:
+    print(f"aims on {results.folder}")
+    for key, aim, value, met in aims(results.figures(compare)):
+        if value or not measured_only:
+            print(f"  {key:46} {aim:8} {value:>12}  {met}")
+    print(flush=True)
+
+
+def tell(results: Results) -> None:
+    for part in PARTS:
+        state = results.state(part.name)
         spent = f"{state['seconds']} s" if "seconds" in state else ""
         print(
-            f"{part.name:24} {part.limit:4} s at most   {state.get('state', 'not run'):9} {spent}"
+            f"{part.name:26} {part.limit:4} s at most   {state.get('state', 'not run'):9} {spent}"
         )
-    print(f"results: {results.folder}", flush=True)
+    print_aims(results, measured_only=False)
 
 
-def main() -> None:
+def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--out", type=Path, default=ROOT / "gpu_results")
-    parser.add_argument("--copy-to", type=Path, help="a second folder, for example a mounted one")
-    parser.add_argument("--minutes", type=float, default=8.0, help="of this call")
+    parser.add_argument("--out", type=Path, default=ROOT / "gpu_results.zip", metavar="ARCHIVE")
+    parser.add_argument("--from", dest="start", type=Path, metavar="ARCHIVE", help="default: OUT")
+    parser.add_argument("--minutes", type=float, default=9.5, help="of this call")
     parser.add_argument("--only", nargs="+", metavar="NAME", help="parts")
     parser.add_argument("--list", action="store_true", help="print what is done, run nothing")
-    parser.add_argument("--try", dest="tiny", action="store_true", help="tiny sizes")
+    parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
     args = parser.parse_args()
     known = [part.name for part in PARTS]
     if unknown := [name for name in args.only or () if name not in known]:
-        raise SystemExit(f"error: --only: {unknown[0]}; expected some of {', '.join(known)}")
-    if not (torch.cuda.is_available() or args.tiny or args.list):
-        raise SystemExit("error: no GPU here; `--try` runs tiny sizes on a CPU")
+        parser.error(f"--only: {unknown[0]}; expected some of {', '.join(known)}")
+    if args.start is not None and not args.start.is_file():
+        parser.error(f"--from: {args.start} is no file; expected an archive of this suite")
+    return args
+
+
+def main() -> None:
+    args = arguments()
     end = time.monotonic() + 60 * args.minutes
-    results = Results(args.out, args.tiny)
+    archive = Archive(args.out, args.start or args.out)
+    if args.list:
+        for folder in archive.folders():
+            tell(Results(archive, folder))
+        return
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("stopped; the same command goes on"))
     parts = tuple(part for part in PARTS if not args.only or part.name in args.only)
-    if not torch.cuda.is_available():
-        parts = tuple(replace(part, limit=ON_CPUS * part.limit) for part in parts)
-    print(f"{device_name()}, torch {torch.__version__}, {version()}: {results.folder}", flush=True)
-    if not args.list:
-        with tempfile.TemporaryDirectory() as scratch:
-            env = environment(Path(scratch))
-            while part := results.next_part(parts, end - time.monotonic()):
-                run(part, results, env, args.tiny)
-                results.summarize(PARTS, args.copy_to)
-    tell(results, parts)
-    left = [part.name for part in parts if results.state(part).get("state") != FINISHED]
-    if left and not args.list:
+    with tempfile.TemporaryDirectory() as folder:
+        scratch = Path(folder)
+        prepare(scratch, args.dry)
+        context, about = server(args.dry, scratch)
+        results = Results(archive, f"{about['slug']}_{code_version()}", about)
+        print(f"{about}\n{args.out}: {results.folder}", flush=True)
+        Suite(results, context, scratch, args.dry).run_all(parts, end)
+    tell(results)
+    states = {part.name: results.state(part.name).get("state") for part in parts}
+    if left := [name for name, state in states.items() if state != FINISHED]:
         print(f"not finished: {', '.join(left)}; the same command goes on")
         raise SystemExit(1)
 

@@ -1,15 +1,16 @@
 """Train steps of a random model with the shapes of an 8B: ours, or PEFT + bitsandbytes.
 
     python benchmarks/gpu_train_step.py CONTESTANT [KEY=VALUE ...] [--quick] [--model NAME]
-                                        [--tokens 2048 8192] [--kernels] [--json FILE]
+                                        [--tokens 4096 ...] [--kernels] [--json FILE]
 
 CONTESTANT is one of ours_qlora, ours_qdora, ours_lora (bf16 base), peft_qlora, peft_qdora. Weights
 are drawn on the device and are the same for all, so nothing is read from disk. Our steps are the
 recipe's `train_step` with compiled layers, and KEY=VALUE changes its config; PEFT's run under bf16
 autocast with fused AdamW. Rank 16 on all linears, rows of 2048 tokens with a target at every
 position, no activation checkpointing. `--kernels` prints a table of the kernels of one more step.
-`--quick` tries the script on a CPU: two small layers, uncompiled there, two steps, 2048 tokens (a
-bf16 step of PEFT takes 11 s on a CPU without bf16 products).
+`--quick` tries the script on a CPU: two small layers, uncompiled there, two steps, rows of 64
+tokens under the keys of the whole size. `cuda_graphs=true` takes one size, because graphs keep the
+shapes that came first; steps that a GPU did not replay have no figures then.
 
     --model NAME     llama3_8b, qwen3_8b, or llama3_70b_8_layers: 8 of its 80 layers
     --fsdp           wraps the model by FSDP2, which a single process otherwise does without
@@ -36,8 +37,10 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +49,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.timing import write_figures
+from benchmarks.timing import tell, write_figures
 from benchmarks.train_step_worker import (
     ADAPTED,
     ALPHA,
@@ -67,6 +70,7 @@ from qfsdp.modules.adapters import base_parameters, init_adapters
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.cuda_graphs import StepGraphs
 from qfsdp.training.memory_usage import peak_memory_bytes
 from qfsdp.training.throughput import StepClock, matmul_rate, step_flops, utilization
 
@@ -78,17 +82,49 @@ MODELS: dict[str, dict[str, Any]] = {
 TINY = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
 ROOT = Path(__file__).parent.parent
-ROW, RANK = 2048, 16
+ROW, QUICK_ROW, RANK = 2048, 64, 16
 WARMUP = 3  # the first step compiles, the second still allocates
 
 
-def random_weight(name: str, like: Tensor, device: torch.device) -> Tensor:
+@cache
+def device() -> torch.device:
+    """A GPU if there is one. Asked for late: a process that has asked cannot be forked any more."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@dataclass(frozen=True)
+class Size:
+    """A micro-batch: `rows` rows of `row` tokens."""
+
+    rows: int
+    row: int = ROW
+
+    @property
+    def tokens(self) -> int:
+        return self.rows * self.row
+
+
+def size_of(tokens: int, quick: bool) -> Size:
+    return Size(max(1, tokens // ROW), QUICK_ROW if quick else ROW)
+
+
+@dataclass
+class Contestant:
+    """A train step and its clock; of ours also the model and its graphs."""
+
+    step: Step
+    clock: StepClock
+    model: Decoder | None = None
+    graphs: StepGraphs | None = None
+
+
+def random_weight(name: str, like: Tensor) -> Tensor:
     """A bf16 weight that depends on its name only."""
     if "norm" in name:
-        return torch.ones(like.shape, dtype=torch.bfloat16, device=device)
+        return torch.ones(like.shape, dtype=torch.bfloat16, device=device())
     seed = int.from_bytes(hashlib.sha256(name.encode()).digest()[:7], "little")
-    generator = torch.Generator(device).manual_seed(seed)
-    drawn = torch.randn(like.shape, generator=generator, dtype=torch.bfloat16, device=device)
+    generator = torch.Generator(device()).manual_seed(seed)
+    drawn = torch.randn(like.shape, generator=generator, dtype=torch.bfloat16, device=device())
     return drawn.mul_(0.02)
 
 
@@ -115,20 +151,18 @@ def forced_fsdp(force: bool) -> Iterator[None]:
     yield
 
 
-def ours(
-    args: argparse.Namespace, config: dict[str, Any], device: torch.device, clock: StepClock
-) -> tuple[Step, Decoder]:
+def ours(args: argparse.Namespace, config: dict[str, Any], clock: StepClock) -> Contestant:
     with tempfile.TemporaryDirectory() as folder, forced_fsdp(args.fsdp):
         (Path(folder) / "config.json").write_text(json.dumps(config))
         recipe, cfg = our_config(args, Path(folder), rows=1)
         of_rank = recipe.init_world(cfg.sharding, cfg.distributed)
         model = recipe.build_model(cfg, StoredFormats({}))
         sharding.shard_model(model, cfg.sharding, of_rank)
-    model.to_empty(device=device)
+    model.to_empty(device=device())
     model.tie_weights()
     with torch.no_grad():
         for name, param in base_parameters(model):
-            weight, held = random_weight(name, param, device), local_part(param)
+            weight, held = random_weight(name, param), local_part(param)
             if isinstance(held, QuantizedTensor):
                 held.quantize_(weight, name)
             else:
@@ -137,22 +171,39 @@ def ours(
     optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(model))
     obstacle = recipe.why_not(model, of_rank, cfg)
     graphs = recipe.StepGraphs(model, cfg.cuda_graphs, obstacle, of_rank)
+    to_batch = packed_batch if args.packed else plain_batch
+    step = recipe_step(recipe, model.train(), optimizer, of_rank, clock, graphs, to_batch)
+    return Contestant(step, clock, model, graphs)
+
+
+def plain_batch(tokens: Tensor, labels: Tensor) -> Batch:
+    return Batch(tokens, labels, tokens.numel())
+
+
+def packed_batch(tokens: Tensor, _: Tensor) -> Batch:
+    """The same tokens as rows of documents of 128, 256, 512, 1024 and 128 tokens of 2,048."""
+    lengths = [share * tokens.size(1) // 16 for share in (1, 2, 4, 8, 1)]
+    packs = [{"tokens": row, "labels": row, "lengths": lengths} for row in tokens]
+    return collate(packs, pad_id=0, max_seq_len=tokens.size(1))
+
+
+def recipe_step(
+    recipe: Any,
+    model: Decoder,
+    optimizer: torch.optim.Optimizer,
+    of_rank: world.World,
+    clock: StepClock,
+    graphs: StepGraphs | None = None,
+    to_batch: Callable[[Tensor, Tensor], Batch] = plain_batch,
+) -> Step:
+    """The recipe's `train_step` of one micro-batch."""
 
     def step(tokens: Tensor, labels: Tensor) -> float:
-        batch = Batch(tokens, labels, tokens.numel())
-        if args.packed:
-            batch = packed_batch(tokens)
-        metrics = recipe.train_step(model, optimizer, None, [batch], CLIP, of_rank, clock, graphs)
+        batches = [to_batch(tokens, labels)]
+        metrics = recipe.train_step(model, optimizer, None, batches, CLIP, of_rank, clock, graphs)
         return float(metrics["loss"])
 
-    return step, model.train()
-
-
-def packed_batch(tokens: Tensor) -> Batch:
-    """The same tokens as rows of documents of 128, 256, 512, 1024 and 128 tokens."""
-    lengths = [128, 256, 512, 1024, 128]
-    packs = [{"tokens": row, "labels": row, "lengths": lengths} for row in tokens]
-    return collate(packs, pad_id=0, max_seq_len=ROW)
+    return step
 
 
 def estimated_bytes(args: argparse.Namespace, config: dict[str, Any], rows: int) -> int:
@@ -165,7 +216,7 @@ def estimated_bytes(args: argparse.Namespace, config: dict[str, Any], rows: int)
         return estimate_fast(*functions, cfg, 1, target=target).peak  # type: ignore[arg-type]
 
 
-def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
+def peft(kind: str, config: dict[str, Any]) -> Step:
     import transformers
     from bitsandbytes.nn import Linear4bit, Params4bit
     from peft import LoraConfig, get_peft_model
@@ -177,11 +228,11 @@ def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
         **fields, rope_parameters=rope, use_cache=False
     )
     torch.set_default_dtype(torch.bfloat16)
-    with device:
+    with device():
         base = getattr(transformers, f"{family}ForCausalLM")(of_model)
     torch.set_default_dtype(torch.float32)
     for name, param in base.named_parameters():
-        param.data = random_weight(name, param, device)
+        param.data = random_weight(name, param)
     for name, module in list(base.model.named_modules()):
         if isinstance(module, nn.Linear):
             linear = Linear4bit(
@@ -191,37 +242,37 @@ def peft(kind: str, config: dict[str, Any], device: torch.device) -> Step:
                 module.weight.data, requires_grad=False, compress_statistics=True, quant_type="nf4"
             )
             parent = base.model.get_submodule(name.rpartition(".")[0])
-            setattr(parent, name.rpartition(".")[2], linear.to(device))
+            setattr(parent, name.rpartition(".")[2], linear.to(device()))
     adapter = LoraConfig(
         r=RANK, lora_alpha=ALPHA, target_modules=ADAPTED, use_dora=kind.endswith("dora")
     )
     model = get_peft_model(base, adapter).train()
 
     def loss(tokens: Tensor, labels: Tensor) -> Tensor:
-        with torch.autocast(device.type, torch.bfloat16):
+        with torch.autocast(device().type, torch.bfloat16):
             return model(input_ids=tokens, labels=labels, shift_labels=labels).loss
 
-    return training_step(model, loss, device.type)
+    return training_step(model, loss, device().type)
 
 
-def random_batch(rows: int, vocabulary: int, seed: int) -> tuple[Tensor, Tensor]:
-    """Tokens and labels, `[rows, ROW]` each; every position has a target."""
+def random_batch(size: Size, vocabulary: int, seed: int) -> tuple[Tensor, Tensor]:
+    """Tokens and labels, `[rows, row]` each; every position has a target."""
     generator = torch.Generator().manual_seed(seed)
-    drawn = torch.randint(0, vocabulary, (rows, ROW + 1), generator=generator)
+    drawn = torch.randint(0, vocabulary, (size.rows, size.row + 1), generator=generator)
     return drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
 
 
 def measure(
-    step: Step, rows: int, vocabulary: int, steps: int, device: torch.device, clock: StepClock
+    step: Step, size: Size, vocabulary: int, steps: int, clock: StepClock
 ) -> dict[str, float]:
     """Median seconds, peak bytes and losses of `steps` steps after the warm-up."""
     seconds, losses = [], []
     for index in range(WARMUP + steps):
         if index == WARMUP:
             clock.seconds()
-            if device.type != "cpu":
-                torch.accelerator.reset_peak_memory_stats()
-        batch = random_batch(rows, vocabulary, index)
+            if torch.cuda.is_available():
+                torch.cuda.reset_peak_memory_stats()
+        batch = random_batch(size, vocabulary, index)
         since = time.perf_counter()
         losses.append(step(*batch))
         seconds.append(time.perf_counter() - since)  # reading the loss waited for the device
@@ -229,16 +280,16 @@ def measure(
     return {
         "seconds": median,
         "warmup_seconds": sum(seconds[:WARMUP]),
-        "tokens_per_second": rows * ROW / median,
-        "peak_bytes": peak_memory_bytes(device),
+        "tokens_per_second": size.tokens / median,
+        "peak_bytes": peak_memory_bytes(device()),
         "first_loss": losses[0],
         "last_loss": losses[-1],
     } | {f"seconds/{phase}": spent / steps for phase, spent in clock.seconds().items()}
 
 
-def print_kernels(step: Step, rows: int, vocabulary: int) -> None:
+def print_kernels(step: Step, size: Size, vocabulary: int) -> None:
     """Prints the 30 kernels (operations, on a CPU) that take most of one step."""
-    batch = random_batch(rows, vocabulary, seed=0)
+    batch = random_batch(size, vocabulary, seed=0)
     cuda = torch.cuda.is_available()
     kinds = torch.profiler.ProfilerActivity
     with torch.profiler.profile(activities=[kinds.CUDA if cuda else kinds.CPU]) as profiler:
@@ -248,11 +299,11 @@ def print_kernels(step: Step, rows: int, vocabulary: int) -> None:
     print(averages.table(sort_by=most, row_limit=30, max_name_column_width=80), flush=True)
 
 
-def losses(step: Step, vocabulary: int, name: str, updates: int) -> dict[str, float]:
+def losses(step: Step, size: Size, vocabulary: int, name: str, updates: int) -> dict[str, float]:
     """Losses of `updates` updates on eight batches in turn, which a model can learn by heart."""
     every, found = max(1, updates // 10), {}
     for index in range(1, updates + 1):
-        loss = step(*random_batch(1, vocabulary, index % 8))
+        loss = step(*random_batch(size, vocabulary, index % 8))
         if index % every == 0:
             found[f"{name}_loss_{index}"] = loss
     return found
@@ -274,7 +325,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
-    parser.add_argument("--tokens", type=int, nargs="+", help="default: 2048 8192")
+    parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--estimate", action="store_true")
@@ -283,51 +334,62 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--name")
     parser.add_argument("--kernels", action="store_true")
     parser.add_argument("--json", type=Path)
-    return parser.parse_intermixed_args()
+    args = parser.parse_intermixed_args()
+    if len(args.tokens) > 1 and "cuda_graphs=true" in args.words:
+        parser.error(f"--tokens: {args.tokens}; expected one size with cuda_graphs=true")
+    return args
+
+
+def figures_of(
+    contestant: Contestant, size: Size, vocabulary: int, rate: float, args: argparse.Namespace
+) -> dict[str, float]:
+    """Figures of one size, without the contestant's name."""
+    steps = 2 if args.quick else 8
+    found = measure(contestant.step, size, vocabulary, steps, contestant.clock)
+    if contestant.model is not None:
+        flops = step_flops(contestant.model, [size.row] * size.rows, size.tokens)
+        found |= utilization(flops, found["seconds"], rate)
+    graphs = contestant.graphs
+    if graphs is not None and graphs.expected and not graphs.replayed:
+        raise SystemExit(f"error: {size.tokens} tokens: the steps were not replayed")
+    return found
 
 
 def main() -> None:
     args = arguments()
-    steps = 2 if args.quick else 8
-    sizes = args.tokens or ([ROW] if args.quick else [2048, 8192])
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config, name = shapes(args), args.name or args.contestant
     found: dict[str, float] = {}
     if args.estimate:  # first: a dry run makes a process group of its own
-        for tokens in sizes:
-            found[f"{name}_{tokens}_estimated_bytes"] = estimated_bytes(args, config, tokens // ROW)
-    clock, model = StepClock(device), None
-    rate = found["matmul_flops_per_second"] = matmul_rate(device, torch.bfloat16)
+        for tokens in args.tokens:
+            rows = size_of(tokens, args.quick).rows
+            found[f"{name}_{tokens}_estimated_bytes"] = estimated_bytes(args, config, rows)
+    clock = StepClock(device())
+    rate = found["matmul_flops_per_second"] = matmul_rate(device(), torch.bfloat16)
     since = time.perf_counter()
     if args.contestant.startswith("ours"):
-        step, model = ours(args, config, device, clock)
+        contestant = ours(args, config, clock)
     else:
-        step = peft(args.contestant.partition("_")[2], config, device)
+        contestant = Contestant(peft(args.contestant.partition("_")[2], config), clock)
     found[f"{name}_load_seconds"] = time.perf_counter() - since
-    if args.losses:
-        updates = min(args.losses, 10) if args.quick else args.losses
-        found |= losses(step, config["vocab_size"], name, updates)
-        sizes = []
-    for tokens in sizes:
-        rows = max(1, tokens // ROW)
+    for tokens in args.tokens:
+        size = size_of(tokens, args.quick)
+        if args.losses:
+            updates = min(args.losses, 10) if args.quick else args.losses
+            found |= losses(contestant.step, size, config["vocab_size"], name, updates)
+            continue
         try:
-            of_size = measure(step, rows, config["vocab_size"], steps, device, clock)
+            of_size = figures_of(contestant, size, config["vocab_size"], rate, args)
         except torch.OutOfMemoryError as error:  # PEFT allocates 76 GB at 8,192 tokens
             print(f"{name}, {tokens} tokens: out of memory: {error}")
             continue
-        if model is not None:
-            flops = step_flops(model, [ROW] * rows, rows * ROW)
-            of_size |= utilization(flops, of_size["seconds"], rate)
-        if args.estimate and device.type != "cpu":  # a CPU's peak is that of the process
+        if args.estimate and device().type != "cpu":  # a CPU's peak is that of the process
             expected = found[f"{name}_{tokens}_estimated_bytes"]
             of_size["estimate_over_peak"] = expected / of_size["peak_bytes"]
         found |= {f"{name}_{tokens}_{key}": value for key, value in of_size.items()}
         write_figures(args.json, found)
         if args.kernels:
-            print_kernels(step, rows, config["vocab_size"])
-    for key, value in found.items():
-        print(f"{key} {value:.5g}")
-    write_figures(args.json, found)
+            print_kernels(contestant.step, size, config["vocab_size"])
+    tell(found, args.json)
     sys.stdout.flush()
     if torch.distributed.is_initialized():
         os._exit(0)  # gloo's threads may abort the interpreter as it shuts down

@@ -32,7 +32,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import private_bytes
 from benchmarks.timing import arguments, ratios, spread, table, tell
+from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST, SETTINGS_DIGESTS
+from qfsdp.cli.files import sha256
 from qfsdp.cli.recipes import load_recipe
+from qfsdp.cli.sealed import read_sealed, sealed_json
 from qfsdp.distributed.gradients import trainable_parameters
 
 ROOT = Path(__file__).parents[1]
@@ -92,15 +95,17 @@ def _repeat_layer(one: Path, folder: Path, layers: int) -> int:
         weight_map |= dict.fromkeys(renamed, file_name)
     index = {"metadata": {}, "weight_map": weight_map}
     (folder / "model.safetensors.index.json").write_text(json.dumps(index))
-    manifest = json.loads((one / "qfsdp_packed.json").read_text())
+    config = json.loads((one / "config.json").read_text()) | {"num_hidden_layers": layers}
+    (folder / "config.json").write_text(json.dumps(config))
+    manifest = read_sealed(one / MANIFEST)
+    manifest["files"] = {}  # no digests of 5 GB
+    manifest[SETTINGS_DIGESTS] = {"config.json": sha256(folder / "config.json")}
     manifest["weights"] = {
         name.replace(first, f"model.layers.{at}."): weight
         for name, weight in manifest["weights"].items()
         for at in range(layers)
     }
-    (folder / "qfsdp_packed.json").write_text(json.dumps(manifest))
-    config = json.loads((one / "config.json").read_text())
-    (folder / "config.json").write_text(json.dumps(config | {"num_hidden_layers": layers}))
+    (folder / MANIFEST).write_text(sealed_json(manifest))
     layer_bytes = sum(
         v.numel() for k, v in tensors.items() if k.startswith(first) and v.dtype.itemsize == 1
     )

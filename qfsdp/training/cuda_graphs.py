@@ -139,6 +139,16 @@ class StepGraphs:
             reason = f"{name} cannot be captured: {first_line(error)}"
             raise UserError(f"cuda_graphs: {reason}; expected cuda_graphs=false") from error
 
+    @property
+    def expected(self) -> bool:
+        """Whether micro-batches are captured once their shapes have come `WARM_UP` times."""
+        return self._on
+
+    @property
+    def replayed(self) -> bool:
+        """Whether micro-batches are replayed, and not only warmed up."""
+        return self._pass is not None
+
     # ---- DoRA's norms ----------------------------------------------------------------------
 
     def refresh_norms(self) -> None:
