@@ -109,9 +109,9 @@ class Results:
         tests."""
         found: dict[str, float] = {}
         for name in self.archive.content:
-            if name.startswith(f"{self.folder}/") and name.endswith(".json"):
-                if not name.endswith("/summary.json"):
-                    found |= json.loads(self.archive.content[name]).get("figures", {})
+            folder, _, file = name.partition("/")
+            if folder == self.folder and file.endswith(".json") and file != "summary.json":
+                found |= json.loads(self.archive.content[name]).get("figures", {})
         found = {key: value for key, value in found.items() if isinstance(value, int | float)}
         return compare(found) | found
 

@@ -118,8 +118,7 @@ def furthest(found: Tensor, norms: Tensor) -> float:
 @contextmanager
 def pieces_of(weights: int) -> Iterator[None]:
     """Norms of so many weights at a time, on any device."""
-    names = ("NORM_CHUNK_ON_GPU", "NORM_CHUNK_WEIGHTS")
-    with mock.patch.multiple(row_norms, **dict.fromkeys(names, weights)):
+    with mock.patch.multiple(row_norms, NORM_CHUNK_ON_GPU=weights, NORM_CHUNK_WEIGHTS=weights):
         yield
 
 

@@ -63,7 +63,7 @@ PARTS = (
       for tokens in (4096, 2048) for method in ("qlora", "qdora")),
     *(steps(f"ours_{method}_graphs", tokens, 90, f"ours_{method}", GRAPHS)
       for tokens in (4096, 2048) for method in ("qlora", "qdora")),
-    script("mixture", 60, "mixture", tiny=f"{ONE_ROUND} --tokens 1024"),
+    script("mixture", 60, "mixture", tiny=f"{ONE_ROUND} --tokens 64"),
     steps("ours_qlora", 8192, 80, "ours_qlora"),
     steps("ours_qdora", 8192, 90, "ours_qdora"),
     steps("ours_lora", 4096, 80, "ours_lora"),

@@ -41,15 +41,21 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_archive import FINISHED, Archive, Results, code_version
-from benchmarks.gpu_parts import PARTS, Part, aims, compare
+from benchmarks.gpu_archive import (  # noqa: E402
+    FINISHED,
+    Archive,
+    Results,
+    code_version,
+)
+from benchmarks.gpu_parts import PARTS, Part, aims, compare  # noqa: E402
 
 WHEELS = ROOT / "gpu_wheels"
 SAVED_EVERY = 5.0  # seconds
 ON_CPUS = 20  # times the limits: a dry run may share two cores with others
 # Parts are forked from a server that has imported these: 5 to 15 s less for each. They ask for no
 # GPU when they are imported, as a process that has cannot be forked; peers do.
-PRELOADED = ["torch", "benchmarks.gpu_train_step", "benchmarks.dequantize", "pytest"]
+PRELOADED = ["benchmarks.gpu_train_step", "benchmarks.dequantize", "pytest", "omegaconf"]
+PRELOADED += ["qfsdp.training.validation", "qfsdp.training.profiler", "qfsdp.memory.preflight"]
 PEERS = ["transformers", "peft", "bitsandbytes"]
 
 
@@ -109,10 +115,10 @@ def end_group(process: Any) -> None:
 def server(dry: bool, scratch: Path) -> tuple[Any, dict[str, Any]]:
     """What starts processes, and what the first of them says of the card. Forks of a server that
     has imported PyTorch; if these cannot use the card, new interpreters."""
-    context: Any = mp.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED + (PEERS if dry else []))
     log, found = scratch / "card.log", scratch / "card.json"
-    for context in (context, mp.get_context("spawn")):
+    mp.set_forkserver_preload(PRELOADED + (PEERS if dry else []))
+    for method in ("forkserver", "spawn"):
+        context: Any = mp.get_context(method)
         words = ["benchmarks/gpu_archive.py", str(found), *(["--dry"] if dry else [])]
         process = context.Process(target=enter_part, args=(words, str(log)))
         process.start()

@@ -10,8 +10,8 @@ which may leave a device unusable. What a test takes is in `gpu_test_seconds.jso
 `--rates-from` writes from the archive of a suite. A test without a figure takes as long as others
 of its function, or else as the mean of the last run.
 
-Keys: `NAME_passed`, `NAME_failed`, `NAME_skipped`, and `tests`: the outcome and the seconds of each.
-They are written after every test. If the file is there, tests that passed are left out, and one that was
+Keys: `NAME_passed`, `NAME_failed`, `NAME_skipped`, and `tests`: outcome and seconds of each. They
+are written after every test. If the file is there, tests that passed are left out, and one that was
 running when the process ended comes last. The exit status is that of pytest; with `--json` it is 0
 if all tests have run: those that failed are figures.
 """
@@ -29,9 +29,9 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-import pytest
+import pytest  # noqa: E402
 
-from benchmarks.timing import write_figures
+from benchmarks.timing import write_figures  # noqa: E402
 
 RATES = Path(__file__).parent / "gpu_test_seconds.json"
 OUTCOMES = ("passed", "failed", "skipped")

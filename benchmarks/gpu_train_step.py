@@ -37,8 +37,7 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -49,7 +48,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.timing import tell, write_figures
+from benchmarks.timing import tell, usual_dtype, write_figures
 from benchmarks.train_step_worker import (
     ADAPTED,
     ALPHA,
@@ -67,10 +66,11 @@ from qfsdp.memory.estimate import StoredFormats
 from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.memory.known_models import find_config
 from qfsdp.modules.adapters import base_parameters, init_adapters
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from qfsdp.training.cuda_graphs import StepGraphs
+from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs
 from qfsdp.training.memory_usage import peak_memory_bytes
 from qfsdp.training.throughput import StepClock, matmul_rate, step_flops, utilization
 
@@ -79,11 +79,12 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen3_8b": {"name": "Qwen3-8B"},
     "llama3_70b_8_layers": {"name": "Llama-3-70B", "num_hidden_layers": 8},
 }
-TINY = {"vocab_size": 4096, "hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 2}
-TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 64}
+TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
 ROOT = Path(__file__).parent.parent
+RECIPE = ROOT / "recipes/qdora_distributed.py"
 ROW, QUICK_ROW, RANK = 2048, 64, 16
-WARMUP = 3  # the first step compiles, the second still allocates
+WARMUP = WARM_UP + 1  # the first step compiles, the last captures a graph
 
 
 @cache
@@ -130,7 +131,7 @@ def random_weight(name: str, like: Tensor) -> Tensor:
 
 def our_config(args: argparse.Namespace, folder: Path, rows: int) -> tuple[Any, Any]:
     """The recipe and its config for one contestant."""
-    recipe = load_recipe(ROOT / "recipes/qdora_distributed.py")
+    recipe = load_recipe(RECIPE)
     kind = args.contestant.partition("_")[2]
     words = ["--config", str(ROOT / "configs/llama3_8b_qlora.yaml"), f"model.path={folder}"]
     words += [f"quantization.format={'nf4' if kind.startswith('q') else 'none'}"]
@@ -143,16 +144,10 @@ def our_config(args: argparse.Namespace, folder: Path, rows: int) -> tuple[Any, 
     return recipe, load_config(recipe.Config, words + args.words)
 
 
-@contextmanager
-def forced_fsdp(force: bool) -> Iterator[None]:
-    """Makes a single process wrap its model by FSDP2."""
-    if force:
-        sharding.needs_fsdp = world.needs_fsdp = lambda *_, **__: True
-    yield
-
-
 def ours(args: argparse.Namespace, config: dict[str, Any], clock: StepClock) -> Contestant:
-    with tempfile.TemporaryDirectory() as folder, forced_fsdp(args.fsdp):
+    if args.fsdp:
+        sharding.needs_fsdp = world.needs_fsdp = lambda *_, **__: True
+    with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "config.json").write_text(json.dumps(config))
         recipe, cfg = our_config(args, Path(folder), rows=1)
         of_rank = recipe.init_world(cfg.sharding, cfg.distributed)
@@ -267,8 +262,9 @@ def measure(
 ) -> dict[str, float]:
     """Median seconds, peak bytes and losses of `steps` steps after the warm-up."""
     seconds, losses = [], []
-    for index in range(WARMUP + steps):
-        if index == WARMUP:
+    warmup = min(WARMUP, steps)
+    for index in range(warmup + steps):
+        if index == warmup:
             clock.seconds()
             if torch.cuda.is_available():
                 torch.cuda.reset_peak_memory_stats()
@@ -276,10 +272,10 @@ def measure(
         since = time.perf_counter()
         losses.append(step(*batch))
         seconds.append(time.perf_counter() - since)  # reading the loss waited for the device
-    median = statistics.median(seconds[WARMUP:])
+    median = statistics.median(seconds[warmup:])
     return {
         "seconds": median,
-        "warmup_seconds": sum(seconds[:WARMUP]),
+        "warmup_seconds": sum(seconds[:warmup]),
         "tokens_per_second": size.tokens / median,
         "peak_bytes": peak_memory_bytes(device()),
         "first_loss": losses[0],
@@ -363,8 +359,8 @@ def main() -> None:
         for tokens in args.tokens:
             rows = size_of(tokens, args.quick).rows
             found[f"{name}_{tokens}_estimated_bytes"] = estimated_bytes(args, config, rows)
-    clock = StepClock(device())
-    rate = found["matmul_flops_per_second"] = matmul_rate(device(), torch.bfloat16)
+    clock, dtype = StepClock(device()), COMPUTE_DTYPES[usual_dtype(device().type)]
+    rate = found["matmul_flops_per_second"] = matmul_rate(device(), dtype)
     since = time.perf_counter()
     if args.contestant.startswith("ours"):
         contestant = ours(args, config, clock)

@@ -30,8 +30,9 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.gpu_train_step import Size, our_config, random_batch, recipe_step
+from benchmarks.gpu_train_step import RECIPE, Size, our_config, random_batch, recipe_step
 from benchmarks.timing import tell, write_figures
+from qfsdp.cli.recipes import load_recipe
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.training.memory_usage import peak_memory_bytes
 from qfsdp.training.throughput import StepClock
@@ -116,6 +117,7 @@ def main() -> None:
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     found: dict[str, float] = {}
+    load_recipe(RECIPE)  # its imports are those of all ranks
     with tempfile.TemporaryDirectory() as work_folder:
         folder = write_tiny_model(Path(work_folder), **({} if args.quick else LARGE))
         one = run(1, folder, [], args.quick)

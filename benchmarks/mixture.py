@@ -109,12 +109,13 @@ def feed_forwards(rows: int, dtype: torch.dtype, device: str) -> dict[str, Calla
 
 def main() -> None:
     parser = arguments(__doc__)
-    parser.add_argument("--tokens", type=int, help="a multiple of 1,024")
+    parser.add_argument("--tokens", type=int, help="a multiple of 1,024, or less")
     args = parser.parse_args()
     rounds, layers = (min(args.repeat, 5), 2) if args.quick else (args.repeat, 4)
-    rows = (args.tokens or (2048 if args.quick else 16_384)) // 1024
+    count = args.tokens or (2048 if args.quick else 16_384)
     name = usual_dtype(args.device)
-    tokens = torch.randint(0, 512, (rows, 1024), device=args.device)
+    tokens = torch.randint(0, 512, (count // min(count, 1024), min(count, 1024)))
+    tokens = tokens.to(args.device)
     given = (layers, tokens, COMPUTE_DTYPES[name])
     steps = in_turns({f: train_step(f, *given) for f in ("nf4", "none")}, rounds, args.device)
     cases = feed_forwards(tokens.numel(), COMPUTE_DTYPES[name], args.device)

@@ -3,69 +3,73 @@
 from __future__ import annotations
 
 import json
+import multiprocessing as mp
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import time
-from dataclasses import replace
+import zipfile
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from benchmarks import gpu_suite
-from benchmarks.gpu_suite import Part, Results, compare, run
+from benchmarks import gpu_suite, gpu_tests
+from benchmarks.gpu_archive import FINISHED, Archive, Results
+from benchmarks.gpu_bundle import with_one_library
+from benchmarks.gpu_parts import PARTS, Part, aims, compare
+from benchmarks.gpu_suite import Suite
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent
 WRITES = 'import json, sys; json.dump({"first": 1.0}, open(sys.argv[1], "w")); '
 
 
-def part(name: str, code: str, limit: int = 600) -> Part:
-    return Part(name, limit, ("-c", WRITES + code, "JSON"), ())
+def part(folder: Path, name: str, code: str, limit: int = 600) -> Part:
+    script = folder / f"{name}.py"
+    script.write_text(WRITES + code)
+    return Part(name, limit, (str(script), "JSON"), ())
 
 
-def state_of(folder: Path, name: str) -> dict[str, Any]:
-    file = folder / f"{name}.json"
-    return dict(json.loads(file.read_text())) if file.exists() else {}
+def results_in(folder: Path) -> Results:
+    file = folder / "out.zip"
+    return Results(Archive(file, file), "card_code", {"card": "a card"})
 
 
-def run_all(parts: tuple[Part, ...], results: Results) -> list[str]:
-    """The names of the parts that ran, in order."""
-    ran = []
-    while chosen := results.next_part(parts, 600):
-        run(chosen, results, dict(os.environ), tiny=False)
-        results.summarize(parts, None)
-        ran.append(chosen.name)
-    return ran
+def suite_in(folder: Path) -> Suite:
+    return Suite(results_in(folder), mp.get_context("spawn"), folder, dry=False)
 
 
-def test_failed_and_slow_parts_keep_their_figures_and_run_once_more(tmp_path: Path) -> None:
-    results = Results(tmp_path, tiny=True)
+def test_failed_and_slow_parts_keep_their_figures_and_run_once_more(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     parts = (
-        part("fails", "sys.exit(3)"),
-        part("hangs", "import time; time.sleep(10**6)", limit=1),
-        part("works", "print('done')"),
+        part(tmp_path, "fails", "sys.exit(3)"),
+        part(tmp_path, "hangs", "import time; time.sleep(10**6)", limit=1),
+        part(tmp_path, "works", "print('done')"),
     )
-    assert run_all(parts, results) == ["fails", "hangs", "works", "fails", "hangs"]
-    states = {p.name: results.state(p) for p in parts}
+    suite_in(tmp_path).run_all(parts, time.monotonic() + 10**4)
+    told = [line.split()[1] for line in capsys.readouterr().out.splitlines() if line[:2] == "=="]
+    assert told == ["fails:", "hangs:", "works:", "fails:", "hangs:"]
+    results = results_in(tmp_path)  # from the file
+    states = {p.name: results.state(p.name) for p in parts}
     assert [s["state"] for s in states.values()] == ["failed", "limit", "finished"]
     assert [s["attempts"] for s in states.values()] == [2, 2, 1] and states["fails"]["exit"] == 3
-    assert results.figures((parts[1],)) == {"first": 1.0}
-    assert "done" in (results.folder / "works.log").read_text()
-    summary = json.loads((results.folder / "summary.json").read_text())
-    assert summary["parts"]["hangs"] == "limit" and summary["figures"] == {"first": 1.0}
-    assert summary["about"]["commit"] in results.folder.name
+    assert all(s["card"] == "a card" and s["figures"] == {"first": 1.0} for s in states.values())
+    with zipfile.ZipFile(tmp_path / "out.zip") as archive:
+        assert b"done" in archive.read("card_code/works.log")
+        summary = json.loads(archive.read("card_code/summary.json"))
+    assert summary == {"about": {"card": "a card"}, "figures": {"first": 1.0}}
 
 
 def test_what_a_part_starts_ends_with_it(tmp_path: Path) -> None:
-    child = "import subprocess; p = subprocess.Popen(['sleep', '1000000']); print(p.pid); "
-    results = Results(tmp_path, tiny=True)
-    for name, end in {"ends": "", "hangs": "sys.stdout.flush(); p.wait()"}.items():
-        run(part(name, child + end, limit=2), results, dict(os.environ), tiny=False)
-        pid = int((results.folder / f"{name}.log").read_text().split()[-1])
-        wait_until_gone(pid)
+    child = "import subprocess; p = subprocess.Popen(['sleep', '1000000']); "
+    child += "open(sys.argv[0] + '.pid', 'w').write(str(p.pid)); "
+    for name, end in {"ends": "", "hangs": "p.wait()"}.items():
+        suite_in(tmp_path).run(part(tmp_path, name, child + end, limit=4))
+        wait_until_gone(int((tmp_path / f"{name}.py.pid").read_text()))
 
 
 def wait_until_gone(pid: int) -> None:
@@ -78,84 +82,194 @@ def wait_until_gone(pid: int) -> None:
         time.sleep(0.05)
 
 
-def test_a_part_starts_only_if_its_limit_fits(tmp_path: Path) -> None:
-    long, short = part("long", "", limit=100), part("short", "", limit=10)
-    results = Results(tmp_path, tiny=True)
-    assert results.next_part((long, short), 99) == short
-    assert results.next_part((long, short), 100) == long
-    assert results.next_part((long, short), 9) is None
+def test_the_next_part(tmp_path: Path) -> None:
+    """Its limit fits; new ones come first, then interrupted ones, then failed ones."""
+    results, limits = results_in(tmp_path), {"long": 100.0, "short": 10.0}
+    assert results.next(limits, 99) == "short" and results.next(limits, 9) is None
+    results.start("long", [])
+    results.end("long", 1, 5.0)
+    assert results.next(limits, 100) == "short"
+    for _ in range(5):
+        assert results.next(limits, 99 if "short" in results.archive.folders() else 100)
+        results.start("short", [])
+    assert results.next(limits, 100) == "long", "what ended five times from outside is left alone"
+    results.start("long", [])
+    results.end("long", None, 5.0)
+    assert results.next(limits, 100) is None
 
 
-def test_tests_that_fail_are_counted_and_do_not_run_again(tmp_path: Path) -> None:
-    results = Results(tmp_path, tiny=True)
-    code = "print('3 failed, 97 passed, 1 skipped in 9 s'); sys.exit(1)"
-    counted = replace(part("tests", code), kind="tests")
-    assert run_all((counted,), results) == ["tests"]
-    figures = results.state(counted)["figures"]
-    assert figures == {"tests_failed": 3, "tests_passed": 97, "tests_skipped": 1}
-
-
-def test_ratios() -> None:
-    found = {"ours_qdora_2048_seconds": 3.0, "ours_qlora_2048_seconds": 2.0}
-    found |= {"ours_qlora_2048_tokens_per_second": 9.0, "ours_qlora_8192_tokens_per_second": 10.0}
+def test_ratios_and_aims() -> None:
+    found = {"ours_qdora_4096_seconds": 3.0, "ours_qlora_4096_seconds": 2.0}
+    found |= {"ours_qlora_4096_peak_bytes": 9.0, "peft_qlora_4096_peak_bytes": 30.0}
     ratios = compare(found)
-    assert ratios["qdora_over_qlora_time_2048"] == 1.5
-    assert ratios["short_over_long_tokens"] == pytest.approx(0.9)
-    assert "qlora_over_peft_tokens" not in ratios
+    assert ratios["qdora_over_qlora_time_4096"] == 1.5
+    assert ratios["qlora_memory_over_peft_4096"] == pytest.approx(0.3)
+    rows = {row[0]: row[1:] for row in aims(ratios | {"cpu_loss_difference": -0.1})}
+    assert rows["qdora_over_qlora_time_4096"] == ("<= 1.05", "1.5", "MISSED")
+    assert rows["qlora_memory_over_peft_4096"][2] == "met"
+    assert rows["cpu_loss_difference"][2] == "MISSED"
+    assert rows["tests_all_failed"][2] == "not measured"
 
 
-def test_parts_can_be_started() -> None:
-    """Every file and every option of a part exists; `--try` runs the parts themselves."""
-    names = [p.name for p in gpu_suite.PARTS]
-    assert len(set(names)) == len(names) and names[:4] == [
-        "norms",
-        "tests_first",
-        "dequantize",
-        "scaled_mm",
-    ]
-    assert max(p.limit for p in gpu_suite.PARTS) <= 8 * 60
-    for one in gpu_suite.PARTS:
-        if one.kind != "tests":
-            assert (ROOT / one.command[0]).is_file(), one
-        else:
-            assert all((ROOT / word).is_file() for word in one.command if word.startswith("tests/"))
+def test_order_of_parts() -> None:
+    names = [p.name for p in PARTS]
+    assert len(set(names)) == len(names) and max(p.limit for p in PARTS) <= 9.5 * 60
+    steps = [f"ours_{method}{graphs}_{tokens}" for graphs in ("", "_graphs")
+             for tokens in (4096, 2048) for method in ("qlora", "qdora")]  # fmt: skip
+    first = ["tests_first", "two_ranks", "norms", "dequantize", *steps, "mixture"]
+    assert names[: len(first)] == first
+    for one in PARTS:  # one StepGraphs keeps its first shape
+        if "gpu_train_step" in one.command[0]:
+            assert one.command[one.command.index("--tokens") + 2 :][0].startswith("--")
 
 
-def suite(tmp_path: Path, *words: str) -> subprocess.Popen[str]:
-    environment = os.environ | {"QFSDP_EAGER_KERNELS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "benchmarks/gpu_suite.py", "--try", "--minutes", "30"]
-    command += ["--out", str(tmp_path / "out"), "--copy-to", str(tmp_path / "copy"), *words]
-    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+# ---- tests of a GPU ----------------------------------------------------------------------------
+
+
+def test_tests_are_chosen_by_their_seconds(tmp_path: Path) -> None:
+    file = tmp_path / "rates.json"
+    tests = [f"tests/test_gpu_steps.py::test_replay[{n}]" for n in range(3)]
+    tests += [f"tests/test_gpu.py::test_bits_of_one[{n}]" for n in range(20)]
+    tests += ["tests/test_gpu.py::test_bits_of_two[0]", "tests/test_gpu.py::test_loading"]
+    known = {tests[0]: 10.0, tests[3]: 9.0, "tests/test_gpu.py::test_bits_of_two[9]": 3.0}
+    file.write_text(json.dumps({"mean": 2.0, "tests": known}))
+    rates = gpu_tests.Rates(file)
+    assert rates[tests[0]] == rates[tests[1]] == 10.0, "others of the function"
+    assert rates["tests/test_gpu.py::test_bits_of_two[0]"] == 3.0 and rates[tests[-1]] == 2.0
+    chosen = gpu_tests.first_tests(tests, rates, 60)
+    assert chosen[-3:] == tests[:3], "those of graphs come last"
+    assert (
+        sum(rates[t] for t in chosen) <= 60 and "tests/test_gpu.py::test_bits_of_two[0]" in chosen
+    )
+    assert len(gpu_tests.first_tests(tests, rates, 10**6)) == 3 + 15
 
 
 @pytest.mark.long
-def test_a_killed_suite_goes_on(tmp_path: Path) -> None:
-    """The literal command with three real parts, killed within the second one."""
-    names = ("norms", "scaled_mm", "offload")
-    first = suite(tmp_path, "--only", *names)
-    end = time.monotonic() + LIMIT_S
-    while not (found := list((tmp_path / "out").glob("*/scaled_mm.log"))):
-        assert first.poll() is None and time.monotonic() < end
-        time.sleep(0.05)
-    folder = found[0].parent
-    first.send_signal(signal.SIGKILL)
-    first.wait()
-    before = state_of(folder, "norms")
-    assert before["state"] == "finished"
-    assert state_of(folder, "scaled_mm")["state"] == "running"
-    copied = tmp_path / "copy" / folder.name
-    assert json.loads((copied / "summary.json").read_text())["figures"]["norms_16_seconds"] > 0
+def test_the_first_tests_fit_into_their_seconds() -> None:
+    """By the rates of the last run. The files of tests are found, not listed."""
+    assert "tests/test_gpu_steps.py" in gpu_tests.marked_files()
+    out = run_tests("--first-seconds", "100", "--collect-only")
+    told = next(line for line in out.splitlines() if " tests, " in line)
+    count, seconds = int(told.split()[0]), float(told.split()[2])
+    assert count > 15 and seconds <= 100
+    assert out.count("test_gpu_steps.py::") == out.count("test_gpu_steps.py") > 4
 
-    second = suite(tmp_path, "--only", *names)
-    told, _ = second.communicate(timeout=LIMIT_S)
-    assert second.returncode == 0, told
-    assert "== norms" not in told and "== scaled_mm" in told and "== offload" in told
-    assert state_of(folder, "norms") == before
-    assert state_of(folder, "scaled_mm")["attempts"] == 2
-    summary = json.loads((copied / "summary.json").read_text())
-    assert {"norms_16_seconds", "256x256_fp8_error", "disk_loss_difference"} <= set(
-        summary["figures"]
+
+def run_tests(*words: str, status: int = 0) -> str:
+    command = [sys.executable, "benchmarks/gpu_tests.py", *words]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == status, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.mark.long
+def test_a_stopped_run_of_tests_has_its_outcomes(tmp_path: Path) -> None:
+    """The recorder on tests that pass, fail, and end the process; what passed runs once."""
+    file, test = tmp_path / "tests.json", tmp_path / "test_it.py"
+    test.write_text(
+        "import os, pytest\npytestmark = pytest.mark.gpu\n"
+        "def test_ends(): os.environ.get('GO') or os._exit(7)\n"
+        "def test_fails(): assert False\ndef test_passes(): pass\n"
     )
-    third = suite(tmp_path, "--only", *names)
-    told, _ = third.communicate(timeout=LIMIT_S)
-    assert third.returncode == 0 and "==" not in told
+    code = "import sys; from pathlib import Path; from benchmarks import gpu_tests; "
+    code += f"gpu_tests.marked_files = lambda: [{str(test)!r}]; gpu_tests.main()"
+    command = [sys.executable, "-c", code, "--json", str(file), "--name", "t", "-p", "no:randomly"]
+    at = {"cwd": ROOT, "capture_output": True, "text": True}
+    assert subprocess.run([*command, "--deselect", "x"], **at).returncode == 7
+    outcomes = json.loads(file.read_text())["tests"]
+    assert [kind for kind, _ in outcomes.values()] == ["running"]
+    assert subprocess.run(command, **at).returncode == 7, "it comes last now"
+    found = json.loads(file.read_text())
+    assert (found["t_passed"], found["t_failed"], found["t_skipped"]) == (1, 1, 0)
+    done = subprocess.run(command, **at, env=os.environ | {"GO": "1"})
+    assert done.returncode == 0 and "1 failed, 1 passed" in done.stdout, done.stdout
+    found = json.loads(file.read_text())
+    assert (found["t_passed"], found["t_failed"], found["t_skipped"]) == (2, 1, 0)
+
+
+# ---- the machine -------------------------------------------------------------------------------
+
+
+def test_a_wheel_with_one_library(tmp_path: Path) -> None:
+    wheel, info = tmp_path / "bitsandbytes-1.0-py3-none-any.whl", "bitsandbytes-1.0.dist-info"
+    libraries = [f"bitsandbytes/libbitsandbytes_{n}.so" for n in ("cpu", "cuda130", "cuda118")]
+    with zipfile.ZipFile(wheel, "w") as archive:
+        for name in [*libraries, "bitsandbytes/__init__.py"]:
+            archive.writestr(name, name)
+        record = "".join(f"{name},,\n" for name in [*libraries, "bitsandbytes/__init__.py"])
+        archive.writestr(f"{info}/RECORD", record)
+    with_one_library(wheel)
+    with zipfile.ZipFile(wheel) as archive:
+        kept = [libraries[1], "bitsandbytes/__init__.py"]
+        assert archive.namelist() == [*kept, f"{info}/RECORD"]
+        assert archive.read(f"{info}/RECORD").decode() == "".join(f"{name},,\n" for name in kept)
+
+
+@pytest.mark.long
+def test_what_is_preloaded_asks_for_no_gpu() -> None:
+    """A process that has asked cannot be forked: its children could not use the GPU."""
+    code = "import torch\n"
+    code += "def asked(*_, **__): raise AssertionError('asked for a GPU')\n"
+    for name in ("cuda.is_available", "cuda.device_count", "cuda.init", "cuda._lazy_init"):
+        code += f"torch.{name} = asked\n"
+    for name in ("is_available", "device_count", "current_accelerator"):
+        code += f"torch.accelerator.{name} = asked\n"
+    code += "".join(
+        f"import {name}\n" for name in [*gpu_suite.PRELOADED, "benchmarks.gpu_two_ranks"]
+    )
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def suite(out: Path, *words: str, **env: str) -> subprocess.Popen[str]:
+    command = [sys.executable, "benchmarks/gpu_suite.py", "--dry", "--minutes", "60"]
+    command += ["--out", str(out), *words]
+    environment = os.environ | env
+    return subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, text=True)
+
+
+def states(file: Path) -> dict[str, Any]:
+    """The state of every part in an archive."""
+    if not file.exists():
+        return {}
+    archive = Archive(file, file)
+    folders = archive.folders()
+    return {p.name: Results(archive, folders[0]).state(p.name) for p in PARTS}
+
+
+def killed_in(name: str, out: Path, number: int, *words: str, **env: str) -> None:
+    """Starts the suite, and kills it while a part runs."""
+    process, end = suite(out, *words, **env), time.monotonic() + LIMIT_S
+    while not states(out).get(name):
+        assert process.poll() is None and time.monotonic() < end
+        time.sleep(0.1)
+    process.send_signal(number)
+    process.communicate()
+    assert states(out)[name]["state"] == "running"
+
+
+@pytest.mark.long
+def test_a_dry_run_that_is_killed_twice_has_every_part_once(tmp_path: Path) -> None:
+    """On a machine without git; the second call gets the archive of the first."""
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    for tool in ("gcc", "g++", "cc"):
+        if found := shutil.which(tool):
+            (tools / tool).symlink_to(found)
+    first, second = tmp_path / "first.zip", tmp_path / "second.zip"
+    killed_in("norms", first, signal.SIGKILL, PATH=str(tools))
+    killed_in("ours_qlora_4096", second, signal.SIGTERM, "--from", str(first), PATH=str(tools))
+    known = states(second)
+    assert known["two_ranks"] == states(first)["two_ranks"] and known["norms"]["starts"] == 2
+    last = suite(second, PATH=str(tools))
+    told, _ = last.communicate(timeout=LIMIT_S)
+    assert last.returncode == 0, told
+    found = states(second)
+    assert {name: (s["state"], s["attempts"]) for name, s in found.items()} == {
+        part.name: (FINISHED, 1) for part in PARTS
+    }
+    assert found["two_ranks"] == known["two_ranks"], "it did not run again"
+    assert "norms_16_chunk_24_seconds" in found["norms"]["figures"]
+    assert found["ours_qlora_4096"]["card"] == "cpu" and "two_ranks_loss_difference" in told
+    again = suite(second)
+    told, _ = again.communicate(timeout=LIMIT_S)
+    assert again.returncode == 0 and "==" not in told
