@@ -178,6 +178,17 @@ def _stand_in(path: str) -> Any:
     return removed
 
 
+def _check_home() -> None:
+    """What torchtune imports ends with a traceback for a user without a home, as in containers."""
+    if os.path.expanduser("~") == "~":
+        print(
+            f"error: HOME: not set, and user {os.getuid()} has no home; expected HOME=FOLDER, or "
+            "`qfsdp` in place of `tune`",
+            file=sys.stderr,
+        )
+        sys.exit(2)
+
+
 # ---- the finder ----------------------------------------------------------------------------
 
 
@@ -195,6 +206,7 @@ class _Finder:
         elif name == _NF4:
             return _spec_of(name, path, target) or _nf4_spec()
         elif name == "torchtune._cli.tune" and (spec := _spec_of(name, path, target)):
+            _check_home()
             return _then_extend(spec)
         return None
 

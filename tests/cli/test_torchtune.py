@@ -53,3 +53,15 @@ def test_low_bit_optimizers_step(name: str) -> None:
         assert weight.max() < 0.9
     finally:
         torch.compiler.set_stance("default")
+
+
+def test_without_a_home() -> None:
+    """A container whose user is not in /etc/passwd, without HOME."""
+    script = (
+        "import os, sys\nos.path.expanduser = lambda path: path\nos.environ.pop('HOME', None)\n"
+    )
+    script += "import torchtune._cli.tune\n"
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
+    told = done.stderr.splitlines()
+    assert done.returncode == 2 and told[-1].startswith("error: HOME: not set"), done.stderr
+    assert "Traceback" not in done.stderr
