@@ -20,10 +20,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from qfsdp.checkpoint.adapter_config_file import WEIGHTS_FILE
 from qfsdp.checkpoint.export.gguf_file import GgufType, plan_gguf
 from qfsdp.checkpoint.export.gguf_metadata import warn_of_window
 from qfsdp.checkpoint.export.vllm_adapter import VllmAdapter, plan_adapter
 from qfsdp.checkpoint.export.w4a16 import GROUP_SIZES, plan_w4a16
+from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge, warn_of_another_base
@@ -90,7 +92,8 @@ def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is read."""
     if cfg.format == "lora":
         adapter_of(cfg)
-        return check_output(Path(cfg.output_dir).expanduser())
+        # Without its config, which is written last, an adapter is unfinished.
+        return check_output(Path(cfg.output_dir).expanduser(), (TEMPLATE_FILE, WEIGHTS_FILE))
     merge = merge_of(cfg)
     if cfg.format == "gguf":
         warn_of_window(plan_gguf(merge, cfg.gguf_type).model)

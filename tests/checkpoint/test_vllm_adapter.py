@@ -9,6 +9,7 @@ import pytest
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
+from qfsdp.checkpoint.weights.output_folder import check_output
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.modules.adapter_config import AdapterConfig
@@ -93,3 +94,15 @@ def test_an_adapter_of_another_model(tmp_path: Path) -> None:
         UserError, match="adapter: None is not valid; expected the folder of an ada"
     ):
         exported(model, "null", tmp_path / "out")
+
+
+def test_an_export_that_was_killed_is_made_again(tmp_path: Path) -> None:
+    left = ("adapter_model.safetensors", ".adapter_config.json.1.partial")
+    for name in left:
+        (tmp_path / name).write_text("")
+    check_output(tmp_path, left[:1])
+    with pytest.raises(UserError, match="is not empty; expected a new folder"):
+        check_output(tmp_path)
+    (tmp_path / "adapter_config.json").write_text("")
+    with pytest.raises(UserError, match="is not empty; expected a new folder"):
+        check_output(tmp_path, left[:1])

@@ -6,7 +6,7 @@ interruption; `ResumableFolder` keeps the files that are complete.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -26,12 +26,17 @@ RESUMABLE_BEGUN = MANIFEST + ".begun"
 LEFT_BY_A_KILL = {LOCK_FILE, BEGUN + PARTIAL, RESUMABLE_BEGUN + PARTIAL}
 
 
-def check_output(folder: Path) -> None:
-    """Raises `UserError` if the folder holds anything but an unfinished model."""
+def check_output(folder: Path, unfinished: Collection[str] = ()) -> None:
+    """Raises `UserError` if the folder holds anything but an unfinished result.
+
+    Args:
+        unfinished: files that a killed command may leave, besides those of a model.
+    """
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir: '{folder}' is a file; expected a new folder")
     files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()
-    if files - LEFT_BY_A_KILL and BEGUN not in files:
+    files = {name for name in files if not name.endswith(PARTIAL)}
+    if files - LEFT_BY_A_KILL - set(unfinished) and BEGUN not in files:
         raise UserError(f"output_dir: '{folder}' is not empty; expected a new folder")
 
 
