@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +13,9 @@ from qfsdp.cli.hub import local_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+LARGEST_GROWTH = 100  # of a text in a normalizer
 
 
 class TokenizerFolder:
@@ -38,12 +42,18 @@ class TokenizerFolder:
 
         file = self.path / "tokenizer.json"
         try:
-            return Tokenizer.from_file(str(file))
+            tokenizer = Tokenizer.from_file(str(file))
         except BaseException as error:  # Exception itself, or a panic of Rust code
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{file}: {reason}; expected the JSON of `tokenizers`") from None
+        if tokenizer.normalizer is not None:
+            growth = _growth(json.loads(tokenizer.normalizer.__getstate__()))
+            if growth > LARGEST_GROWTH:
+                found = f"its normalizer makes a text over {growth:.0f} times longer"
+                raise UserError(f"{file}: {found}; expected at most {LARGEST_GROWTH} times")
+        return tokenizer
 
     def token_names(self) -> dict[str, str]:
         """`bos_token`, `eos_token`, ... -> text of the token."""
@@ -160,3 +170,27 @@ def eos_ids(folder: Path) -> set[int]:
                 raise UserError(f"{file}: eos_token_id: {ids!r:.50}; expected ids of tokens")
             found |= set(listed) - {None}
     return found
+
+
+def _growth(normalizer: dict[str, Any]) -> float:
+    """How many times longer the replacements of a normalizer make a text of all that they find and
+    write; they are followed only until it is more than `LARGEST_GROWTH`."""
+    from tokenizers import Regex, normalizers
+
+    rules = list(_replacements(normalizer))
+    found = [next(iter(rule["pattern"].values())) for rule in rules]
+    text = " ".join({*found, *(rule["content"] for rule in rules)})
+    before = max(len(text), 1)
+    for rule, pattern in zip(rules, found, strict=True):
+        sought = Regex(pattern) if "Regex" in rule["pattern"] else pattern
+        text = normalizers.Replace(sought, rule["content"]).normalize_str(text)
+        if len(text) > LARGEST_GROWTH * before:
+            break
+    return len(text) / before
+
+
+def _replacements(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    for part in normalizer.get("normalizers", ()):
+        yield from _replacements(part)
+    if normalizer["type"] == "Replace":
+        yield normalizer
