@@ -7,9 +7,10 @@
 
 The answer to one prompt is printed while it is generated. For a file, every row is written to
 `output` with its answer as `completion`, in the order of the file. The column of prompts holds
-texts, or lists of `{"role": ..., "content": ...}`; a column `tools` has functions that the model
-may call. The base may be plain, quantized while it is
-loaded, or stored quantized; with an adapter it should be the base of the adapter's run.
+texts, or lists of `{"role": ..., "content": ...}`. Further columns have what comes before a prompt:
+`system_column`, `history_column`, `tools_column`, as in the dataset of a training run. The base may
+be plain, quantized while it is loaded, or stored quantized; with an adapter it should be the base
+of the adapter's run.
 
 Several ranks divide the prompts: one process per visible accelerator, or `--nproc_per_node N`. With
 `sharding.strategy: ddp` each rank holds the whole base; other strategies gather each layer for
@@ -31,13 +32,14 @@ from qfsdp.cli.errors import InvalidField, UserError
 from qfsdp.cli.files import not_written, write_text
 from qfsdp.cli.launch import launch
 from qfsdp.cli.printable import printable, printable_json
+from qfsdp.data.context_columns import check_row_columns, system_of
 from qfsdp.data.json_lines import check_new_file, read_rows, to_lines
 from qfsdp.data.messages import text_of
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, check_lengths, generate, generate_all
 from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
-from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
+from qfsdp.evaluation.prompts import in_context, prompt_tokens, stop_ids
 from qfsdp.evaluation.text_stream import TextStream
 from qfsdp.memory.oom import Run, explain_out_of_memory
 from qfsdp.modules.quantized_linear import QuantizationConfig
@@ -45,6 +47,7 @@ from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
 COMPLETION = "completion"
+CONTEXT = ("system_column", "history_column", "tools_column")
 
 
 @dataclass
@@ -60,7 +63,10 @@ class Config:
     prompt: str | None = None  # one prompt, or
     prompts: str | None = None  # a .jsonl file of prompts
     prompt_column: str = "prompt"  # column of `prompts`
-    system_prompt: str | None = None  # before every prompt
+    system_column: str | None = None  # columns of `prompts`: a system message,
+    history_column: str | None = None  # earlier turns, as pairs or messages,
+    tools_column: str | None = "tools"  # functions that the model may call
+    system_prompt: str | None = None  # before every prompt without a system message of its row
     chat_template: bool = True  # false: prompts are texts to continue
     batch_size: int = 8  # prompts per rank at a time
     output: str | None = None  # a .jsonl file, for `prompts`; null: standard output
@@ -74,8 +80,9 @@ class Config:
             raise InvalidField("prompts", self.prompts, "null with prompt; one of the two")
         if self.output is not None and self.prompt is not None:
             raise InvalidField("output", self.output, "null with prompt; it is for prompts")
-        if self.system_prompt is not None and not self.chat_template:
-            raise InvalidField("system_prompt", self.system_prompt, "null without chat_template")
+        for name in ("system_prompt", "system_column", "history_column"):
+            if getattr(self, name) is not None and not self.chat_template:
+                raise InvalidField(name, getattr(self, name), "null without chat_template")
 
 
 def check(cfg: Config) -> None:
@@ -99,6 +106,8 @@ def rows_of(cfg: Config) -> list[dict[str, Any]]:
     rows = read_rows("prompts", cfg.prompts, cfg.prompt_column)
     if any(COMPLETION in row for row in rows):
         raise UserError(f"prompts: '{cfg.prompts}' has a column {COMPLETION!r}; expected none")
+    named = {name: getattr(cfg, name) for name in CONTEXT}
+    check_row_columns(rows, cfg.prompts, named, {cfg.prompt_column})
     return rows
 
 
@@ -110,8 +119,11 @@ def tokenized(cfg: Config, tokenizer: Any, rows: list[dict[str, Any]]) -> list[l
         try:
             if not isinstance(prompt, list) and prompt is not None:
                 prompt = text_of(prompt)
-            tools = row.get("tools")
-            tokens = prompt_tokens(tokenizer, prompt, cfg.chat_template, cfg.system_prompt, tools)
+            system_prompt, tools = cfg.system_prompt, row.get(cfg.tools_column or "")
+            if prompt is not None and (cfg.system_column or cfg.history_column):
+                prompt = in_context(prompt, row, cfg.system_column, cfg.history_column)
+                system_prompt = None if system_of(row, cfg.system_column) else system_prompt
+            tokens = prompt_tokens(tokenizer, prompt, cfg.chat_template, system_prompt, tools)
         except UserError as error:
             raise UserError(f"prompt {number} of {len(rows)}: {error}") from None
         prompts.append(tokens)

@@ -17,7 +17,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.choose_template import say_once
+from qfsdp.data.context_columns import check_columns, history_of, system_of, with_system
 from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.data.messages import NotText, as_message, as_tools, from_json, text_of, unfilled
 from qfsdp.data.reading import reads_rows
@@ -31,14 +31,6 @@ if TYPE_CHECKING:
 
 Tokenizer = Callable[[dict[str, Any]], Mapping[str, Any]]
 """A torchtune tokenizer or `HFTokenizer`: `{"messages": list[Message]}` -> `{"tokens", "mask"}`."""
-
-_OF_OTHERS = {
-    "system": "system_column",
-    "history": "history_column",
-    "functions": "tools_column",
-    "tools": "tools_column",
-}
-"""Columns that hold parts of conversations in data of other projects -> the key that names them."""
 
 Chat = dict[str, Any]
 """`{"messages": [...], "tools": [...] or None}`, messages with the key `masked`."""
@@ -56,6 +48,7 @@ def instruct_dataset(
     answer_column: str = "answer",
     system_column: str | None = None,
     history_column: str | None = None,
+    tools_column: str | None = "tools",
     system_prompt: str | None = None,
     prompt_template: str | None = None,
     train_on_input: bool = False,
@@ -76,6 +69,8 @@ def instruct_dataset(
         system_column: column with a system message. Rows may have none.
         history_column: column with the turns before: a list of pairs of a question and an answer,
             or of messages, or JSON text of one. Rows may have none. Their answers are trained too.
+        tools_column: column with the functions that the assistant may call: a list of JSON schemas,
+            or JSON text of one. Rows may have none. Null: the template sees no functions.
         system_prompt: a system message for rows without one.
         prompt_template: format string that makes the prompt from columns, such as
             "{instruction}\\n{input}". White space around the result is removed.
@@ -90,19 +85,24 @@ def instruct_dataset(
     for column in columns:
         require_column(key, column, rows, source)
     require_column("answer_column", answer_column, rows, source)
-    named = {"system_column": system_column, "history_column": history_column}
+    if tools_column == "tools" and tools_column in (*columns, answer_column):
+        tools_column = None  # the default: the column is text of the prompt
+    named = {
+        **{"system_column": system_column, "history_column": history_column},
+        **{"tools_column": tools_column},
+    }
     check_columns(rows, source, named, {*columns, answer_column})
 
     def to_chat(row: Row) -> Chat:
-        earlier = [] if history_column is None else row[history_column]
         prompt = _prompt(row, prompt_template, columns)
         messages = [
-            *_history(earlier, train_on_input),
+            *(_to_message(turn, train_on_input) for turn in history_of(row, history_column)),
             {"role": "user", "content": prompt, "masked": not train_on_input},
             {"role": "assistant", "content": text_of(row[answer_column]), "masked": False},
         ]
         check_answer(messages[-1])
-        return {"messages": with_system(system_of(row, system_column) or system_prompt, messages)}
+        messages = with_system(system_of(row, system_column) or system_prompt, messages)
+        return {"messages": messages, "tools": as_tools(row.get(tools_column or ""))}
 
     return _tokenize(tokenizer, rows, to_chat, source)
 
@@ -134,8 +134,7 @@ def chat_dataset(
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
         messages_column: column with the messages: a list, or JSON text of one.
         system_column: column with a system message, for rows whose messages begin with none.
-        tools_column: column with the functions that the assistant may call: a list of JSON schemas,
-            or JSON text of one. Rows may have none. Null: the template sees no functions.
+        tools_column: as in `instruct_dataset`.
         train_on_input: train on all messages instead of the assistant's only.
         train_on_last_turn_only: train only on the last answer. Needed for chat templates that
             leave out the reasoning of earlier turns.
@@ -193,55 +192,6 @@ def tokenize_conversations(
         return {"messages": messages, "tools": as_tools(row.get(tools_column or ""))}
 
     return _tokenize(tokenizer, rows, to_chat, source)
-
-
-def check_columns(
-    rows: Any, source: str, named: Mapping[str, str | None], read: set[str | None]
-) -> None:
-    """Says which columns are not read that hold parts of conversations in other projects' data.
-
-    Args:
-        named: the builder's keys for such columns and their values.
-        read: more columns that the builder reads.
-
-    Raises:
-        UserError: there is no column of a name in `named`, except of the default `tools`.
-    """
-    for key, name in named.items():
-        if name not in (None, "tools"):
-            require_column(key, name, rows, source)
-    for column, key in _OF_OTHERS.items():
-        if column in rows.column_names and column not in {*named.values(), *read}:
-            hint = f"; dataset.{key}={column} reads it" if key in named else ""
-            say_once(f"{source}: column {column!r} is not read{hint}")
-
-
-def system_of(row: Row, column: str | None) -> str | None:
-    """The system message in a column; None: there is none."""
-    return None if column is None else text_of(row[column]).strip() or None
-
-
-def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages with a system message before them, which is not trained, if they have none."""
-    if system is None or (messages and messages[0]["role"] in ("system", "developer")):
-        return messages
-    return [{"role": "system", "content": system, "masked": True}, *messages]
-
-
-def _history(value: Any, train_on_input: bool) -> list[dict[str, Any]]:
-    """The messages of `history_column`."""
-    turns = from_json("history", value or [])
-    if not isinstance(turns, list):
-        raise UserError(f"history: {str(turns)[:60]!r}; expected a list of pairs or messages")
-    messages = []
-    for turn in turns:
-        if isinstance(turn, list) and len(turn) == 2:
-            pair = zip(("user", "assistant"), turn, strict=True)
-            turns_of_pair = [{"role": role, "content": text_of(text)} for role, text in pair]
-        else:
-            turns_of_pair = [turn]
-        messages += [_to_message(one, train_on_input) for one in turns_of_pair]
-    return messages
 
 
 def _prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:

@@ -12,7 +12,8 @@ from functools import partial
 from typing import Any
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data.conversations import Tokenizer, check_columns
+from qfsdp.data.context_columns import check_columns
+from qfsdp.data.conversations import Tokenizer
 from qfsdp.data.preference_rows import Columns, PreferenceRows, labelled, pair_of
 from qfsdp.data.preferences import Preferences
 from qfsdp.data.reading import current, reads_rows

@@ -9,6 +9,7 @@ from typing import Any, Literal
 
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.data import check_source
+from qfsdp.data.context_columns import check_row_columns
 from qfsdp.data.json_lines import append_rows, read_rows
 from qfsdp.data.messages import text_of
 from qfsdp.distributed.world import World
@@ -16,7 +17,7 @@ from qfsdp.evaluation.answers import parse_answer, same_answer
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.intervals import Interval, wilson
-from qfsdp.evaluation.prompts import chat_tokens
+from qfsdp.evaluation.prompts import Messages, chat_tokens, in_context
 from qfsdp.modules.transformer import Decoder
 
 
@@ -33,7 +34,9 @@ class ExactMatchConfig:
         examples: a .jsonl file with the same columns. The examples are drawn from it at random and
             are the same for every question. Rows with an asked question are never drawn.
         seed: seed of that draw.
-        system_prompt: a system message, or null.
+        system_column, history_column, tools_column: columns with what comes before a question, as
+            in `qfsdp.data.instruct_dataset`. Examples have the question's system message and tools.
+        system_prompt: a system message for rows without one, or null.
         max_rows: ask only the first `max_rows` questions; null asks all.
         max_new_tokens: longest answer in tokens.
         batch_size: questions that a rank answers at a time; null uses the recipe's `batch_size`.
@@ -46,6 +49,9 @@ class ExactMatchConfig:
     shots: int = 0
     examples: str | None = None
     seed: int = 0
+    system_column: str | None = None
+    history_column: str | None = None
+    tools_column: str | None = "tools"
     system_prompt: str | None = None
     max_rows: int | None = None
     max_new_tokens: int = 256
@@ -91,16 +97,20 @@ def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Q
 
     Raises:
         UserError: a file or column is wrong, an answer has no number, there are too few examples,
-            or the chat template rejects the conversation.
+            or the chat template rejects the conversation, which is named by its row.
     """
     rows = _read(f"{key}.source", config.source, config)[: config.max_rows]
+    names = ("system_column", "history_column", "tools_column")
+    named = {name: getattr(config, name) for name in names}
+    own = {config.question_column, config.answer_column}
+    check_row_columns(rows, config.source, named, own, f"{key}.")
     for number, row in enumerate(rows, start=1):
         if config.compare == "number" and parse_answer(row[config.answer_column]) is None:
             raise UserError(
                 f"{key}.source: {config.source}, row {number}: no number in the answer "
                 f"{row[config.answer_column][:60]!r}; expected a number, or compare=text"
             )
-    turns = [] if config.system_prompt is None else [_message("system", config.system_prompt)]
+    turns: list[dict[str, Any]] = []
     for example in _draw_examples(key, config, {row[config.question_column] for row in rows}):
         turns.append(_message("user", example[config.question_column]))
         turns.append(_message("assistant", example[config.answer_column]))
@@ -108,20 +118,33 @@ def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Q
         Question(
             row[config.question_column],
             row[config.answer_column],
-            chat_tokens(tokenizer, [*turns, _message("user", row[config.question_column])]),
+            _prompt(f"{key}.source: {config.source}, row {number}", config, tokenizer, turns, row),
         )
-        for row in rows
+        for number, row in enumerate(rows, start=1)
     ]
 
 
-def _read(key: str, source: str, config: ExactMatchConfig) -> list[dict[str, str]]:
-    """The rows' two columns as text."""
+def _prompt(
+    place: str, config: ExactMatchConfig, tokenizer: Any, turns: Messages, row: dict[str, Any]
+) -> list[int]:
+    """The tokens of a question after the examples in `turns`."""
+    columns = (config.system_column, config.history_column, config.system_prompt)
+    try:
+        messages = in_context(row[config.question_column], row, *columns, shots=turns)
+        return chat_tokens(tokenizer, messages, row.get(config.tools_column or ""))
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
+
+
+def _read(key: str, source: str, config: ExactMatchConfig) -> list[dict[str, Any]]:
+    """The rows, with their two columns as text."""
     check_source(key, source)
     columns = (config.question_column, config.answer_column)
-    return [
-        {column: _text(f"{key}: {source}, row {number}", column, row[column]) for column in columns}
-        for number, row in enumerate(read_rows(key, source, *columns), start=1)
-    ]
+    rows = read_rows(key, source, *columns)
+    for number, row in enumerate(rows, start=1):
+        place = f"{key}: {source}, row {number}"
+        row |= {column: _text(place, column, row[column]) for column in columns}
+    return rows
 
 
 def _text(place: str, column: str, value: Any) -> str:
@@ -135,7 +158,7 @@ def _text(place: str, column: str, value: Any) -> str:
     return text
 
 
-def _draw_examples(key: str, config: ExactMatchConfig, asked: set[str]) -> list[dict[str, str]]:
+def _draw_examples(key: str, config: ExactMatchConfig, asked: set[str]) -> list[dict[str, Any]]:
     if not config.shots or config.examples is None:
         return []
     pool = _read(f"{key}.examples", config.examples, config)

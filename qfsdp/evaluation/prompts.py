@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.data.context_columns import history_of, system_of, with_system
 from qfsdp.data.messages import as_message, as_tools
+from qfsdp.data.rows import Row
 from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.data.tokenizer_folder import eos_ids
 
@@ -70,6 +72,29 @@ def prompt_tokens(
             raise UserError("a system message and system_prompt; expected only one of them")
         messages = [{"role": "system", "content": system_prompt}, *messages]
     return chat_tokens(tokenizer, messages, tools)
+
+
+def in_context(
+    prompt: str | Messages,
+    row: Row,
+    system_column: str | None,
+    history_column: str | None,
+    system_prompt: str | None = None,
+    shots: Messages | None = None,
+) -> Messages:
+    """A row's prompt as messages, with what comes before it, as in training.
+
+    Args:
+        system_column, history_column, system_prompt: as in `qfsdp.data.instruct_dataset`.
+        shots: solved examples, after the system message and before the row's earlier turns.
+
+    Raises:
+        UserError: a column holds something else.
+    """
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    turns = [*(shots or []), *map(as_message, history_of(row, history_column)), *messages]
+    turns = with_system(system_of(row, system_column) or system_prompt, turns)
+    return [{key: value for key, value in turn.items() if key != "masked"} for turn in turns]
 
 
 def stop_ids(tokenizer: Any, folder: str | Path) -> set[int]:

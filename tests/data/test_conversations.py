@@ -368,7 +368,9 @@ def test_unread_columns_of_other_projects_are_named(
     instruct_dataset(tokenizer, source=pairs, system_column="system")
     said = [record.getMessage() for record in caplog.records]
     assert f"{pairs}: column 'history' is not read; dataset.history_column=history reads it" in said
-    assert f"{pairs}: column 'functions' is not read" in said
+    assert (
+        f"{pairs}: column 'functions' is not read; dataset.tools_column=functions reads it" in said
+    )
     assert not any("'system'" in line for line in said)
     chats = write(tmp_path / "chats.jsonl", [{"messages": CHAT} | extra])
     caplog.clear()

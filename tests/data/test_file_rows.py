@@ -11,6 +11,7 @@ import os
 import pickle
 import runpy
 from array import array
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,7 +21,7 @@ import numpy as np
 import pytest
 
 from qfsdp.cli.errors import UserError
-from qfsdp.data import instruct_dataset, preference_dataset
+from qfsdp.data import hf_tokenizer, instruct_dataset, preference_dataset
 from qfsdp.data.file_records import JsonLines
 from qfsdp.data.file_rows import FilePart, FileRows, FileStream
 from qfsdp.data.json_lines import read_rows, value_of
@@ -30,6 +31,8 @@ from qfsdp.data.row_stream import RowStream
 from qfsdp.data.rows import check_source, content_digest, load_rows, require_column
 from qfsdp.data.text import text_dataset
 from qfsdp.evaluation.exact_match import ExactMatchConfig, read_questions
+from tests.data.test_tokenizer import byte_level, write_folder
+from tests.data.tool_templates import HERMES
 
 ROOT = Path(__file__).parents[2]
 
@@ -279,6 +282,43 @@ def test_a_mark_of_utf8_is_no_text(tmp_path: Path) -> None:
     assert read_text(tmp_path / "a.jinja") == "{{ 1 }}"
 
 
+CONTEXT: dict[str, Any] = {"system_prompt": "Be brief.", "system_column": "s", "tools_column": "t"}
+CONTEXT |= {"history_column": "h"}
+TOOLS = [{"name": "add", "parameters": {}}]
+BEFORE: tuple[dict[str, Any], ...] = (
+    {},
+    {"s": "Be kind.", "h": [["a", "b"], ["c", 5]], "t": TOOLS},
+    {"s": None, "h": '[{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]', "t": ""},
+    {"s": 2.5, "t": json.dumps(TOOLS)},
+)
+
+
+def test_what_comes_before_a_prompt_is_the_same_everywhere(tmp_path: Path) -> None:
+    """System messages, earlier turns and functions, by the same keys."""
+    model = tmp_path / "model"
+    model.mkdir()
+    write_folder(model, byte_level(), chat_template=HERMES)
+    tokenizer = hf_tokenizer(str(model))
+    rows = [{"q": "What?", "a": "That.", "b": "No.", **before} for before in BEFORE]
+    file = lines(tmp_path / "a.jsonl", *rows)
+    columns = {"prompt_column": "q", "answer_column": "a"}
+    trained = list(instruct_dataset(tokenizer, source=str(file), **columns, **CONTEXT))
+    config = ExactMatchConfig(str(file), "q", "a", compare="text", **CONTEXT)
+    asked = [one.prompt for one in read_questions("exact_match.x", config, tokenizer)]
+    recipe = runpy.run_path(str(ROOT / "recipes/generate.py"))
+    given = SimpleNamespace(prompt_column="q", prompts=str(file), chat_template=True, **CONTEXT)
+    assert recipe["tokenized"](given, tokenizer, recipe["rows_of"](given)) == asked
+    for prompt, sample, before in zip(asked, trained, BEFORE, strict=True):
+        assert sample["tokens"][: len(prompt)] == prompt
+        text = tokenizer.decode(prompt)
+        assert text.startswith("system\n") and ("add" in text) == bool(before.get("t"))
+    for key in ("system_column", "history_column", "tools_column"):
+        with pytest.raises(UserError, match=f"{key}: .*'no'"):
+            instruct_dataset(tokenizer, source=str(file), **columns, **(CONTEXT | {key: "no"}))
+        with pytest.raises(UserError, match=f"exact_match.x.{key}: no column 'no'"):
+            read_questions("exact_match.x", replace(config, **{key: "no"}), tokenizer)
+
+
 def test_the_same_text_everywhere(tmp_path: Path) -> None:
     """Training, preferences, exact match and generate read one row as the same text."""
     prompts: dict[str, list[str]] = {}
@@ -313,7 +353,7 @@ def test_the_same_text_everywhere(tmp_path: Path) -> None:
             assert [one.answer for one in questions] == WRITTEN
         else:
             recipe = runpy.run_path(str(ROOT / "recipes/generate.py"))
-            given = SimpleNamespace(prompt_column="q", chat_template=True, system_prompt=None)
+            given = SimpleNamespace(prompt_column="q", chat_template=True, **dict.fromkeys(CONTEXT))
             recipe["tokenized"](given, Noting(), read_rows("prompts", file, "q"))
     twice = [text for text in WRITTEN for _ in range(2)]
     assert prompts["columns"] == prompts["template"] == twice

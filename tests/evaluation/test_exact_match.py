@@ -43,7 +43,9 @@ class Words:
 def test_answers_are_compared_by_their_numbers(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(module, "chat_tokens", lambda tokenizer, turns: [0] * len(str(turns)))
+    monkeypatch.setattr(
+        module, "chat_tokens", lambda tokenizer, turns, tools: [0] * len(str(turns))
+    )
     monkeypatch.setattr(
         module,
         "generate",
