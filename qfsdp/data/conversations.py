@@ -82,25 +82,17 @@ def instruct_dataset(
     """
     rows = load_rows(source, split, subset, data_files, max_rows)
     key, columns = _prompt_columns(prompt_column, prompt_template)
-    for column in columns:
-        require_column(key, column, rows, source)
-    require_column("answer_column", answer_column, rows, source)
+    for name, column in (*((key, one) for one in columns), ("answer_column", answer_column)):
+        require_column(name, column, rows, source)
     if tools_column == "tools" and tools_column in (*columns, answer_column):
         tools_column = None  # the default: the column is text of the prompt
-    named = {
-        **{"system_column": system_column, "history_column": history_column},
-        **{"tools_column": tools_column},
-    }
+    named = {"system_column": system_column, "history_column": history_column}
+    named["tools_column"] = tools_column
     check_columns(rows, source, named, {*columns, answer_column})
 
     def to_chat(row: Row) -> Chat:
-        prompt = _prompt(row, prompt_template, columns)
-        messages = [
-            *(_to_message(turn, train_on_input) for turn in history_of(row, history_column)),
-            {"role": "user", "content": prompt, "masked": not train_on_input},
-            {"role": "assistant", "content": text_of(row[answer_column]), "masked": False},
-        ]
-        check_answer(messages[-1])
+        prompt, history = _prompt(row, prompt_template, columns), history_of(row, history_column)
+        messages = _pair(prompt, text_of(row[answer_column]), history, train_on_input)
         messages = with_system(system_of(row, system_column) or system_prompt, messages)
         return {"messages": messages, "tools": as_tools(row.get(tools_column or ""))}
 
@@ -192,6 +184,17 @@ def tokenize_conversations(
         return {"messages": messages, "tools": as_tools(row.get(tools_column or ""))}
 
     return _tokenize(tokenizer, rows, to_chat, source)
+
+
+def _pair(prompt: str, answer: str, history: list[Any], on_input: bool) -> list[dict[str, Any]]:
+    """A prompt and its answer after earlier turns; `on_input`: the prompt is trained too."""
+    messages = [
+        *(_to_message(turn, on_input) for turn in history),
+        {"role": "user", "content": prompt, "masked": not on_input},
+        {"role": "assistant", "content": answer, "masked": False},
+    ]
+    check_answer(messages[-1])
+    return messages
 
 
 def _prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:
