@@ -235,7 +235,9 @@ def test_traffic_between_machines(tiny: Path) -> None:
 def test_offloaded_parameters_count_as_host_memory(tiny: Path) -> None:
     given = load(tiny, "sharding.cpu_offload=true", "adapter.method=lora")
     found, on_device = estimate(*given, 2), estimate(*load(tiny, "adapter.method=lora"), 2)
-    assert found.peak < on_device.peak
+    # What is gathered for a moment depends on when the peak is, and may be a layer more.
+    rest, rest_on_device = (e.peak - e.at_peak["gathered_parameters"] for e in (found, on_device))
+    assert rest < rest_on_device
     assert found.host["parameters_quantized"] == on_device.at_peak["parameters_quantized"]
     assert found.host["optimizer_state"] > 0 and "optimizer_state" not in found.at_peak
     assert found.moved["to_host"] < found.moved["to_device"]
