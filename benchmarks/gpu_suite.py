@@ -106,6 +106,8 @@ def enter_part(words: list[str], log: str) -> None:
 
 def end_group(process: Any) -> None:
     """Ends a part and what it has left running."""
+    if process.pid is None:  # it has not started
+        return
     with suppress(ProcessLookupError, PermissionError):
         os.killpg(process.pid, signal.SIGKILL)
     process.kill()
@@ -146,8 +148,8 @@ class Suite:
         print(f"== {part.name}: at most {limit} s", flush=True)
         since = time.monotonic()
         process = self.context.Process(target=enter_part, args=(words, str(log)))
-        process.start()
         try:
+            process.start()
             while (left := since + limit - time.monotonic()) > 0 and process.is_alive():
                 process.join(min(SAVED_EVERY, left))
                 self.results.keep(part.name, figures, log)

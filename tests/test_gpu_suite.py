@@ -259,7 +259,7 @@ def test_a_dry_run_that_is_killed_twice_has_every_part_once(tmp_path: Path) -> N
     killed_in("norms", first, signal.SIGKILL, PATH=str(tools))
     killed_in("ours_qlora_4096", second, signal.SIGTERM, "--from", str(first), PATH=str(tools))
     known = states(second)
-    assert known["two_ranks"] == states(first)["two_ranks"] and known["norms"]["starts"] == 2
+    assert known["two_ranks"] == states(first)["two_ranks"] and known["dequantize"]["exit"] == 0
     last = suite(second, PATH=str(tools))
     told, _ = last.communicate(timeout=LIMIT_S)
     assert last.returncode == 0, told
@@ -268,6 +268,8 @@ def test_a_dry_run_that_is_killed_twice_has_every_part_once(tmp_path: Path) -> N
         part.name: (FINISHED, 1) for part in PARTS
     }
     assert found["two_ranks"] == known["two_ranks"], "it did not run again"
+    twice = {name for name, state in found.items() if state["starts"] == 2}
+    assert twice == {"norms", "ours_qlora_4096"}, "those that were killed"
     assert "norms_16_chunk_24_seconds" in found["norms"]["figures"]
     assert found["ours_qlora_4096"]["card"] == "cpu" and "two_ranks_loss_difference" in told
     again = suite(second)

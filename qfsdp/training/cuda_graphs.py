@@ -140,11 +140,6 @@ class StepGraphs:
             raise UserError(f"cuda_graphs: {reason}; expected cuda_graphs=false") from error
 
     @property
-    def expected(self) -> bool:
-        """Whether micro-batches are captured once their shapes have come `WARM_UP` times."""
-        return self._on
-
-    @property
     def replayed(self) -> bool:
         """Whether micro-batches are replayed, and not only warmed up."""
         return self._pass is not None
