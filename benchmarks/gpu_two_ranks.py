@@ -27,6 +27,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed import device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -52,12 +53,21 @@ WAYS = {
 }
 
 
+def join(rank: int, ranks: int, folder: Path) -> None:
+    """Joins the other ranks over gloo, also for tensors of a GPU. Where there is a GPU and the
+    group of all ranks is "gloo", a mesh would make another of NCCL (pytorch#132709): it asks for
+    the group's name. Named for each device, "cpu:gloo,cuda:gloo", ranks on a CPU waited for ever.
+    """
+    store = dist.FileStore(str(folder / "store"), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    device_mesh.get_backend = lambda *_: "gloo of all devices"  # type: ignore[assignment]
+
+
 def train(rank: int, ranks: int, folder: Path, words: list[str], quick: bool) -> list[float]:
     """The losses of a few steps, and the peak in bytes. Row r of a batch is that of rank r."""
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_RANK="0")  # of one GPU
     if ranks > 1:
-        store = dist.FileStore(str(folder / "store"), ranks)
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        join(rank, ranks, folder)
     args = argparse.Namespace(
         contestant="ours_qdora", words=words, packed=False, estimate=True, quick=quick
     )

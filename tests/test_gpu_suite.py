@@ -15,8 +15,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import device_mesh
 
-from benchmarks import gpu_suite, gpu_tests
+from benchmarks import gpu_suite, gpu_tests, gpu_two_ranks
 from benchmarks.gpu_archive import FINISHED, Archive, Results
 from benchmarks.gpu_bundle import with_one_library
 from benchmarks.gpu_parts import PARTS, Part, aims, compare
@@ -218,6 +221,18 @@ def test_what_is_preloaded_asks_for_no_gpu() -> None:
         f"import {name}\n" for name in [*gpu_suite.PRELOADED, "benchmarks.gpu_two_ranks"]
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
+
+
+def test_ranks_of_one_gpu_do_not_use_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a GPU is, a mesh makes a group of its own if the group of all ranks is "gloo"."""
+    monkeypatch.setattr(device_mesh, "get_backend", device_mesh.get_backend)  # put back
+    gpu_two_ranks.join(0, 1, tmp_path)
+    try:
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        mesh = device_mesh.init_device_mesh("cpu", (1,))
+        assert mesh.get_group() is dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
 
 
 def suite(out: Path, *words: str, **env: str) -> subprocess.Popen[str]:
