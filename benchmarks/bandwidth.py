@@ -35,7 +35,6 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -46,23 +45,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.timing import Figures, arguments
 from qfsdp.memory.hardware import machine_memory
 from qfsdp.modules.compute_dtype import compute_dtype
-from qfsdp.training.throughput import matmul_rate
+from qfsdp.training.throughput import best_rate, gather_rate, matmul_rate
 
-ROUNDS = 5
 PIECE = 16 << 20  # bytes of a read, the same as the loader's
-
-
-def best_rate(size: int, copy: Callable[[], object], wait: Callable[[], object]) -> float:
-    """Bytes per second of the fastest of several calls; each moves `size` bytes."""
-    copy()
-    wait()
-    seconds = []
-    for _ in range(ROUNDS):
-        since = time.perf_counter()
-        copy()
-        wait()
-        seconds.append(time.perf_counter() - since)
-    return size / min(seconds)
 
 
 def of_host(size: int) -> Figures:
@@ -126,20 +111,6 @@ def of_copies(devices: list[torch.device], size: int) -> Figures:
         "memory_bandwidth": best_rate(2 * size, lambda: other.copy_(on_gpu[0]), wait),
         "pcie": best_rate(size, copy_in, wait),
     }
-
-
-def gather_rate(size: int, device: torch.device) -> float:
-    """Bytes per second that one rank sends in an all-gather of all ranks, `size` bytes in all."""
-    ranks = dist.get_world_size()
-    mine = torch.ones(size // ranks, dtype=torch.uint8, device=device)
-    everyone = torch.empty(ranks * mine.numel(), dtype=torch.uint8, device=device)
-
-    def wait() -> None:
-        if device.type == "cuda":
-            torch.cuda.synchronize()
-
-    sent = mine.numel() * (ranks - 1)  # in a ring, each rank sends all parts but one
-    return best_rate(sent, lambda: dist.all_gather_into_tensor(everyone, mine), wait)
 
 
 def gather(rank: int, count: int, size: int, folder: str) -> None:

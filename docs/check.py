@@ -43,7 +43,7 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 BUDGET = re.compile(r"[Aa]t most (\d+) files / ([\d,]+) lines")
 ROW = re.compile(r"\| `([\w/.]+\.py)` \| +(\d+) \|")
 DRIFT = 20  # lines by which a count in architecture.md may be off
-SUBCOMMANDS = ("run", "chat", "serve", "ls", "cp", "cat", "validate", "download")
+SUBCOMMANDS = ("run", "chat", "serve", "doctor", "ls", "cp", "cat", "validate", "download")
 FOLDERS = ("qfsdp", "recipes", "configs", "benchmarks", "docs", "tests", "examples")
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 

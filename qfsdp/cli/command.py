@@ -1,5 +1,5 @@
-"""The `qfsdp` command: run, chat, serve, ls, cp, cat and validate. `tune` runs the same functions
-for our files.
+"""The `qfsdp` command: run, chat, serve, doctor, ls, cp, cat and validate. `tune` runs the same
+functions for our files.
 
 `ls`, `cp` and `cat` import neither torch nor torchtune; `run` and `validate` import what the recipe
 imports.
@@ -22,7 +22,8 @@ from qfsdp.cli.output import check_output, outlive_output_errors
 from qfsdp.cli.quiet import quiet_torchao
 
 RUN_USAGE = "[TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]"
-SHORT = ("chat", "serve")  # commands that run the recipe of their name, with the config of its name
+# Commands that run the recipe of their name, with the config of its name.
+SHORT = ("chat", "serve", "doctor")
 _ROW = "{:<40} {:<40}"
 
 
@@ -74,6 +75,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     commands.add_parser("run", help=f"run a recipe: {program} run {RUN_USAGE}")
     commands.add_parser("chat", help=f"talk to a model: {program} chat [key=value ...]")
     commands.add_parser("serve", help=f"OpenAI's API over a model: {program} serve [key=value ...]")
+    commands.add_parser("doctor", help=f"what works here: {program} doctor [key=value ...]")
     commands.add_parser("ls", help="list recipes and their configs")
     cp = commands.add_parser("cp", help="copy a recipe or config, to edit it")
     cp.add_argument("file", help="a recipe or config, by its name or path")

@@ -13,13 +13,14 @@ import functools
 import math
 import time
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
@@ -35,6 +36,7 @@ from qfsdp.training.memory_usage import MemoryUsage
 
 # `matmul_rate` repeats the product for so long. An idle GPU takes a part of it to raise its clocks.
 RATE_SECONDS, GPU_RATE_SECONDS = 0.3, 1.0
+COPY_ROUNDS = 5  # of `best_rate`
 
 
 # ---- time ----------------------------------------------------------------------------------
@@ -329,6 +331,33 @@ def matmul_rate(device: torch.device, dtype: torch.dtype) -> float:
             torch.mm(a, b.T, out=out)
         best = min(best, clock.seconds()["matmul"])
     return 2 * size**3 / best
+
+
+def best_rate(size: int, copy: Callable[[], object], wait: Callable[[], object]) -> float:
+    """Bytes per second of the fastest of several calls; each moves `size` bytes."""
+    copy()
+    wait()
+    seconds = []
+    for _ in range(COPY_ROUNDS):
+        since = time.perf_counter()
+        copy()
+        wait()
+        seconds.append(time.perf_counter() - since)
+    return size / min(seconds)
+
+
+def gather_rate(size: int, device: torch.device) -> float:
+    """Bytes per second that one rank sends in an all-gather of all ranks, `size` bytes in all."""
+    ranks = dist.get_world_size()
+    mine = torch.ones(size // ranks, dtype=torch.uint8, device=device)
+    everyone = torch.empty(ranks * mine.numel(), dtype=torch.uint8, device=device)
+
+    def wait() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+
+    sent = mine.numel() * (ranks - 1)  # in a ring, each rank sends all parts but one
+    return best_rate(sent, lambda: dist.all_gather_into_tensor(everyone, mine), wait)
 
 
 def utilization(flops: StepFlops, seconds: float, rate: float) -> dict[str, float]:
