@@ -20,9 +20,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
-from qfsdp.cli import recipes
 from qfsdp.cli.files import free_bytes, nearest_existing, write_json
 from qfsdp.cli.messages import first_line
 from qfsdp.cli.ranks import leave_process_group
@@ -41,20 +40,6 @@ NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs"
 LEAST_MEMORY, LEAST_DISK = 2e9, 1e9  # bytes below which nothing can be trained or compiled
 SENT = 64 << 20  # bytes of a copy between cards, and of an all-gather
 TOLERANCE = 1e-5  # of losses in fp32 on several ranks
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 96,
-    "intermediate_size": 195,  # rows that 2, 4 and 8 ranks do not divide
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
 
 
 class NotHere(Exception):
@@ -307,8 +292,10 @@ def kernels(case: Case) -> str:
 
 
 def one_rank(case: Case) -> str:
+    from qfsdp.memory.doctor.steps import steps
+
     case.device()
-    case.figures["losses"] = losses = steps(case, 0, 1)
+    case.figures["losses"] = losses = steps(case.folder, case.ranks, 0, 1)
     if not all(after < before for before, after in losses.values()):
         raise Red(f"the loss does not fall: {losses}")
     return ", ".join(f"{kind} {a:.4f} to {b:.4f}" for kind, (a, b) in losses.items())
@@ -335,12 +322,14 @@ def gather(case: Case) -> str:
 
 
 def all_ranks(case: Case) -> str:
+    from qfsdp.memory.doctor.steps import steps
+
     case.device()
     expected = case.of("one_rank").get("losses")
     if expected is None:
         raise NotHere("needs the step on one rank")
     rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    case.figures["losses"] = losses = steps(case, rank, size)
+    case.figures["losses"] = losses = steps(case.folder, case.ranks, rank, size)
     off = max(
         abs(a - b) for kind in losses for a, b in zip(losses[kind], expected[kind], strict=True)
     )
@@ -349,57 +338,6 @@ def all_ranks(case: Case) -> str:
     if not off <= TOLERANCE:  # NaN too
         raise Red(f"{text}; expected at most {TOLERANCE}")
     return text
-
-
-def steps(case: Case, rank: int, size: int) -> dict[str, list[float]]:
-    """Losses of two updates of a tiny QDoRA, with a base in fp32 and in NF4, by the recipe's own
-    functions. The same rows, split over the ranks."""
-    import torch
-
-    from qfsdp.checkpoint.weights.load import ModelConfig
-    from qfsdp.data import Batch
-    from qfsdp.distributed.world import init_world
-    from qfsdp.modules.adapters import parameter_groups
-    from qfsdp.modules.quantized_linear import QuantizationConfig
-    from qfsdp.training.throughput import StepClock
-
-    os.environ["QFSDP_EAGER_KERNELS"] = "1"  # compiling them takes longer than all else
-    found = recipes.find_recipe("recipes/qdora_distributed")
-    assert found is not None
-    recipe, world = recipes.load_recipe(found), init_world()
-    folder = _write_model(case.folder / f"model{rank}of{size}")
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(131, (case.ranks, 1, 33), generator=generator)
-    batches = [Batch(row[:, :-1], row[:, 1:], 32) for row in rows[rank::size]]
-    losses: dict[str, list[float]] = {}
-    kinds: tuple[Literal["none", "nf4"], ...] = ("none", "nf4")
-    for kind in kinds:
-        cfg = recipe.Config("", ModelConfig(str(folder), dtype="fp32"), None, None, None)
-        cfg.quantization = QuantizationConfig(kind)
-        model = recipe.load_model(cfg, world)
-        optimizer = torch.optim.AdamW(parameter_groups(model, cfg.adapter), lr=0.01)
-        given = (model, optimizer, None, batches, 1.0, world, StepClock(world.device))
-        losses["fp32" if kind == "none" else kind] = [
-            recipe.train_step(*given)["loss"] for _ in range(2)
-        ]
-    return losses
-
-
-def _write_model(folder: Path) -> Path:
-    """A random model, the same on every rank."""
-    import torch
-    from safetensors.torch import save_file
-
-    from qfsdp.modules.decoder_config import DecoderConfig
-    from qfsdp.modules.transformer import Decoder
-
-    folder.mkdir()
-    write_json(folder / "config.json", TINY)
-    torch.manual_seed(0)
-    weights = Decoder(DecoderConfig.from_dict(TINY)).named_parameters()
-    of = {n: torch.randn(p.shape) * p.shape[-1] ** -0.5 + ("norm" in n) for n, p in weights}
-    save_file(of, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
 
 
 _MACHINE = (host, models_cache, versions, cards, links, compiler)

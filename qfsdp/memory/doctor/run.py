@@ -33,8 +33,11 @@ ALONE = {
 }
 # In one process per rank.
 TOGETHER = {
-    "gather": ("all-gather", "NCCL_DEBUG=INFO says more; try NCCL_P2P_DISABLE=1, "
-    "GLOO_SOCKET_IFNAME=lo, in a container --shm-size=8g"),
+    "gather": (
+        "all-gather",
+        "NCCL_DEBUG=INFO says more; try NCCL_P2P_DISABLE=1, "
+        "GLOO_SOCKET_IFNAME=lo, in a container --shm-size=8g",
+    ),
     "all_ranks": ("QDoRA, all ranks", "do not trust several ranks here: report with output=FILE"),
 }
 CHECKS = ALONE | TOGETHER
