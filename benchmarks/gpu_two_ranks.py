@@ -27,7 +27,6 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed import device_mesh
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -54,13 +53,10 @@ WAYS = {
 
 
 def join(rank: int, ranks: int, folder: Path) -> None:
-    """Joins the other ranks over gloo, also for tensors of a GPU. Where there is a GPU and the
-    group of all ranks is "gloo", a mesh would make another of NCCL (pytorch#132709): it asks for
-    the group's name. Named for each device, "cpu:gloo,cuda:gloo", ranks on a CPU waited for ever.
-    """
+    """Joins the other ranks over gloo, also for tensors of a GPU. Named for each device: where the
+    group of all ranks is "gloo" and there is a GPU, a mesh makes one of NCCL (pytorch#132709)."""
     store = dist.FileStore(str(folder / "store"), ranks)
-    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-    device_mesh.get_backend = lambda *_: "gloo of all devices"  # type: ignore[assignment]
+    dist.init_process_group("cpu:gloo,cuda:gloo", store=store, rank=rank, world_size=ranks)
 
 
 def train(rank: int, ranks: int, folder: Path, words: list[str], quick: bool) -> list[float]:
@@ -126,6 +122,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
+    torch.set_num_threads(1)  # forks of a process with threads of OpenMP wait for these for ever
     found: dict[str, float] = {}
     load_recipe(RECIPE)  # its imports are those of all ranks
     with tempfile.TemporaryDirectory() as work_folder:

@@ -225,7 +225,6 @@ def test_what_is_preloaded_asks_for_no_gpu() -> None:
 
 def test_ranks_of_one_gpu_do_not_use_nccl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where a GPU is, a mesh makes a group of its own if the group of all ranks is "gloo"."""
-    monkeypatch.setattr(device_mesh, "get_backend", device_mesh.get_backend)  # put back
     gpu_two_ranks.join(0, 1, tmp_path)
     try:
         monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
