@@ -199,7 +199,7 @@ def cards(case: Case) -> str:
     """Each card's memory, and one product on each against the CPU's."""
     import torch
 
-    driver = [] if os.environ.get("CUDA_VISIBLE_DEVICES") == "" else _nvidia_smi("name")
+    driver = [] if os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1") else _nvidia_smi("name")
     if not torch.cuda.is_available():
         if driver:
             advice = "install a torch built for CUDA, and a driver that is as new as its CUDA"
@@ -216,7 +216,7 @@ def cards(case: Case) -> str:
             if not torch.equal((on_card @ on_card).cpu(), a @ a):
                 raise Red("a product differs from the CPU's")
         except Exception as error:
-            others = ",".join(str(n) for n in range(count) if n != at)
+            others = ",".join(str(n) for n in range(count) if n != at) or "-1 (the CPU)"
             advice = f"without it: CUDA_VISIBLE_DEVICES={others}; `nvidia-smi` and `dmesg` say more"
             raise Red(f"card {at} of {count}: {first_line(error)}", advice) from None
         peers = [n for n in range(count) if n != at and torch.cuda.can_device_access_peer(at, n)]
