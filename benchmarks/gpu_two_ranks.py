@@ -36,7 +36,6 @@ from qfsdp.cli.recipes import load_recipe
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.training.memory_usage import peak_memory_bytes
 from qfsdp.training.throughput import StepClock
-from tests.tiny import write_tiny_model
 
 VOCABULARY, STEPS, LIMIT = 577, 4, 2e-2
 LARGE: dict[str, Any] = {"hidden_size": 1152, "intermediate_size": 2817, "num_hidden_layers": 6}
@@ -78,6 +77,13 @@ def train(rank: int, ranks: int, folder: Path, words: list[str], quick: bool) ->
         batch = random_batch(Size(2, 32 if quick else 512), VOCABULARY, index)
         losses.append(step(*(rows[mine] for rows in batch)))
     return [*losses, float(peak_memory_bytes(world.device))]
+
+
+def write_model(folder: Path, quick: bool) -> None:
+    """In a process of its own: these imports ask for a GPU, and who has asked cannot be forked."""
+    from tests.tiny import write_tiny_model
+
+    write_tiny_model(folder, **({} if quick else LARGE))
 
 
 def work(rank: int, ranks: int, folder: Path, words: list[str], quick: bool) -> None:
@@ -126,7 +132,10 @@ def main() -> None:
     found: dict[str, float] = {}
     load_recipe(RECIPE)  # its imports are those of all ranks
     with tempfile.TemporaryDirectory() as work_folder:
-        folder = write_tiny_model(Path(work_folder), **({} if args.quick else LARGE))
+        folder = Path(work_folder)
+        writer = mp.get_context("fork").Process(target=write_model, args=(folder, args.quick))
+        writer.start()
+        writer.join()
         one = run(1, folder, [], args.quick)
         if one is None:
             raise SystemExit("error: one rank failed")
