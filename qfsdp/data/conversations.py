@@ -19,7 +19,15 @@ from typing import TYPE_CHECKING, Any
 from qfsdp.cli.errors import UserError
 from qfsdp.data.context_columns import check_columns, history_of, system_of, with_system
 from qfsdp.data.loader import IGNORE_INDEX
-from qfsdp.data.messages import NotText, as_message, as_tools, from_json, text_of, unfilled
+from qfsdp.data.messages import (
+    NotText,
+    as_message,
+    as_tools,
+    from_json,
+    may_train,
+    text_of,
+    unfilled,
+)
 from qfsdp.data.reading import reads_rows
 from qfsdp.data.rows import Row, Rows, load_rows, require_column
 from qfsdp.data.tokenized_dataset import TokenizedDataset, TokenizedRow, Unusable, tokenize_rows
@@ -118,9 +126,9 @@ def chat_dataset(
 
     Messages have OpenAI's format `{"role", "content"}` or ShareGPT's format `{"from", "value"}`.
     They may have tool calls, which are trained, and results of tools, which are not; see
-    `qfsdp.data.messages`. A message with `weight` 0 or `train` false is not trained. Skips rows
-    without an answer, with an empty answer, or without a trained token within the tokenizer's
-    `max_seq_len`. One log line counts them.
+    `qfsdp.data.messages`. A message with `train`, `training` or `loss` false or `weight` 0 is not
+    trained. Skips rows without an answer, with an empty answer, or without a trained token within
+    the tokenizer's `max_seq_len`. One log line counts them.
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
@@ -263,10 +271,7 @@ def _to_message(turn: Any, train_on_input: bool) -> dict[str, Any]:
     answers = message["role"] == "assistant"
     if answers:
         check_answer(message)
-    train = turn.get("train")
-    if train not in (None, True, False):
-        raise UserError(f"train: {str(train)[:60]!r} of a message; expected true or false")
-    trained = (train_on_input or answers) and train in (None, True) and turn.get("weight") != 0
+    trained = may_train(turn) and (train_on_input or answers)
     return message | {"masked": not trained}
 
 

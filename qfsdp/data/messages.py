@@ -37,7 +37,10 @@ ROLES = {
 """Role in OpenAI's or ShareGPT's format, old or new -> role of a chat template."""
 
 _OWN_KEYS = ("role", "content", "from", "value", "function_call", "tool_calls")
-_OF_TRAINING = ("weight", "train", "masked")
+_CHOOSES = ("weight", "train", "training", "loss")
+"""Keys that say whether a message is trained: OpenAI's, ours, Axolotl's, ms-swift's."""
+
+_CHOOSES_PARTS = ("train_detail", "loss_scale")
 
 
 class NotText(UserError):
@@ -76,7 +79,7 @@ def as_message(turn: Any) -> dict[str, Any]:
         calls = calls if isinstance(calls, list) else [calls]
     elif not calls and turn.get("function_call"):
         calls = [{"type": "function", "function": turn["function_call"]}]
-    own = (*_OWN_KEYS, *_OF_TRAINING)
+    own = (*_OWN_KEYS, *_CHOOSES, *_CHOOSES_PARTS, "masked")
     kept = {key: value for key, value in _given(turn).items() if key not in own}
     message = {"role": role, "content": _content(content), **kept}
     if calls:
@@ -84,6 +87,25 @@ def as_message(turn: Any) -> dict[str, Any]:
     elif content is None:
         message["content"] = ""
     return message
+
+
+def may_train(turn: Mapping[str, Any]) -> bool:
+    """Whether a message may be trained: `weight`, `train`, `training`, `loss` are not 0 or false.
+
+    Raises:
+        UserError: one of them is neither true, false, 0, 1 nor null; or a key chooses parts of the
+            message or their weights, as `train_detail` of Axolotl and `loss_scale` of ms-swift do.
+    """
+    for key in _CHOOSES_PARTS:
+        if turn.get(key) is not None:
+            raise UserError(
+                f"{key}: {str(turn[key])[:60]!r} of a message: parts of a message are not chosen; "
+                'expected "train": true or false'
+            )
+    for key in _CHOOSES:
+        if turn.get(key) not in (None, True, False):  # 1 and 0 equal true and false
+            raise UserError(f"{key}: {str(turn[key])[:60]!r} of a message; expected true or false")
+    return all(turn.get(key) in (None, True) for key in _CHOOSES)
 
 
 def as_tools(value: Any) -> list[Any] | None:

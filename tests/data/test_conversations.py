@@ -350,7 +350,9 @@ def test_malformed_history(tokenizer: HFTokenizer, tmp_path: Path) -> None:
             instruct_dataset(tokenizer, source=source, history_column="past")
 
 
-@pytest.mark.parametrize("key", [{"train": False}, {"weight": 0}])
+@pytest.mark.parametrize(
+    "key", [{"train": False}, {"weight": 0}, {"training": False}, {"loss": False}, {"loss": 0}]
+)
 def test_a_turn_that_is_not_trained(tokenizer: HFTokenizer, tmp_path: Path, key: Any) -> None:
     turns = [_asked("a"), _said("b", **key), _asked("c"), _said("d", train=True)]
     dataset = chat_dataset(tokenizer, source=write(tmp_path / "a.jsonl", [{"messages": turns}]))
@@ -358,6 +360,18 @@ def test_a_turn_that_is_not_trained(tokenizer: HFTokenizer, tmp_path: Path, key:
     turns[1]["train"] = "no"
     with pytest.raises(UserError, match="train: 'no' of a message; expected true or false"):
         chat_dataset(tokenizer, source=write(tmp_path / "b.jsonl", [{"messages": turns}]))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("loss", 0.5), ("weight", "0"), ("train_detail", [{"train": False}]), ("loss_scale", 2.0)],
+)
+def test_weights_that_are_not_0_or_1(
+    tokenizer: HFTokenizer, tmp_path: Path, key: str, value: Any
+) -> None:
+    turns = [_asked("a") | {"loss": None}, _said("b", **{key: value})]
+    with pytest.raises(UserError, match=f"row 1: {key}: .* of a message.*true or false"):
+        chat_dataset(tokenizer, source=write(tmp_path / "a.jsonl", [{"messages": turns}]))
 
 
 def test_unread_columns_of_other_projects_are_named(
