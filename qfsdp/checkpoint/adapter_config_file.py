@@ -153,6 +153,17 @@ def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
     return "qfsdp does not have this option" if turned_on and key not in known else None
 
 
+def why_unread(key: str) -> str:
+    """Why a tensor of an adapter's file is no adapter of the model: the end of a message."""
+    if ".lora_embedding_" in key:
+        return "adapts embeddings, which qfsdp does not; expected target_modules without them"
+    if key.endswith((".embed_tokens.weight", ".lm_head.weight")):
+        return (
+            "is a whole layer, as PEFT writes with save_embedding_layers; expected adapters alone"
+        )
+    return "is not among this model's adapters"
+
+
 def missing_files(folder: Path) -> str:
     """The message for a folder that is not a whole adapter."""
     expected = f"expected an adapter in PEFT's format, {CONFIG_FILE} and {WEIGHTS_FILE}"

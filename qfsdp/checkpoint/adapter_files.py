@@ -35,6 +35,7 @@ from qfsdp.checkpoint.adapter_config_file import (
     missing_files,
     peft_config,
     read_peft_config,
+    why_unread,
 )
 from qfsdp.checkpoint.adapter_digests import check_digests, digests
 from qfsdp.checkpoint.expert_adapter_files import (
@@ -337,7 +338,7 @@ def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]
     if missing := params.keys() - found.keys():
         _check_coverage(folder, min(missing), found)
     for key in sorted(params.keys() ^ found.keys()):
-        where = "is missing" if key in params else "is not among this model's adapters"
+        where = "is missing" if key in params else why_unread(key)
         raise UserError(f"{file}: tensor {key!r} {where}")
     shared = {
         f"base_model.model.{name}.{PEFT_FIELDS[module.shared]}": module.experts

@@ -250,6 +250,7 @@ def rank_8(folder: Path) -> None:
     )(folder)
 
 
+EMBEDDINGS = "base_model.model.model.embed_tokens"
 REFUSED: dict[str, tuple[Spoil, str]] = {
     "config missing": (lambda f: (f / CONFIG_FILE).unlink(), f"{CONFIG_FILE} does not exist;"),
     "weights missing": (lambda f: (f / WEIGHTS_FILE).unlink(), f"{WEIGHTS_FILE} does not exist;"),
@@ -366,6 +367,14 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     "an embedding": (
         tensors(lambda found: found.update({"m.embed_tokens.lora_A.weight": torch.zeros(5, 9)})),
         "tensor 'm.embed_tokens.lora_A.weight' is not among this model's adapters",
+    ),
+    "an adapted embedding": (
+        tensors(lambda found: found.update({f"{EMBEDDINGS}.lora_embedding_A": torch.zeros(5, 9)})),
+        f"tensor '{EMBEDDINGS}.lora_embedding_A' adapts embeddings, which qfsdp does not",
+    ),
+    "a whole layer": (
+        tensors(lambda found: found.update({f"{EMBEDDINGS}.weight": torch.zeros(9, 5)})),
+        f"tensor '{EMBEDDINGS}.weight' is a whole layer, as PEFT writes with save_embedding_layers",
     ),
     "shape": (
         tensors(lambda found: found.update({A: torch.zeros(5, 191)})),
