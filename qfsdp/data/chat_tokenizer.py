@@ -14,7 +14,7 @@ from qfsdp.data.chat_template import ChatTemplate, Range, Rendered
 from qfsdp.data.encode import encode
 from qfsdp.data.special_tokens import SpecialTokens
 from qfsdp.data.tokenizer_folder import eos_ids
-from qfsdp.data.trained_spans import Conversation, TokenizedChat, TrainedSpans, left_out
+from qfsdp.data.trained_spans import Conversation, TokenizedChat, TrainedSpans, left_out, place
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -105,9 +105,10 @@ class ChatTokenizer:
         """
         if isinstance(found, UserError):
             # A template without tools may fail because the content of a call is None.
-            calls = any(message.get("tool_calls") for message in conversation.messages)
+            messages = conversation.messages
+            calls = [i for i, message in enumerate(messages) if message.get("tool_calls")]
             if calls and not self.template.reads("tool_calls"):
-                raise left_out(self.source, "tool calls")
+                raise left_out(self.source, f"tool calls of {place(messages, calls[0])}")
             raise found
         last = len(conversation.messages) - 1
         answered = last in conversation.trained and conversation.is_answer(last)

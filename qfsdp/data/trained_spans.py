@@ -209,9 +209,8 @@ class TrainedSpans:
         for index, message in enumerate(messages):
             what = next(self._missing(index, message), None)
             if what is not None:
-                place = f"message {index + 1} of {len(messages)} ({message['role']})"
                 earlier = index < len(messages) - 1 and what in (REASONING[0], BEFORE_THINK)
-                raise left_out(self.source, f"{what} of {place}", earlier)
+                raise left_out(self.source, f"{what} of {place(messages, index)}", earlier)
         for name in filter(None, map(function_name, self.conversation.tools or ())):
             if name not in self.rendered.text:
                 raise left_out(self.source, f"tools ({name})")
@@ -238,6 +237,11 @@ class TrainedSpans:
             found = not content.strip() or index in self.rendered.contents
         if not found:
             yield "the content"
+
+
+def place(messages: Sequence[Mapping[str, Any]], index: int) -> str:
+    """How an error names a message."""
+    return f"message {index + 1} of {len(messages)} ({messages[index]['role']})"
 
 
 def left_out(source: Path, what: str, of_earlier_answer: bool = False) -> UserError:

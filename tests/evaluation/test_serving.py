@@ -7,6 +7,7 @@ import http.client
 import json
 import os
 import re
+import shutil
 import signal
 import socket
 import subprocess
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 
 from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
@@ -41,6 +43,11 @@ pytest.importorskip("starlette")
 pytest.importorskip("uvicorn")
 
 NEW = 12
+USER_AND_ANSWER = (
+    "{% for m in messages %}{% if m.role in ['user', 'assistant'] %}"
+    "{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
 ASKED = ["Why? ", "Tell me a story. ", "Zażółć? ", "2 + 2 = "]
 
 
@@ -107,9 +114,17 @@ class Server:
 
 
 @pytest.fixture(scope="module")
-def server(model_dir: Path, adapters: dict[str, Path]) -> Iterator[Server]:
+def server(
+    model_dir: Path, adapters: dict[str, Path], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
+    """A server of a model and adapters; the adapter `strict` has a chat template for users and
+    answers only."""
+    strict = tmp_path_factory.mktemp("strict") / "adapter"
+    shutil.copytree(adapters["lora"], strict)
+    (strict / TEMPLATE_FILE).write_text(USER_AND_ANSWER)
     words = [f"model.path={model_dir}", "model.dtype=fp32", "limits.prompt_tokens=100"]
     words += [f"adapters.{name}={folder}" for name, folder in adapters.items()]
+    words += [f"adapters.strict={strict}"]
     words += [f"limits.client_seconds={CLIENT_S}", "limits.running=8", "limits.waiting=32"]
     found = Server(*words, "limits.body=20KB", "limits.new_tokens=200", QFSDP_EAGER_KERNELS="1")
     yield found
@@ -146,7 +161,7 @@ def said(text: str) -> list[dict[str, str]]:
 
 def test_models(server: Server) -> None:
     client = server.client()
-    assert [model.id for model in client.models.list()] == ["model", "dora", "lora"]
+    assert [model.id for model in client.models.list()] == ["model", "dora", "lora", "strict"]
     assert client.models.retrieve("dora").id == "dora"
     with pytest.raises(openai.NotFoundError, match="'none' does not exist"):
         client.models.retrieve("none")
@@ -260,7 +275,7 @@ def test_stop_strings(server: Server, oracles: dict[str, Oracle]) -> None:
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"model": "gpt"}, "model: 'gpt' does not exist; expected one of model, dora, lora"),
+    ({"model": "gpt"}, "model: 'gpt' does not exist; expected one of model, dora, lora, strict"),
     ({"max_tokens": 0}, "max_tokens: 0 is not valid; expected an integer from 1 to 200"),
     ({"max_tokens": 201}, "max_tokens: 201 is not valid; expected an integer from 1 to 200"),
     ({"max_tokens": "5"}, 'max_tokens: "5" is not valid'),
@@ -308,6 +323,51 @@ def test_mistakes_in_conversations(server: Server) -> None:
         with pytest.raises(openai.BadRequestError, match=message) as caught:
             server.client().chat.completions.create(**given)
         assert caught.value.param == "messages"
+
+
+CALL = {"type": "function", "id": "1", "function": {"name": "weather", "arguments": "{}"}}
+LEFT_OUT: dict[str, tuple[list[dict[str, Any]], str]] = {
+    "system": (
+        [{"role": "system", "content": "Answer in French."}, *said("a")],
+        "the content of message 1 of 2 \\(system\\)",
+    ),
+    "developer": (
+        [{"role": "developer", "content": "Answer in French."}, *said("a")],
+        "the content of message 1 of 2 \\(system\\)",
+    ),
+    "tool": (
+        [*said("a"), {"role": "tool", "tool_call_id": "1", "content": "18 degrees"}],
+        "the content of message 2 of 2 \\(tool\\)",
+    ),
+    "tool call": (
+        [*said("a"), {"role": "assistant", "content": None, "tool_calls": [CALL]}, *said("b")],
+        "tool calls of message 2 of 3 \\(assistant\\)",
+    ),
+    "reasoning": (
+        [
+            *said("a"),
+            {"role": "assistant", "content": "b", "reasoning_content": "since c"},
+            *said("d"),
+        ],
+        "reasoning_content of message 2 of 3 \\(assistant\\)",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", LEFT_OUT)
+def test_messages_that_the_template_leaves_out(kind: str, server: Server) -> None:
+    messages, what = LEFT_OUT[kind]
+    for stream in (False, True):
+        body = {"model": "strict", "messages": messages, "max_tokens": 2, "stream": stream}
+        status, answer = server.post(json.dumps(body).encode(), "/v1/chat/completions")
+        assert status == 400, answer
+        error = answer["error"]
+        assert re.search(f"the chat template leaves out {what}", error["message"]), error
+        assert len(error["message"].splitlines()) == 1
+        assert (error["type"], error["param"]) == ("invalid_request_error", "messages")
+        assert error.keys() == {"message", "type", "param", "code"}
+    body = {"model": "strict", "messages": said("a"), "max_tokens": 2}
+    assert server.post(json.dumps(body).encode(), "/v1/chat/completions")[0] == 200
 
 
 def test_requests_that_are_none(server: Server) -> None:
