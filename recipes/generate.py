@@ -33,6 +33,7 @@ from qfsdp.cli.files import not_written, write_text
 from qfsdp.cli.launch import launch
 from qfsdp.cli.printable import printable, printable_json
 from qfsdp.data.context_columns import check_row_columns, system_of
+from qfsdp.data.encode import naming
 from qfsdp.data.json_lines import check_new_file, read_rows, to_lines
 from qfsdp.data.messages import text_of
 from qfsdp.distributed.strategy import ShardingConfig
@@ -123,7 +124,8 @@ def tokenized(cfg: Config, tokenizer: Any, rows: list[dict[str, Any]]) -> list[l
             if prompt is not None and (cfg.system_column or cfg.history_column):
                 prompt = in_context(prompt, row, cfg.system_column, cfg.history_column)
                 system_prompt = None if system_of(row, cfg.system_column) else system_prompt
-            tokens = prompt_tokens(tokenizer, prompt, cfg.chat_template, system_prompt, tools)
+            with naming(f"prompt {number} of {len(rows)}"):
+                tokens = prompt_tokens(tokenizer, prompt, cfg.chat_template, system_prompt, tools)
         except UserError as error:
             raise UserError(f"prompt {number} of {len(rows)}: {error}") from None
         prompts.append(tokens)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from qfsdp.cli.errors import UserError
 from qfsdp.data.answer_form import AnswerForm
 from qfsdp.data.chat_template import ChatTemplate, Range, Rendered
-from qfsdp.data.encode import encode
+from qfsdp.data.encode import TooSlow, encode
 from qfsdp.data.special_tokens import SpecialTokens
 from qfsdp.data.tokenizer_folder import eos_ids
 from qfsdp.data.trained_spans import Conversation, TokenizedChat, TrainedSpans, left_out, place
@@ -68,7 +68,8 @@ class ChatTokenizer:
         return stops if self.form.end is None else [*stops, self.form.end]
 
     def tokenize(self, asked: Sequence[Conversation]) -> list[TokenizedChat | UserError]:
-        """Tokens of each conversation, not cut; or an error."""
+        """Tokens of each conversation, not cut; or an error, which all have after one that took too
+        long."""
         hidden: list[Mapping[str, str]] = []
         notes: list[str | None] = []
         safe = []
@@ -90,6 +91,8 @@ class ChatTokenizer:
             try:
                 text, spans, remark = self._spans(conversation, found)
                 ids, trained = self._encode(text, spans, names)
+            except TooSlow as error:  # others may be as slow
+                return results + [error] * (len(safe) - len(results))
             except UserError as error:
                 results.append(error)
             else:

@@ -2,24 +2,62 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from queue import Empty, SimpleQueue
+from typing import TYPE_CHECKING, Any
 
 from qfsdp.cli.errors import UserError
+from qfsdp.cli.slow import SLOW_S, told_if_slow
+from qfsdp.cli.terminal import say
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
+
+WATCHED = 4096
+"""Characters from which on a text is watched. A thread costs 0.1 ms, such a text 3 ms."""
+
+AGAIN_S = 15.0
+LIMIT_S = 60.0
+SLOWEST_PER_S = 50_000  # characters; 1,000,000 are usual, 600,000 in one word without a space
+
+Place = str | Callable[[str], str]
+"""Where a text stands, or a function of the text that says it."""
+
+_place: ContextVar[Place] = ContextVar("place", default="")
+
+
+class TooSlow(UserError):
+    """A text was given up: its tokenizer needs too long for it."""
+
+
+@contextmanager
+def naming(place: Place) -> Iterator[None]:
+    """Within the `with` block, the line about a slow text says where it stands."""
+    token = _place.set(place)
+    try:
+        yield
+    finally:
+        _place.reset(token)
 
 
 def encode(backend: Tokenizer, text: str) -> Encoding:
     """The tokens of a text, without those that the post-processor adds.
 
-    Nothing is checked ahead: only a text that cannot be tokenized costs more.
+    Nothing is checked ahead: only a text that cannot be tokenized costs more. A long text that
+    takes over 5 s is named on stderr. Each may take 60 s, and 1 s more per 50,000 characters.
 
     Raises:
         UserError: the text has half of a surrogate pair, or the tokenizer fails on it, as a regular
             expression of `tokenizer.json` does that tries too many ways (a Rust panic).
+        TooSlow: a text of at least `WATCHED` characters takes longer than its limit.
     """
     try:
+        if len(text) >= WATCHED:
+            return _watched(backend, text)
         return backend.encode(text, add_special_tokens=False)
     except TypeError:
         half = next((at for at, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
@@ -35,3 +73,44 @@ def encode(backend: Tokenizer, text: str) -> Encoding:
             f"tokenizer.json fails on a text of {len(text)} characters: {reason}; expected a "
             "pattern that can split it, or a shorter text"
         ) from None
+
+
+def _watched(backend: Tokenizer, text: str) -> Encoding:
+    """Encodes in a thread. Rust code cannot be interrupted: a text that is given up goes on there,
+    until the process ends."""
+    # `encode` holds Python's lock, and no other thread would run; `encode_batch` frees it. Its own
+    # threads have nothing to do for one text, and would not outlive a fork.
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    answer: SimpleQueue[Any] = SimpleQueue()
+
+    def work() -> None:
+        try:
+            answer.put(backend.encode_batch([text], add_special_tokens=False)[0])
+        except BaseException as error:  # a panic is no Exception
+            answer.put(error)
+
+    threading.Thread(target=work, name="encode", daemon=True).start()
+    try:
+        found = answer.get(timeout=SLOW_S)
+    except Empty:
+        found = _slow(answer, text)
+    if isinstance(found, BaseException):
+        raise found
+    return found  # type: ignore[no-any-return]
+
+
+def _slow(answer: SimpleQueue[Any], text: str) -> Any:
+    limit = LIMIT_S + len(text) / SLOWEST_PER_S
+    about = f"a text of {len(text):,} characters that begins with {text[:20]!r}"
+    place = _place.get()
+    named = place if isinstance(place, str) else place(text)
+    line = f"tokenizing {', '.join(filter(None, (named, about)))}"
+    say(f"{line} ...")
+    with told_if_slow(line, AGAIN_S):
+        try:
+            return answer.get(timeout=max(0, limit - SLOW_S))
+        except Empty:
+            raise TooSlow(
+                f"tokenizer.json needs over {limit:.0f} s for {about}; expected a shorter text, or "
+                "a pattern that splits it into words"
+            ) from None

@@ -7,13 +7,16 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from qfsdp.cli.errors import UserError, speaks_for_all
+from qfsdp.data.encode import TooSlow, naming
 from qfsdp.data.rows import Row, Rows, read_each, where
+from qfsdp.data.special_tokens import texts_of
 
 Sample = tuple[list[int], list[int]]
 """Tokens and labels of equal length. Labels are -100 where not trained, and *not* shifted."""
@@ -95,11 +98,13 @@ def one_by_one(
     notes: list[str] = getattr(tokenizer, "spelled", [])
 
     def tokenize(rows: Sequence[Row]) -> list[TokenizedRow]:
-        found = []
+        found: list[TokenizedRow] = []
         for row in rows:
             before = len(notes)
             try:
                 samples = list(samples_of(row))
+            except TooSlow as problem:  # other rows may be as slow
+                return found + [TokenizedRow(problem=problem)] * (len(rows) - len(found))
             except (Unusable, UserError) as problem:
                 found.append(TokenizedRow(problem=problem))
             except ValueError as error:  # of torchtune's tokenizers
@@ -203,7 +208,8 @@ class RowTokenizer:
         left_out: Counter[str] = Counter()
         each = enumerate(read_each(rows, self.source), start=start + 1)
         while batch := list(islice(each, ROWS_AT_ONCE)):
-            tokenized = self.tokenize([row for _, row in batch])
+            with naming(partial(self._where, batch)):
+                tokenized = self.tokenize([row for _, row in batch])
             for (number, row), found in zip(batch, tokenized, strict=True):
                 if isinstance(found.problem, UserError):
                     place = where(self.source, number, row)
@@ -225,3 +231,11 @@ class RowTokenizer:
         counts.smallest_id = min(dataset.tokens, default=0)
         counts.largest_id = max(dataset.tokens, default=0)
         return dataset, counts
+
+    def _where(self, batch: Sequence[tuple[int, Row]], text: str) -> str:
+        """Where the row stands that a text was made of: the first one whose longest text it has."""
+        for number, row in batch:
+            longest = max(texts_of(list(row.values())), key=len, default="").strip()
+            if longest and longest in text:
+                return where(self.source, number, row)
+        return f"{self.source}, rows {batch[0][0]} to {batch[-1][0]}"

@@ -259,7 +259,7 @@ class HFTokenizer:
 
         Returns:
             For each of them what `tokenize_messages` returns, or the error that it raises. After a
-            template has exceeded its time, the rest have that error.
+            template or the tokenizer has exceeded its time, the rest have that error.
         """
         asked = [Conversation.of(chat["messages"], chat.get("tools")) for chat in chats]
         return [self._cut(found) for found in self._tokenize(asked)]

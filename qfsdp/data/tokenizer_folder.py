@@ -37,23 +37,23 @@ class TokenizerFolder:
         self._config = read_json(self.path / "tokenizer_config.json")
 
     def backend(self) -> Tokenizer:
-        """The tokenizer. Raises UserError if `tokenizer.json` is damaged."""
+        """The tokenizer. Raises UserError if `tokenizer.json` is damaged, or makes a short text a
+        very long one."""
         from tokenizers import Tokenizer
 
         file = self.path / "tokenizer.json"
+        # Before it is loaded, which applies the normalizer to the added tokens.
+        for part, growth in _growths(file):
+            if growth > LARGEST_GROWTH:
+                found = f"its {part} makes a text over {growth:.0f} times longer"
+                raise UserError(f"{file}: {found}; expected at most {LARGEST_GROWTH} times")
         try:
-            tokenizer = Tokenizer.from_file(str(file))
+            return Tokenizer.from_file(str(file))
         except BaseException as error:  # Exception itself, or a panic of Rust code
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{file}: {reason}; expected the JSON of `tokenizers`") from None
-        if tokenizer.normalizer is not None:
-            growth = _growth(json.loads(tokenizer.normalizer.__getstate__()))
-            if growth > LARGEST_GROWTH:
-                found = f"its normalizer makes a text over {growth:.0f} times longer"
-                raise UserError(f"{file}: {found}; expected at most {LARGEST_GROWTH} times")
-        return tokenizer
 
     def token_names(self) -> dict[str, str]:
         """`bos_token`, `eos_token`, ... -> text of the token."""
@@ -172,25 +172,66 @@ def eos_ids(folder: Path) -> set[int]:
     return found
 
 
-def _growth(normalizer: dict[str, Any]) -> float:
-    """How many times longer the replacements of a normalizer make a text of all that they find and
-    write; they are followed only until it is more than `LARGEST_GROWTH`."""
-    from tokenizers import Regex, normalizers
+def _growths(file: Path) -> Iterator[tuple[str, float]]:
+    """How many times longer the normalizer and the decoder of a `tokenizer.json` make a text, as
+    far as is known before it is loaded. Nothing of a file that cannot be read: loading says why."""
+    try:
+        settings = json.loads(file.read_bytes())
+        parts = {name: settings.get(name) for name in ("normalizer", "decoder")}
+    except (OSError, ValueError, AttributeError, RecursionError):
+        return
+    for name, part in parts.items():
+        replacements = list(_replacements(part))
+        if not replacements:
+            continue
+        rules = {"type": "Sequence", "normalizers": replacements}  # all that can grow in a decoder
+        try:
+            growth = _growth(_normalizer(part if name == "normalizer" else rules), replacements)
+        except BaseException as error:  # Exception itself, or a panic of Rust code
+            if isinstance(error, KeyboardInterrupt | SystemExit):
+                raise
+        else:
+            yield name, growth
 
-    rules = list(_replacements(normalizer))
-    found = [next(iter(rule["pattern"].values())) for rule in rules]
-    text = " ".join({*found, *(rule["content"] for rule in rules)})
+
+def _normalizer(settings: dict[str, Any]) -> Any:
+    """The normalizer of `tokenizers` with these settings, alone."""
+    from tokenizers import Tokenizer, models
+
+    empty = json.loads(Tokenizer(models.BPE({}, [])).to_str())
+    return Tokenizer.from_str(json.dumps(empty | {"normalizer": settings})).normalizer
+
+
+def _growth(normalizer: Any, replacements: list[dict[str, Any]]) -> float:
+    """How many times longer a normalizer makes a text of all that its replacements find and write;
+    its steps are followed only until it is more than `LARGEST_GROWTH`."""
+    found = [str(next(iter(rule["pattern"].values()))) for rule in replacements]
+    text = " ".join({*found, *(str(rule["content"]) for rule in replacements)})
     before = max(len(text), 1)
-    for rule, pattern in zip(rules, found, strict=True):
-        sought = Regex(pattern) if "Regex" in rule["pattern"] else pattern
-        text = normalizers.Replace(sought, rule["content"]).normalize_str(text)
+    for step in _steps(normalizer):
+        text = step.normalize_str(text)
         if len(text) > LARGEST_GROWTH * before:
             break
     return len(text) / before
 
 
-def _replacements(normalizer: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    for part in normalizer.get("normalizers", ()):
-        yield from _replacements(part)
-    if normalizer["type"] == "Replace":
+def _steps(normalizer: Any) -> Iterator[Any]:
+    from tokenizers.normalizers import Sequence
+
+    if not isinstance(normalizer, Sequence):
         yield normalizer
+        return
+    for index in range(len(normalizer)):
+        yield from _steps(normalizer[index])
+
+
+def _replacements(value: Any) -> Iterator[dict[str, Any]]:
+    """The rules of a normalizer or decoder that replace a pattern by a text, at any depth."""
+    if isinstance(value, dict):
+        if "content" in value and isinstance(value.get("pattern"), dict) and value["pattern"]:
+            yield value
+        for inner in value.values():
+            yield from _replacements(inner)
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _replacements(inner)

@@ -1,12 +1,13 @@
-"""A normalizer that doubles a text again and again is refused before it gets one."""
+"""A normalizer or decoder that doubles a text again and again is refused before it gets one."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
-from tokenizers import Regex, Tokenizer, models, normalizers
+from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
 from qfsdp.cli.errors import UserError
 from qfsdp.data.tokenizer_folder import TokenizerFolder
@@ -34,3 +35,32 @@ def test_usual_rules(tmp_path: Path) -> None:
     spelled = [normalizers.Replace(chr(0x2100 + n), "(a)") for n in range(30)]
     assert folder(tmp_path, *spelled).backend().normalizer is not None
     assert folder(tmp_path, normalizers.Replace("a", "aa")).backend().encode("a").ids == [0, 0]
+
+
+def test_a_bomb_for_added_tokens(tmp_path: Path) -> None:
+    """`tokenizers` applies the normalizer to added tokens while it loads the file."""
+    rules = [normalizers.Replace("a", "aa") for _ in range(40)]
+    found = folder(tmp_path, *rules)
+    file = tmp_path / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    settings["added_tokens"] = [{"id": 2, "content": "a", "normalized": True, **flags}]
+    file.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="its normalizer makes a text over 1.. times longer"):
+        found.backend()
+
+
+def test_a_bomb_with_other_steps_between(tmp_path: Path) -> None:
+    rules = [normalizers.Replace("a", "AA"), normalizers.Lowercase()] * 30
+    with pytest.raises(UserError, match="its normalizer makes a text over 1.. times longer"):
+        folder(tmp_path, *rules).backend()
+
+
+def test_a_bomb_in_the_decoder(tmp_path: Path) -> None:
+    found = folder(tmp_path)
+    tokenizer = Tokenizer(models.BPE({"a": 0}, []))
+    steps: Any = decoders.Sequence([decoders.Replace("a", "aa") for _ in range(30)])
+    tokenizer.decoder = steps
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    with pytest.raises(UserError, match="its decoder makes a text over 1.. times longer"):
+        found.backend()
