@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, build_tokenizer, model_template
+from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.cli.component import Component
 from qfsdp.cli.config import load_config
 from qfsdp.data import HFTokenizer, hf_tokenizer
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.evaluation.generation import SamplingConfig, generate
+from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import stop_ids
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.data.test_tokenizer import CHAT, CHATML, byte_level, write_folder
+from tests.models import cpu_world
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, run_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 CONFIG = """
@@ -49,6 +58,91 @@ def folder(tmp_path: Path) -> Path:
     (tmp_path / "text.jsonl").write_text('{"text": "a document"}\n' * 8)
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
     return tmp_path
+
+
+QWEN2 = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "model_type": "qwen2",
+    "intermediate_size": 384,  # w4a16 needs whole groups of 64
+    "vocab_size": 608,
+    "sliding_window": None,
+}
+
+
+def qwen2_folder(folder: Path, says: str) -> list[int]:
+    """Qwen2's base models: the template ends turns with <|im_end|>, eos is <|endoftext|>. The
+    output layer is changed so that the model always says one token.
+
+    Returns:
+        The ids of the two tokens.
+    """
+    backend = byte_level()
+    backend.add_special_tokens(["<|endoftext|>"])
+    ends = [int(backend.token_to_id(token)) for token in ("<|im_end|>", "<|endoftext|>")]
+    write_tiny_model(folder, **QWEN2 | {"eos_token_id": ends[1]})
+    write_folder(folder, backend, chat_template=CHATML, eos_token="<|endoftext|>")
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends[1]}))
+    tensors = load_file(folder / "model.safetensors")
+    for name, tensor in tensors.items():
+        if name.endswith(("o_proj.weight", "down_proj.weight")):
+            tensor.mul_(1e-3)  # the last hidden states are about the embeddings
+    tensors["model.embed_tokens.weight"].copy_(1 + 0.1 * tensors["model.embed_tokens.weight"])
+    tensors["lm_head.weight"].mul_(1e-3)[backend.token_to_id(says)] = 1
+    save_file(tensors, folder / "model.safetensors", metadata={"format": "pt"})
+    return ends
+
+
+def answers_until_the_end(folder: Path, quantized: bool = False) -> tuple[list[int], list[int]]:
+    """What transformers and we answer, of up to 5 tokens, the one that ended it included."""
+    import transformers
+
+    tokenizer = hf_tokenizer(str(folder))
+    prompt = tokenizer.encode_chat(CHAT[:4])
+    oracle = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    found = oracle.generate(torch.tensor([prompt]), max_new_tokens=5, do_sample=False)
+    theirs = found[0, len(prompt) :].tolist()
+    if quantized:  # the format of vLLM, which we write and do not read
+        return theirs, theirs
+    config, world = ModelConfig(str(folder), "fp32"), cpu_world()
+    given = (QuantizationConfig("none"), None, ShardingConfig("ddp"), world)
+    model, stops = load_for_inference(config, *given), stop_ids(tokenizer, folder)
+    sampling = SamplingConfig(max_new_tokens=5)
+    (ours,) = generate(model, [prompt], sampling, stops, world, keep_stop=True)
+    return theirs, ours
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("says", ["<|im_end|>", "<|endoftext|>"])
+def test_all_outputs_of_a_qwen2_base_stop_at_both_ends(folder: Path, says: str) -> None:
+    """Merged, exported for vLLM and llama.cpp, finetuned whole: both tokens end an answer."""
+    gguf = pytest.importorskip("gguf")
+    pytest.importorskip("compressed_tensors")
+    shutil.rmtree(folder / "model")
+    ends = qwen2_folder(folder / "model", says)
+    token = ends[0] if says == "<|im_end|>" else ends[1]
+    config = str(folder / "config.yaml")
+    run_ranks(1, train, config, ["optimizer.lr=1e-6"], "qdora_distributed")
+    words = ["~adapter", "optimizer.lr=1e-6", f"output_dir={folder}/full"]
+    run_ranks(1, train, config, words, "full_finetune_distributed")
+    base = [f"model.path={folder}/model", "model.dtype=fp32", "quantization.format=none"]
+    base.append(f"adapter={folder}/run/adapter")
+    argv = ["--config", str(ROOT / "configs/merge.yaml"), *base, "dtype=fp32"]
+    run_recipe("merge", [*argv, f"output_dir={folder}/merged"])
+    argv = ["--config", str(ROOT / "configs/export.yaml"), *base]
+    run_recipe("export", [*argv, "format=w4a16", "group_size=64", f"output_dir={folder}/w4a16"])
+    for output in ("merged", "full/model", "w4a16"):
+        settings = json.loads((folder / output / "generation_config.json").read_text())
+        assert settings["eos_token_id"] == ends, output
+        assert stop_ids(hf_tokenizer(str(folder / output)), folder / output) == set(ends)
+        theirs, ours = answers_until_the_end(folder / output, output == "w4a16")
+        assert theirs == ours == [token], output
+    again = [f"model.path={folder}/merged", "adapter=null", *base[1:3]]
+    for name, of in (("gguf", argv), ("gguf of merged", [*argv[:2], *again])):
+        run_recipe("export", [*of, "gguf_type=f32", f"output_dir={folder}/{name}"])
+        (file,) = (folder / name).glob("*.gguf")
+        fields = gguf.GGUFReader(file).fields
+        found = [fields[f"tokenizer.ggml.{kind}_token_id"].contents() for kind in ("eot", "eos")]
+        assert found == ends, name
 
 
 def ids_of_transformers(folder: Path) -> list[int]:
