@@ -218,11 +218,11 @@ def check_new_file(key: str, path: Path, suffix: str = "") -> None:
         raise UserError(f"{key}: '{path}'; expected a file that ends in {suffix}")
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        # A folder may exist and take no files, as /proc. Another name: a run that is killed here
-        # must not leave what blocks the next one.
-        tried = path.with_name(f".{path.name[:100]}.{os.getpid()}{PARTIAL}")
+        # A folder may exist and take no files, as /proc. Another name, and always the same: what a
+        # run leaves that is killed here does not block the next one, which removes it.
+        tried = path.with_name(f".{path.name[:100]}{PARTIAL}")
         tried.touch()
-        tried.unlink()
+        tried.unlink(missing_ok=True)  # another run may try the same at this moment
     except OSError as error:
         raise UserError(
             f"{key}: '{path}' cannot be written: {error.strerror}; expected a writable folder"

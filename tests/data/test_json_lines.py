@@ -56,7 +56,9 @@ def test_a_check_that_is_killed_blocks_no_later_run(
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(Path, "unlink", killed)
         check_new_file("output", tmp_path / "rows.jsonl")
+    assert list(tmp_path.iterdir())
     check_new_file("output", tmp_path / "rows.jsonl")
+    assert not list(tmp_path.iterdir()), "the next run removes what the killed one has left"
 
 
 def test_a_link_to_nothing(tmp_path: Path) -> None:

@@ -11,7 +11,6 @@ import hashlib
 import json
 import os
 import random
-import re
 import runpy
 import shutil
 import sys
@@ -39,7 +38,6 @@ from tests.faults.runs import (
 from tests.tiny import write_tiny_model, write_tiny_model_with_tokenizer
 from tests.waiting import wait_until
 
-HIDDEN_PART = re.compile(r"\..*\.\d+\.partial")  # of one process; nothing reads it
 NOTHING_WRITTEN = ("chat", "find_fit", "serve")
 TRAINING = ["resume=auto", "epochs=1", "checkpoint.every_n_steps=1", "checkpoint.keep_last=2"]
 PUBLISHED = ["checkpoint.publish={work}/published", "checkpoint.publish_last=2"]
@@ -242,7 +240,7 @@ def written(work: Path) -> dict[str, bytes]:
             found[name] = b"see .metadata"
         elif path.name == "exchanges.jsonl":  # in the order of the answers
             found[name] = b"".join(sorted(path.read_bytes().splitlines(keepends=True)))
-        elif path.is_file() and path.name != ".lock" and not HIDDEN_PART.fullmatch(path.name):
+        elif path.is_file() and path.name != ".lock":
             found[name] = path.read_bytes()
     return found
 
