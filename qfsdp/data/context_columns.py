@@ -18,8 +18,12 @@ _OF_OTHERS = {
     "history": "history_column",
     "functions": "tools_column",
     "tools": "tools_column",
+    "instruction": "prompt_template",
+    "input": "prompt_template",
+    **dict.fromkeys(("images", "videos", "audios", "documents", "chat_template_kwargs")),
 }
-"""Columns that hold parts of conversations in data of other projects -> the key that names them."""
+"""Columns that hold parts of conversations in data of other projects -> the key that names them.
+None: nothing reads them. The columns of Alpaca's rows are named only where a prompt is made."""
 
 
 def check_columns(
@@ -53,8 +57,11 @@ def say_unread(
         section: stands before the keys in the line.
     """
     for column, key in _OF_OTHERS.items():
+        if key == "prompt_template" and key not in named:
+            continue
         if column in columns and column not in {*named.values(), *read}:
-            hint = f"; {section}{key}={column} reads it" if key in named else ""
+            value = f"'...{{{column}}}...'" if key == "prompt_template" else column
+            hint = f"; {section}{key}={value} reads it" if key in named else ""
             say_once(f"{source}: column {column!r} is not read{hint}")
 
 

@@ -96,7 +96,7 @@ def instruct_dataset(
         tools_column = None  # the default: the column is text of the prompt
     named = {"system_column": system_column, "history_column": history_column}
     named["tools_column"] = tools_column
-    check_columns(rows, source, named, {*columns, answer_column})
+    check_columns(rows, source, named | {"prompt_template": None}, {*columns, answer_column})
 
     def to_chat(row: Row) -> Chat:
         prompt, history = _prompt(row, prompt_template, columns), history_of(row, history_column)

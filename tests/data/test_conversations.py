@@ -374,6 +374,23 @@ def test_weights_that_are_not_0_or_1(
         chat_dataset(tokenizer, source=write(tmp_path / "a.jsonl", [{"messages": turns}]))
 
 
+def test_unread_columns_of_alpaca_and_of_pictures_are_named(
+    tokenizer: HFTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    row = {"instruction": "Translate.", "input": "Haus", "output": "house", "images": ["a.jpg"]}
+    source, unread = write(tmp_path / "a.jsonl", [row]), "column 'input' is not read; "
+    given = {"source": source, "answer_column": "output"}
+    instruct_dataset(tokenizer, **given, prompt_template="{instruction} {input}")
+    assert unread not in caplog.text and "column 'images' is not read" in caplog.text
+    instruct_dataset(tokenizer, **given, prompt_column="instruction")
+    assert f"{unread}dataset.prompt_template='...{{input}}...' reads it" in caplog.text
+    caplog.clear()
+    chats = write(tmp_path / "b.jsonl", [{"messages": CHAT, "chat_template_kwargs": {}} | row])
+    chat_dataset(tokenizer, source=chats)
+    assert f"{chats}: column 'chat_template_kwargs' is not read" in caplog.text
+    assert "'input'" not in caplog.text
+
+
 def test_unread_columns_of_other_projects_are_named(
     tokenizer: HFTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
