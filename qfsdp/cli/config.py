@@ -177,7 +177,7 @@ def _apply_override(schema: type, tree: dict[str, Any], word: str) -> None:
         raise UserError(f"'{word}': no value; expected {key}=VALUE, or {key}=null for none")
     *parents, last = key.split(".")
     as_typed = not _NULL_OR_QUOTED.fullmatch(text) and holds_text(schema, tree, key)
-    value, node = _text(word, text) if as_typed else _parse_value(word, text), tree
+    value, node = as_text(word, text) if as_typed else _parse_value(word, text), tree
     for name in parents:
         child = node.get(name)
         if isinstance(child, list):
@@ -197,8 +197,9 @@ def _no_text(word: str) -> UserError:
     return UserError(f"{shown}: not UTF-8; expected UTF-8 text")
 
 
-def _text(word: str, text: str) -> str:
-    """A question such as "Fix: {x} # here" is no mapping, and has no comment."""
+def as_text(word: str, text: str) -> str:
+    """A value of `word` that is text, whatever YAML says: "Fix: {x} # here" is no mapping, and has
+    no comment. Raises UserError for bytes that are no text."""
     try:
         text.encode()
     except UnicodeEncodeError:  # bytes of the command line that are no text

@@ -12,7 +12,6 @@ first failed rank. A run that has saved after SIGTERM or SIGINT ends with 0 (`qf
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import sys
@@ -21,8 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeVar
 
+import yaml
+
 from qfsdp.cli import progress
-from qfsdp.cli.config import check_components, load_config
+from qfsdp.cli.config import as_text, check_components, load_config
 from qfsdp.cli.errors import UserError, user_errors
 from qfsdp.cli.hub import download, previewed
 from qfsdp.cli.hub_upload import check_push, push_results
@@ -114,14 +115,22 @@ def launch_alone(
 
 
 def _typed_words(argv: Sequence[str], key: str) -> list[str]:
-    """The words of a command line with those that are no `key=value` as a list in `key`."""
+    """The words of a command line with those that are no `key=value` as a list in `key`. Raises
+    UserError for bytes that are no text."""
     kept, typed = list[str](), list[str]()
     for at, word in enumerate(argv):
         option = word.startswith(("-", "~")) or (at > 0 and argv[at - 1] == "--config")
         (kept if option or "=" in word else typed).append(word)
     if not any(word.partition("=")[0] == "--config" for word in kept):
         kept = ["--config", os.devnull, *kept]
-    return [*kept, f"{key}={json.dumps(typed)}"] if typed else kept
+    # YAML reads the escapes of JSON, but not the two of an emoji.
+    quoted = yaml.safe_dump(
+        [as_text(word, word) for word in typed],
+        default_style='"',
+        default_flow_style=True,
+        width=2**31,
+    )
+    return [*kept, f"{key}={quoted.strip()}"] if typed else kept
 
 
 def _checked(check: Callable[[T], None], config: T) -> None:

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,7 +22,7 @@ from tests.training.report.test_page import text_of
 report = load_recipe("report")
 
 
-def config(*words: str) -> object:
+def config(*words: str) -> Any:
     return load_config(report.Config, _typed_words(words, "runs"))
 
 
@@ -31,6 +32,10 @@ def test_words_without_equals_are_folders(tmp_path: Path) -> None:
     assert config("runs=[a,b]") == report.Config(["a", "b"])
     with pytest.raises(UserError, match=r"^runs: \[\] is not valid; expected at least one folder"):
         config("estimate=false")
+    cfg = config("runs/ü \U0001f600", "runs/1e3", "1e3", "long " * 50 + "x")
+    assert cfg.runs == ["runs/ü \U0001f600", "runs/1e3", "1e3", "long " * 50 + "x"]
+    with pytest.raises(UserError, match=r"^'runs/l.udcfcufe': not UTF-8; expected UTF-8 text$"):
+        config("runs/l\udcfcufe")
     with pytest.raises(UserError, match=r"^unknown key 'outptu'; did you mean 'output'\?"):
         config("runs/a", "outptu=x.html")
 
