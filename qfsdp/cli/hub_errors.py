@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -65,6 +66,10 @@ def _explain(error: Exception, name: str, cache: Path) -> tuple[str, str]:
     if is_unreachable(error) or isinstance(error, errors.LocalEntryNotFoundError):
         return f"is no folder, {cached}, and {hub} cannot be reached ({_short(error)})", (
             "a network, or a folder; the same command goes on where this one ended"
+        )
+    if isinstance(error, OSError) and error.errno in (errno.ENOLCK, errno.EOPNOTSUPP):
+        return f"cannot be locked in the cache '{cache}' ({error.strerror})", (
+            "HF_HOME on a file system with file locks, or a folder"
         )
     return f"could not be downloaded ({_short(error)})", (
         f"a network and a '{cache}' that can be written; the same command goes on where this one "

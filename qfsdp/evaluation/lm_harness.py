@@ -181,7 +181,13 @@ def _task_files() -> list[Path]:
     package = importlib.util.find_spec("lm_eval")
     assert package is not None and package.origin is not None
     found = os.walk(Path(package.origin).parent / "tasks")
-    return [Path(folder, file) for folder, _, files in found for file in files if "yaml" in file]
+    # Files without a suffix are included by others, and may name tags.
+    return [
+        Path(folder, file)
+        for folder, _, files in found
+        for file in files
+        if "yaml" in file or "." not in file
+    ]
 
 
 @cache

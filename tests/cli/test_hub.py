@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
+import os
 import shutil
 import threading
 from collections.abc import Iterator
@@ -124,6 +127,26 @@ def test_no_bar_of_a_download_stays_open(
     check_and_download(lambda _: None, config())
     assert "Fetching 2 files" in capsys.readouterr().err
     assert len(opened) > 2 and all(bar.disable for bar in opened)  # closed ones are disabled
+
+
+@pytest.mark.filterwarnings("ignore:flock not supported")
+@pytest.mark.parametrize("number", [errno.ENOSYS, errno.ENOLCK, errno.EOPNOTSUPP])
+def test_a_cache_without_locks(
+    number: int, server: HubServer, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As of some network and FUSE file systems: `huggingface_hub` has other locks for the first."""
+
+    def no_lock(descriptor: Any, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", no_lock)
+    if number != errno.ENOSYS:
+        with pytest.raises(UserError, match=r"cannot be locked in .*; expected HF_HOME on a file"):
+            check_and_download(lambda _: None, config())
+        return
+    check_and_download(lambda _: None, config())
+    name = "model-00001-of-00002.safetensors"
+    assert (local_folder(NAME) / name).read_bytes() == (model / name).read_bytes()
 
 
 def test_a_mistake_costs_no_download(server: HubServer) -> None:
