@@ -15,6 +15,7 @@ same questions, the page shows answers before and after.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
+from html import escape
 from pathlib import Path
 from typing import Any
 
@@ -93,12 +94,12 @@ def memory_section(runs: list[RunFolder]) -> Section:
     """
     parts = []
     for run in runs:
-        parts.append(f"<h3>{run.name}</h3>" if len(runs) > 1 else "")
+        parts.append(f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
         try:
             with told_if_slow(f"memory: a step of {run.name} runs dry"):
                 parts.append(memory_of(run))
         except Exception as error:  # an old config, or a model that is not on this machine
-            parts.append(f'<p class="soft">not estimated: {first_line(error)}</p>')
+            parts.append(f'<p class="soft">not estimated: {escape(first_line(error))}</p>')
     return Section("Memory over a step", "".join(parts))
 
 

@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from html import escape
 from pathlib import Path
+from shlex import quote
 from typing import Any
 
 import yaml
@@ -78,7 +79,7 @@ def model_card(cfg: Any, folder: Path) -> str:
     ]
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {_text(key)} | {_text(value)} |" for key, value in _facts(trained, run)]
-    lines += ["", "## Load it", "", *_how_to_load(shown, trained, is_adapter, name)]
+    lines += ["", "## Load it", "", *_how_to_load(shown, trained, is_adapter)]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
 
@@ -104,6 +105,11 @@ def _number(value: Any) -> str:
 def _text(value: str) -> str:
     """A text without HTML, ends of lines and of cells: file names may hold any."""
     return escape(" ".join(value.split()), quote=False).replace("|", "\\|").replace("`", "'")
+
+
+def _word(value: str) -> str:
+    """A word of a shell's line in a block of code, which it cannot end."""
+    return quote(" ".join(value.split()).replace("`", "'"))
 
 
 def _tags(trained: dict[str, Any]) -> list[str]:
@@ -172,7 +178,7 @@ def _figures(run: Path) -> Iterator[tuple[str, str]]:
             yield f"held-out loss, {name}", f"{value:.4g} (update {step})"
 
 
-def _how_to_load(base: str, trained: dict[str, Any], is_adapter: bool, name: str) -> list[str]:
+def _how_to_load(base: str, trained: dict[str, Any], is_adapter: bool) -> list[str]:
     """The section on loading: transformers or PEFT, and qfsdp."""
     where = "FOLDER"
     library, kind = "transformers", "AutoModelForCausalLM"
@@ -195,7 +201,8 @@ def _how_to_load(base: str, trained: dict[str, Any], is_adapter: bool, name: str
     dtype = _get(trained, "model.dtype") or "bf16"
     if not is_adapter:
         return [*lines, f'    model.path={where} quantization.format=none prompt="..."', "```"]
-    common = f"model.path={base} model.dtype={dtype} quantization.format={format} adapter={where}"
+    words = (f"model.path={base}", f"model.dtype={dtype}", f"quantization.format={format}")
+    common = " ".join([*map(_word, words), f"adapter={where}"])
     return [
         *lines,
         f'    {common} prompt="..."',

@@ -61,6 +61,13 @@ def test_names_hold_no_html() -> None:
     assert _text("a<img src=x>|b`\n# c") == "a&lt;img src=x&gt;\\|b' # c"
 
 
+def test_a_folder_ends_no_block_of_code(tmp_path: Path) -> None:
+    name = "b; rm -rf x\n```\n<img src=x>"
+    _, card = card_of(tmp_path, f"model.path='{tmp_path}/{name}'")
+    assert card.count("\n```") == 4 and "\n<img" not in card
+    assert "'model.path=b; rm -rf x " in card
+
+
 def test_a_merged_model_has_its_card_when_it_is_complete(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

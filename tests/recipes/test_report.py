@@ -54,6 +54,16 @@ def test_several_runs_and_evaluations_in_one_page(tmp_path: Path) -> None:
     assert "not estimated" in text  # the model is not on this machine
 
 
+def test_names_are_no_html(tmp_path: Path) -> None:
+    name = "<img>"
+    runs = [write_run(tmp_path / folder / name) for folder in ("x", "y")]
+    (runs[0] / "machine.json").write_text(json.dumps({"recipe": name}))
+    write_evaluation(runs[1] / f"{name}.json", f"runs/{name}", [True, False])
+    report.main(config(*map(str, runs), f"output={tmp_path}/page.html"))
+    page = (tmp_path / "page.html").read_text()
+    assert "&lt;img&gt;" in page and "<img" not in page
+
+
 def test_memory_beside_a_dry_run(tmp_path: Path) -> None:
     """The page has what `estimate_fast` says of the run's own config, ranks and device."""
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)
