@@ -10,6 +10,7 @@ from typing import Any, Literal
 from qfsdp.cli.errors import InvalidField, UserError, check_bounds
 from qfsdp.data import check_source
 from qfsdp.data.context_columns import check_row_columns
+from qfsdp.data.encode import naming
 from qfsdp.data.json_lines import append_rows, read_rows
 from qfsdp.data.messages import text_of
 from qfsdp.distributed.world import World
@@ -131,7 +132,8 @@ def _prompt(
     columns = (config.system_column, config.history_column, config.system_prompt)
     try:
         messages = in_context(row[config.question_column], row, *columns, shots=turns)
-        return chat_tokens(tokenizer, messages, row.get(config.tools_column or ""))
+        with naming(place):
+            return chat_tokens(tokenizer, messages, row.get(config.tools_column or ""))
     except UserError as error:
         raise UserError(f"{place}: {error}") from None
 

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.data.encode import naming
 from qfsdp.data.json_lines import check_regular
 from qfsdp.data.loader import IGNORE_INDEX, MapDataset
 from qfsdp.distributed.world import World
@@ -93,7 +94,12 @@ def text_windows(key: str, config: TextConfig, tokenizer: Any) -> TextWindows:
         reason = getattr(error, "strerror", None) or "not UTF-8"
         raise UserError(f"{key}.file: '{config.file}': {reason}; expected a text file") from None
     bos = [tokenizer.bos_id] if config.add_bos and tokenizer.bos_id is not None else []
-    tokens = bos + list(tokenizer.encode(text, add_bos=False, add_eos=False))
+    place = f"{key}.file: '{config.file}'"
+    try:
+        with naming(place):
+            tokens = bos + list(tokenizer.encode(text, add_bos=False, add_eos=False))
+    except UserError as error:
+        raise UserError(f"{place}: {error}") from None
     tokens = tokens[: config.max_tokens]
     if len(tokens) < 2:
         raise UserError(

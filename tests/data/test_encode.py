@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from qfsdp.cli.errors import UserError
 from qfsdp.data import encode as module
 from qfsdp.data.encode import WATCHED, TooSlow, encode, naming
 from qfsdp.data.row_tokenizer import RowTokenizer, one_by_one
+from qfsdp.evaluation.perplexity import TextConfig, text_windows
 
 
 def tokenizer(pattern: str | None = None) -> Tokenizer:
@@ -91,3 +93,16 @@ def test_its_row_is_named(stuck: Any, monkeypatch: pytest.MonkeyPatch) -> None:
         RowTokenizer("rows.jsonl", one_by_one(samples_of), None)(rows, 0, 4)
     assert said[0].startswith("tokenizing dataset.source: rows.jsonl, row 2, a text of 9,003 char")
     assert stuck.texts == 2  # the rest is not tried: it may be as slow
+
+
+def test_the_file_of_a_perplexity_is_named(tmp_path: Path) -> None:
+    class Panics:
+        bos_id = None
+
+        def encode(self, text: str, **_: bool) -> list[int]:
+            return encode(tokenizer("(a+)+$"), text).ids
+
+    file = tmp_path / "text.txt"
+    file.write_text("a" * 40 + "b")
+    with pytest.raises(UserError, match=r"^text.x.file: '.*/text.txt': tokenizer.json fails on a"):
+        text_windows("text.x", TextConfig(str(file)), Panics())
