@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -51,11 +52,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(scope="module", autouse=True)
 def environment_of_a_file() -> Iterator[None]:
     """A file of tests leaves the environment as it was: with `QFSDP_EAGER_KERNELS` left behind, the
-    estimates of a later file were 0.5 GiB higher."""
+    estimates of a later file were 0.5 GiB higher. `torch.compile` compiles again, also where ranks
+    that ran in this process had forced it to be eager."""
     before = dict(os.environ)
     yield
     os.environ.clear()
     os.environ.update(before)
+    if "torch._dynamo" in sys.modules:
+        torch.compiler.set_stance("default")
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ from tests.faults.runs import (
 from tests.tiny import write_tiny_model, write_tiny_model_with_tokenizer
 from tests.waiting import wait_until
 
-NOTHING_WRITTEN = ("chat", "find_fit", "serve")
+NOTHING_WRITTEN = ("chat", "doctor", "find_fit", "serve")
 TRAINING = ["resume=auto", "epochs=1", "checkpoint.every_n_steps=1", "checkpoint.keep_last=2"]
 PUBLISHED = ["checkpoint.publish={work}/published", "checkpoint.publish_last=2"]
 ROWS = "{{_component_: qfsdp.data.text_dataset, source: {shop}/rows.jsonl, window: 32%s}}"

@@ -1,4 +1,7 @@
-"""A slice of `make test-faults`: two random faults of most kinds."""
+"""A slice of `make test-faults`: two random faults of most kinds.
+
+The suite is imported by the tests: it sets variables for its runs, and other files would see them.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +10,12 @@ import sys
 
 import pytest
 
-from tests.faults.__main__ import KINDS
-from tests.faults.commands import COMMANDS, NOTHING_WRITTEN
 from tests.tiny import ROOT
 
 
 def test_every_recipe_that_writes_is_killed() -> None:
+    from tests.faults.commands import COMMANDS, NOTHING_WRITTEN
+
     killed = {command.recipe for command in COMMANDS.values()}
     assert not killed & set(NOTHING_WRITTEN)
     assert killed | set(NOTHING_WRITTEN) == {path.stem for path in (ROOT / "recipes").glob("*.py")}
@@ -20,6 +23,8 @@ def test_every_recipe_that_writes_is_killed() -> None:
 
 @pytest.mark.long
 def test_two_faults_of_each_kind() -> None:
+    from tests.faults.__main__ import KINDS
+
     kinds = [kind for kind in KINDS if kind not in ("agent", "disk")]
     command = [sys.executable, "-m", "tests.faults", "--kind", ",".join(kinds), "--count", "2"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
