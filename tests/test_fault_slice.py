@@ -1,6 +1,7 @@
 """A slice of `make test-faults`: two random faults of most kinds.
 
-The suite is imported by the tests: it sets variables for its runs, and other files would see them.
+The tests import it late, and stand outside its folder: it sets variables for its runs, which other
+files would see.
 """
 
 from __future__ import annotations
