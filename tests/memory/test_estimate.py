@@ -121,6 +121,7 @@ def test_a_mixture_takes_the_estimated_memory(
     assert found.peak == pytest.approx(held, rel=0.05 if ranks == 1 else 0.2)
 
 
+@pytest.mark.long
 def test_a_router_with_a_correction(tmp_path: Path) -> None:
     """Its fp32 survives casts, under fake tensors too."""
     config = families.tiny_config("glm4-moe").to_dict()

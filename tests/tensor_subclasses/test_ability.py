@@ -157,6 +157,7 @@ def test_layers_that_cannot_be_built_later(monkeypatch: pytest.MonkeyPatch) -> N
         explain_out_of_memory(main)(Config())
 
 
+@pytest.mark.long
 def test_dynamo_is_imported_without_a_folder() -> None:
     """As where /tmp is full or read-only: only a try in a new process shows it."""
     code = (
