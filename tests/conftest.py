@@ -49,6 +49,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=place)
 
 
+BEFORE = os.environ.get("QFSDP_EAGER_KERNELS")
+
+
+def pytest_collection_finish() -> None:
+    """No file may set a variable of all others when it is imported, as `tests.faults` would."""
+    assert os.environ.get("QFSDP_EAGER_KERNELS") == BEFORE, "a test file made kernels uncompiled"
+
+
 @pytest.fixture(scope="module", autouse=True)
 def environment_of_a_file() -> Iterator[None]:
     """A file of tests leaves the environment as it was: with `QFSDP_EAGER_KERNELS` left behind, the

@@ -24,7 +24,7 @@ from qfsdp.modules.adapters import base_parameters
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from tests.faults.damage import flip
+from tests.flips import flip
 from tests.models import build_meta_model, cpu_world, load_model
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, write_tiny_model

@@ -24,7 +24,7 @@ from qfsdp.data.packing import PackedDataset
 from qfsdp.data.rows import _file_digest
 from qfsdp.data.tokenized_dataset import TokenizedDataset
 from tests.disk_limits import largest_file
-from tests.faults.damage import flip
+from tests.flips import flip
 from tests.waiting import LIMIT_S, wait_until
 
 

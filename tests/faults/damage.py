@@ -10,20 +10,10 @@ from pathlib import Path
 
 from tests.faults.moments import random_setup
 from tests.faults.runs import STEPS, Outcome, Reference, Workshop
+from tests.flips import flip
 
 Break = Callable[[random.Random, Path], str]
 """Damages a file, and says how."""
-
-
-def flip(chance: random.Random, file: Path) -> str:
-    """Changes one byte, or 64 in a row."""
-    data = bytearray(file.read_bytes())
-    length = chance.choice([1, 64])
-    start = chance.randrange(max(1, len(data) - length + 1))
-    for at in range(start, min(start + length, len(data))):
-        data[at] ^= chance.randint(1, 255)
-    file.write_bytes(data)
-    return f"{length} bytes changed at {start} of {len(data)}"
 
 
 def truncate(chance: random.Random, file: Path) -> str:

@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
-from tests.faults.damage import flip, interrupted
+from tests.faults.damage import interrupted
 from tests.faults.runs import Outcome, Setup, Trial, Workshop, losses
+from tests.flips import flip
 from tests.toy_data import TOY_CONFIG
 
 SETUP = Setup(ranks=1)
