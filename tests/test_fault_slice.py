@@ -30,8 +30,9 @@ def test_two_faults_of_each_kind() -> None:
     command = [sys.executable, "-m", "tests.faults", "--kind", ",".join(kinds), "--count", "2"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-9000:] + found.stderr[-3000:]
-    table = [line.split() for line in found.stdout.splitlines()]
-    done = {row[0]: row for row in table if row and row[0] in KINDS and row[-1].isdigit()}
+    lines = [line.split() for line in found.stdout.splitlines()]
+    head = next(n for n, words in enumerate(lines) if words[:1] == ["kind"])
+    done = {words[0]: words for words in lines[head + 1 :][: len(kinds)]}
     assert list(done) == kinds
     for kind, (_, faults, _, recovered, failed, *_) in done.items():
         assert int(faults) >= 2 and recovered == faults and failed == "0", kind
