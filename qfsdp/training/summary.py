@@ -71,9 +71,8 @@ def _beside(name: str, text: str) -> str:
     """A name on the left, and its text beside it, in lines that fit a terminal."""
     lines = text.splitlines()
     if name != "sample":  # which is escaped and in lines already
-        lines = printable(text).splitlines()
-    if is_terminal() and name != "sample":
-        lines = textwrap.wrap(text, columns() - MARGIN)
+        text = printable(text)
+        lines = textwrap.wrap(text, columns() - MARGIN) if is_terminal() else text.splitlines()
     return f"{name:{MARGIN}}" + f"\n{' ' * MARGIN}".join(lines)
 
 

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import qfsdp.training.summary as of_summary
 from qfsdp.cli.component import Component
 from qfsdp.cli.estimates import MEMORY, STEP_SECONDS, note_estimates
 from qfsdp.data import PackedDataset, StepLoader
@@ -152,3 +153,11 @@ def test_a_long_sample_keeps_the_ends_of_its_parts() -> None:
 def test_colours_end_with_each_line() -> None:
     lines = wrapped([("ab", False), ("cdef", True), ("日本", False)], 4)
     assert lines == [f"ab{COLOUR}cd{PLAIN}", f"{COLOUR}ef{PLAIN}日", "本"]
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+def test_names_of_others_are_escaped(terminal: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(of_summary, "is_terminal", lambda: terminal)
+    monkeypatch.setattr(of_summary, "columns", lambda: 60)
+    line = of_summary._beside("model", "a\x1b[2Jb")
+    assert line.split() == ["model", r"a\x1b[2Jb"]
