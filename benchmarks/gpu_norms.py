@@ -6,8 +6,8 @@ The 224 linears of Llama-3-8B in NF4, with adapters of rank 16 and 64. `refresh_
 once per update; its launches take longer than the device's work. Seconds are those of the host from
 the call until the device is through.
 
-    norms_RANK_seconds            as launched one after the other, in pieces of NORM_CHUNK_ON_GPU
-    norms_RANK_chunk_N_seconds    in pieces of 2^N weights, of which 2^23 and 2^24 stay in the cache
+    norms_RANK_seconds            launched one after the other, in pieces of NORM_CHUNK_ON_GPU
+    norms_RANK_chunk_N_seconds    in pieces of 2^N weights; those of 2^23 and 2^24 fit the cache
     norms_RANK_..._graph_seconds  one launch of a captured graph; a line says if it cannot be
     norms_RANK_one_kernel_seconds, norms_RANK_one_kernel_graph_seconds
                                   the same with QFSDP_NORM_KERNEL=1

@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu_train_step import TINY, WARMUP, measure, our_config, recipe_step, size_of
 from benchmarks.offload_tiers import write_quantized_model
-from benchmarks.timing import tell, write_figures
+from benchmarks.timing import base_arguments, tell, write_figures
 from benchmarks.train_step_worker import LEARNING_RATE
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.memory.known_models import find_config
@@ -56,12 +56,7 @@ def measure_tier(tier: str, folder: Path, sizes: dict[str, Any], quick: bool) ->
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = base_arguments(__doc__).parse_args()
     sizes = find_config("Llama-3-8B") | (TINY if args.quick else {})
     found: dict[str, float] = {}
     with tempfile.TemporaryDirectory() as work:

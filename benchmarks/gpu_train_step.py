@@ -48,7 +48,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.timing import tell, usual_dtype, write_figures
+from benchmarks.timing import base_arguments, tell, usual_dtype, write_figures
 from benchmarks.train_step_worker import (
     ADAPTED,
     ALPHA,
@@ -314,12 +314,9 @@ def shapes(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
+    parser = base_arguments(__doc__)
     parser.add_argument("contestant")
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
-    parser.add_argument("--quick", action="store_true")
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
     parser.add_argument("--fsdp", action="store_true")
@@ -329,7 +326,6 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--seed", type=int, default=0, help="of the adapters")
     parser.add_argument("--name")
     parser.add_argument("--kernels", action="store_true")
-    parser.add_argument("--json", type=Path)
     args = parser.parse_intermixed_args()
     if len(args.tokens) > 1 and "cuda_graphs=true" in args.words:
         parser.error(f"--tokens: {args.tokens}; expected one size with cuda_graphs=true")

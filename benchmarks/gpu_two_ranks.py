@@ -31,7 +31,7 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu_train_step import RECIPE, Size, our_config, random_batch, recipe_step
-from benchmarks.timing import tell, write_figures
+from benchmarks.timing import base_arguments, tell, write_figures
 from qfsdp.cli.recipes import load_recipe
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.training.memory_usage import peak_memory_bytes
@@ -122,12 +122,7 @@ def run(ranks: int, folder: Path, words: list[str], quick: bool) -> list[float] 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
-    )
-    parser.add_argument("--quick", action="store_true")
-    parser.add_argument("--json", type=Path)
-    args = parser.parse_args()
+    args = base_arguments(__doc__).parse_args()
     torch.set_num_threads(1)  # forks of a process with threads of OpenMP wait for these for ever
     found: dict[str, float] = {}
     load_recipe(RECIPE)  # its imports are those of all ranks

@@ -55,6 +55,7 @@ from qfsdp.cli.files import write_json
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
+from qfsdp.memory.hardware import available_memory
 from qfsdp.modules.adapter_config import AdapterConfig
 from qfsdp.modules.adapters import add_adapters, base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
@@ -217,11 +218,6 @@ def measure(
     medians = {key: statistics.median(worst[key]) for key in ("cat", "seconds")}
     largest = {key: max(worst[key]) for key in ("above", "shard", "largest_rows")}
     return medians | largest | {"over_cat": statistics.median(ratios)}
-
-
-def available_memory() -> int:
-    with open("/proc/meminfo") as info:
-        return next(int(s.split()[1]) * 1024 for s in info if s.startswith("MemAvailable"))
 
 
 def choose_layers(directory: Path, vocab_size: int) -> int:

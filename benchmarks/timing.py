@@ -24,15 +24,19 @@ LONG_ENOUGH = 0.005  # seconds of calls between two readings of the clock
 FLUSH_BYTES = 256 << 20  # more than the second-level cache of any GPU
 
 
-def arguments(doc: str | None) -> argparse.ArgumentParser:
-    """A parser with the shared options; `--help` prints the module's docstring."""
-    parser = argparse.ArgumentParser(
-        description=doc,
-        epilog=SHARED,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+def base_arguments(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of every benchmark; `--help` prints the module's docstring."""
+    raw = argparse.RawDescriptionHelpFormatter
+    parser = argparse.ArgumentParser(description=doc, formatter_class=raw)
     parser.add_argument("--quick", action="store_true", help="smaller sizes, about a minute")
     parser.add_argument("--json", type=Path, help="write the figures here")
+    return parser
+
+
+def arguments(doc: str | None) -> argparse.ArgumentParser:
+    """A parser with the options of benchmarks that take turns."""
+    parser = base_arguments(doc)
+    parser.epilog = SHARED
     default = "cuda" if torch.cuda.is_available() else "cpu"
     parser.add_argument("--device", choices=("cpu", "cuda"), default=default)
     parser.add_argument(

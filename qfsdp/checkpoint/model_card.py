@@ -42,7 +42,7 @@ def publish(cfg: Any, folder: Path, world: World) -> None:
     try:
         write_text(folder / CARD_FILE, model_card(cfg, folder))
     except OSError as error:
-        warn(f"{not_written(folder / CARD_FILE, error)}")
+        warn(not_written(folder / CARD_FILE, error))
     push(cfg, folder, world)
 
 

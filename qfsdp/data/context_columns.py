@@ -11,7 +11,7 @@ from typing import Any
 from qfsdp.cli.errors import UserError
 from qfsdp.data.choose_template import say_once
 from qfsdp.data.messages import from_json, text_of
-from qfsdp.data.rows import Row, require_column
+from qfsdp.data.rows import Row, no_column, require_column
 
 _OF_OTHERS = {
     "system": "system_column",
@@ -75,11 +75,8 @@ def check_row_columns(
     """`check_columns` for rows in memory, which may lack keys."""
     columns = {name: None for row in rows for name in row}
     for key, name in named.items():
-        if name not in (None, "tools", *columns):
-            raise UserError(
-                f"{section}{key}: no column {name!r} in {source}; expected one of "
-                f"{', '.join(columns)}"
-            )
+        if name is not None and name != "tools" and name not in columns:
+            raise no_column(f"{section}{key}", name, source, columns)
     say_unread(columns, source, named, read, section)
 
 

@@ -48,34 +48,8 @@ def listed(folder: Path, pattern: str | None = None) -> tuple[list[Path], list[s
     Returns:
         The files, and for each one left out its path in the folder, with a reason in brackets.
     """
-    files, left_out = list[Path](), list[str]()
-    seen = set[str]()
     with told_if_slow(f"listing the files of {folder}"):
-        for place, folders, names in os.walk(folder, followlinks=True):
-            real = os.path.realpath(place)
-            inside = sorted(Path(place, name).relative_to(folder).as_posix() for name in names)
-            if real in seen:
-                left_out += [
-                    f"{Path(place).relative_to(folder).as_posix()} (a second way to a folder)"
-                ]
-                folders.clear()
-                continue
-            seen.add(real)
-            left_out += [
-                f"{Path(place, name).relative_to(folder).as_posix()} (hidden)"
-                for name in folders
-                if name.startswith(".")
-            ]
-            folders[:] = sorted(name for name in folders if not name.startswith("."))
-            for name in inside:
-                file, last = folder / name, name.rpartition("/")[2]
-                if last.startswith("."):
-                    left_out.append(f"{name} (hidden)")
-                elif suffix_of(file) not in SUFFIXES or last == "dataset_infos.json":
-                    left_out.append(name)
-                else:
-                    files.append(file)
-        files.sort()
+        files, left_out = _walked(folder)
     if pattern is None:
         return files, left_out
     named = folder / pattern
@@ -85,6 +59,36 @@ def listed(folder: Path, pattern: str | None = None) -> tuple[list[Path], list[s
         chosen = set()
     left_out += [f.relative_to(folder).as_posix() for f in files if f not in chosen]
     return [file for file in files if file in chosen], left_out
+
+
+def _walked(folder: Path) -> tuple[list[Path], list[str]]:
+    """As `listed` without a pattern."""
+    files, left_out = list[Path](), list[str]()
+    seen = set[str]()
+    for place, folders, names in os.walk(folder, followlinks=True):
+        real = os.path.realpath(place)
+        inside = sorted(Path(place, name).relative_to(folder).as_posix() for name in names)
+        if real in seen:
+            left_out += [f"{Path(place).relative_to(folder).as_posix()} (a second way to a folder)"]
+            folders.clear()
+            continue
+        seen.add(real)
+        left_out += [
+            f"{Path(place, name).relative_to(folder).as_posix()} (hidden)"
+            for name in folders
+            if name.startswith(".")
+        ]
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        for name in inside:
+            file, last = folder / name, name.rpartition("/")[2]
+            if last.startswith("."):
+                left_out.append(f"{name} (hidden)")
+            elif suffix_of(file) not in SUFFIXES or last == "dataset_infos.json":
+                left_out.append(name)
+            else:
+                files.append(file)
+    files.sort()
+    return files, left_out
 
 
 def check_beginning(file: Path) -> None:

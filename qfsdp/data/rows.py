@@ -284,14 +284,18 @@ def require_column(key: str, column: str, rows: Any, source: str) -> None:
             source, names = str(lacking.file), lacking.columns
     elif column in names:
         return
+    raise no_column(f"dataset.{key}", column, source, names)
+
+
+def no_column(key: str, column: str, source: str, names: Iterable[str]) -> UserError:
+    """The error for a `column` that rows with the columns `names` do not have."""
     nearest = sorted(
         names,
         key=lambda name: SequenceMatcher(None, column.lower(), name.lower()).ratio(),
         reverse=True,
     )
-    raise UserError(
-        f"dataset.{key}: no column {column!r} in {source}; expected one of {', '.join(nearest)}"
-    )
+    expected = f"expected one of {', '.join(nearest)}"
+    return UserError(f"{key}: no column {column!r} in {source}; {expected}")
 
 
 def _is_saved(path: Path) -> bool:

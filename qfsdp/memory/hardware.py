@@ -264,3 +264,14 @@ def machine_memory() -> int:
     except OSError:
         return physical
     return min(physical, int(limit)) if limit.isdecimal() else physical
+
+
+def available_memory() -> int:
+    """Bytes of host memory that a new process can take, as Linux tells it; at most
+    `machine_memory`."""
+    most, file = machine_memory(), Path("/proc/meminfo")
+    if not file.is_file():
+        return most
+    lines = file.read_text().splitlines()
+    free = next(line for line in lines if line.startswith("MemAvailable"))
+    return min(most, int(free.split()[1]) * 1024)

@@ -394,7 +394,7 @@ class Decoder(nn.Module):
     ) -> RotaryTables:
         """The tables of every rotary embedding of the model; (None, None) for none."""
         ropes = {kind.rope for kind in self.config.layers if kind.rope}
-        if lengths is None and any(rope.scaling.by_length for rope in ropes):
+        if lengths is None and self.config.by_length:
             lengths = document_lengths(positions, labels, cu_seqlens)
         of_all = (self.config.head_dim, positions, positions if lengths is None else lengths, dtype)
         return {None: (None, None)} | {rope: rope.tables(*of_all) for rope in ropes}

@@ -23,9 +23,7 @@ from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 MANIFEST = "qfsdp_packed.json"
 VERSION = 1
-SETTINGS_DIGESTS = (
-    "settings"  # of the manifest: name -> SHA-256 of config.json, tokenizer.json, ...
-)
+SETTINGS_DIGESTS = "settings"  # in the manifest: SHA-256 of config.json, tokenizer.json, ...
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ from typing import Any
 from qfsdp.cli.files import free_bytes, nearest_existing, write_json
 from qfsdp.cli.messages import first_line
 from qfsdp.cli.ranks import leave_process_group
-from qfsdp.memory.hardware import machine_memory
+from qfsdp.memory.hardware import available_memory, machine_memory
 
 PACKAGES = (
     "torch",
@@ -92,17 +92,11 @@ class Case:
 
 
 def host(case: Case) -> str:
-    available = machine_memory()
-    if Path("/proc/meminfo").is_file():
-        lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(line for line in lines if line.startswith("MemAvailable"))
-        available = min(available, int(free.split()[1]) * 1024)
+    total, available = machine_memory(), available_memory()
     disk, shared = free_bytes(Path.cwd()) or 0, free_bytes(Path("/dev/shm")) or 0
-    figures = {"total": machine_memory(), "available": available, "disk": disk, "shared": shared}
+    figures = {"total": total, "available": available, "disk": disk, "shared": shared}
     case.figures |= figures | {"cores": os.cpu_count(), "machine": platform.machine()}
-    text = (
-        f"{available / 1e9:.1f} of {machine_memory() / 1e9:.1f} GB free, {os.cpu_count()} cores, "
-    )
+    text = f"{available / 1e9:.1f} of {total / 1e9:.1f} GB free, {os.cpu_count()} cores, "
     text += f"disk {disk / 1e9:.1f} GB free, /dev/shm {shared / 1e9:.1f} GB free"
     if available < LEAST_MEMORY or disk < LEAST_DISK:
         raise Red(text)
