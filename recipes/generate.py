@@ -64,9 +64,9 @@ class Config:
     prompt: str | None = None  # one prompt, or
     prompts: str | None = None  # a .jsonl file of prompts
     prompt_column: str = "prompt"  # column of `prompts`
-    system_column: str | None = None  # columns of `prompts`: a system message,
-    history_column: str | None = None  # earlier turns, as pairs or messages,
-    tools_column: str | None = "tools"  # functions that the model may call
+    system_column: str | None = None  # column of `prompts` with a system message
+    history_column: str | None = None  # column with earlier turns, as pairs or messages
+    tools_column: str | None = "tools"  # column with functions that the model may call
     system_prompt: str | None = None  # before every prompt without a system message of its row
     chat_template: bool = True  # false: prompts are texts to continue
     batch_size: int = 8  # prompts per rank at a time

@@ -116,7 +116,7 @@ class Profiler:
         except (OSError, RuntimeError) as error:  # a full disk, in Python or in PyTorch
             with suppress(OSError):
                 path.parent.rmdir()  # if it is empty
-            warn(f"{not_written(path, error)}")
+            warn(not_written(path, error))
             return []
         return [str(path)]
 

@@ -2,11 +2,11 @@
 
     python -m tests.modules.rope_spellings [model type ...]
 
-prints a line for every file that differs, and a table: for each kind of embedding and each place
-where a file can say it, how many files have equal logits, how many we refuse, how many differ, and
-for how many transformers has no logits. The files of a kind and a place are those of `DETAILS`:
-where the base, the rotated share, the original context and the like stand. Logits are those of a
-row within the original context and of one beyond it. Tests run a slice of it.
+prints a line for every file that differs, and a table. A row of it is a kind of embedding and a
+place where a file can say it. Its columns count the files whose logits are equal, that we refuse,
+that differ, and for which transformers has no logits. `DETAILS` lists the files of a row: they say
+the base, the rotated share, the original context and the like in different places. Logits are
+compared within the original context and beyond it. Tests run a slice of it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Whether this process can compile: it tries once, and says why not in one line.
 
-A compiler that is found may not work, and neither may the folder of compiled code: it may be a
-file, full, read-only, or of a file system from which nothing may be executed.
+The compiler may be there and fail. The folder of compiled code may be full, read-only, a file, or
+on a file system from which nothing may be executed.
 """
 
 from __future__ import annotations
