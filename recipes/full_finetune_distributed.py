@@ -227,12 +227,12 @@ def main(cfg: Config, run: Run) -> None:
                 )
             metrics = watch.after(step, batches, metrics)
             meter.add(batches)
+            stop, due = checkpoints.agree(step, signals.received, meter)
             with clock.phase("logging"):
                 if step % cfg.log_every_n_steps == 0 or step == total_steps:
                     log.log(step, metrics | meter.read())
                 log.advance()
             validation.run(step, model, log, meter, save)  # if it is due
-            stop, due = checkpoints.agree(step, signals.received)
             last = step == total_steps or validation.is_over
             if due or stop or last:
                 checkpoints.save(step, state)

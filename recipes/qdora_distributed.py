@@ -222,7 +222,7 @@ def main(cfg: Config, run: Run) -> None:
     graphs = StepGraphs(model, cfg.cuda_graphs, why_not(model, world, cfg), world)
     meter = Meter(model, world, clock, optimizer)
     save = partial(save_adapter, model, cfg.adapter, cfg.model.path, world=world, files=files)
-    with StopRequest() as signals:
+    with StopRequest() as signals, graphs:
         validation.run(first_step, model, log, meter, save)
         for step in validation.steps(first_step):  # to total_steps, or until patience ends
             run.step = step
@@ -234,12 +234,12 @@ def main(cfg: Config, run: Run) -> None:
                 )
             metrics = watch.after(step, batches, metrics)
             meter.add(batches)
+            stop, due = checkpoints.agree(step, signals.received, meter)
             with clock.phase("logging"):
                 if step % cfg.log_every_n_steps == 0 or step == total_steps:
                     log.log(step, metrics | meter.read())
                 log.advance()
             validation.run(step, model, log, meter, save)  # if it is due
-            stop, due = checkpoints.agree(step, signals.received)
             last = step == total_steps or validation.is_over
             if due or stop or last:
                 checkpoints.save(step, state)

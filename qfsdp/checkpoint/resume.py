@@ -61,7 +61,7 @@ from qfsdp.cli.sealed import Damaged
 from qfsdp.cli.signals import to_number, who_asks
 from qfsdp.cli.slow import told_if_slow
 from qfsdp.cli.terminal import say, warn
-from qfsdp.distributed.world import World
+from qfsdp.distributed.world import Numbers, World
 from qfsdp.modules.adapters import refresh_dora_norms
 
 Export = Callable[[dict[str, Tensor], Path], None]
@@ -236,13 +236,14 @@ class Checkpointer:
             copies = 2 if self._export is None else 3  # in state/, in its adapter/, in the result
             warn_of_space("output_dir", self._output_dir, copies * size)
 
-    def agree(self, step: int, stop: object) -> tuple[bool, bool]:
+    def agree(self, step: int, stop: object, others: Numbers | None = None) -> tuple[bool, bool]:
         """After each step: whether to stop (if any rank wants to), and whether to save.
 
-        One all-reduce, so that all ranks stop and save at the same step.
+        One exchange of the hosts, so that all ranks stop and save at the same step.
 
         Args:
             stop: the signal that asks this rank to stop (`StopRequest.received`), or None.
+            others: whose numbers the ranks exchange with it.
 
         Raises:
             UserError: the last save has failed, and `on_failure` is "stop".
@@ -252,7 +253,10 @@ class Checkpointer:
         done = self._saving is not None and self._saving.done()
         failed: int = done and self._error() is not None
         flags = [to_number(stop), failed, minutes is not None and waited > 60 * minutes]
-        asked, failed, late = self._any(flags)
+        of_ranks = self._world.exchange(*flags, *(others.numbers() if others else ()))
+        asked, failed, late = (int(max(flag)) for flag in of_ranks[: len(flags)])
+        if others is not None:
+            others.take(of_ranks[len(flags) :])
         if failed:
             self._report_failure()
         if asked and self._world.rank == 0:
@@ -285,7 +289,7 @@ class Checkpointer:
     @phase("checkpoint save")
     def wait(self) -> None:
         """Waits for the save in progress, if any. Raises as `agree` does."""
-        if self._saving is not None and self._any([self._error() is not None])[0]:
+        if self._saving is not None and self._world.max(self._error() is not None):
             self._report_failure()
         self._saving, self._written_step = None, self.saved_step
 
@@ -319,14 +323,6 @@ class Checkpointer:
             self._publisher.close()
         if self._lock is not None:
             self._lock.release()
-
-    def _any(self, flags: list[int]) -> list[int]:
-        """For each flag, which is 0 or set, its highest value on any rank."""
-        if self._world.mesh is None:
-            return flags
-        total = torch.tensor(flags, dtype=torch.float32, device=self._world.device)
-        dist.all_reduce(total, dist.ReduceOp.MAX)
-        return [int(number) for number in total.tolist()]
 
     def _write(self, step: int, entries: dict[str, Any], copied: Any) -> None:
         if copied is not None:

@@ -381,6 +381,8 @@ class _Whole(torch.autograd.Function):
 
 def _host_group(mesh: DeviceMesh, world: World) -> dist.ProcessGroup:
     """The ranks that share rows, connected by their hosts."""
+    if mesh.ndim == 1 and world.hosts is not None:
+        return world.hosts
     if world.device.type == "cpu":
         return shard_group(mesh)
     groups = mesh.mesh.view(-1, mesh.size(mesh.ndim - 1)).tolist()

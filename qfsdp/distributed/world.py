@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -32,6 +32,9 @@ class World:
         mesh: 1-D device mesh of all processes; None if FSDP2 is not used.
         local_size: number of processes on this machine.
         timeout: the limit of one collective; None: PyTorch's.
+        hosts: the group of all ranks over gloo, for numbers of the host: over NCCL the host would
+            copy them to the device, and wait for all that the device has to do. None: the default
+            group, which is gloo's.
     """
 
     device: torch.device
@@ -40,17 +43,27 @@ class World:
     mesh: DeviceMesh | None = None
     local_size: int = 1
     timeout: timedelta | None = None
+    hosts: dist.ProcessGroup | None = None
+
+    def exchange(self, *values: float) -> list[list[float]]:
+        """Each value as every rank has it, by rank (in fp64), in one collective of the hosts."""
+        if self.mesh is None:
+            return [[value] for value in values]
+        mine = torch.tensor(values, dtype=torch.float64)
+        everyone = [torch.empty_like(mine) for _ in range(self.size)]
+        dist.all_gather(everyone, mine, group=self.hosts)
+        return torch.stack(everyone, 1).tolist()
 
     def sum(self, value: float) -> float:
         """The sum of `value` over all ranks (in fp64)."""
         return self.sums(value)[0]
 
     def sums(self, *values: float) -> list[float]:
-        """The sum of each value over all ranks (in fp64), in one all-reduce."""
+        """The sum of each value over all ranks (in fp64), in one all-reduce of the hosts."""
         if self.mesh is None:
             return list(values)
-        totals = torch.tensor(values, dtype=torch.float64, device=self.device)
-        dist.all_reduce(totals)
+        totals = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(totals, group=self.hosts)
         return totals.tolist()
 
     def total(self, value: float) -> torch.Tensor:
@@ -66,18 +79,14 @@ class World:
 
     def max(self, value: float) -> float:
         """The largest `value` of any rank (in fp64)."""
-        if self.mesh is None:
-            return value
-        largest = torch.tensor(value, dtype=torch.float64, device=self.device)
-        dist.all_reduce(largest, dist.ReduceOp.MAX)
-        return largest.item()
+        return max(self.exchange(value)[0])
 
     def broadcast(self, value: T) -> T:
         """The `value` of rank 0, on every rank; any picklable object."""
         if self.mesh is None:
             return value
         holder = [value]
-        dist.broadcast_object_list(holder, src=0, device=self.device)
+        dist.broadcast_object_list(holder, src=0, group=self.hosts)
         return holder[0]
 
     def gather(self, value: T) -> list[T]:
@@ -85,7 +94,7 @@ class World:
         if self.mesh is None:
             return [value]
         values: list[T] = [value] * self.size
-        dist.all_gather_object(values, value)
+        dist.all_gather_object(values, value, group=self.hosts)
         return values
 
     @contextmanager
@@ -102,6 +111,16 @@ class World:
         for text in self.gather(failed):
             if text is not None:
                 raise UserError(text)
+
+
+class Numbers(Protocol):
+    """Numbers of the host that all ranks need: they join the exchange of another part."""
+
+    def numbers(self) -> list[float]:
+        """Those of this rank; every rank has as many."""
+
+    def take(self, of_ranks: list[list[float]]) -> None:
+        """Gets each as every rank has it, as `World.exchange` returns them."""
 
 
 @told_if_slow("distributed: waiting for all ranks")
@@ -153,4 +172,7 @@ def init_world(
             options |= {"store": dist.HashStore(), "rank": 0, "world_size": 1}
         dist.init_process_group(**options)
     mesh = init_device_mesh(device.type, (size,))
-    return World(device, rank, size, mesh, local_size, timeout)
+    hosts = None
+    if device.type != "cpu":
+        hosts = dist.new_group(backend="gloo", timeout=timeout)
+    return World(device, rank, size, mesh, local_size, timeout, hosts)

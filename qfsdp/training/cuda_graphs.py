@@ -98,7 +98,10 @@ class Obstacle:
 
 
 class StepGraphs:
-    """The graphs of a run's steps.
+    """The graphs of a run's steps; a context manager that frees them at its end.
+
+    The process group must outlive them: `ncclCommDestroy` waits for ever for a graph that has a
+    captured collective (pytorch#115388).
 
     Args:
         model: loaded; its parameters, or their shards, stay where they are.
@@ -126,6 +129,15 @@ class StepGraphs:
         self._shapes: list[torch.Size] = []
         self._grads: list[tuple[nn.Parameter, Tensor]] = []
         self._targets: Tensor | None = None
+
+    def __enter__(self) -> StepGraphs:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for captured in filter(None, (self._pass, self._norms)):
+            captured.graph.reset()
+        self._pass = self._norms = None
+        self._on = self._norms_on = False
 
     def _say(self, reason: str, used: str = "not used") -> None:
         if self._world.rank == 0:

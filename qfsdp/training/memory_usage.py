@@ -103,15 +103,23 @@ class MemoryUsage:
 
     def __init__(self, model: nn.Module, optimizer: Optimizer | None, world: World) -> None:
         self._model, self._optimizer, self._world = model, optimizer, world
-        self._load_peak: int | None = peak_memory_bytes(world.device)
+        self._load_peak = peak_memory_bytes(world.device)  # 0: told already
         self._kinds: dict[str, float] = {}
 
     def reset(self) -> None:
         """Starts the peaks from the current memory."""
         reset_peak_memory(self._world.device)
 
-    def read(self) -> dict[str, float]:
-        """The peaks since `reset`, and a new `reset`; every rank must call it after a step.
+    def numbers(self) -> list[float]:
+        """Bytes of this rank: the peak since `reset`, taken from the device by PyTorch's allocator
+        (0 on a CPU), and the peak of loading."""
+        device, reserved = self._world.device, 0
+        if device.type != "cpu":
+            reserved = torch.accelerator.max_memory_reserved(device)
+        return [peak_memory_bytes(device), reserved, self._load_peak]
+
+    def read(self, of_ranks: list[list[float]]) -> dict[str, float]:
+        """The peaks since `reset`, and a new `reset`.
 
         peak_memory_gib           of the rank that has the most (`peak_memory_bytes`)
         memory/peak_rank          that rank; the last of several
@@ -119,20 +127,19 @@ class MemoryUsage:
         memory/load_peak_gib      until training began; only in the first call
         memory/KIND_gib           of this rank, see `bytes_by_kind`; for gradients their size
                                   before the update, as there are none between steps
+
+        Args:
+            of_ranks: `numbers` of every rank, after a step.
         """
-        world, device = self._world, self._world.device
-        peak = peak_memory_bytes(device)
-        largest = world.max(peak)
-        metrics = {
-            "peak_memory_gib": largest / 2**30,
-            "memory/peak_rank": world.max(world.rank if peak == largest else -1),
-        }
-        if device.type != "cpu":
-            reserved = torch.accelerator.max_memory_reserved(device)
-            metrics["memory/peak_reserved_gib"] = world.max(reserved) / 2**30
-        if self._load_peak is not None:
-            metrics["memory/load_peak_gib"] = world.max(self._load_peak) / 2**30
-            self._load_peak = None
+        peaks, reserved, load_peaks = of_ranks
+        peak = max(peaks)
+        last = len(peaks) - 1 - peaks[::-1].index(peak)
+        metrics = {"peak_memory_gib": peak / 2**30, "memory/peak_rank": last}
+        if self._world.device.type != "cpu":
+            metrics["memory/peak_reserved_gib"] = max(reserved) / 2**30
+        if self._load_peak:
+            metrics["memory/load_peak_gib"] = max(load_peaks) / 2**30
+            self._load_peak = 0
         self.reset()
         return metrics | self._by_kind()
 

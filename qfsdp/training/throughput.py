@@ -250,11 +250,12 @@ class Meter:
     def _start(self) -> None:
         self._steps = self._tokens = self._slots = self._targets = 0
         self._lengths: list[int] = []
+        self._of_ranks: list[list[float]] | None = None
         self._since = time.perf_counter()
 
     def add(self, batches: Sequence[Batch]) -> None:
         """Adds a step with these micro-batches of this rank."""
-        self._steps += 1
+        self._steps, self._of_ranks = self._steps + 1, None
         for batch in batches:
             self._tokens += batch.num_tokens
             self._slots += batch.num_slots
@@ -270,8 +271,17 @@ class Meter:
             yield
         self._since += time.perf_counter() - since
 
+    def numbers(self) -> list[float]:
+        """What `read` needs of every rank: `Checkpointer.agree` exchanges it with its own."""
+        return [self._tokens, self._slots, *self._memory.numbers()]
+
+    def take(self, of_ranks: list[list[float]]) -> None:
+        """Gets the numbers of every rank, for the next `read`."""
+        self._of_ranks = of_ranks
+
     def read(self) -> dict[str, float]:
-        """The metrics of the steps since the last call; every rank must call it.
+        """The metrics of the steps since the last call; every rank must call it. The ranks exchange
+        their numbers here, unless they have done so since the last step.
 
         tokens_per_second_per_rank   padding not counted
         slot_efficiency              share of tokens that are not padding
@@ -285,13 +295,14 @@ class Meter:
         routing/NAME                 of mixtures of experts, see `routing_metrics`
         """
         world, elapsed = self._world, time.perf_counter() - self._since
-        tokens, slots = world.sums(self._tokens, self._slots)
+        of_ranks = self._of_ranks or world.exchange(*self.numbers())
+        tokens, slots = (sum(of) for of in of_ranks[:2])
         metrics = {
             "tokens_per_second_per_rank": tokens / elapsed / world.size,
             "slot_efficiency": tokens / slots,
             "seconds_per_step": elapsed / self._steps,
         }
-        metrics |= self._memory.read()
+        metrics |= self._memory.read(of_ranks[2:])
         flops = step_flops(self._model, self._lengths, self._targets, self._slots)
         # The measured rate is too low if clocks were, or if other processes kept the CPU busy.
         self._rate = max(self._rate, flops.hardware / elapsed)

@@ -14,13 +14,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from qfsdp.cli.config import load_config
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.memory.estimate import estimate
 from qfsdp.memory.tracker import MemoryTracker
 from qfsdp.modules.compute_dtype import planned_for
 from tests.memory.test_estimate import load, read_config
 from tests.ranks import run_ranks
-from tests.tiny import write_tiny_model
+from tests.tiny import load_recipe, write_tiny_model
+from tests.toy_data import TOY_CONFIG
 
 HIDDEN, VOCABULARY, LAYERS, RANKS = 192, 2048, 2, 8
 TOKENS = 2 * 64  # of a micro-batch of one rank
@@ -33,6 +35,7 @@ OF_LINEARS = [25_344, 16_640, 16_640, 25_344, 47_104, 47_104, 45_824]  # their g
 FACTORS = 212_992  # every A, for DoRA's norms
 NAMES = {
     "_allgather_base_": "gather",
+    "allgather_": "gather",
     "_reduce_scatter_base_": "reduce",
     "allreduce_": "all",
     "alltoall_base_": "exchange",
@@ -240,3 +243,35 @@ def test_real_ranks_send_what_the_dry_run_says(
             assert [one for one in real if one != agreed] == dry, words
             splits = any(one[2] == torch.int64 and one[1] == "gather" for one in dry)
             assert real.count(agreed) == (4 if splits else 0)
+
+
+# ---- numbers of the hosts --------------------------------------------------------------------
+
+
+def host_numbers(config: Path) -> list[Collective]:
+    """What the ranks of a run exchange between two updates; runs on every rank."""
+    recipe = load_recipe()
+    cfg = load_config(recipe.Config, ["--config", str(config)])
+    recorder, starts, update = Recorder(), [], recipe.train_step
+    ends = []
+
+    def train_step(*args: Any, **kwargs: Any) -> Any:
+        starts.append(len(recorder.seen))
+        metrics = update(*args, **kwargs)
+        ends.append(len(recorder.seen))
+        return metrics
+
+    recipe.train_step = train_step
+    with recorder:
+        recipe.main(cfg)
+    return recorder.seen[ends[-2] : starts[-1]]
+
+
+def test_numbers_of_the_hosts_are_exchanged_once_per_update(tmp_path: Path) -> None:
+    """Stop signals, failed and late checkpoints, tokens, slots, and three peaks of memory: they
+    were four all-reduces on a CPU, and five on GPUs, each of which waited for the device."""
+    write_tiny_model(tmp_path / "model")
+    words = "output_dir: {folder}/run\nadapter: {{rank: 4}}\nmax_steps: 4\nreport: false\n"
+    (tmp_path / "config.yaml").write_text((TOY_CONFIG + words).format(folder=tmp_path))
+    for seen in run_ranks(2, host_numbers, tmp_path / "config.yaml"):
+        assert seen == [("", "gather", FP64, 8 * 8)]

@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import UserError
 from qfsdp.data.loader import ALL_POSITIONS, Batch, collate
 from qfsdp.distributed.gradients import trainable_parameters
@@ -26,6 +27,7 @@ from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model
+from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.usefixtures("eager")
 CPU = torch.device("cpu")
@@ -38,7 +40,7 @@ class Recorded:
 
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Tensor], model: Decoder) -> None:
         self._fn, self._inputs, self._model = fn, inputs, model
-        self.replays, self._places = 0, self._now()
+        self.replays, self.frees, self._places = 0, 0, self._now()
         # A capture runs nothing: what the function has changed is changed back.
         grads = [
             (p.grad, p.grad.clone()) for p in trainable_parameters(model) if p.grad is not None
@@ -63,6 +65,9 @@ class Recorded:
         result = self._fn(*self._inputs)
         if result is not None:
             self.result.copy_(result)
+
+    def reset(self) -> None:
+        self.frees += 1
 
 
 class StandIn:
@@ -238,6 +243,32 @@ def train_sharded(folder: Path, strategy: Any) -> tuple[list[float], list[float]
 def test_norms_of_two_ranks_are_replayed(folder: Path, strategy: str) -> None:
     for plain, replayed, count in run_ranks(2, train_sharded, folder, strategy):
         assert replayed == plain and count == STEPS - WARM_UP
+
+
+def test_graphs_are_freed_before_the_group_ends(tmp_path: Path) -> None:
+    """Also by a run that fails: a graph with a collective would keep its group from ending."""
+    write_tiny_model(tmp_path / "model")
+    words = "output_dir: {folder}/run\nadapter: {{method: dora, rank: 4}}\nreport: false\n"
+    (tmp_path / "config.yaml").write_text((TOY_CONFIG + words).format(folder=tmp_path))
+    recipe, made, steps = load_recipe(), [], []
+    update = recipe.train_step
+
+    def graphs_of(model: Decoder, _: Any, __: Any, world: World) -> StepGraphs:
+        made.append(StandIn(model))
+        return StepGraphs(model, True, None, world, made[0])  # type: ignore[arg-type]
+
+    def train_step(*args: Any) -> Any:
+        steps.append(update(*args))
+        if len(steps) == STEPS:
+            raise UserError("step 7 fails")
+        return steps[-1]
+
+    recipe.StepGraphs, recipe.train_step = graphs_of, train_step
+    with pytest.raises(UserError, match="step 7 fails"):
+        recipe.main(load_config(recipe.Config, ["--config", f"{tmp_path}/config.yaml"]))
+    norms = made[0].graphs[-1]
+    assert norms.replays > 0
+    assert [graph.frees for graph in made[0].graphs] == [1] * len(made[0].graphs)
 
 
 def test_off_is_off(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:

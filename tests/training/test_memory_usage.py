@@ -85,7 +85,8 @@ def on_ranks(folder: Path) -> tuple[dict[str, int], dict[str, float], dict[str, 
         torch.ones(200 << 20, dtype=torch.uint8)  # released at once
     held = bytes_by_kind(model, optimizer, CPU)
     optimizer.zero_grad()
-    return held, memory.read(), memory.read()
+    read = [memory.read(world.exchange(*memory.numbers())) for _ in range(2)]
+    return held, read[0], read[1]
 
 
 def test_on_two_ranks(tmp_path: Path) -> None:
