@@ -59,7 +59,7 @@ def write_output(output: str, found: list[Row]) -> None:
 
 
 def show(row: Row) -> None:
-    line = f"{CHECKS[row.name][0]:<18} {row.state:<8} {row.seconds:>5.1f} s  {row.text}"
+    line = f"{CHECKS[row.name].title:<18} {row.state:<8} {row.seconds:>5.1f} s  {row.text}"
     print(printable(line), flush=True)
     if row.state == "red":
         print(printable(f"{'':<18} advice:  {row.advice}"), flush=True)
@@ -75,7 +75,7 @@ def main(cfg: Config) -> None:
         for row in rows(Path(folder), cfg.ranks, cfg.seconds):
             row.text = anonymous(row.text.replace(folder, "FOLDER"))
             if row.state == "red":
-                row.advice = anonymous(row.advice or CHECKS[row.name][1])
+                row.advice = anonymous(row.advice or CHECKS[row.name].advice)
             show(row)
             found.append(row)
     if cfg.output is not None:

@@ -358,9 +358,10 @@ def best_rate(size: int, copy: Callable[[], object], wait: Callable[[], object])
 
 
 def gather_rate(size: int, device: torch.device) -> float:
-    """Bytes per second that one rank sends in an all-gather of all ranks, `size` bytes in all."""
+    """Bytes per second that one rank sends in an all-gather of all ranks, `size` bytes in all.
+    Raises ValueError if one arrives changed."""
     ranks = dist.get_world_size()
-    mine = torch.ones(size // ranks, dtype=torch.uint8, device=device)
+    mine = torch.full((size // ranks,), dist.get_rank() + 1, dtype=torch.uint8, device=device)
     everyone = torch.empty(ranks * mine.numel(), dtype=torch.uint8, device=device)
 
     def wait() -> None:
@@ -368,7 +369,10 @@ def gather_rate(size: int, device: torch.device) -> float:
             torch.cuda.synchronize()
 
     sent = mine.numel() * (ranks - 1)  # in a ring, each rank sends all parts but one
-    return best_rate(sent, lambda: dist.all_gather_into_tensor(everyone, mine), wait)
+    rate = best_rate(sent, lambda: dist.all_gather_into_tensor(everyone, mine), wait)
+    if (got := everyone[:: mine.numel()].tolist()) != [*range(1, ranks + 1)]:
+        raise ValueError(f"rank {dist.get_rank()} got numbers of {got}")
+    return rate
 
 
 def utilization(flops: StepFlops, seconds: float, rate: float) -> dict[str, float]:

@@ -65,10 +65,15 @@ def test_what_is_attached_names_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_file_systems(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    mounts = "a / ext4 rw 0 0\nb /data nfs4 rw 0 0\nc /data/my\\040own tmpfs rw 0 0\n"
-    monkeypatch.setattr(Path, "read_text", lambda *_, **__: mounts)
-    kinds = [checks.file_system(Path(f"/{x}")) for x in ("data", "database", "data/my own/x", "")]
-    assert kinds == ["nfs4", "ext4", "tmpfs", "ext4"]
+    df = tmp_path / "df"
+    df.write_text("#!/bin/sh\n[ -d $2 ] && echo Type && echo nfs4\n")
+    df.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    case = checks.Case(tmp_path, 0)
+    assert checks._file_system(case, tmp_path / "new") == "nfs4 (network)"
+    df.unlink()
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert checks._file_system(case, tmp_path) == "unknown"
 
 
 def doctor(*words: str, **environment: str) -> tuple[int, str, list[dict[str, object]]]:

@@ -1,9 +1,10 @@
-"""The checks of `qfsdp doctor`. A process runs several, one after the other:
+"""The checks of `qfsdp doctor`, in the order of its table. A process runs several:
 
     python -m qfsdp.memory.doctor.checks FOLDER RANKS SECONDS NAME ...
 
 Each writes FOLDER/NAME.RANK.json. The process ends after the first red one, because what comes
-after an error of CUDA fails too; the parent starts another for the rest.
+after an error of CUDA fails too; the parent starts another for the rest. torch is imported by those
+that need it: a broken one is among the things to find.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from __future__ import annotations
 import json
 import os
 import platform
-import shutil
 import signal
 import subprocess
 import sys
@@ -20,22 +20,14 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qfsdp.cli.files import free_bytes, nearest_existing, write_json
 from qfsdp.cli.messages import first_line
 from qfsdp.cli.ranks import leave_process_group
 from qfsdp.memory.hardware import available_memory, machine_memory
 
-PACKAGES = (
-    "torch",
-    "triton",
-    "torchao",
-    "torchtune",
-    "safetensors",
-    "transformers",
-    "bitsandbytes",
-)
+PACKAGES = ("triton", "torchao", "torchtune", "safetensors", "transformers", "bitsandbytes")
 NETWORK = ("nfs", "cifs", "smb", "lustre", "gpfs", "beegfs", "ceph", "9p", "afs", "fuse.", "weka")
 LEAST_MEMORY, LEAST_DISK = 2e9, 1e9  # bytes below which nothing can be trained or compiled
 SENT = 64 << 20  # bytes of a copy between cards, and of an all-gather
@@ -47,11 +39,7 @@ class NotHere(Exception):
 
 
 class Red(Exception):
-    """A check failed.
-
-    Args:
-        advice: what to do, if more is known than the check's own advice says.
-    """
+    """A check failed; `advice` says what to do, if more is known than the check's own advice."""
 
     def __init__(self, text: str, advice: str | None = None) -> None:
         super().__init__(text)
@@ -70,7 +58,7 @@ class Case:
         """The figures of a check that ran before, on one rank; empty if it was not green."""
         file = self.folder / f"{name}.0.json"
         found = json.loads(file.read_text()) if file.is_file() else {}
-        return found.get("figures", {}) if found.get("state") == "green" else {}
+        return found["figures"] if found.get("state") == "green" else {}
 
     @property
     def ranks(self) -> int:
@@ -88,9 +76,29 @@ class Case:
         return torch.device("cuda", 0)
 
 
-# ---- the host ------------------------------------------------------------------------------
+class Check(NamedTuple):
+    """A row: its function, which returns its text, its title, and advice if it is red."""
+
+    run: Callable[[Case], str]
+    title: str
+    advice: str
+    when: str
 
 
+CHECKS: dict[str, Check] = {}
+
+
+def check(title: str, advice: str, when: str = "first") -> Callable[[Any], Any]:
+    """Makes a function one of `CHECKS`; `when`: "first", "ranks" (one process each), or "last"."""
+
+    def made(run: Callable[[Case], str]) -> Callable[[Case], str]:
+        CHECKS[run.__name__] = Check(run, title, advice, when)
+        return run
+
+    return made
+
+
+@check("host memory, disk", "close other programs, free the disk; docs/guide/memory.md")
 def host(case: Case) -> str:
     total, available = machine_memory(), available_memory()
     disk, shared = free_bytes(Path.cwd()) or 0, free_bytes(Path("/dev/shm")) or 0
@@ -103,6 +111,7 @@ def host(case: Case) -> str:
     return text
 
 
+@check("cache of models", "set HF_HOME to a folder that you can write to")
 def models_cache(case: Case) -> str:
     folder = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
     text = f"HF_HOME on {_file_system(case, folder)}"
@@ -113,82 +122,50 @@ def models_cache(case: Case) -> str:
         raise Red(f"{text}: cannot be written ({error.strerror})") from None
 
 
-def compiler(case: Case) -> str:
-    """The compiler, and whether code can be written and loaded where inductor and Triton do so."""
-    from qfsdp.tensor_subclasses.kernels import ability
-
-    if (reason := ability.why_not()) is not None:
-        raise Red(*reason.split("; ", 1))
-    return f"builds and loads; {ability.FOLDER} on {_file_system(case, ability.cache_folder())}"
-
-
 def _file_system(case: Case, folder: Any) -> str:
-    kind = file_system(nearest_existing(folder))
+    kind = (_lines("df", "--output=fstype", str(nearest_existing(folder))) or ["unknown"])[-1]
     network = kind.startswith(NETWORK)
     case.figures |= {"file_system": kind, "network": network, "free": free_bytes(folder)}
     return kind + " (network)" * network
 
 
-def file_system(folder: Path) -> str:
-    """The type of the file system that holds an existing folder, as in /proc/mounts."""
-    found, longest = "unknown", -1
-    if Path("/proc/mounts").is_file():
-        path = f"{folder.resolve()}/".replace("//", "/")
-        for line in Path("/proc/mounts").read_text(errors="replace").splitlines():
-            at, kind = line.split(" ")[1:3]
-            at = at.replace("\\040", " ").rstrip("/") + "/"
-            if path.startswith(at) and len(at) >= longest:  # a later mount hides an earlier one
-                found, longest = kind, len(at)
-    return found
-
-
-# ---- packages and cards --------------------------------------------------------------------
-
-
-def versions(case: Case) -> str:
-    import torch
-
-    found: dict[str, Any] = {"python": platform.python_version()}
-    for name in PACKAGES:
-        try:
-            found[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            found[name] = None
-    found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
-    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
-    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
-    found["driver"] = next(iter(_nvidia_smi("driver_version")), None)
-    case.figures |= found
-    _check_versions(found)
-    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
-
-
-def _check_versions(found: dict[str, Any]) -> None:
-    """Raises Red for a version outside of the range that qfsdp is installed with."""
-    from packaging.requirements import Requirement
-
+def _lines(program: str, *words: str) -> list[str]:
+    """What a program prints; nothing if it is missing, fails or does not answer."""
     try:
-        needed = [Requirement(text) for text in metadata.requires("qfsdp") or []]
-    except metadata.PackageNotFoundError:
-        return
-    for one in needed:
-        version = found.get(one.name)
-        if version and one.marker is None and not one.specifier.contains(version, prereleases=True):
-            change = f"pip install '{one.name}{one.specifier}'"
-            raise Red(f"{one.name} {version}; expected {one.specifier}", change)
-
-
-def _nvidia_smi(query: str) -> list[str]:
-    """A line per card of the driver; none without NVIDIA's driver, or if it does not answer."""
-    program = shutil.which("nvidia-smi")
-    command = [program or "", f"--query-gpu={query}", "--format=csv,noheader"]
-    try:
-        run = subprocess.run(command, capture_output=True, text=True, timeout=10)
+        run = subprocess.run([program, *words], capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):
         return []
     return run.stdout.splitlines() if run.returncode == 0 else []
 
 
+@check("versions", "install qfsdp again in a fresh environment: pip install .")
+def versions(case: Case) -> str:
+    """Raises Red for a version outside of the range that qfsdp is installed with."""
+    import torch
+    from packaging.requirements import Requirement
+
+    found: dict[str, Any] = {"python": platform.python_version()}
+    installed = {one.name: one.version for one in metadata.distributions()}
+    found |= {name: installed.get(name) for name in PACKAGES}
+    found |= {"torch": torch.__version__, "cuda": torch.version.cuda, "hip": torch.version.hip}
+    nccl = torch.distributed.is_available() and torch.distributed.is_nccl_available()
+    found["nccl"] = ".".join(map(str, torch.cuda.nccl.version())) if nccl else None
+    found["driver"] = next(iter(_nvidia_smi("driver_version")), None)
+    case.figures |= found
+    for text in metadata.requires("qfsdp") or [] if "qfsdp" in installed else []:
+        one, version = Requirement(text), found.get(Requirement(text).name)
+        if version and one.marker is None and not one.specifier.contains(version, prereleases=True):
+            change = f"pip install '{one.name}{one.specifier}'"
+            raise Red(f"{one.name} {version}; expected {one.specifier}", change)
+    return ", ".join(f"{name} {version}" for name, version in found.items() if version)
+
+
+def _nvidia_smi(query: str) -> list[str]:
+    """A line per card of the driver."""
+    return _lines("nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader")
+
+
+@check("cards", "`nvidia-smi` says whether the driver sees them; try another torch")
 def cards(case: Case) -> str:
     """Each card's memory, and one product on each against the CPU's."""
     import torch
@@ -200,30 +177,35 @@ def cards(case: Case) -> str:
             raise Red(f"the driver has {len(driver)} cards, torch {torch.__version__} none", advice)
         raise NotHere("no card; everything runs on the CPU")
     count = torch.cuda.device_count()
-    a = torch.arange(64.0).view(8, 8)
     found = case.figures["cards"] = []
     for at in range(count):
         try:
-            properties = torch.cuda.get_device_properties(at)
-            free, total = torch.cuda.mem_get_info(at)
-            on_card = a.to(f"cuda:{at}")
-            if not torch.equal((on_card @ on_card).cpu(), a @ a):
-                raise Red("a product differs from the CPU's")
+            found.append(_card(at, count))
         except Exception as error:
             others = ",".join(str(n) for n in range(count) if n != at) or "-1 (the CPU)"
             advice = f"without it: CUDA_VISIBLE_DEVICES={others}; `nvidia-smi` and `dmesg` say more"
             raise Red(f"card {at} of {count}: {first_line(error)}", advice) from None
-        peers = [n for n in range(count) if n != at and torch.cuda.can_device_access_peer(at, n)]
-        capability = f"{properties.major}.{properties.minor}"
-        found.append({"name": properties.name, "free": free, "total": total, "peers": peers})
-        found[-1]["capability"] = capability
-    first = found[0]
+    first, free = found[0], min(card["free"] for card in found) / 2**30
     text = f"{count} x {first['name']} ({first['capability']}), "
-    text += f"{min(c['free'] for c in found) / 2**30:.1f} of {first['total'] / 2**30:.1f} GiB free"
+    text += f"{free:.1f} of {first['total'] / 2**30:.1f} GiB free"
     direct = all(len(card["peers"]) == count - 1 for card in found)
     return text + (f", peer access {'of all' if direct else 'not of all'}" if count > 1 else "")
 
 
+def _card(at: int, count: int) -> dict[str, Any]:
+    import torch
+
+    properties, a = torch.cuda.get_device_properties(at), torch.arange(64.0).view(8, 8)
+    free, total = torch.cuda.mem_get_info(at)
+    if not torch.equal((a.to(f"cuda:{at}") @ a.to(f"cuda:{at}")).cpu(), a @ a):
+        raise Red("a product differs from the CPU's")
+    peers = [n for n in range(count) if n != at and torch.cuda.can_device_access_peer(at, n)]
+    capability = f"{properties.major}.{properties.minor}"
+    card = {"name": properties.name, "capability": capability, "free": free, "total": total}
+    return card | {"peers": peers}
+
+
+@check("links", "look for other programs with `nvidia-smi`; try NCCL_P2P_DISABLE=1")
 def links(case: Case) -> str:
     """Copies within the host, from it to each card and back, and from each card to the next."""
     import torch
@@ -247,10 +229,9 @@ def links(case: Case) -> str:
 
     case.figures["host to card"] = [rate(card, pinned) for card in held]
     case.figures["card to host"] = [rate(pinned, card) for card in held]
-    pairs = zip(held, held[1:] + held[:1], strict=True) if len(held) > 1 else []
     between = case.figures["card to card"] = []
-    for number, (one, other) in enumerate(pairs):
-        other.zero_()
+    for number, one in enumerate(held if len(held) > 1 else []):
+        other = held[(number + 1) % len(held)].zero_()
         between.append(rate(other, one.fill_(number + 1)))
         if not torch.equal(other.cpu(), one.cpu()):
             raise Red(f"a copy from card {number} to the next arrives changed")
@@ -258,9 +239,63 @@ def links(case: Case) -> str:
     return ", ".join(f"{name} {rate / 1e9:.1f} GB/s" for name, rate in slowest.items())
 
 
-# ---- what qfsdp does -----------------------------------------------------------------------
+@check("QDoRA, one rank", "training would fail too: report it with output=FILE")
+def one_rank(case: Case) -> str:
+    from qfsdp.memory.doctor.steps import steps
+
+    case.device()
+    case.figures["losses"] = losses = steps(case.folder, case.ranks, 0, 1)
+    if not all(after < before for before, after in losses.values()):
+        raise Red(f"the loss does not fall: {losses}")
+    return ", ".join(f"{kind} {a:.4f} to {b:.4f}" for kind, (a, b) in losses.items())
 
 
+@check("compiler", "install g++; set TORCHINDUCTOR_CACHE_DIR to a local folder")
+def compiler(case: Case) -> str:
+    """The compiler, and whether code can be written and loaded where inductor and Triton do so."""
+    from qfsdp.tensor_subclasses.kernels import ability
+
+    if (reason := ability.why_not()) is not None:
+        raise Red(*reason.split("; ", 1))
+    return f"builds and loads; {ability.FOLDER} on {_file_system(case, ability.cache_folder())}"
+
+
+@check(
+    "all-gather",
+    "NCCL_DEBUG=INFO says more; try NCCL_P2P_DISABLE=1, "
+    "GLOO_SOCKET_IFNAME=lo, in a container --shm-size=8g",
+    "ranks",
+)
+def gather(case: Case) -> str:
+    from qfsdp.distributed.world import init_world
+    from qfsdp.training.throughput import gather_rate
+
+    case.device()
+    world = init_world()
+    case.figures |= {"ranks": world.size, "rate": gather_rate(SENT, world.device)}
+    backend = "gloo" if world.device.type == "cpu" else "nccl"
+    return f"{world.size} ranks over {backend}, {case.figures['rate'] / 1e9:.2f} GB/s sent by each"
+
+
+@check("QDoRA, all ranks", "do not trust several ranks here: report with output=FILE", "ranks")
+def all_ranks(case: Case) -> str:
+    from qfsdp.memory.doctor.steps import steps
+
+    case.device()
+    expected = case.of("one_rank").get("losses")
+    if expected is None:
+        raise NotHere("needs the step on one rank")
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    case.figures["losses"] = losses = steps(case.folder, case.ranks, rank, size)
+    pairs = [zip(losses[kind], expected[kind], strict=True) for kind in losses]
+    off = case.figures["off"] = max(abs(a - b) for pair in pairs for a, b in pair)
+    text = f"{size} ranks, fp32 and NF4: losses off by {off:.1e} from one rank's"
+    if not off <= TOLERANCE:  # NaN too
+        raise Red(f"{text}; expected at most {TOLERANCE}")
+    return text
+
+
+@check("compiled kernels", "QFSDP_EAGER_KERNELS=1 goes without; report it", "last")
 def kernels(case: Case) -> str:
     """NF4 bytes and weights of compiled kernels, bit for bit those of the plain functions."""
     import torch
@@ -279,64 +314,10 @@ def kernels(case: Case) -> str:
         given = (bytes_of.qdata, bytes_of.metadata, 576, 0, torch.float32, None)
         results.append((bytes_of.qdata, nf4.NF4Tensor.dequantize_rows(*given)))
     for plain, compiled in zip(*results, strict=True):
-        differ = int((plain.view(torch.uint8) != compiled.view(torch.uint8)).sum())
-        if differ:
-            raise Red(f"{differ} of {plain.view(torch.uint8).numel()} bytes differ")
+        plain, compiled = plain.view(torch.uint8), compiled.view(torch.uint8)
+        if differ := int((plain != compiled).sum()):
+            raise Red(f"{differ} of {plain.numel()} bytes differ")
     return "NF4: the bits of the plain functions"
-
-
-def one_rank(case: Case) -> str:
-    from qfsdp.memory.doctor.steps import steps
-
-    case.device()
-    case.figures["losses"] = losses = steps(case.folder, case.ranks, 0, 1)
-    if not all(after < before for before, after in losses.values()):
-        raise Red(f"the loss does not fall: {losses}")
-    return ", ".join(f"{kind} {a:.4f} to {b:.4f}" for kind, (a, b) in losses.items())
-
-
-def gather(case: Case) -> str:
-    """Numbers of every rank on every rank, and the rate."""
-    import torch
-    import torch.distributed as dist
-
-    from qfsdp.distributed.world import init_world
-    from qfsdp.training.throughput import gather_rate
-
-    case.device()
-    world = init_world()
-    everyone = torch.empty(world.size, device=world.device)
-    dist.all_gather_into_tensor(everyone, torch.full((1,), float(world.rank), device=world.device))
-    if everyone.tolist() != list(range(world.size)):
-        raise Red(f"rank {world.rank} got {everyone.tolist()}")
-    case.figures |= {"ranks": world.size, "rate": gather_rate(SENT, world.device)}
-    rate = f"{case.figures['rate'] / 1e9:.2f} GB/s sent by each"
-    backend = "gloo" if world.device.type == "cpu" else "nccl"
-    return f"{world.size} ranks over {backend}, {rate}"
-
-
-def all_ranks(case: Case) -> str:
-    from qfsdp.memory.doctor.steps import steps
-
-    case.device()
-    expected = case.of("one_rank").get("losses")
-    if expected is None:
-        raise NotHere("needs the step on one rank")
-    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    case.figures["losses"] = losses = steps(case.folder, case.ranks, rank, size)
-    off = max(
-        abs(a - b) for kind in losses for a, b in zip(losses[kind], expected[kind], strict=True)
-    )
-    case.figures["off"] = off
-    text = f"{size} ranks, fp32 and NF4: losses off by {off:.1e} from one rank's"
-    if not off <= TOLERANCE:  # NaN too
-        raise Red(f"{text}; expected at most {TOLERANCE}")
-    return text
-
-
-_MACHINE = (host, models_cache, versions, cards, links, compiler)
-_QFSDP = (one_rank, kernels, gather, all_ranks)
-CHECKS: dict[str, Callable[[Case], str]] = {one.__name__: one for one in _MACHINE + _QFSDP}
 
 
 def main(words: list[str]) -> None:
@@ -346,7 +327,7 @@ def main(words: list[str]) -> None:
         case = Case(Path(folder), int(ranks))
         row: dict[str, Any] = {"state": "green", "advice": None, "figures": case.figures}
         try:
-            row["text"] = CHECKS[name](case)
+            row["text"] = CHECKS[name].run(case)
         except NotHere as reason:
             row |= {"state": "not here", "text": str(reason)}
         except Exception as error:  # whatever it is, it is one row

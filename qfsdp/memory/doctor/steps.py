@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Literal
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -20,20 +20,11 @@ from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.throughput import StepClock
 
-TINY = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 131,
-    "hidden_size": 96,
-    "intermediate_size": 195,  # rows that 2, 4 and 8 ranks do not divide
-    "num_hidden_layers": 2,
-    "num_attention_heads": 6,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "rms_norm_eps": 1e-5,
-    "rope_theta": 10000.0,
-    "tie_word_embeddings": False,
-}
+# 195 and 131 rows: 2, 4 and 8 ranks do not divide them.
+TINY: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+TINY |= {"vocab_size": 131, "hidden_size": 96, "intermediate_size": 195, "num_hidden_layers": 2}
+TINY |= {"num_attention_heads": 6, "num_key_value_heads": 2, "max_position_embeddings": 64}
+TINY |= {"rms_norm_eps": 1e-5, "rope_theta": 10000.0, "tie_word_embeddings": False}
 
 
 def steps(folder: Path, ranks: int, rank: int, size: int) -> dict[str, list[float]]:
@@ -47,30 +38,21 @@ def steps(folder: Path, ranks: int, rank: int, size: int) -> dict[str, list[floa
     found = recipes.find_recipe("recipes/qdora_distributed")
     assert found is not None
     recipe, world = recipes.load_recipe(found), init_world()
-    model_folder = _write_model(folder / f"model{rank}of{size}")
-    generator = torch.Generator().manual_seed(1)
-    rows = torch.randint(131, (ranks, 1, 33), generator=generator)
+    path = folder / f"model{rank}of{size}"
+    path.mkdir()
+    write_json(path / "config.json", TINY)
+    torch.manual_seed(0)  # the same model on every rank
+    weights = Decoder(DecoderConfig.from_dict(TINY)).named_parameters()
+    of = {n: torch.randn(p.shape) * p.shape[-1] ** -0.5 + ("norm" in n) for n, p in weights}
+    save_file(of, path / "model.safetensors", metadata={"format": "pt"})
+    rows = torch.randint(131, (ranks, 1, 33), generator=torch.Generator().manual_seed(1))
     batches = [Batch(row[:, :-1], row[:, 1:], 32) for row in rows[rank::size]]
     losses: dict[str, list[float]] = {}
-    kinds: tuple[Literal["none", "nf4"], ...] = ("none", "nf4")
-    for kind in kinds:
-        cfg = recipe.Config("", ModelConfig(str(model_folder), dtype="fp32"), None, None, None)
-        cfg.quantization = QuantizationConfig(kind)
+    for name, base in {"fp32": QuantizationConfig("none"), "nf4": QuantizationConfig()}.items():
+        cfg = recipe.Config("", ModelConfig(str(path), dtype="fp32"), None, None, None)
+        cfg.quantization = base
         model = recipe.load_model(cfg, world)
         optimizer = torch.optim.AdamW(parameter_groups(model, cfg.adapter), lr=0.01)
         given = (model, optimizer, None, batches, 1.0, world, StepClock(world.device))
-        losses["fp32" if kind == "none" else kind] = [
-            recipe.train_step(*given)["loss"] for _ in range(2)
-        ]
+        losses[name] = [recipe.train_step(*given)["loss"] for _ in range(2)]
     return losses
-
-
-def _write_model(folder: Path) -> Path:
-    """A random model, the same on every rank."""
-    folder.mkdir()
-    write_json(folder / "config.json", TINY)
-    torch.manual_seed(0)
-    weights = Decoder(DecoderConfig.from_dict(TINY)).named_parameters()
-    of = {n: torch.randn(p.shape) * p.shape[-1] ** -0.5 + ("norm" in n) for n, p in weights}
-    save_file(of, folder / "model.safetensors", metadata={"format": "pt"})
-    return folder
