@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from html import escape
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any
@@ -12,16 +11,9 @@ from typing import Any
 from benchmarks.paired import Pair, pairs
 from benchmarks.timing import table as print_table
 from qfsdp.evaluation.intervals import CONFIDENCE_LEVEL, Interval, loss_interval, mean_interval
-from qfsdp.training.report.page import write_page
+from qfsdp.training.report.page import Section, charts_section, part, table, write_page
 from qfsdp.training.report.run_folder import Score, read_evaluation, read_run
-from qfsdp.training.report.sections import (
-    Section,
-    answers,
-    charts_section,
-    interval_bar,
-    learning_charts,
-    table,
-)
+from qfsdp.training.report.sections import answers, interval_bar, learning_charts
 
 HEAD = ("", "exact match, %", "of seeds", "loss", "lr", "trained", "GiB", "tokens/s")
 PAIRS = ("better", "worse", "difference (95 %)", "p", "seeds", "")
@@ -146,12 +138,11 @@ def task_sections(task: str, rows: Sequence[Row]) -> list[Section]:
     lines = []
     for row, (share, ends) in zip(rows, shares, strict=True):
         score = Score("exact match", share, ends, "", CONFIDENCE_LEVEL)
-        name, *rest = map(escape, cells(row))
+        name, *rest = cells(row)
         lines.append([name, rest[0], interval_bar(score, low, high), *rest[1:]])
     found = [Section(f"{task}: methods", table((*HEAD[:2], "", *HEAD[2:]), lines))]
     for kind, of_kind in compared(rows).items():
-        ranked = [[escape(cell) for cell in pair_cells(pair)] for pair in of_kind]
-        body = f'<p class="soft">{escape(NOTE)}.</p>' + table(PAIRS, ranked, left=2)
+        body = part("note", f"{NOTE}.") + table(PAIRS, map(pair_cells, of_kind), left=2)
         found.append(Section(f"{task}: pairs by {kind}", body))
     runs = [read_run(row.runs[0]) for row in rows if row.runs and row.name != "full_nf4"]
     if runs:

@@ -15,9 +15,10 @@ same questions, the page shows answers before and after.
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from html import escape
 from pathlib import Path
 from typing import Any
+
+from markupsafe import Markup
 
 from qfsdp.cli.config import load_config
 from qfsdp.cli.errors import InvalidField, UserError
@@ -32,13 +33,12 @@ from qfsdp.memory.sweep.output import finished_sections
 from qfsdp.memory.sweep.prices import read_prices
 from qfsdp.memory.sweep.results import FILE
 from qfsdp.training.report.at_end import LOSS, PAGE
-from qfsdp.training.report.page import write_page
-from qfsdp.training.report.png import write_png
+from qfsdp.training.report.drawing import write_png
+from qfsdp.training.report.page import Section, figure, part, table, write_page
 from qfsdp.training.report.run_folder import Evaluation, RunFolder, read_evaluation, read_run
-from qfsdp.training.report.sections import Section, loss_chart, run_sections, table
-from qfsdp.training.report.svg import figure
+from qfsdp.training.report.sections import loss_chart, run_sections
 
-OF_A_CPU = '<p class="soft">the measured peak is that of the process, with its libraries</p>'
+OF_A_CPU = "the measured peak is that of the process, with its libraries"
 
 
 @dataclass
@@ -92,18 +92,18 @@ def memory_section(runs: list[RunFolder]) -> Section:
 
     A run whose config or model cannot be read gets a sentence.
     """
-    parts = []
+    parts = Markup()
     for run in runs:
-        parts.append(f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 else "")
+        parts += part("heading", run.name) if len(runs) > 1 else ""
         try:
             with told_if_slow(f"memory: a step of {run.name} runs dry"):
-                parts.append(memory_of(run))
+                parts += memory_of(run)
         except Exception as error:  # an old config, or a model that is not on this machine
-            parts.append(f'<p class="soft">not estimated: {escape(first_line(error))}</p>')
-    return Section("Memory over a step", "".join(parts))
+            parts += part("note", f"not estimated: {first_line(error)}")
+    return Section("Memory over a step", parts)
 
 
-def memory_of(run: RunFolder) -> str:
+def memory_of(run: RunFolder) -> Markup:
     """The chart and the table of one run. Raises UserError and what a dry run raises."""
     name = str(run.machine.get("recipe", ""))
     # Not the copy in the folder: a folder of somebody else must not run code.
@@ -116,8 +116,8 @@ def memory_of(run: RunFolder) -> str:
     target: Any = "cpu" if run.machine.get("device", "cpu") == "cpu" else "cuda"
     found = estimate_fast(recipe.build_model, recipe.train_step, cfg, ranks, local, target)
     head, rows = comparison_of(found, run.steps)
-    note = "" if target == "cuda" else OF_A_CPU
-    return f'<div class="charts">{figure(chart_of(found))}</div>{table(head, rows)}{note}'
+    note = "" if target == "cuda" else part("note", OF_A_CPU)
+    return part("charts", [figure(chart_of(found))]) + table(head, rows) + note
 
 
 def main(cfg: Config) -> None:

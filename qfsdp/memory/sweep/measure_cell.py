@@ -15,6 +15,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
+from statistics import median_high as median
 from typing import Any
 
 from qfsdp.cli.errors import UserError, shortened
@@ -25,7 +26,6 @@ from qfsdp.memory.hardware import known_name
 from qfsdp.memory.sweep.cells import Cell
 from qfsdp.memory.sweep.results import FAILED, MEASURED, TOO_LARGE
 from qfsdp.training.report.run_folder import MACHINE, read_evaluation, read_json, read_lines
-from qfsdp.training.report.sections import median
 
 # A few steps need none of these. The same samples may come again: a large batch of a small data
 # set would end too early.

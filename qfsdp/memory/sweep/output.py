@@ -8,7 +8,6 @@ report.html     all of it in one page
 from __future__ import annotations
 
 from collections.abc import Sequence
-from html import escape
 from pathlib import Path
 
 from qfsdp.cli.errors import UserError
@@ -19,10 +18,9 @@ from qfsdp.memory.sweep.prices import Price, costs
 from qfsdp.memory.sweep.published import Comparison
 from qfsdp.memory.sweep.results import FILE, Row
 from qfsdp.memory.sweep.tables import markdown, rows_of_comparison, rows_of_table
-from qfsdp.training.report.page import write_page
-from qfsdp.training.report.png import write_png
+from qfsdp.training.report.drawing import write_png
+from qfsdp.training.report.page import Section, charts_section, part, table, write_page
 from qfsdp.training.report.run_folder import read_lines
-from qfsdp.training.report.sections import Section, charts_section, table
 
 TABLE, PAGE, FIGURES = "table.md", "report.html", "figures"
 RATIO = "Ours over theirs; our memory is counted as each report counts it."
@@ -79,9 +77,9 @@ def tables_of(
         found.append(("Beside published figures", f"{RATIO}\n\n", *rows_of_comparison(compared)))
     of_grid = [cell for cell in cells if cell.in_grid]
     of_points = [cell for cell in cells if not cell.in_grid]
-    for name, part in (("Points", of_points), ("Grid", of_grid)):
-        if any(cell.key in results for cell in part):
-            found.append((name, "", *rows_of_table(part, results)))
+    for name, some in (("Points", of_points), ("Grid", of_grid)):
+        if any(cell.key in results for cell in some):
+            found.append((name, "", *rows_of_table(some, results)))
     if prices:
         lines = [
             [name, f"{p.usd_per_hour:.2f}", p.date, p.source] for name, p in sorted(prices.items())
@@ -110,5 +108,4 @@ def finished_sections(folder: Path, prices: dict[str, Price]) -> list[Section]:
 
 
 def _table_section(title: str, note: str, head: list[str], rows: list[list[str]]) -> Section:
-    body = table(head, [[escape(cell) for cell in row] for row in rows], left=1)
-    return Section(title, (f'<p class="soft">{escape(note)}</p>' if note else "") + body)
+    return Section(title, (part("note", note) if note else "") + table(head, rows))

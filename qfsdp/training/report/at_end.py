@@ -6,8 +6,8 @@ from pathlib import Path
 
 from qfsdp.cli.messages import first_line
 from qfsdp.cli.terminal import warn
+from qfsdp.training.report.drawing import write_png
 from qfsdp.training.report.page import write_page
-from qfsdp.training.report.png import write_png
 from qfsdp.training.report.run_folder import read_run
 from qfsdp.training.report.sections import loss_chart, run_sections
 

@@ -1,4 +1,4 @@
-"""What a chart shows, and where its axes have ticks. `svg` and `png` draw it."""
+"""What a chart shows. `drawing` draws it."""
 
 from __future__ import annotations
 
@@ -108,44 +108,6 @@ def thinned(points: Sequence[Point], most: int = MOST_POINTS) -> list[Point]:
         chosen = {0, *(at for _, at in (*known[:1], *known[-1:]))}
         kept += [part[at] for at in sorted(chosen)]
     return kept
-
-
-# ---- axes ----------------------------------------------------------------------------------
-
-
-def limits(values: Sequence[float], log: bool, from_zero: bool = False) -> tuple[float, float]:
-    """The ends of an axis that shows all values, with a margin.
-
-    It begins at 0 if `from_zero`, or if 0 is near: the least value is at most half of the highest.
-    """
-    values = [value for value in values if not log or value > 0] or [1.0]
-    low, high = min(values), max(values)
-    if log:
-        return low / 1.15, high * 1.15
-    if low >= 0 and (from_zero or low <= high / 2):
-        return 0.0, high * 1.06 or 1.0
-    margin = max((high - low) * 0.05, abs(high) * 0.02) or 1.0
-    return low - margin, high + margin
-
-
-def ticks(low: float, high: float, log: bool, whole: bool = False, count: int = 5) -> list[float]:
-    """About `count` round numbers from `low` to `high`; integers if `whole`."""
-    if not log or high / low < 8:
-        return _even_ticks(low, high, count, whole)
-    powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
-    steps: tuple[int, ...] = (1, 2, 5) if high / low < 300 else (1,)
-    found = [step * 10.0**power for power in powers for step in steps]
-    found = [value for value in found if low <= value <= high]
-    return found[:: -(-len(found) // (2 * count))]
-
-
-def _even_ticks(low: float, high: float, count: int, whole: bool) -> list[float]:
-    rough = max((high - low) / count, 1.0 if whole else 0.0)
-    power = 10.0 ** math.floor(math.log10(rough))
-    steps = (1, 2, 5, 10) if whole else (1, 2, 2.5, 5, 10)
-    step = next(step * power for step in steps if step * power >= rough * 0.999)
-    first = math.ceil(low / step - 1e-9)
-    return [at * step for at in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
 def number(value: float) -> str:

@@ -1,26 +1,19 @@
-"""The parts of a run's page, as HTML: each is a heading and charts or tables."""
+"""The parts of a run's page: each is a heading and charts or tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from html import escape
+from collections.abc import Callable, Sequence
+from statistics import median_high as median
 from typing import Any
 
-from qfsdp.training.report.charts import COLOURS, Chart, Line, needs_log, number
+from markupsafe import Markup
+
+from qfsdp.training.report.charts import Chart, Line, needs_log, number
+from qfsdp.training.report.page import Section, charts_section, part, table
 from qfsdp.training.report.run_folder import Evaluation, RunFolder, Score
-from qfsdp.training.report.svg import figure
 
 SECONDS, MEMORY, VALIDATION = "seconds/", "memory/", "validation/"
-MOST_VALUE = 80  # characters of a config's value
-
-
-@dataclass(frozen=True)
-class Section:
-    """A part of a page: its heading and the HTML below it."""
-
-    title: str
-    body: str
+MOST_VALUE, MOST_TEXT = 80, 400  # characters of a config's value, of a prompt or an answer
 
 
 def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
@@ -37,52 +30,18 @@ def run_sections(runs: Sequence[RunFolder]) -> list[Section]:
     return [section for section in found if section.body]
 
 
-def charts_section(title: str, charts: Sequence[Chart], after: str = "") -> Section:
-    drawn = "".join(figure(chart) for chart in charts if not chart.is_empty)
-    return Section(title, (f'<div class="charts">{drawn}</div>' if drawn else "") + after)
-
-
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], left: int = 1) -> str:
-    """A table whose cells are HTML; numbers, all but the first `left` columns, are right-aligned.
-
-    "" without rows.
-    """
-
-    def line(cells: Sequence[str], tag: str) -> str:
-        kinds = (' class="left"' if at < left else "" for at in range(len(cells)))
-        both = zip(kinds, cells, strict=True)
-        return f"<tr>{''.join(f'<{tag}{kind}>{cell}</{tag}>' for kind, cell in both)}</tr>"
-
-    body = "".join(line(row, "td") for row in rows)
-    if not body:
-        return ""
-    top = line([escape(cell) for cell in head], "th")
-    return f'<div class="scroll"><table><thead>{top}</thead><tbody>{body}</tbody></table></div>'
-
-
-# ---- runs ----------------------------------------------------------------------------------
-
-
-def overview(runs: Sequence[RunFolder]) -> str:
+def overview(runs: Sequence[RunFolder]) -> Markup:
     """A row per run: how far it came, its losses, speed and peak."""
     head = ("run", "steps", "first loss", "last loss", "tokens/s", "peak GiB", "ranks", "device")
     rows = []
     for run in runs:
-        trained = [row for row in run.steps if "loss" in row]
-        ranks = run.machine.get("world_size")
-        speeds = values(run, "tokens_per_second_per_rank")
-        peaks = values(run, "peak_memory_gib")
-        last = trained[-1] if trained else {}
-        cells = [
-            str(last.get("step", "")),
-            shown(trained[0]["loss"]) if trained else "",
-            shown(last.get("loss")),
-            shown(median(speeds) * (ranks or 1) if speeds else None),
-            shown(max(peaks, default=None)),
-            str(ranks or ""),
-            str(run.machine.get("device", "")),
-        ]
-        rows.append([escape(cell) for cell in (run.name, *cells)])
+        trained = [row for row in run.steps if "loss" in row] or [{}]
+        ranks, last = run.machine.get("world_size"), trained[-1]
+        losses = shown(trained[0].get("loss")), shown(last.get("loss"))
+        speed = of_values(run, "tokens_per_second_per_rank", median, ranks or 1)
+        peak = of_values(run, "peak_memory_gib", max)
+        about = ranks or "", run.machine.get("device", "")
+        rows.append([run.name, last.get("step", ""), *losses, speed, peak, *about])
     return table(head, rows)
 
 
@@ -92,8 +51,12 @@ def values(run: RunFolder, name: str) -> list[float]:
     return [value for value in found if isinstance(value, int | float)]
 
 
-def median(numbers: Sequence[float]) -> float:
-    return sorted(numbers)[len(numbers) // 2]
+def of_values(
+    run: RunFolder, name: str, measure: Callable[[list[float]], float], times: float = 1
+) -> str:
+    """The median or the highest of a metric, as a number in few characters; "" without any."""
+    found = values(run, name)
+    return number(measure(found) * times) if found else ""
 
 
 def shown(value: Any) -> str:
@@ -132,8 +95,10 @@ def curves(
 
 
 def words(metric: str) -> str:
-    """ "heldout loss" of "validation/heldout/loss"."""
-    return metric.removeprefix(VALIDATION).replace("/", " ").replace("_", " ")
+    """ "heldout loss" of "validation/heldout/loss", "forward" of "seconds/forward"."""
+    for prefix in (VALIDATION, SECONDS, MEMORY):
+        metric = metric.removeprefix(prefix)
+    return metric.removesuffix("_gib").replace("/", " ").replace("_", " ")
 
 
 def logged(runs: Sequence[RunFolder], prefix: str, suffix: str = "") -> list[str]:
@@ -160,92 +125,50 @@ def learning_charts(runs: Sequence[RunFolder]) -> list[Chart]:
 
 
 def speed_charts(runs: Sequence[RunFolder]) -> list[Chart]:
+    metric, several = "tokens_per_second_per_rank", len(runs) > 1
     lines = [
-        curve(
-            run,
-            "tokens_per_second_per_rank",
-            run.name if len(runs) > 1 else "",
-            run.machine.get("world_size") or 1,
-        )
+        curve(run, metric, run.name if several else "", run.machine.get("world_size") or 1)
         for run in runs
     ]
-    speed = Chart("Speed", "step", "tokens/s of all ranks", lines)
     return [
-        speed,
+        Chart("Speed", "step", "tokens/s of all ranks", lines),
         curves(runs, "Share of the rate of matrix products", "share", ["model_flops_utilization"]),
         curves(runs, "Peak of memory", "GiB of a rank", ["peak_memory_gib"]),
     ]
 
 
-def where_time_goes(runs: Sequence[RunFolder]) -> str:
+def where_time_goes(runs: Sequence[RunFolder]) -> Markup:
     """Median seconds of each phase of a step, and the rest of the step."""
     phases = [name for name in logged(runs, SECONDS) if name != f"{SECONDS}validation"]
-    head = ("run", *(words(name.removeprefix(SECONDS)) for name in phases), "whole step")
-    rows = []
+    if not phases:
+        return Markup()
+    names, bars, rows = list(map(words, phases)), Markup(), []
     for run in runs:
-        parts = [values(run, name) for name in phases]
-        whole = values(run, "seconds_per_step")
-        cells = [shown(median(part)) if part else "" for part in parts]
-        cells.append(shown(median(whole)) if whole else "")
-        rows.append([escape(run.name), *cells])
-    drawn = "".join(time_bar(run, phases) for run in runs)
-    return (
-        f"<h3>Where time goes</h3>{drawn}{key_of(phases)}{table(head, rows)}"
-        '<p class="soft">median seconds of a step, without evaluations</p>'
-        if phases
-        else ""
-    )
+        cells = [of_values(run, name, median) for name in (*phases, "seconds_per_step")]
+        rows.append([run.name, *cells])
+        spent = [median(values(run, name) or [0.0]) for name in phases]
+        shares = [(*part, f"{number(part[1])} s") for part in zip(names, spent, strict=True)]
+        bars += part("bar", run.name, shares)
+    drawn = part("heading", "Where time goes") + bars + part("legend", names)
+    note = part("note", "median seconds of a step, without evaluations")
+    return drawn + table(("run", *names, "whole step"), rows) + note
 
 
-def time_bar(run: RunFolder, phases: Sequence[str]) -> str:
-    """The phases of a run as shares of one bar."""
-    spent = [median(values(run, name) or [0.0]) for name in phases]
-    total, x, shapes = sum(spent) or 1.0, 0.0, []
-    for at, seconds in enumerate(spent):
-        width = 100 * seconds / total
-        says = escape(f"{words(phases[at].removeprefix(SECONDS))}: {number(seconds)} s")
-        shapes.append(
-            f'<rect class="c{at % len(COLOURS)}" x="{x:.2f}" width="{width:.2f}" height="10">'
-            f"<title>{says}</title></rect>"
-        )
-        x += width
-    return (
-        f'<p class="bar"><span>{escape(run.name)}</span><svg viewBox="0 0 100 10" '
-        f'preserveAspectRatio="none" role="img" aria-label="where time goes">{"".join(shapes)}'
-        "</svg></p>"
-    )
+# ---- memory and accuracy -------------------------------------------------------------------
 
 
-def key_of(phases: Sequence[str]) -> str:
-    entries = (
-        f'<li><span class="swatch c{at % len(COLOURS)}"></span>'
-        f"{escape(words(name.removeprefix(SECONDS)))}</li>"
-        for at, name in enumerate(phases)
-    )
-    return f'<ul class="legend">{"".join(entries)}</ul>'
-
-
-# ---- memory --------------------------------------------------------------------------------
-
-
-def memory_table(runs: Sequence[RunFolder]) -> str:
+def memory_table(runs: Sequence[RunFolder]) -> Markup:
     """What each run measured, by kind of tensor."""
-    names = logged(runs, MEMORY, "_gib")
     rows = []
-    for name in ("peak_memory_gib", *names):
-        cells = [shown(max(values(run, name), default=None)) for run in runs]
-        if any(cells):
-            label = words(name.removeprefix(MEMORY).removesuffix("_gib"))
-            rows.append([escape(label), *cells])
-    body = table(("GiB of a rank", *(run.name for run in runs)), rows)
-    note = "measured; tensors between steps on rank 0, gradients before the update"
-    return f'{body}<p class="soft">{note}</p>' if body else ""
+    for name in ("peak_memory_gib", *logged(runs, MEMORY, "_gib")):
+        cells = [of_values(run, name, max) for run in runs]
+        rows += [[words(name), *cells]] if any(cells) else []
+    note = part("note", "measured; tensors between steps on rank 0, gradients before the update")
+    found = table(("GiB of a rank", *(run.name for run in runs)), rows)
+    return found + note if rows else found
 
 
-# ---- accuracy ------------------------------------------------------------------------------
-
-
-def scores_table(runs: Sequence[RunFolder]) -> str:
+def scores_table(runs: Sequence[RunFolder]) -> Markup:
     """A row per metric and evaluation, with its interval as a bar."""
     found = [
         (f"{run.name}: {evaluation.name}" if len(runs) > 1 else evaluation.name, evaluation, score)
@@ -254,56 +177,43 @@ def scores_table(runs: Sequence[RunFolder]) -> str:
         for score in evaluation.scores
     ]
     found.sort(key=lambda entry: entry[2].name)
-    if not found:
-        return ""
-    ends = dict[str, list[float]]()
-    for _, _, score in found:
-        ends.setdefault(score.name, []).extend([score.value, *(score.interval or ())])
-    rows = [
-        [
-            escape(score.name),
-            escape(label),
-            "base" if evaluation.adapter is None else "adapter",
-            number(score.value),
-            " to ".join(map(number, score.interval)) if score.interval else "",
-            interval_bar(score, min(ends[score.name]), max(ends[score.name])),
-            escape(score.count),
-        ]
-        for label, evaluation, score in found
-    ]
-    level = f"{found[0][2].level:.0%} interval"
+    rows = []
+    for label, evaluation, score in found:
+        of_metric = [one for _, _, one in found if one.name == score.name]
+        of = "base" if evaluation.adapter is None else "adapter"
+        ends = " to ".join(map(number, score.interval or ()))
+        drawn = interval_bar(score, *ends_of(of_metric))
+        rows.append([score.name, label, of, number(score.value), ends, drawn, score.count])
+    level = f"{found[0][2].level:.0%} interval" if found else ""
     return table(("metric", "evaluation", "of", "value", level, "", "over"), rows, left=3)
 
 
-def interval_bar(score: Score, low: float, high: float) -> str:
+def ends_of(scores: Sequence[Score]) -> tuple[float, float]:
+    """The least and the highest of all values and their intervals."""
+    ends = [end for one in scores for end in (one.value, *(one.interval or ()))]
+    return min(ends), max(ends)
+
+
+def interval_bar(score: Score, low: float, high: float) -> Markup:
     """The value and its interval between the ends that all evaluations of a metric share."""
-
-    def at(value: float) -> float:
-        return 4 + 112 * (value - low) / ((high - low) or 1.0)
-
     first, last = score.interval or (score.value, score.value)
-    return (
-        '<svg class="interval" viewBox="0 0 120 14" role="img" aria-label="interval">'
-        f'<path class="line s0" d="M{at(first):.1f} 7H{at(last):.1f}"/>'
-        f'<circle class="c1" cx="{at(score.value):.1f}" cy="7" r="3.5"/></svg>'
-    )
+    return part("interval", score.value, first, last, low, high)
 
 
-def samples(runs: Sequence[RunFolder]) -> str:
+def samples(runs: Sequence[RunFolder]) -> Markup:
     """The same prompts before and after training, from samples.jsonl or from evaluations."""
-    head = ("prompt", "before", "after")
-    parts = []
+    parts = Markup()
     for run in runs:
         rows = [
             [text_cell(row["prompt"]), text_cell(row.get("before", "")), text_cell(row["after"])]
             for row in run.samples
         ] or answers(run.evaluations)
-        title = f"<h3>{escape(run.name)}</h3>" if len(runs) > 1 and rows else ""
-        parts.append(title + table(head, rows, left=3))
-    return "".join(parts)
+        parts += part("heading", run.name) if len(runs) > 1 and rows else ""
+        parts += table(("prompt", "before", "after"), rows, left=3)
+    return parts
 
 
-def answers(evaluations: Sequence[Evaluation], most: int = 12) -> list[list[str]]:
+def answers(evaluations: Sequence[Evaluation], most: int = 12) -> list[list[Markup]]:
     """Questions that both a base model and an adapter answered; changed ones first."""
     before = next((e for e in evaluations if e.adapter is None and e.answers), None)
     after = next((e for e in reversed(evaluations) if e.adapter is not None and e.answers), None)
@@ -314,46 +224,46 @@ def answers(evaluations: Sequence[Evaluation], most: int = 12) -> list[list[str]
         for question, (old, was_right) in before.answers[name].items():
             if question in after.answers[name]:
                 new, is_right = after.answers[name][question]
-                cells = [text_cell(question), answer(old, was_right), answer(new, is_right)]
+                cells = [text_cell(question), text_cell(old, was_right), text_cell(new, is_right)]
                 rows.append((was_right == is_right, cells))
     return [cells for _, cells in sorted(rows, key=lambda row: row[0])][:most]
 
 
-def answer(text: str, right: bool) -> str:
-    return f'<b class="{"right" if right else "wrong"}">{"right" if right else "wrong"}</b><br>' + (
-        text_cell(text)
-    )
+def text_cell(text: Any, right: bool | None = None) -> Markup:
+    """A text, shortened; `right`: whether it is a right answer."""
+    return part("text", shortened(str(text), MOST_TEXT), right)
 
 
-def text_cell(text: Any, most: int = 400) -> str:
-    shortened = str(text) if len(str(text)) <= most else f"{str(text)[:most]} ..."
-    return f'<span class="text">{escape(shortened)}</span>'
+def shortened(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]} ..."
 
 
 # ---- config --------------------------------------------------------------------------------
 
 
-def config_table(runs: Sequence[RunFolder]) -> str:
+def config_table(runs: Sequence[RunFolder]) -> Markup:
     """Of several runs the keys that differ, of one run all keys, folded."""
     keys = list(dict.fromkeys(key for run in runs for key in run.config))
     if not keys:
-        return ""
-    head = ("key", *(run.name for run in runs))
+        return Markup()
 
-    def row(key: str) -> list[str]:
-        found = (run.config.get(key, "(not there)") for run in runs)
-        return [f"<code>{escape(key)}</code>", *(escape(config_value(one)) for one in found)]
+    def table_of(keys: Sequence[str]) -> Markup:
+        rows = [
+            [
+                part("code", key),
+                *(config_value(run.config.get(key, "(not there)")) for run in runs),
+            ]
+            for key in keys
+        ]
+        return table(("key", *(run.name for run in runs)), rows, left=1 + len(runs))
 
-    whole = table(head, map(row, keys), left=1 + len(runs))
-    folded = f"<details><summary>all {len(keys)} keys</summary>{whole}</details>"
+    folded = part("folded", f"all {len(keys)} keys", table_of(keys))
     if len(runs) == 1:
         return folded
     differing = [key for key in keys if len({repr(run.config.get(key, ...)) for run in runs}) > 1]
-    same = "" if differing else "<p>The configs are equal.</p>"
-    return same + table(head, map(row, differing), left=1 + len(runs)) + folded
+    return (table_of(differing) or part("note", "The configs are equal.")) + folded
 
 
 def config_value(value: Any) -> str:
     text = "null" if value is None else str(value)
-    text = text.lower() if isinstance(value, bool) else text
-    return text if len(text) <= MOST_VALUE else f"{text[:MOST_VALUE]} ..."
+    return shortened(text.lower() if isinstance(value, bool) else text, MOST_VALUE)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from xml.etree import ElementTree
 
 import pytest
@@ -13,14 +14,12 @@ from qfsdp.training.report.charts import (
     Chart,
     Line,
     is_geometric,
-    limits,
     needs_log,
     number,
     thinned,
-    ticks,
 )
-from qfsdp.training.report.png import write_png
-from qfsdp.training.report.svg import HEIGHT, drawing, figure, stacked
+from qfsdp.training.report.drawing import HEIGHT, svg, write_png
+from qfsdp.training.report.page import figure
 
 NAN = float("nan")
 
@@ -47,20 +46,32 @@ def test_geometric_axes(values: list[float], expected: bool) -> None:
     assert is_geometric(values) == expected
 
 
+def ticks(chart: Chart) -> tuple[list[str], list[str]]:
+    """The names of the ticks of x and of y."""
+    words = [e.text or "" for e in ElementTree.fromstring(svg(chart)).iter() if e.tag == "text"]
+    at = words.index(chart.x)
+    return words[:at], words[at + 1 : words.index(chart.y)]
+
+
+def chart_of(*points: tuple[float, float | None], **fields: Any) -> Chart:
+    return Chart("loss", "step", "nats", [Line("a", points)], **fields)
+
+
 def test_ticks_are_round_and_within_the_axis() -> None:
-    assert ticks(0, 10, log=False) == [0, 2, 4, 6, 8, 10]
-    assert ticks(1, 12, log=False, whole=True) == [5, 10]
-    assert ticks(1, 4, log=False, whole=True) == [1, 2, 3, 4]
-    found = ticks(0.003, 250, log=True)
-    assert found[0] >= 0.003 and found[-1] <= 250 and 3 <= len(found) <= 10
+    assert ticks(chart_of((0, 0.0), (10, 2.0)))[0] == ["0", "2", "4", "6", "8", "10"]
+    assert ticks(chart_of((1, 0.0), (4, 1.0)))[0] == ["1", "2", "3", "4"]
+    assert ticks(chart_of((3, 5.0)))[0] == ["3"]
+    found = [float(y) for y in ticks(chart_of((0, 0.003), (1, 250.0), log_y=True))[1]]
+    assert found[0] >= 0.003 / 2 and found[-1] <= 250 * 2 and 3 <= len(found) <= 10
     assert all(re.fullmatch(r"[125]e[+-]\d\d", f"{value:.0e}") for value in found)
+    named = chart_of((0, 1.0), (1, 2.0), ticks=range(2), names=["US$", "a$ b"])
+    assert ticks(named)[0] == ["US$", "a$ b"]
 
 
 def test_an_axis_begins_at_zero_where_zero_is_near() -> None:
-    assert limits([1.0, 10.0], log=False)[0] == 0
-    assert limits([9.0, 10.0], log=False)[0] > 8
-    low, high = limits([5.0], log=False)
-    assert low < 5 < high
+    assert ticks(chart_of((0, 1.0), (1, 10.0)))[1][0] == "0"
+    assert float(ticks(chart_of((0, 9.0), (1, 10.0)))[1][0]) > 8
+    assert ticks(chart_of((0, 9.0), (1, 10.0), from_zero=True))[1][0] == "0"
 
 
 def test_a_thinned_line_keeps_its_spikes() -> None:
@@ -80,8 +91,12 @@ def test_log_only_for_wide_positive_values() -> None:
 
 def path_of(svg: str, place: int = 0) -> list[list[float]]:
     """The pixels of a line's path, one list for every unbroken part."""
-    shapes = [e.get("d") or "" for e in ElementTree.fromstring(svg).iter() if e.tag == "path"]
-    lines = [d for d in shapes if "L" in d and "H" not in d and "V" not in d]
+    tree = ElementTree.fromstring(svg)
+    lines = [
+        e.get("d") or ""
+        for e in tree.iter()
+        if e.tag == "path" and "stroke: #4477aa" in (e.get("style") or "") and not e.get("id")
+    ]
     return [
         [float(word) for word in re.findall(r"[\d.]+", part)]
         for part in lines[place].split("M")[1:]
@@ -89,29 +104,39 @@ def path_of(svg: str, place: int = 0) -> list[list[float]]:
 
 
 def test_svg_places_points_by_their_values() -> None:
-    chart = Chart("loss", "step", "nats", [Line("a", [(0, 0.0), (5, 5.0), (10, 10.0)])])
-    ((x0, y0, x1, y1, x2, y2),) = path_of(drawing(chart))
-    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
+    chart = chart_of((0, 0.0), (5, 5.0), (10, 10.5))
+    ((x0, y0, x1, y1, x2, y2),) = path_of(svg(chart))
+    assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2)
+    assert (y1 - y2) / (y0 - y1) == pytest.approx(1.1, abs=0.02)
     assert 0 < y2 < y1 < y0 < HEIGHT
     log = replace(chart, lines=[Line("a", [(1, 1.0), (2, 10.0), (4, 100.0)])], log_y=True)
-    ((x0, y0, x1, y1, x2, y2),) = path_of(drawing(replace(log, log_x=True)))
+    ((x0, y0, x1, y1, x2, y2),) = path_of(svg(replace(log, log_x=True)))
     assert x1 - x0 == pytest.approx(x2 - x1, abs=0.2) and y0 - y1 == pytest.approx(y1 - y2, abs=0.2)
 
 
 def test_a_missing_value_is_a_gap() -> None:
     line = Line("a", [(1, 1.0), (2, 2.0), (3, None), (4, NAN), (5, 2.0), (6, 1.0)])
-    parts = path_of(drawing(Chart("loss", "step", "nats", [line])))
+    parts = path_of(svg(Chart("loss", "step", "nats", [line])))
     assert [len(part) for part in parts] == [4, 4]
 
 
 def test_areas_are_stacked() -> None:
+    """`a` lies on the axis, `b` on `a`; a missing value counts 0."""
     lines = [Line("a", [(0, 1.0), (1, 2.0)]), Line("b", [(0, 3.0), (1, None)])]
-    assert [list(edge.points) for edge in stacked(lines)] == [
-        [(0, 1.0), (1, 2.0)],
-        [(0, 4.0), (1, 2.0)],
-    ]
     chart = Chart("memory", "operation", "GiB", lines, kind="areas", limit=(9.0, "a GPU"))
-    assert "a GPU" in drawing(chart)
+    drawn = svg(chart)
+    assert "a GPU" in drawn
+    areas = re.findall(r'<path[^>]* d="([^"]*)"[^>]*style="fill: #(?:4477aa|ee6677)"', drawn)
+    one, two = ({float(y) for y in re.findall(r"[\d.]+ ([\d.]+)", area)} for area in areas)
+    ground, a0, a1 = sorted(one, reverse=True)
+    (b0,) = two - one
+    assert two - {b0} <= {a0, a1} and ground - b0 == pytest.approx(4 * (ground - a0), abs=0.1)
+
+
+def test_dots_say_their_values() -> None:
+    lines = [Line("a", [(1, 0.5), (2, None), (3, 1.5)], dots=True), Line("b", [(1, 2.0)])]
+    found = re.findall("<title>(.*?)</title>", svg(Chart("loss", "step", "nats", lines)))
+    assert found == ["a 1: 0.5", "a 3: 1.5", "b 1: 2"]
 
 
 def test_names_cannot_leave_the_page() -> None:
