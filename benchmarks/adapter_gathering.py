@@ -42,13 +42,13 @@ from torch.distributed.fsdp import fully_shard
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, in_turns, ratios, table, tell
-from qfsdp.cli.component import Component
+from qfsdp.config.component import Component
 from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
 from qfsdp.distributed.sharding import quantized_bytes, shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, init_adapters
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears

@@ -3,7 +3,7 @@
     python benchmarks/bandwidth.py [--quick] [--json here.json] [--device cpu] [--file FILE]
     tune run recipes/find_fit --config ... hardware=here.json
 
-The JSON file has the fields of `qfsdp.memory.hardware.Hardware` that could be measured; the
+The JSON file has the fields of `qfsdp.planning.hardware.Hardware` that could be measured; the
 printed words are the same figures for a command line. The best of several rounds counts, because a
 roofline needs peak rates.
 
@@ -43,8 +43,8 @@ import torch.distributed as dist
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments
-from qfsdp.memory.hardware import machine_memory
 from qfsdp.modules.compute_dtype import compute_dtype
+from qfsdp.planning.hardware import machine_memory
 from qfsdp.training.throughput import best_rate, gather_rate, matmul_rate
 
 PIECE = 16 << 20  # bytes of a read, the same as the loader's

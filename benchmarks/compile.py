@@ -44,12 +44,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.memory import PeakMemory
 from benchmarks.timing import Figures, arguments, ratios, table, tell
 from examples.demo import cache_dir
-from qfsdp.cli.component import Component
-from qfsdp.cli.ranks import share_cores
-from qfsdp.cli.recipes import load_recipe
+from qfsdp.config.component import Component
+from qfsdp.config.recipe_files import load_recipe
 from qfsdp.data import Batch
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.launch.ranks import share_cores
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import ActivationConfig, Decoder
 from tests.ranks import run_ranks

@@ -60,11 +60,16 @@ from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.prompts import chat_tokens
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import LowRankLinear, add_adapters, init_adapters, low_rank_linears
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.folded import FoldedLinear
+from qfsdp.modules.adapters.linears import (
+    LowRankLinear,
+    add_adapters,
+    init_adapters,
+    low_rank_linears,
+)
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.folded_linear import FoldedLinear
 from qfsdp.modules.quantized_linear import QuantizationConfig, QuantizedLinear
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4

@@ -4,7 +4,7 @@
     python benchmarks/estimate.py --published
 
 Every case is two updates of two micro-batches by the recipe's functions, on 1, 2 or 4 processes
-with one thread each, and a dry run of the same config (`qfsdp.memory.estimate`, target "cpu").
+with one thread each, and a dry run of the same config (`qfsdp.planning.estimate`, target "cpu").
 "Measured" is the peak of PyTorch's CPU allocator within a train step, from the memory events of its
 profiler, on the rank with the highest peak, with the copy of a checkpoint. The profiler starts
 before the model is built. Models: SmolLM2-135M, and 4 layers of 7B type, 2048 wide, with random
@@ -46,14 +46,14 @@ from benchmarks.timing import Figures, arguments, table, tell
 from examples.demo import cache_dir
 from examples.demo.smollm2 import prepare_model
 from qfsdp.checkpoint.state import Stager, TrainState
-from qfsdp.cli.config import load_config
-from qfsdp.cli.recipes import load_recipe
-from qfsdp.cli.sizes import format_size
+from qfsdp.common.sizes import format_size
+from qfsdp.config.load import load_config
+from qfsdp.config.recipe_files import load_recipe
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.memory.estimate import CONTEXT_BYTES
-from qfsdp.memory.extrapolate import estimate_fast
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
+from qfsdp.planning.estimate import CONTEXT_BYTES
+from qfsdp.planning.extrapolate import estimate_fast
 
 ROOT = Path(__file__).parent.parent
 METHODS = {

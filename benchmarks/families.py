@@ -22,7 +22,7 @@ import torch.nn.functional as F
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.common.quiet import quiet_torchao
 
 quiet_torchao()
 

@@ -73,9 +73,9 @@ from qfsdp.checkpoint.weights.write import (
     write_file,
     write_index,
 )
-from qfsdp.cli.files import write_json
-from qfsdp.cli.sizes import parse_size
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.common.files import write_json
+from qfsdp.common.sizes import parse_size
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder

@@ -31,7 +31,7 @@ from benchmarks.offload_tiers import write_quantized_model
 from benchmarks.timing import base_arguments, tell, write_figures
 from benchmarks.train_step_worker import LEARNING_RATE
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.memory.known_models import find_config
+from qfsdp.planning.known_models import find_config
 from qfsdp.training.throughput import StepClock
 
 TIERS = {"resident": "none", "cpu": "cpu", "disk": "disk"}

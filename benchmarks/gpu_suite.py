@@ -55,7 +55,7 @@ ON_CPUS = 20  # times the limits: a dry run may share two cores with others
 # Parts are forked from a server that has imported these: 5 to 15 s less for each. They ask for no
 # GPU when they are imported, as a process that has cannot be forked; peers do.
 PRELOADED = ["benchmarks.gpu_train_step", "benchmarks.dequantize", "pytest", "omegaconf"]
-PRELOADED += ["qfsdp.training.validation", "qfsdp.training.profiler", "qfsdp.memory.preflight"]
+PRELOADED += ["qfsdp.training.validation", "qfsdp.training.profiler", "qfsdp.planning.preflight"]
 PEERS = ["transformers", "peft", "bitsandbytes"]
 
 

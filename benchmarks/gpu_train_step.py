@@ -57,17 +57,17 @@ from benchmarks.train_step_worker import (
     Step,
     training_step,
 )
-from qfsdp.cli.config import load_config
-from qfsdp.cli.recipes import load_recipe
+from qfsdp.config.load import load_config
+from qfsdp.config.recipe_files import load_recipe
 from qfsdp.data.loader import Batch, collate
 from qfsdp.distributed import sharding, world
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.memory.estimate import StoredFormats
-from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.known_models import find_config
-from qfsdp.modules.adapters import base_parameters, init_adapters
+from qfsdp.modules.adapters.linears import base_parameters, init_adapters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.transformer import Decoder
+from qfsdp.planning.estimate import StoredFormats
+from qfsdp.planning.extrapolate import estimate_fast
+from qfsdp.planning.known_models import find_config
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.gpu_train_step import RECIPE, Size, our_config, random_batch, recipe_step
 from benchmarks.timing import base_arguments, tell, write_figures
-from qfsdp.cli.recipes import load_recipe
+from qfsdp.config.recipe_files import load_recipe
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.training.memory_usage import peak_memory_bytes
 from qfsdp.training.throughput import StepClock

@@ -51,16 +51,16 @@ from qfsdp.checkpoint.weights.write import (
     write_file,
     write_index,
 )
-from qfsdp.cli.files import write_json
+from qfsdp.common.files import write_json
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.memory.hardware import available_memory
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, base_parameters
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
+from qfsdp.planning.hardware import available_memory
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

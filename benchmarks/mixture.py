@@ -29,15 +29,15 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, in_turns, ratios, tell, usual_dtype
-from qfsdp.cli.component import Component
+from qfsdp.config.component import Component
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules import expert_product
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, init_adapters
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import ExpertsConfig, LayerConfig, RouterConfig
-from qfsdp.modules.experts import Experts
+from qfsdp.modules.experts import product as expert_product
+from qfsdp.modules.experts.stacked import Experts
 from qfsdp.modules.mlp import MLP
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder

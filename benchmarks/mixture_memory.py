@@ -27,10 +27,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.load_base import measure
 from benchmarks.timing import Figures, arguments, tell
-from qfsdp.cli.files import write_json
+from qfsdp.common.files import write_json
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import ExpertsConfig
-from qfsdp.modules.experts import Experts
+from qfsdp.modules.experts.stacked import Experts
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter
 from qfsdp.checkpoint.expert_adapter_files import to_peft
-from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.common.quiet import quiet_torchao
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from tests.checkpoint.test_expert_adapter_files import PEFT_SCRIPT, adapted, in_file

@@ -33,9 +33,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.memory import private_bytes
 from benchmarks.timing import arguments, ratios, spread, table, tell
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST, SETTINGS_DIGESTS
-from qfsdp.cli.files import sha256
-from qfsdp.cli.recipes import load_recipe
-from qfsdp.cli.sealed import read_sealed, sealed_json
+from qfsdp.common.files import sha256
+from qfsdp.common.sealed import read_sealed, sealed_json
+from qfsdp.config.recipe_files import load_recipe
 from qfsdp.distributed.gradients import trainable_parameters
 
 ROOT = Path(__file__).parents[1]
@@ -118,7 +118,7 @@ def work(
     """Loads the model, takes one step per message, and answers with seconds, loss and memory."""
     from qfsdp.data import Batch
     from qfsdp.distributed.strategy import ShardingConfig
-    from qfsdp.modules.adapter_config import AdapterConfig
+    from qfsdp.modules.adapters.config import AdapterConfig
     from qfsdp.training.throughput import StepClock
 
     recipe: Any = load_recipe(ROOT / "recipes/qdora_distributed.py")

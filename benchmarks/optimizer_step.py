@@ -46,7 +46,7 @@ from torch.optim import Optimizer
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, Times, arguments, in_turns, ratios, seconds_of, table, tell
-from qfsdp.cli.component import Component
+from qfsdp.config.component import Component
 from qfsdp.distributed.gradients import clip_grad_norm
 from qfsdp.tensor_subclasses.dtensor import local_part, sharded
 from qfsdp.training.optimizer import build_optimizer

@@ -35,12 +35,12 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from examples.demo.prepare import prepare
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
-from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.common.quiet import quiet_torchao
 from qfsdp.data import Batch, HFTokenizer, StepLoader, TokenizedDataset, collate, hf_tokenizer
 from qfsdp.data.conversations import instruct_dataset
 from qfsdp.data.packing import PackedDataset, best_fit
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, init_adapters
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears

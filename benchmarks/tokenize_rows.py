@@ -79,12 +79,12 @@ def start_ranks(data: Path, model: str, cache: Path) -> list[str]:
 
 def measure(data: Path, model: str) -> None:
     """One rank: builds the dataset, reads it, and prints two lines."""
-    from qfsdp.cli.quiet import quiet_torchao
+    from qfsdp.common.quiet import quiet_torchao
 
     quiet_torchao()
     import torchtune.data  # noqa: F401  imports are not what is measured
 
-    from qfsdp.cli.component import Component
+    from qfsdp.config.component import Component
     from qfsdp.data import PackedDataset, build_dataset, hf_tokenizer
 
     tokenizer = hf_tokenizer(model, max_seq_len=512)

@@ -28,8 +28,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory, private_bytes
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, init_adapters, low_rank_linears
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters, low_rank_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.rope import Unscaled
@@ -61,8 +61,8 @@ class Job:
 
 def ours(job: Job) -> Step:
     """The recipe's `train_step`, which includes the refresh of DoRA's norms."""
-    from qfsdp.cli.component import Component
-    from qfsdp.cli.recipes import load_recipe
+    from qfsdp.config.component import Component
+    from qfsdp.config.recipe_files import load_recipe
     from qfsdp.data import Batch
     from qfsdp.modules.quantized_linear import QuantizationConfig
 

@@ -2,7 +2,7 @@
 
     python benchmarks/vocabulary.py
 
-Dry runs of QDoRA (`qfsdp.memory.estimate`), one row of 2,048 tokens per rank and micro-batch:
+Dry runs of QDoRA (`qfsdp.planning.estimate`), one row of 2,048 tokens per rank and micro-batch:
 Llama-3-8B and 70B on 2 and 8 ranks. For each, one micro-batch with sharding.vocabulary gather and
 split; then eight micro-batches whose gradients are reduced every time, or once. Prints GiB sent per
 rank and step and GiB at the peak, one JSON line each. tests/distributed/test_collectives.py holds
@@ -17,9 +17,9 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.recipes import load_recipe
-from qfsdp.memory.extrapolate import estimate_fast
+from qfsdp.config.load import load_config
+from qfsdp.config.recipe_files import load_recipe
+from qfsdp.planning.extrapolate import estimate_fast
 
 ROOT = Path(__file__).resolve().parent.parent
 MICRO = ["batch_size=1", "max_seq_len=2048", "packed=false", "adapter.rank=16"]

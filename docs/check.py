@@ -223,8 +223,8 @@ def check_run(words: list[str], copies: dict[str, str]) -> str | None:
 
 def config_error(recipe: str, config: str, overrides: list[str]) -> str | None:
     """What `tune run` says about the keys and values, without looking at any file they name."""
-    from qfsdp.cli.config import load_config
-    from qfsdp.cli.errors import UserError
+    from qfsdp.common.errors import UserError
+    from qfsdp.config.load import load_config
 
     module = recipe_module(recipe)
     trained = re.search(r"# tune run (recipes/\w+)", Path(config).read_text())
@@ -243,7 +243,7 @@ def config_error(recipe: str, config: str, overrides: list[str]) -> str | None:
 
 @cache
 def recipe_module(file: str) -> ModuleType:
-    from qfsdp.cli.recipes import load_recipe
+    from qfsdp.config.recipe_files import load_recipe
 
     module: Any = load_recipe(file)
     return module
@@ -279,7 +279,7 @@ def check_keys(text: str) -> Iterator[str]:
 @cache
 def config_keys() -> tuple[set[str], set[str]]:
     """All keys of all recipes, and those below which any name may stand (components, dicts)."""
-    from qfsdp.cli.convert import schema_keys
+    from qfsdp.config.convert import schema_keys
 
     keys: set[str] = set()
     for file in (ROOT / "recipes").glob("*.py"):

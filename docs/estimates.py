@@ -98,9 +98,9 @@ def figures(config: str, machine: re.Match[str]) -> str:
     Raises:
         ValueError: the config does not fit.
     """
-    from qfsdp.memory.hardware import known_gpu
-    from qfsdp.memory.predict import PROCESS_BYTES
-    from qfsdp.memory.tracker import CHECKPOINT
+    from qfsdp.planning.hardware import known_gpu
+    from qfsdp.planning.predict import PROCESS_BYTES
+    from qfsdp.planning.tracker import CHECKPOINT
 
     ranks = int(machine["ranks"])
     found = estimate(config, ranks, (machine["changes"] or "").split())
@@ -116,8 +116,8 @@ def figures(config: str, machine: re.Match[str]) -> str:
 
 def estimate(config: str, ranks: int, changes: Sequence[str]) -> Any:
     """The `Estimate` of a shipped config on GPUs."""
-    from qfsdp.cli.tool_config import read_training
-    from qfsdp.memory.extrapolate import estimate_fast
+    from qfsdp.config.tool_config import read_training
+    from qfsdp.planning.extrapolate import estimate_fast
 
     training = read_training(["--config", str(ROOT / f"configs/{config}.yaml"), *changes])
     recipe, model = training.recipe, training.cfg.model
@@ -131,7 +131,7 @@ def expanded_folder(path: str) -> Iterator[str]:
     """`path`; for a model "...-pro" or "...-pro-RATE" a folder with the `config.json` that
     recipes/block_expansion writes at that rate (0.25)."""
     from qfsdp.checkpoint.weights.expand import blocks_of_rate, expanded_config
-    from qfsdp.memory.known_models import find_config
+    from qfsdp.planning.known_models import find_config
 
     parts = re.fullmatch(r"(.*)-pro(?:-([\d.]+))?", path)
     if parts is None:
@@ -164,7 +164,7 @@ def with_table(file: Path) -> str:
 
 def rows_of(config: Path, up: str) -> Iterator[tuple[tuple[float, str], tuple[str, ...]]]:
     """A row for each machine that runs a config as it is: the key that sorts it, and its cells."""
-    from qfsdp.memory.hardware import known_gpu
+    from qfsdp.planning.hardware import known_gpu
 
     text = config.read_text()
     title = text.splitlines()[1].removeprefix("# ").rstrip(".").partition(":")[0]
@@ -190,7 +190,7 @@ def picture() -> str:
 
 def parts_of(config: str, ranks: int, changes: Sequence[str]) -> dict[str, float]:
     """GiB on a GPU at the peak of a step, by part; and what is offloaded."""
-    from qfsdp.memory.tracker import CHECKPOINT
+    from qfsdp.planning.tracker import CHECKPOINT
 
     found = estimate(config, ranks, [*ALIKE, *changes])
     kinds = {kind: size / GIB for kind, size in found.at_peak.items()}

@@ -15,18 +15,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from qfsdp.cli.reference import Key
+    from qfsdp.config.reference import Key
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "reference" / "configuration.md"
 OTHERS = PAGE.with_name("other-projects.md")
 OTHERS_HEAD = """# Keys of other projects
 
-Written by `python docs/reference.py` from `qfsdp/cli/foreign_keys.yaml`; do not edit. A run that is
-given one of these keys of torchtune, Axolotl, LLaMA-Factory, Unsloth, HF Trainer, TRL or PEFT
-answers so, in one line and before anything is loaded. The guides from
-[torchtune](../guide/from-torchtune.md) and from [the others](../guide/from-axolotl-and-trl.md) have
-the most used ones side by side.
+Written by `python docs/reference.py` from `qfsdp/config/foreign_keys.py` and its neighbours; do not
+edit. A run that is given one of these keys of torchtune, Axolotl, LLaMA-Factory, Unsloth, HF
+Trainer, TRL or PEFT answers so, in one line and before anything is loaded. The guides from
+[torchtune](../guide/from-torchtune.md) and from
+[the others](../guide/from-axolotl-and-trl.md) have the most used ones side by side.
 """
 MOST_IN_HEADING = 3  # recipes
 HEAD = """# Configuration
@@ -84,10 +84,10 @@ def page() -> str:
 
 def others() -> str:
     """A table of the keys that have one here, and the others by what is said of them."""
-    from qfsdp.cli.foreign_keys import foreign_keys
+    from qfsdp.config.foreign_keys import ANSWERS
 
     table, said = ["| key | here |", "|---|---|"], dict[str, list[str]]()
-    for key, answer in sorted(foreign_keys().answers.items()):
+    for key, answer in sorted(ANSWERS.items()):
         if isinstance(answer, str) and " " in answer:
             said.setdefault(answer, []).append(f"`{key}`")
             continue
@@ -111,8 +111,8 @@ def given_as(values: list[str]) -> str:
 
 def read_places() -> dict[str, dict[Key, list[str]]]:
     """A section, or "" for keys outside of them -> its keys -> the names of their recipes."""
-    from qfsdp.cli.recipes import load_recipe
-    from qfsdp.cli.reference import keys_of
+    from qfsdp.config.recipe_files import load_recipe
+    from qfsdp.config.reference import keys_of
 
     files = sorted(
         (ROOT / "recipes").glob("*.py"), key=lambda file: (file.stem[:4] != "qdor", file)
@@ -129,7 +129,7 @@ def read_places() -> dict[str, dict[Key, list[str]]]:
 
 def entry(key: Key, recipes: list[str] | None = None) -> list[str]:
     """One key in at most 100 columns; `recipes` if not all recipes with its section have it so."""
-    from qfsdp.cli.reference import REQUIRED, shown
+    from qfsdp.config.reference import REQUIRED, shown
 
     default = "required" if key.default is REQUIRED else f"default `{shown(key.default)}`"
     only = f" [{', '.join(recipes)}]" if recipes else ""

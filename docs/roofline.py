@@ -2,9 +2,9 @@
 
     python docs/roofline.py            all tables, in some minutes
 
-Figures are those of `qfsdp.memory.predict.Predictor`: memory, bytes and operations from dry runs of
-the recipe, seconds from a roofline with the rates that were measured on one H200 (the file below).
-tests/docs/test_roofline.py holds the page current.
+Figures are those of `qfsdp.planning.predict.Predictor`: memory, bytes and operations from dry runs
+of the recipe, seconds from a roofline with the rates that were measured on one H200 (the file
+below). tests/docs/test_roofline.py holds the page current.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def card(name: str) -> Any:
     """A known GPU with the rates that were measured on the H200: products and the link to the host
     as they are, memory by the ratio of the vendor's figures. Links between cards, and the host's
     memory, were not measured."""
-    from qfsdp.memory.hardware import GPUS, known_gpu
+    from qfsdp.planning.hardware import GPUS, known_gpu
 
     found = measured()
     return replace(
@@ -87,8 +87,8 @@ def card(name: str) -> Any:
 def predicted(config: str, changes: Iterable[str], gpu: str, ranks: int) -> tuple[Any, Any, int]:
     """The `Prediction` of a shipped config with changes, the `Load` of one rank, and the kernels
     that it starts."""
-    from qfsdp.cli.tool_config import read_training
-    from qfsdp.memory import predict
+    from qfsdp.config.tool_config import read_training
+    from qfsdp.planning import predict
 
     training = read_training(["--config", str(ROOT / f"configs/{config}.yaml"), *changes])
     functions, found = (training.recipe.build_model, training.recipe.train_step), []

@@ -1,9 +1,32 @@
 """qfsdp: finetuning recipes for quantized (4-bit) models, sharded by FSDP2.
 
-Packages, from top to bottom: memory, training, evaluation, checkpoint, distributed, modules, then
-data and tensor_subclasses, then cli. Each imports only those below it. This file imports nothing:
-a .pth file imports `qfsdp.cli.torchtune` at every start of the interpreter, and importing torch
-here would cost each start seconds.
+Packages, from top to bottom: cli, sweep, planning, training, evaluation, checkpoint, distributed,
+modules, then data and tensor_subclasses, then launch, hub, config, common. Each imports only those
+below it. A .pth file imports `qfsdp.cli.torchtune` at every start of the interpreter, so this file
+imports nothing that takes time.
 """
 
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from importlib.machinery import ModuleSpec
+
 __version__ = "0.1.0"
+
+
+class _OldPaths:
+    """Asked for modules that nobody else finds: those of version 0.1 have moved."""
+
+    @staticmethod
+    def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
+        if not name.startswith("qfsdp."):
+            return None
+        from qfsdp.moved import spec_of
+
+        return spec_of(name)
+
+
+sys.meta_path.append(_OldPaths)  # type: ignore[arg-type]

@@ -25,12 +25,12 @@ from qfsdp.checkpoint.weights.expand import (
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.output_folder import check_output
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.launch import launch
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.distributed.world import init_world
-from qfsdp.memory.oom import Run, explain_out_of_memory
+from qfsdp.launch.start import launch
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import MOST_LAYERS
+from qfsdp.planning.oom import Run, explain_out_of_memory
 
 
 @dataclass

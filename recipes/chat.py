@@ -20,35 +20,34 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.launch import launch
-from qfsdp.cli.printable import printable
-from qfsdp.cli.ranks import check_one_process
-from qfsdp.cli.slow import told_if_slow
+from qfsdp.common.errors import UserError
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.printable import printable
+from qfsdp.config.component import Component
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
 from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
 from qfsdp.evaluation.text_stream import TextStream
-from qfsdp.memory.oom import Run, explain_out_of_memory
+from qfsdp.launch.ranks import check_one_process
+from qfsdp.launch.start import launch
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
+from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
 HELP = (__doc__ or "").partition("generated.\n\n")[2].rstrip()
 
 
 @dataclass
-class Config(OfAdapter):
+class Config:
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component = field(default_factory=model_tokenizer)  # of the model
+    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
@@ -62,7 +61,6 @@ def check(cfg: Config) -> None:
     check_one_process()
     if sys.stdin is None or sys.stdin.closed:
         raise UserError("standard input is closed; expected a terminal, or lines of text")
-    tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
     check_for_inference(cfg.model, cfg.quantization, cfg.adapter, ShardingConfig("ddp"))
@@ -115,7 +113,7 @@ class Conversation:
                 print(printable(pieces[-1]), end="", flush=True)
 
         with ExitStack() as waiting:
-            waiting.enter_context(told_if_slow(f"reading {len(prompt)} tokens"))
+            waiting.enter_context(long_wait(f"reading {len(prompt)} tokens"))
             try:
                 generate(self._model, [prompt], sampling, self._stops, self._world, show)
                 pieces.append(text.end())

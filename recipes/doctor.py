@@ -18,12 +18,12 @@ import tempfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds
-from qfsdp.cli.files import not_written, write_json
-from qfsdp.cli.launch import launch_alone
-from qfsdp.cli.printable import printable
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.memory.doctor.run import CHECKS, Row, anonymous, rows
+from qfsdp.cli.doctor.run import CHECKS, Row, anonymous, rows
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
+from qfsdp.common.files import not_written, write_json
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.printable import printable
+from qfsdp.launch.start import launch_alone
 
 MOST_RANKS = 64
 
@@ -71,7 +71,7 @@ def main(cfg: Config) -> None:
         temporary = tempfile.TemporaryDirectory(prefix="qfsdp_doctor_", ignore_cleanup_errors=True)
     except OSError as error:
         raise UserError(f"TMPDIR: no temporary folder: {error}; expected one to write to") from None
-    with temporary as folder, told_if_slow("doctor: checking"):
+    with temporary as folder, long_wait("doctor: checking"):
         for row in rows(Path(folder), cfg.ranks, cfg.seconds):
             row.text = anonymous(row.text.replace(folder, "FOLDER"))
             if row.state == "red":

@@ -18,35 +18,35 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qfsdp.checkpoint.adapter_base import adapter_texts
 from qfsdp.checkpoint.adapter_files import adapter_export, save_adapter
 from qfsdp.checkpoint.adapter_start import check_start, start_adapters
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
+from qfsdp.checkpoint.saved_template import adapter_template
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
-from qfsdp.cli.component import Component
-from qfsdp.cli.launch import launch
-from qfsdp.cli.signals import StopRequest
+from qfsdp.config.component import Component
 from qfsdp.data import check_data
-from qfsdp.data.preference_batch import PairBatch
-from qfsdp.data.preference_loader import PreferenceLoader
-from qfsdp.data.preferences import RowLimit, build_preferences
+from qfsdp.data.preferences.batch import PairBatch
+from qfsdp.data.preferences.loader import PreferenceLoader
+from qfsdp.data.preferences.tokenized import RowLimit, build_preferences
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig, World, init_world
-from qfsdp.memory.estimate import micro_batch_tokens
-from qfsdp.memory.oom import Run, explain_out_of_memory
-from qfsdp.memory.preflight import check_memory
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, parameter_groups
+from qfsdp.launch.signals import StopRequest
+from qfsdp.launch.start import launch
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, parameter_groups
+from qfsdp.modules.adapters.reference import keep_start
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
-from qfsdp.modules.reference import keep_start
 from qfsdp.modules.transformer import ActivationConfig, Decoder
+from qfsdp.planning.estimate import micro_batch_tokens
+from qfsdp.planning.oom import Run, explain_out_of_memory
+from qfsdp.planning.preflight import check_memory
 from qfsdp.tensor_subclasses.kernels.compiled import use_cache_dir
 from qfsdp.training.learning_rate import choose_lr
 from qfsdp.training.loss_scale import start_loss_scale
@@ -201,7 +201,7 @@ def main(cfg: Config, run: Run) -> None:
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
     profiler = Profiler(cfg.profiler, output_dir, world)
-    files = adapter_texts(cfg)
+    files = adapter_template(cfg.tokenizer, cfg.dataset)
     export = adapter_export(cfg.adapter, cfg.model.path, files)
     checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, export)
     logger = build_logger(cfg.metric_logger, world.rank, cfg)  # before anything is read

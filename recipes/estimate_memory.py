@@ -18,13 +18,13 @@ from typing import Any, Literal
 
 import torch
 
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.tool_config import Training, run_tool
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
+from qfsdp.common.long_waits import long_wait
+from qfsdp.config.tool_config import Training, run_tool
 from qfsdp.distributed.global_batch import split_batch
-from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.hardware import check_bf16, device_memory_of, known_gpu, known_name
-from qfsdp.memory.report import draw, lines
+from qfsdp.planning.extrapolate import estimate_fast
+from qfsdp.planning.hardware import check_bf16, device_memory_of, known_gpu, known_name
+from qfsdp.planning.report import draw, lines
 from qfsdp.training.learning_rate import any_lr
 from qfsdp.training.optimizer import check_optimizer
 
@@ -65,7 +65,7 @@ def main(cfg: Config, training: Training) -> None:
     check_optimizer(any_lr(train.optimizer), train.lr_scheduler)
     limit = device_memory(cfg, train)
     functions = (training.recipe.build_model, training.recipe.train_step)
-    with told_if_slow("memory: the training step runs dry"):
+    with long_wait("memory: the training step runs dry"):
         found = estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)
     title = f"{Path(train.model.path).name}, {cfg.world_size} ranks"
     print(

@@ -20,14 +20,14 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds
-from qfsdp.cli.sizes import format_size
-from qfsdp.cli.tool_config import Training, run_tool
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
+from qfsdp.common.sizes import format_size
+from qfsdp.config.tool_config import Training, run_tool
 from qfsdp.distributed.global_batch import split_batch
-from qfsdp.memory.changes import as_words, as_yaml
-from qfsdp.memory.hardware import Hardware, HardwareConfig, check_bf16, device_memory_of
-from qfsdp.memory.predict import Predictor, check_process_fits
-from qfsdp.memory.search import Trial, candidates, search
+from qfsdp.planning.changes import as_words, as_yaml
+from qfsdp.planning.hardware import Hardware, HardwareConfig, check_bf16, device_memory_of
+from qfsdp.planning.predict import Predictor, check_process_fits
+from qfsdp.planning.search import Trial, candidates, search
 from qfsdp.training.learning_rate import any_lr
 from qfsdp.training.optimizer import check_optimizer
 

@@ -26,9 +26,7 @@ from qfsdp.checkpoint.saved_template import adapter_template, model_template
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.weights.save import save_model
-from qfsdp.cli.component import Component
-from qfsdp.cli.launch import launch
-from qfsdp.cli.signals import StopRequest
+from qfsdp.config.component import Component
 from qfsdp.data import Batch, build_dataset, check_data, packed, step_loader
 from qfsdp.data.stream import Loader
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
@@ -36,14 +34,16 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import shard_model, shard_rank
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig, World, init_world
-from qfsdp.memory.estimate import micro_batch_tokens
-from qfsdp.memory.oom import Run, explain_out_of_memory
-from qfsdp.memory.preflight import check_memory
+from qfsdp.launch.signals import StopRequest
+from qfsdp.launch.start import launch
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.trainable import TrainableConfig, check_trainable, set_trainable
 from qfsdp.modules.transformer import ActivationConfig, Decoder
+from qfsdp.planning.estimate import micro_batch_tokens
+from qfsdp.planning.oom import Run, explain_out_of_memory
+from qfsdp.planning.preflight import check_memory
 from qfsdp.tensor_subclasses.kernels.compiled import use_cache_dir
 from qfsdp.training.learning_rate import choose_lr
 from qfsdp.training.loss_scale import start_loss_scale

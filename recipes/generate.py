@@ -9,8 +9,8 @@ The answer to one prompt is printed while it is generated. For a file, every row
 `output` with its answer as `completion`, in the order of the file. The column of prompts holds
 texts, or lists of `{"role": ..., "content": ...}`. Further columns have what comes before a prompt:
 `system_column`, `history_column`, `tools_column`, as in the dataset of a training run. The base may
-be plain, quantized while it is loaded, or stored quantized; with an adapter it is that of the
-adapter's run unless keys say otherwise.
+be plain, quantized while it is loaded, or stored quantized; with an adapter it should be the base
+of the adapter's run.
 
 Several ranks divide the prompts: one process per visible accelerator, or `--nproc_per_node N`. With
 `sharding.strategy: ddp` each rank holds the whole base; other strategies gather each layer for
@@ -25,27 +25,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.files import not_written, write_text
-from qfsdp.cli.launch import launch
-from qfsdp.cli.printable import printable, printable_json
-from qfsdp.data.context_columns import check_row_columns, system_of
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.files import not_written, write_text
+from qfsdp.common.printable import printable, printable_json
+from qfsdp.config.component import Component
+from qfsdp.data.chat.context_columns import check_row_columns, system_of
+from qfsdp.data.chat.messages import text_of
 from qfsdp.data.encode import naming
-from qfsdp.data.json_lines import check_new_file, read_rows, to_lines
-from qfsdp.data.messages import text_of
+from qfsdp.data.files.json_lines import check_new_file, read_rows, to_lines
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, check_lengths, generate, generate_all
 from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
 from qfsdp.evaluation.prompts import in_context, prompt_tokens, stop_ids
 from qfsdp.evaluation.text_stream import TextStream
-from qfsdp.memory.oom import Run, explain_out_of_memory
+from qfsdp.launch.start import launch
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
+from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
 COMPLETION = "completion"
@@ -53,11 +52,11 @@ CONTEXT = ("system_column", "history_column", "tools_column")
 
 
 @dataclass
-class Config(OfAdapter):
+class Config:
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component = field(default_factory=model_tokenizer)  # of the model
+    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -91,7 +90,6 @@ def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is loaded."""
     if cfg.prompt is None and cfg.prompts is None:
         raise UserError('prompt: null; expected prompt="TEXT" or prompts=FILE.jsonl')
-    tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
     if cfg.output is not None:

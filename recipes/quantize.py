@@ -22,11 +22,11 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.quantize import Layout, quantize_folder, quantized_model
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.launch import launch
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.distributed.world import init_world
-from qfsdp.memory.oom import Run, explain_out_of_memory
+from qfsdp.launch.start import launch
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.planning.oom import Run, explain_out_of_memory
 
 
 @dataclass

@@ -20,18 +20,18 @@ from typing import Any
 
 from markupsafe import Markup
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.files import not_written
-from qfsdp.cli.launch import launch_alone
-from qfsdp.cli.messages import first_line
-from qfsdp.cli.recipes import find_config, find_recipe, load_recipe
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.report import chart_of, comparison_of
-from qfsdp.memory.sweep.output import finished_sections
-from qfsdp.memory.sweep.prices import read_prices
-from qfsdp.memory.sweep.results import FILE
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.files import not_written
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.messages import first_line
+from qfsdp.config.load import load_config
+from qfsdp.config.recipe_files import find_config, find_recipe, load_recipe
+from qfsdp.launch.start import launch_alone
+from qfsdp.planning.extrapolate import estimate_fast
+from qfsdp.planning.report import chart_of, comparison_of
+from qfsdp.sweep.output import finished_sections
+from qfsdp.sweep.prices import read_prices
+from qfsdp.sweep.results import FILE
 from qfsdp.training.report.at_end import LOSS, PAGE
 from qfsdp.training.report.drawing import write_png
 from qfsdp.training.report.page import Section, figure, part, table, write_page
@@ -96,7 +96,7 @@ def memory_section(runs: list[RunFolder]) -> Section:
     for run in runs:
         parts += part("heading", run.name) if len(runs) > 1 else ""
         try:
-            with told_if_slow(f"memory: a step of {run.name} runs dry"):
+            with long_wait(f"memory: a step of {run.name} runs dry"):
                 parts += memory_of(run)
         except Exception as error:  # an old config, or a model that is not on this machine
             parts += part("note", f"not estimated: {first_line(error)}")

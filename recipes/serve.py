@@ -17,15 +17,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import InvalidField
-from qfsdp.cli.launch import launch
-from qfsdp.cli.ranks import check_one_process
-from qfsdp.cli.sizes import format_size
-from qfsdp.cli.terminal import say
+from qfsdp.common.errors import InvalidField
+from qfsdp.common.sizes import format_size
+from qfsdp.common.terminal import say
+from qfsdp.config.component import Component
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import init_world
 from qfsdp.evaluation.generation import SamplingConfig
@@ -34,19 +31,21 @@ from qfsdp.evaluation.prompts import stop_ids
 from qfsdp.evaluation.serving.engine import Engine, Model
 from qfsdp.evaluation.serving.served import LimitsConfig, Served, is_loopback
 from qfsdp.evaluation.serving.server import check_packages, open_socket, run_server
-from qfsdp.memory.oom import Run, explain_out_of_memory
+from qfsdp.launch.ranks import check_one_process
+from qfsdp.launch.start import launch
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
 
 @dataclass
-class Config(OfAdapter):
+class Config:
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component = field(default_factory=model_tokenizer)  # of the model
+    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # where requests say nothing
     adapters: dict[str, str] = field(default_factory=dict)  # name -> a folder in PEFT's format
@@ -75,7 +74,6 @@ def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is loaded."""
     check_packages()
     check_one_process()
-    tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
     for adapter in (None, *cfg.adapters.values()):

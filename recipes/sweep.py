@@ -26,24 +26,24 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds
-from qfsdp.cli.launch import launch_alone
-from qfsdp.cli.recipes import find_config, recipe_file_of
-from qfsdp.cli.tool_config import Training, read_training
-from qfsdp.memory.hardware import Hardware, HardwareConfig, device_memory_of, known_name
-from qfsdp.memory.sweep.cells import Cell, make_cells
-from qfsdp.memory.sweep.estimate_cell import estimate_cell
-from qfsdp.memory.sweep.measure_cell import (
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
+from qfsdp.config.recipe_files import find_config, recipe_file_of
+from qfsdp.config.tool_config import Training, read_training
+from qfsdp.launch.start import launch_alone
+from qfsdp.planning.hardware import Hardware, HardwareConfig, device_memory_of, known_name
+from qfsdp.sweep.cells import Cell, make_cells
+from qfsdp.sweep.estimate_cell import estimate_cell
+from qfsdp.sweep.measure_cell import (
     check_devices,
     check_evaluation,
     measure_run,
     measure_steps,
     visible_devices,
 )
-from qfsdp.memory.sweep.output import write_output
-from qfsdp.memory.sweep.prices import Price, costs, read_prices
-from qfsdp.memory.sweep.published import compare, read_published
-from qfsdp.memory.sweep.results import DONE, FAILED, Results
+from qfsdp.sweep.output import write_output
+from qfsdp.sweep.prices import Price, costs, read_prices
+from qfsdp.sweep.published import compare, read_published
+from qfsdp.sweep.results import DONE, FAILED, Results
 
 
 @dataclass(kw_only=True)

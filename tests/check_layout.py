@@ -2,7 +2,7 @@
 
     python tests/check_layout.py    prints one line per violation; status 1 if there is any
 
-* `qfsdp/` has at most 10 entries, and every package's docstring has three to six lines.
+* `qfsdp/` has at most 16 entries, and every package's docstring has three to six lines.
 * A file of `qfsdp/` has at most 400 lines, a recipe at most 260, a function at most 60.
 * Lines of YAML, Markdown and TOML have at most 100 columns (ruff checks Python); rows of tables
   may be longer.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENTRIES = 10
+ENTRIES = 16
 FILE_LINES = 400
 RECIPE_LINES = 260
 FUNCTION_LINES = 60
@@ -54,7 +54,7 @@ def tracked_files() -> list[Path]:
 def check_entries(files: list[Path]) -> Iterator[str]:
     package = ROOT / "qfsdp"
     entries = {file.relative_to(package).parts[0] for file in files if package in file.parents}
-    if len(entries - {"__main__.py"}) > ENTRIES:  # the door of `python -m`
+    if len(entries) > ENTRIES:
         yield f"qfsdp: {len(entries)} entries; expected at most {ENTRIES}"
 
 

@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from qfsdp.data.loader import collate
-from qfsdp.data.preference_batch import PairBatch
-from qfsdp.data.preference_loader import collate_preferences
-from qfsdp.data.preference_rows import with_label
-from qfsdp.data.preferences import Preferences
+from qfsdp.data.preferences.batch import PairBatch
+from qfsdp.data.preferences.loader import collate_preferences
+from qfsdp.data.preferences.rows import with_label
+from qfsdp.data.preferences.tokenized import Preferences
 from qfsdp.data.row_tokenizer import TokenizedDataset
 
 Sample = tuple[torch.Tensor, int]  # tokens, and the length of the prompt

@@ -23,8 +23,8 @@ import torch.multiprocessing as mp
 # Two ranks then start and end within 0.15 s, four within 0.3 s.
 PRELOADED = [
     "qfsdp.training.validation",
-    "qfsdp.memory.preflight",
-    "qfsdp.modules.adapters",
+    "qfsdp.planning.preflight",
+    "qfsdp.modules.adapters.linears",
     "tests.ranks",
 ]
 # One of gloo's threads was seen to spin for ever; gloo's default limit is half an hour.

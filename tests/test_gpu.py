@@ -17,11 +17,11 @@ from torch import Tensor
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.cli.component import Component
+from qfsdp.config.component import Component
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import base_parameters, init_adapters, refresh_dora_norms
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import base_parameters, init_adapters, refresh_dora_norms
 from qfsdp.modules.loss import summed_cross_entropy
 from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.modules.transformer import Decoder
@@ -218,8 +218,8 @@ def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_
     """Compares peak bytes of the dry run with the allocator's, within the bound of the CPU."""
     from qfsdp.data.loader import Batch
     from qfsdp.distributed.gradients import trainable_parameters
-    from qfsdp.memory.estimate import estimate
     from qfsdp.modules.activations import ActivationConfig
+    from qfsdp.planning.estimate import estimate
     from qfsdp.training.optimizer import build_optimizer
     from qfsdp.training.throughput import StepClock
     from tests.tiny import load_recipe
@@ -276,7 +276,7 @@ def test_one_kernel_has_the_bits_of_two(
 def test_the_norm_kernel_equals_the_compiled_way(
     shape: tuple[int, int], rank: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qfsdp.modules.row_norms import adapted_norms, has_norm_kernel, squared_norms
+    from qfsdp.modules.adapters.row_norms import adapted_norms, has_norm_kernel, squared_norms
 
     weight = nf4.quantize(random_weight(*shape).to(GPU))
     a, b = torch.randn(rank, shape[1], device=GPU), torch.randn(shape[0], rank, device=GPU) * 0.02

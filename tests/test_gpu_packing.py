@@ -13,14 +13,14 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
-from qfsdp.data.shared_prompts import SharedDocuments, share_documents
-from qfsdp.modules import document_attention
+from qfsdp.data.preferences.shared_prompts import SharedDocuments, share_documents
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
-from qfsdp.modules.document_attention import attend_documents
-from qfsdp.modules.shared_attention import attend_shared
-from qfsdp.modules.sink_attention import attend_with_sinks
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import init_adapters, refresh_dora_norms
+from qfsdp.modules.attention import documents as document_attention
+from qfsdp.modules.attention.documents import attend_documents
+from qfsdp.modules.attention.shared_prompts import attend_shared
+from qfsdp.modules.attention.sinks import attend_with_sinks
 from qfsdp.modules.transformer import Decoder
 from tests.models import build_meta_model
 from tests.tiny import needs_compiler, write_tiny_model

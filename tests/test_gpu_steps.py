@@ -13,8 +13,8 @@ from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.data.loader import collate
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import init_adapters
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs
 from qfsdp.training.throughput import StepClock
 from tests.models import build_meta_model, randomize_adapters

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qfsdp.cli import recipes
-from qfsdp.cli.config import load_config
+from qfsdp.config import recipe_files as recipes
+from qfsdp.config.load import load_config
 from qfsdp.tensor_subclasses.kernels.compiled import has_compiler
 
 needs_compiler = pytest.mark.skipif(

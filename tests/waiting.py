@@ -11,7 +11,7 @@ LIMIT_S = 600  # ends a test that hangs; no test takes as long
 
 
 def without_waiting(printed: str) -> str:
-    """The lines of `printed` that a fast machine prints too: not those of `told_if_slow`."""
+    """The lines of `printed` that a fast machine prints too: not those of `long_wait`."""
     return re.sub(r"^.* \.\.\.( \d+ s)?\n", "", printed, flags=re.MULTILINE)
 
 

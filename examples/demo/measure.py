@@ -6,8 +6,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.recipes import find_file, load_recipe
+from qfsdp.config.load import load_config
+from qfsdp.config.recipe_files import find_file, load_recipe
 from qfsdp.distributed.world import init_world
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss

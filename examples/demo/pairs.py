@@ -12,7 +12,7 @@ import json
 import random
 from pathlib import Path
 
-from qfsdp.cli.errors import user_errors
+from qfsdp.common.errors import user_errors
 
 from . import arithmetic, cache_dir
 

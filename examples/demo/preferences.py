@@ -22,8 +22,8 @@ import time
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.errors import user_errors
-from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.common.errors import user_errors
+from qfsdp.common.quiet import quiet_torchao
 
 from . import cache_dir
 from .pairs import write_pairs
@@ -39,8 +39,8 @@ def measure(words: list[str], pairs: Path, problems: Path, count: int, adapter: 
     wrong, and the exact match on `count` problems."""
     import torch  # takes seconds
 
-    from qfsdp.cli.config import load_config
-    from qfsdp.cli.recipes import find_file, load_recipe
+    from qfsdp.config.load import load_config
+    from qfsdp.config.recipe_files import find_file, load_recipe
     from qfsdp.distributed.world import init_world
     from qfsdp.evaluation.exact_match import ExactMatchConfig, exact_match, read_questions
     from qfsdp.evaluation.inference_model import load_for_inference

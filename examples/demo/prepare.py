@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qfsdp.cli.errors import user_errors
+from qfsdp.common.errors import user_errors
 
 from . import cache_dir
 

@@ -13,9 +13,9 @@ import sys
 import time
 from pathlib import Path
 
-from qfsdp.cli.errors import user_errors
-from qfsdp.cli.quiet import quiet_torchao
-from qfsdp.data.json_lines import to_lines
+from qfsdp.common.errors import user_errors
+from qfsdp.common.quiet import quiet_torchao
+from qfsdp.data.files.json_lines import to_lines
 from qfsdp.training.report.at_end import report_at_end
 from qfsdp.training.report.run_folder import SAMPLES
 

@@ -19,7 +19,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 
 from . import cache_dir as default_cache_dir
 

@@ -22,17 +22,17 @@ from torch import Tensor
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import check_bounds
-from qfsdp.cli.launch import launch
-from qfsdp.cli.recipes import find_file, load_recipe
+from qfsdp.common.errors import check_bounds
+from qfsdp.config.component import Component
+from qfsdp.config.recipe_files import find_file, load_recipe
 from qfsdp.data import Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import init_world
 from qfsdp.evaluation.generation import SamplingConfig
 from qfsdp.evaluation.intervals import wilson
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.launch.start import launch
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import ActivationConfig
 from qfsdp.training.optimizer import build_optimizer, check_optimizer

@@ -4,7 +4,7 @@
                                  [--tokens 64] [--kill-after 150]
 
 Trains a QDoRA adapter on arithmetic word problems, serves base and adapter with `qfsdp serve`, and
-compares their answers to our questions by `recipes/judge`, each pair in both orders:
+compares their answers to generated questions by `recipes/judge`, each pair in both orders:
 
     rules   decides by rules (`examples.judge.rules`), and refuses where it has none
     model   the base itself: too small to judge well, as its refusals and contradictions show
@@ -29,8 +29,8 @@ from pathlib import Path
 from examples.demo.prepare import prepare
 from examples.demo.progress import run_command, say, working
 from examples.judge.rules import start_judge
-from qfsdp.cli.errors import user_errors
-from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.common.errors import user_errors
+from qfsdp.common.quiet import quiet_torchao
 
 ROOT = Path(__file__).parents[2]
 TUNE = [str(Path(sys.executable).with_name("tune")), "run"]
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/judge"), help="of all files")
     parser.add_argument("--updates", type=int, default=32, help="of the adapter, 8 problems each")
-    parser.add_argument("--questions", type=int, default=40, help="of ours")
+    parser.add_argument("--questions", type=int, default=40, help="generated ones")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--kill-after", type=int, default=150, help="exchanges; 0: never")
     args = parser.parse_args()

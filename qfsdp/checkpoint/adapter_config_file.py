@@ -1,7 +1,7 @@
 """`adapter_config.json`: the settings of an adapter in PEFT's format.
 
 Format: https://huggingface.co/docs/peft/developer_guides/checkpoint. PEFT has options that
-qfsdp/modules/adapters.py does not; those that would change the results are refused by name.
+qfsdp/modules/adapters/linears.py does not; those that would change the results are refused by name.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from typing import Any
 from torch import Tensor
 
 from qfsdp.checkpoint.expert_adapter_files import patterns_of_experts, target_settings
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import why
-from qfsdp.cli.hub import hub_name
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import SCALED_INPUTS
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import why
+from qfsdp.hub.download import hub_name
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import SCALED_INPUTS
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"

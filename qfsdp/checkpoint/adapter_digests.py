@@ -14,9 +14,9 @@ from typing import Any
 
 from torch import Tensor, uint8
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import to_json
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import to_json
+from qfsdp.common.terminal import warn
 
 TENSORS, SETTINGS = "sha256", "settings_sha256"
 NUMBERS = (

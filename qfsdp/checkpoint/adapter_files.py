@@ -46,12 +46,12 @@ from qfsdp.checkpoint.expert_adapter_files import (
     to_peft,
 )
 from qfsdp.checkpoint.tensor_file import save_tensors
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, to_json, whole_file, why, write_text
-from qfsdp.cli.hub import local_folder
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, to_json, whole_file, why, write_text
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import LowRankExpertLinear, adapted_linears, low_rank_linears
+from qfsdp.hub.download import local_folder
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import LowRankExpertLinear, adapted_linears, low_rank_linears
 from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES, ROUTER_NAMES, linears_of
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite

@@ -7,11 +7,11 @@ from torch import nn
 from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter
 from qfsdp.checkpoint.loftq import check_loftq, init_loftq
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
-from qfsdp.modules.reference import keeps_start, set_start
+from qfsdp.common.errors import UserError
+from qfsdp.common.long_waits import long_wait
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import init_adapters, refresh_dora_norms
+from qfsdp.modules.adapters.reference import keeps_start, set_start
 from qfsdp.modules.transformer import Decoder
 
 
@@ -36,7 +36,7 @@ def check_start(config: AdapterConfig, model: Decoder, weights: ModelWeights) ->
         check_loftq(model, weights)
 
 
-@told_if_slow("adapters: computing their start")
+@long_wait("adapters: computing their start")
 def start_adapters(
     model: nn.Module, config: AdapterConfig, path: str, seed: int, resumed: bool = False
 ) -> None:
@@ -45,7 +45,7 @@ def start_adapters(
     Args:
         path: `model.path`, whose weights are read again with `config.init` "loftq".
         resumed: a checkpoint will overwrite the adapters; skips what reads weights, unless the
-            model keeps its start (`qfsdp.modules.reference`).
+            model keeps its start (`qfsdp.modules.adapters.reference`).
     """
     overwritten = resumed and not keeps_start(model)
     init_adapters(model, seed, magnitudes=not overwritten)

@@ -11,8 +11,8 @@ from typing import Any
 
 from qfsdp.checkpoint.compatibility import SETTINGS_FILE, check_settings, read_settings
 from qfsdp.checkpoint.digests import Verification, check_size
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.sealed import Damaged
+from qfsdp.common.errors import UserError
+from qfsdp.common.sealed import Damaged
 
 AUTO = "auto"
 FOLDER = "checkpoints"

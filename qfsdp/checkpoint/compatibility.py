@@ -21,17 +21,17 @@ from omegaconf import OmegaConf
 from qfsdp.checkpoint.adapter_config_file import WEIGHTS_FILE
 from qfsdp.checkpoint.key_classes import ABSENT, NOT_RECORDED, class_of, names_a_file
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.cli.component import Component, further_keys, passed_by_name
-from qfsdp.cli.config import kept_places, resolved_yaml
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.file_digests import file_digest
-from qfsdp.cli.files import to_json
-from qfsdp.cli.hub import SMALL_FILES, hub_name, local_folder
-from qfsdp.cli.sealed import Damaged, read_sealed, sealed_json
-from qfsdp.cli.secret_keys import SECRET, masked
+from qfsdp.common.errors import UserError
+from qfsdp.common.file_digests import file_digest
+from qfsdp.common.files import to_json
+from qfsdp.common.sealed import Damaged, read_sealed, sealed_json
+from qfsdp.common.secret_keys import SECRET, masked
+from qfsdp.config.component import Component, further_keys, passed_by_name
+from qfsdp.config.load import kept_places, resolved_yaml
 from qfsdp.data import StepLoader, StreamLoader
+from qfsdp.data.files.rows import content_digest
 from qfsdp.data.row_tokenizer import TokenizedDataset
-from qfsdp.data.rows import content_digest
+from qfsdp.hub.download import SMALL_FILES, hub_name, local_folder
 
 CONTENT = "content "
 HIDDEN = "sha256 "  # begins a digest of a value that a config reads from the environment
@@ -50,7 +50,7 @@ def config_settings(cfg: Any) -> dict[str, Any]:
     """Key -> value of the settings in a config whose class is not "free" (`key_classes`).
 
     Reads all bytes of the base, of data files and of the tokenizer, if they are not known from an
-    earlier start (`qfsdp.cli.file_digests`).
+    earlier start (`qfsdp.common.file_digests`).
 
     Args:
         cfg: a recipe's config; `model.folder` is a Hugging Face model folder.

@@ -1,7 +1,7 @@
 """Digests of a checkpoint's files: written with them, and compared before they are used.
 
-`facts.json` has the size and the SHA-256 of every other file, and its own (`qfsdp.cli.sealed`). It
-holds no secret: whoever changes a file on purpose can change its digest as well. So digests find
+`facts.json` has the size and the SHA-256 of every other file, and its own (`qfsdp.common.sealed`).
+It holds no secret: whoever changes a file on purpose can change its digest as well. So digests find
 damage, and `safe_reader` makes sure that no file can run code.
 
 SHA-256 is the fastest of the standard library's strong digests on CPUs with instructions for it:
@@ -20,9 +20,9 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from qfsdp.cli.files import sha256
-from qfsdp.cli.progress import moved
-from qfsdp.cli.sealed import Damaged
+from qfsdp.common.files import sha256
+from qfsdp.common.progress import moved
+from qfsdp.common.sealed import Damaged
 
 THREADS = 4  # of a rank that compares digests
 

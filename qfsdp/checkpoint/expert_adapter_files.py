@@ -41,8 +41,8 @@ from typing import Any, NamedTuple
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import UserError
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.targets import ROUTER_NAMES
 
 OURS = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)\.(lora_.+)")

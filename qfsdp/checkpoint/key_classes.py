@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any, Literal
 
-from qfsdp.data.data_files import SUFFIXES
+from qfsdp.data.files.data_files import SUFFIXES
 from qfsdp.data.reading import NOT_IN_RESULTS
 
 Class = Literal["same", "told", "free"]

@@ -10,11 +10,11 @@ from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, why
-from qfsdp.cli.progress import moved
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import say, warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, why
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.progress import moved
+from qfsdp.common.terminal import say, warn
 
 LOCK_FILE = ".lock"
 _LOOK_S = 0.2
@@ -63,7 +63,7 @@ class FolderLock:
     def _wait(self, folder: Path, key: str, holder: str) -> None:
         """Waits until `holder` is done. What it writes keeps the watchdog from ending this run."""
         say(f"{key}: '{folder}' is being written by {holder}; waiting for it ...")
-        with told_if_slow(f"{key}: waiting for {holder}"):
+        with long_wait(f"{key}: waiting for {holder}"):
             seen: object = None
             while True:
                 try:

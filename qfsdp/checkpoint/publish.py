@@ -19,8 +19,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.cli.files import PARTIAL, not_written, sync, sync_folder
-from qfsdp.cli.terminal import warn
+from qfsdp.common.files import PARTIAL, not_written, sync, sync_folder
+from qfsdp.common.terminal import warn
 
 LATEST = "latest"
 KEY = "checkpoint.publish"

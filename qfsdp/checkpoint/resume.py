@@ -54,15 +54,15 @@ from qfsdp.checkpoint.state import (
 )
 from qfsdp.checkpoint.verified import read_verified
 from qfsdp.checkpoint.write_state import reason, write_state
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds
-from qfsdp.cli.files import PARTIAL, sync, sync_folder, warn_of_space
-from qfsdp.cli.progress import phase
-from qfsdp.cli.sealed import Damaged
-from qfsdp.cli.signals import to_number, who_asks
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import say, warn
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
+from qfsdp.common.files import PARTIAL, sync, sync_folder, warn_of_space
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.progress import phase
+from qfsdp.common.sealed import Damaged
+from qfsdp.common.terminal import say, warn
 from qfsdp.distributed.world import Numbers, World
-from qfsdp.modules.adapters import refresh_dora_norms
+from qfsdp.launch.signals import to_number, who_asks
+from qfsdp.modules.adapters.linears import refresh_dora_norms
 
 Export = Callable[[dict[str, Tensor], Path], None]
 """Writes whole trained tensors, by name, to a new folder within a checkpoint."""
@@ -159,7 +159,7 @@ class Checkpointer:
         self._choice = Choice()
         self.saved_step = self._written_step = 0  # the second is complete
 
-    @told_if_slow("resume: looking for checkpoints")
+    @long_wait("resume: looking for checkpoints")
     def find(self, resume: str | None, settings: Callable[[], dict[str, Any]]) -> Path | None:
         """The checkpoint to resume from, found by rank 0; None for a new run.
 
@@ -178,7 +178,7 @@ class Checkpointer:
         self._choice = self._world.broadcast(self._choice)
         return next(iter(self._choice.folders), None)
 
-    @told_if_slow("resume: reading and verifying the checkpoint")
+    @long_wait("resume: reading and verifying the checkpoint")
     def load(self, folder: Path | None, state: TrainState) -> int:
         """Loads a checkpoint into `state`; returns its step number, or 0 for None.
 
@@ -265,7 +265,7 @@ class Checkpointer:
         return asked > 0, late > 0 or (steps is not None and step % steps == 0)
 
     @phase("checkpoint save")
-    @told_if_slow("saving a checkpoint")
+    @long_wait("saving a checkpoint")
     def save(self, step: int, state: TrainState) -> None:
         """Copies `state` and writes the copy in the background; waits for an earlier save first.
 
@@ -293,7 +293,7 @@ class Checkpointer:
             self._report_failure()
         self._saving, self._written_step = None, self.saved_step
 
-    @told_if_slow("saving what is trained")
+    @long_wait("saving what is trained")
     def save_result(self, save: Callable[[Path], None], folder: Path, cfg: Any = None) -> None:
         """Writes what a run has trained to `folder`, at its end, with a card. Every rank must call
         it.
@@ -314,7 +314,7 @@ class Checkpointer:
                 self.wait()
             raise UserError(f"{error}; {_intact(self._output_dir)}") from None
 
-    @told_if_slow("waiting for the last checkpoint to be written")
+    @long_wait("waiting for the last checkpoint to be written")
     def close(self) -> None:
         """Waits for the save in progress and unlocks `output_dir`."""
         self.wait()

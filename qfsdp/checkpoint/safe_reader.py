@@ -19,7 +19,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 
 # torch says so of a pickle whose second byte is damaged; the digest says it better.
 warnings.filterwarnings("ignore", message="Detected pickle protocol")

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.checkpoint.safe_reader import load_entries
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, sharded
 

@@ -12,8 +12,8 @@ from qfsdp.checkpoint.digests import Verification
 from qfsdp.checkpoint.finite import first_not_finite
 from qfsdp.checkpoint.state import ReadState, read_state
 from qfsdp.checkpoint.write_state import reason
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.sealed import Damaged
+from qfsdp.common.errors import UserError
+from qfsdp.common.sealed import Damaged
 from qfsdp.distributed.world import World
 
 

@@ -35,7 +35,7 @@ def _extend_tune(cli: Any) -> None:
 
     def main() -> None:
         from qfsdp.cli import command
-        from qfsdp.cli.output import outlive_output_errors
+        from qfsdp.common.output import outlive_output_errors
 
         words = sys.argv[1:]
         asked = {"-h", "--help"} & set(words)
@@ -73,8 +73,9 @@ def _is_ours(words: list[str]) -> bool:
     """
     from torchtune._recipe_registry import get_all_recipes
 
-    from qfsdp.cli import command, recipes
-    from qfsdp.cli.errors import UserError
+    from qfsdp.cli import command
+    from qfsdp.common.errors import UserError
+    from qfsdp.config import recipe_files as recipes
 
     known = get_all_recipes()
     theirs = {recipe.name for recipe in known}
@@ -105,7 +106,7 @@ def _is_ours(words: list[str]) -> bool:
 
 def _takes_our_config(name: str, argv: list[str], theirs: set[str]) -> bool:
     """Whether a recipe's name that torchtune has too means ours: its config decides."""
-    from qfsdp.cli import recipes
+    from qfsdp.config import recipe_files as recipes
 
     config = ""
     for word, after in zip(argv, [*argv[1:], ""], strict=False):
@@ -198,7 +199,7 @@ class _Finder:
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
         if name == "torchao" and os.path.basename(sys.argv[0]) == "tune":
-            from qfsdp.cli.quiet import quiet_torchao
+            from qfsdp.common.quiet import quiet_torchao
 
             quiet_torchao()
         elif name == "torchtune.training.quantization":

@@ -11,6 +11,7 @@ from __future__ import annotations
 from qfsdp.data.components import build_dataset, check_data, check_dataset
 from qfsdp.data.conversations import chat_dataset, instruct_dataset
 from qfsdp.data.dummy import dummy_dataset
+from qfsdp.data.files.rows import check_source
 from qfsdp.data.known_datasets import (
     alpaca_dataset,
     gsm8k_dataset,
@@ -23,7 +24,7 @@ from qfsdp.data.known_datasets import (
 from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
 from qfsdp.data.mixture import mixed_dataset
 from qfsdp.data.packing import PackedDataset
-from qfsdp.data.preference_datasets import (
+from qfsdp.data.preferences.datasets import (
     hh_dataset,
     kto_dataset,
     orca_pairs_dataset,
@@ -31,7 +32,6 @@ from qfsdp.data.preference_datasets import (
     ultrafeedback_dataset,
 )
 from qfsdp.data.pretokenized import pretokenized_dataset
-from qfsdp.data.rows import check_source
 from qfsdp.data.stream import StreamLoader, packed, step_loader
 from qfsdp.data.text import text_dataset
 from qfsdp.data.tokenized_dataset import TokenizedDataset

@@ -6,15 +6,14 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.hub import local_folder
+from qfsdp.common.errors import UserError
+from qfsdp.data.files.rows import check_source
 from qfsdp.data.reading import reading, split_reading
-from qfsdp.data.row_forms import check_columns_of
-from qfsdp.data.rows import check_source
 from qfsdp.data.token_ids import check_tokenizer_ids, with_checked_ids
+from qfsdp.hub.download import local_folder
 
 if TYPE_CHECKING:
-    from qfsdp.cli.component import Component
+    from qfsdp.config.component import Component
 
 
 def check_data(
@@ -45,7 +44,7 @@ def check_data(
 
 
 def check_dataset(key: str, dataset: Component) -> None:
-    """Checks a dataset and, if it is a mixture, its parts; reads the first rows of a file.
+    """Checks a dataset and, if it is a mixture, its parts, without reading any row.
 
     Args:
         key: the dataset's place in the config, for the messages.
@@ -57,7 +56,6 @@ def check_dataset(key: str, dataset: Component) -> None:
     dataset.check(key, provided=["tokenizer"])
     if "source" in dataset.kwargs:
         check_source(f"{key}.source", dataset.kwargs["source"])
-        check_columns_of(key, dataset)
     with reading(how):
         for name, part in parts_of(key, dataset.kwargs.get("sets")).items():
             check_dataset(f"{key}.sets.{name}", part)
@@ -73,7 +71,7 @@ def parts_of(key: str, sets: Any) -> dict[str, Component]:
     Raises:
         UserError: a part is not a component.
     """
-    from qfsdp.cli.convert import as_component  # needs OmegaConf; this package needs torch only
+    from qfsdp.config.convert import as_component  # needs OmegaConf; this package needs torch only
 
     if not isinstance(sets, Mapping):
         return {}

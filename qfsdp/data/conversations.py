@@ -16,10 +16,9 @@ from itertools import islice
 from string import Formatter
 from typing import TYPE_CHECKING, Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.data.context_columns import check_columns, history_of, system_of, with_system
-from qfsdp.data.loader import IGNORE_INDEX
-from qfsdp.data.messages import (
+from qfsdp.common.errors import UserError
+from qfsdp.data.chat.context_columns import check_columns, history_of, system_of, with_system
+from qfsdp.data.chat.messages import (
     NotText,
     as_message,
     as_tools,
@@ -28,11 +27,17 @@ from qfsdp.data.messages import (
     text_of,
     unfilled,
 )
+from qfsdp.data.chat.trained_spans import TokenizedChat
+from qfsdp.data.files.rows import Row, Rows, load_rows, require_column
+from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.data.reading import reads_rows
-from qfsdp.data.rows import Row, Rows, load_rows, require_column
-from qfsdp.data.tokenized_dataset import TokenizedDataset, TokenizedRow, Unusable, tokenize_rows
+from qfsdp.data.tokenized_dataset import (
+    TokenizedDataset,
+    TokenizedRow,
+    Unusable,
+    tokenize_rows,
+)
 from qfsdp.data.tokenizer import HFTokenizer
-from qfsdp.data.trained_spans import TokenizedChat
 
 if TYPE_CHECKING:
     from torchtune.data import Message
@@ -89,7 +94,7 @@ def instruct_dataset(
         UserError: the source, a column or the template is wrong, or no row can be used.
     """
     rows = load_rows(source, split, subset, data_files, max_rows)
-    key, columns = prompt_columns(prompt_column, prompt_template)
+    key, columns = _prompt_columns(prompt_column, prompt_template)
     for name, column in (*((key, one) for one in columns), ("answer_column", answer_column)):
         require_column(name, column, rows, source)
     if tools_column == "tools" and tools_column in (*columns, answer_column):
@@ -126,9 +131,9 @@ def chat_dataset(
 
     Messages have OpenAI's format `{"role", "content"}` or ShareGPT's format `{"from", "value"}`.
     They may have tool calls, which are trained, and results of tools, which are not; see
-    `qfsdp.data.messages`. A message with `train`, `training` or `loss` false or `weight` 0 is not
-    trained. Skips rows without an answer, with an empty answer, or without a trained token within
-    the tokenizer's `max_seq_len`. One log line counts them.
+    `qfsdp.data.chat.messages`. A message with `train`, `training` or `loss` false or `weight` 0 is
+    not trained. Skips rows without an answer, with an empty answer, or without a trained token
+    within the tokenizer's `max_seq_len`. One log line counts them.
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
@@ -205,7 +210,7 @@ def _pair(prompt: str, answer: str, history: list[Any], on_input: bool) -> list[
     return messages
 
 
-def prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:
+def _prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:
     """The key that names the columns of a prompt, and the columns."""
     if template is None:
         return "prompt_column", [column]

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.shuffling import keyed_generator
 
 

@@ -10,9 +10,9 @@ from contextvars import ContextVar
 from queue import Empty, SimpleQueue
 from typing import TYPE_CHECKING, Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.slow import SLOW_S, told_if_slow
-from qfsdp.cli.terminal import say
+from qfsdp.common.errors import UserError
+from qfsdp.common.long_waits import SLOW_S, long_wait
+from qfsdp.common.terminal import say
 
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
@@ -106,7 +106,7 @@ def _slow(answer: SimpleQueue[Any], text: str) -> Any:
     named = place if isinstance(place, str) else place(text)
     line = f"tokenizing {', '.join(filter(None, (named, about)))}"
     say(f"{line} ...")
-    with told_if_slow(line, AGAIN_S):
+    with long_wait(line, AGAIN_S):
         try:
             return answer.get(timeout=max(0, limit - SLOW_S))
         except Empty:

@@ -13,15 +13,15 @@ import re
 from collections.abc import Iterator
 from functools import partial
 
+from qfsdp.data.chat.messages import text_of
 from qfsdp.data.conversations import (
     Tokenizer,
     chat_dataset,
     instruct_dataset,
     tokenize_conversations,
 )
-from qfsdp.data.messages import text_of
+from qfsdp.data.files.rows import Row, load_rows, require_column
 from qfsdp.data.reading import reads_rows
-from qfsdp.data.rows import Row, load_rows, require_column
 from qfsdp.data.tokenized_dataset import TokenizedDataset, Unusable
 
 alpaca_dataset = partial(

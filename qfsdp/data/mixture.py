@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.components import build_dataset, parts_of
 from qfsdp.data.loader import MapDataset
 from qfsdp.data.packing import sample_lengths

@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from qfsdp.cli.progress import moved
-from qfsdp.cli.slow import told_if_slow
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.progress import moved
 from qfsdp.data.loader import MapDataset, tokens_and_labels
 from qfsdp.data.shuffling import shuffled_indices
 
@@ -38,7 +38,7 @@ class PackedDataset:
     empty_pack: Mapping[str, Any] = {"tokens": [], "labels": [], "lengths": []}
     """`StepLoader` gives it to ranks for which no pack is left."""
 
-    @told_if_slow("packing: reading the length of every sample")
+    @long_wait("packing: reading the length of every sample")
     def __init__(self, dataset: MapDataset, max_seq_len: int, seed: int) -> None:
         """Samples longer than `max_seq_len` lose their end.
 

@@ -18,11 +18,11 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from qfsdp.cli.component import FURTHER_KEYS, further_keys
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.config.component import FURTHER_KEYS, further_keys
 
 if TYPE_CHECKING:
-    from qfsdp.cli.component import Component
+    from qfsdp.config.component import Component
 
 MOST_PROCESSES = 64
 

@@ -8,7 +8,7 @@ import time
 from types import TracebackType
 from typing import Any
 
-from qfsdp.cli.terminal import is_terminal
+from qfsdp.common.terminal import is_terminal
 
 EVERY_S = 5.0
 

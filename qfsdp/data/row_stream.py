@@ -8,12 +8,12 @@ from copy import deepcopy
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
 
-    from qfsdp.data.file_rows import FileStream
+    from qfsdp.data.files.file_rows import FileStream
 
 
 class RowStream:

@@ -13,10 +13,10 @@ from typing import Any
 
 import numpy as np
 
-from qfsdp.cli.errors import UserError, speaks_for_all
+from qfsdp.common.errors import UserError, speaks_for_all
+from qfsdp.data.chat.special_tokens import texts_of
 from qfsdp.data.encode import TooSlow, naming
-from qfsdp.data.rows import Row, Rows, read_each, where
-from qfsdp.data.special_tokens import texts_of
+from qfsdp.data.files.rows import Row, Rows, read_each, where
 
 Sample = tuple[list[int], list[int]]
 """Tokens and labels of equal length. Labels are -100 where not trained, and *not* shifted."""

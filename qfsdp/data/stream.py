@@ -19,9 +19,9 @@ from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from typing import Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.progress import moved
-from qfsdp.cli.slow import told_if_slow
+from qfsdp.common.errors import UserError
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.progress import moved
 from qfsdp.data.loader import Batch, MapDataset, Shares, StepLoader, collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.data.row_stream import RowStream
@@ -265,7 +265,7 @@ class StreamLoader:
 
     def _answer(self) -> tuple[TokenizedDataset, Counts, Place]:
         """The block at `_place`; blocks that were asked for before it are dropped."""
-        with told_if_slow(f"reading and tokenizing {self.dataset.tokenizer.source}"):
+        with long_wait(f"reading and tokenizing {self.dataset.tokenizer.source}"):
             while True:
                 block: tuple[TokenizedDataset, Counts, Place] = self._reader.answer()
                 moved()

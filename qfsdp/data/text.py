@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.data.messages import text_of
+from qfsdp.common.errors import UserError
+from qfsdp.data.chat.messages import text_of
+from qfsdp.data.files.rows import Row, load_rows, require_column
 from qfsdp.data.reading import reads_rows
-from qfsdp.data.rows import Row, load_rows, require_column
 from qfsdp.data.tokenized_dataset import (
     Sample,
     TokenizedDataset,

@@ -35,13 +35,13 @@ from typing import Any
 
 import numpy as np
 
-from qfsdp.cli.file_digests import range_digests
-from qfsdp.cli.files import PARTIAL, replace_folder, why, write_text
-from qfsdp.cli.progress import moved
-from qfsdp.cli.sealed import Damaged, read_sealed, sealed_json
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import warn
-from qfsdp.data.rows import Rows, content_digest
+from qfsdp.common.file_digests import range_digests
+from qfsdp.common.files import PARTIAL, replace_folder, why, write_text
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.progress import moved
+from qfsdp.common.sealed import Damaged, read_sealed, sealed_json
+from qfsdp.common.terminal import warn
+from qfsdp.data.files.rows import Rows, content_digest
 
 DTYPES = {"tokens": np.int32, "labels": np.int32, "ends": np.int64}
 SUMMARY_FILE = "summary.json"
@@ -79,8 +79,8 @@ def tokenizer_digest(tokenizer: Any) -> str:
 
 
 def _code_digest(component: str) -> str:
-    """A hash of this package's code, of the builder's file and of the libraries' versions."""
-    files = sorted(Path(__file__).parent.glob("*.py"))
+    """A hash of the code of `qfsdp.data`, of the builder's file and of the libraries' versions."""
+    files = sorted(Path(__file__).parents[1].rglob("*.py"))
     module = importlib.import_module(component.partition(".")[0])
     with suppress(Exception):  # a component without a file
         module = importlib.import_module(component.rpartition(".")[0])
@@ -212,7 +212,7 @@ def locked(folder: Path, source: str) -> Iterator[None]:
     if os.environ.get("LOCAL_RANK", "0") != "0":
         time.sleep(_RANK_0_FIRST_S)  # its bar and its messages are the ones that people see
     seen = 0
-    with told_if_slow(f"waiting for another process that tokenizes {source}"):
+    with long_wait(f"waiting for another process that tokenizes {source}"):
         while True:
             try:
                 lock.acquire(timeout=1)

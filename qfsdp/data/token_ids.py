@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.stream import StreamedDataset
 
 

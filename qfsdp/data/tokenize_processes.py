@@ -23,12 +23,12 @@ from multiprocessing.connection import Connection
 from types import ModuleType
 from typing import Any, Protocol
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import why
-from qfsdp.cli.quiet import quiet_torchao
-from qfsdp.cli.signals import ignore_stop_signals
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import why
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.quiet import quiet_torchao
+from qfsdp.common.terminal import warn
+from qfsdp.launch.signals import ignore_stop_signals
 
 ALONE_S = 5.0  # work that takes less is not worth new processes
 AHEAD = 4  # pieces per process that may wait for their turn
@@ -94,7 +94,7 @@ class _Pool:
     def is_ready(self, wait: bool) -> bool:
         if self.future is None or not (wait or self.future.done()):
             return False
-        with told_if_slow(f"starting {self._processes} processes that tokenize"):
+        with long_wait(f"starting {self._processes} processes that tokenize"):
             _result(self.future)
         return True
 

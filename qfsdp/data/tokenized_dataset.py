@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.progress import moved
+from qfsdp.common.errors import UserError
+from qfsdp.common.progress import moved
+from qfsdp.data.files.rows import Row, Rows
 from qfsdp.data.reading import current
 from qfsdp.data.row_progress import RowProgress
 from qfsdp.data.row_stream import RowStream
@@ -23,7 +24,6 @@ from qfsdp.data.row_tokenizer import (
     Unusable,
     one_by_one,
 )
-from qfsdp.data.rows import Row, Rows
 from qfsdp.data.stream import StreamedDataset
 from qfsdp.data.token_files import (
     Arrays,

@@ -15,13 +15,13 @@ from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal
 
-from qfsdp.cli.errors import UserError
-from qfsdp.data.chat_tokenizer import ChatTokenizer, raised, spelled_as
-from qfsdp.data.choose_template import choose_template, say_once
+from qfsdp.common.errors import UserError
+from qfsdp.data.chat.chat_tokenizer import ChatTokenizer, raised, spelled_as
+from qfsdp.data.chat.choose_template import choose_template, say_once
+from qfsdp.data.chat.special_tokens import SpecialTokens, added_tokens, turn_marks
+from qfsdp.data.chat.trained_spans import TRAINED_AS, Conversation, TokenizedChat, plain_message
 from qfsdp.data.encode import encode
-from qfsdp.data.special_tokens import SpecialTokens, added_tokens, turn_marks
 from qfsdp.data.tokenizer_folder import TokenizerFolder
-from qfsdp.data.trained_spans import TRAINED_AS, Conversation, TokenizedChat, plain_message
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.hub import local_folder
+from qfsdp.common.errors import UserError
+from qfsdp.hub.download import local_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer

@@ -21,8 +21,8 @@ from queue import Queue
 import torch
 from torch import Tensor
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.sizes import format_size
+from qfsdp.common.errors import UserError
+from qfsdp.common.sizes import format_size
 from qfsdp.distributed.fetch_order import FetchOrder
 from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, moved, to_device
 

@@ -29,12 +29,12 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.tensor import Shard
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import LowRankExpertLinear
-from qfsdp.modules.experts import Experts, combine, dispatch, spread
-from qfsdp.modules.mixture import MixtureMLP
+from qfsdp.modules.adapters.linears import LowRankExpertLinear
+from qfsdp.modules.experts.mixture import MixtureMLP
+from qfsdp.modules.experts.stacked import Experts, combine, dispatch, spread
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part, sharded
 from qfsdp.tensor_subclasses.kernels import dry_run

@@ -12,8 +12,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.ranks import planned_ranks, possible_numbers_of_ranks
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.launch.ranks import planned_ranks, possible_numbers_of_ranks
 
 SHOWN = 4  # numbers in an error message
 

@@ -31,11 +31,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import AdaptedLinear
+from qfsdp.modules.adapters.linears import AdaptedLinear
 from qfsdp.modules.chunk_gradients import chunk_functions
 from qfsdp.modules.loss import chunk_tokens, summed_by_sample
 from qfsdp.modules.quantized_linear import QuantizedLinear

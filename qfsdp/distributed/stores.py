@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 from torch import Tensor
 
-from qfsdp.cli import progress
+from qfsdp.common import progress
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.fetch_order import FetchOrder
 from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, in_host_memory, moved, to_device

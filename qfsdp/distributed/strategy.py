@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.sizes import parse_size
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.sizes import parse_size
 
 
 @dataclass

@@ -13,10 +13,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.watchdog import DistributedConfig
+from qfsdp.common.errors import UserError
+from qfsdp.common.long_waits import long_wait
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
+from qfsdp.launch.watchdog import DistributedConfig
 
 T = TypeVar("T")
 
@@ -123,7 +123,7 @@ class Numbers(Protocol):
         """Gets each as every rank has it, as `World.exchange` returns them."""
 
 
-@told_if_slow("distributed: waiting for all ranks")
+@long_wait("distributed: waiting for all ranks")
 def init_world(
     sharding: ShardingConfig | None = None,
     distributed: DistributedConfig | None = None,

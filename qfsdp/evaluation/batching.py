@@ -6,9 +6,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import nullcontext
 from typing import TypeVar
 
-from qfsdp.cli.progress import moved
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import bar
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.progress import moved
+from qfsdp.common.terminal import bar
 from qfsdp.distributed.world import World
 
 T = TypeVar("T")
@@ -40,5 +40,5 @@ def progress_bar(items: Iterable[T], title: str, world: World, total: int) -> It
     """Iterates over `items` and shows a progress bar on rank 0. If stderr is no terminal, a line
     says what takes long."""
     shown = bar(items, title, total, unit="batch", disable=world.rank != 0)
-    with told_if_slow(title) if shown.disable else nullcontext():
+    with long_wait(title) if shown.disable else nullcontext():
         yield from shown

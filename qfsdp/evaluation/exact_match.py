@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.data import check_source
-from qfsdp.data.context_columns import check_row_columns
+from qfsdp.data.chat.context_columns import check_row_columns
+from qfsdp.data.chat.messages import text_of
 from qfsdp.data.encode import naming
-from qfsdp.data.json_lines import append_rows, read_rows
-from qfsdp.data.messages import text_of
+from qfsdp.data.files.json_lines import append_rows, read_rows
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.answers import parse_answer, same_answer
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank

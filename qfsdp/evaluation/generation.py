@@ -14,14 +14,14 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds
-from qfsdp.cli.progress import moved
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
+from qfsdp.common.progress import moved
 from qfsdp.data.token_ids import check_ids
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.inference_model import evaluating
+from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.kv_cache import KVCache
 from qfsdp.modules.transformer import Decoder
 
 

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import nn
 
-from qfsdp.cli.progress import moved
+from qfsdp.common.progress import moved
 from qfsdp.data.loader import Batch, MapDataset, StepLoader
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import evaluating

@@ -16,7 +16,8 @@ from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import (
+from qfsdp.modules.adapters.folded import fold_adapters
+from qfsdp.modules.adapters.linears import (
     adapted_linears,
     add_adapters,
     base_parameters,
@@ -24,7 +25,6 @@ from qfsdp.modules.adapters import (
 )
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.folded_linear import fold_adapters
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 

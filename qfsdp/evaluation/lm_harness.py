@@ -21,10 +21,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.messages import did_you_mean, nearest
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.data.json_lines import read_rows
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.messages import did_you_mean, nearest
+from qfsdp.data.files.json_lines import read_rows
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.intervals import Interval, mean_interval
 from qfsdp.modules.transformer import Decoder
@@ -94,7 +94,7 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
         )
     check_tasks(config.tasks)
     names = _with_subjects(config)
-    reading = told_if_slow("lm_eval.tasks: reading lm-eval's index and the rows of the tasks")
+    reading = long_wait("lm_eval.tasks: reading lm-eval's index and the rows of the tasks")
     with reading, _quiet(sys.stderr.isatty()):
         manager = _task_manager(tuple(names) if config.local_data else ())
         if not set(names) <= set(manager.all_tasks):

@@ -14,7 +14,7 @@ from lm_eval.models.utils import (
 )
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate_all

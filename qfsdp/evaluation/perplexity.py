@@ -10,9 +10,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.data.encode import naming
-from qfsdp.data.json_lines import check_regular
+from qfsdp.data.files.json_lines import check_regular
 from qfsdp.data.loader import IGNORE_INDEX, MapDataset
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import progress_bar

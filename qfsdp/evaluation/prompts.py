@@ -5,15 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.data.context_columns import history_of, system_of, with_system
-from qfsdp.data.messages import as_message, as_tools
-from qfsdp.data.rows import Row
+from qfsdp.common.errors import UserError
+from qfsdp.data.chat.context_columns import history_of, system_of, with_system
+from qfsdp.data.chat.messages import as_message, as_tools
+from qfsdp.data.files.rows import Row
 from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.data.tokenizer_folder import eos_ids
 
 Messages = list[dict[str, Any]]
-"""`{"role": ..., "content": ...}` each, in one of the forms of `qfsdp.data.messages`."""
+"""`{"role": ..., "content": ...}` each, in one of the forms of `qfsdp.data.chat.messages`."""
 
 
 def chat_tokens(tokenizer: Any, messages: Messages, tools: Any = None) -> list[int]:

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, write_json
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, write_json
 from qfsdp.evaluation.exact_match import ExactMatch
 from qfsdp.evaluation.intervals import CONFIDENCE_LEVEL, Interval
 from qfsdp.evaluation.perplexity import MeanLoss

@@ -27,7 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from qfsdp.cli.errors import InvalidField
+from qfsdp.common.errors import InvalidField
 from qfsdp.tensor_subclasses.kernels.host_memory import moved, to_host
 
 Checkpointing = Literal["none", "full", "selective"]

@@ -15,8 +15,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qfsdp.modules.adapters.row_norms import row_chunks
 from qfsdp.modules.quantized_linear import QuantizedLinear
-from qfsdp.modules.row_norms import row_chunks
 
 LossesAndGradient = Callable[[Tensor, Tensor, Tensor | None], tuple[Tensor, Tensor]]
 """As `qfsdp.modules.loss._losses_and_gradient_`."""

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
-from qfsdp.cli.errors import UserError, speaks_for_all
+from qfsdp.common.errors import UserError, speaks_for_all
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 _REPORTED = "QFSDP_FP32_REPORTED"  # in the environment, where the ranks of a run inherit it

@@ -34,7 +34,7 @@ class AttentionConfig:
         inner: names of the linears that make queries, keys and values: three, or one for all.
         qk_norm: norms of queries and keys: of every head, or of the whole projection.
         scale: multiplies scores; None: 1 / sqrt(head_dim).
-        sinks: every head has a logit that no token stands for, see `qfsdp.modules.sink_attention`.
+        sinks: every head has a logit that no token stands for, see `qfsdp.modules.attention.sinks`.
     """
 
     inner: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -65,7 +65,7 @@ class MLPConfig:
 
 @dataclass(frozen=True)
 class RouterConfig:
-    """How a token chooses its experts (`qfsdp.modules.router`).
+    """How a token chooses its experts (`qfsdp.modules.experts.router`).
 
     Fields:
         kind: "softmax" weighs all experts and chooses those with the largest weights; "chosen"

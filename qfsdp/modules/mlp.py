@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.same_input import outputs
+from qfsdp.modules.low_rank.grouped import outputs
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,

@@ -11,10 +11,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.sizes import parse_size
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.sizes import parse_size
 from qfsdp.modules.compute_dtype import check_fp8_products
-from qfsdp.modules.experts import ExpertLinear
+from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.modules.targets import (
     ALL_LINEAR,
     check_present,

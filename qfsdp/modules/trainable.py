@@ -13,11 +13,11 @@ from typing import Any, Literal
 
 from torch import nn
 
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
 from qfsdp.modules.decoder_config import EXPANDED
+from qfsdp.modules.experts.router import Router
 from qfsdp.modules.quantized_linear import LINEARS
-from qfsdp.modules.router import Router
 from qfsdp.modules.transformer import Decoder
 
 

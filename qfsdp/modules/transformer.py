@@ -13,19 +13,19 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.data.shared_prompts import SharedDocuments
+from qfsdp.data.preferences.shared_prompts import SharedDocuments
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
-from qfsdp.modules.attention import Attention, within_window
+from qfsdp.modules.attention.document_lengths import document_lengths
+from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
+from qfsdp.modules.attention.self_attention import Attention, within_window
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
-from qfsdp.modules.document_lengths import document_lengths
-from qfsdp.modules.kv_cache import KVCache, LayerCache
+from qfsdp.modules.experts.mixture import MixtureMLP
+from qfsdp.modules.experts.routing import Routing, counted_tokens
 from qfsdp.modules.loss import head_loss
-from qfsdp.modules.mixture import MixtureMLP
+from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.mlp import MLP
 from qfsdp.modules.rope import RopeConfig
-from qfsdp.modules.routing import Routing, counted_tokens
-from qfsdp.modules.same_input import copies_in
 
 Documents = Tensor | SharedDocuments | None
 RotaryTables = dict[RopeConfig | None, tuple[Tensor | None, Tensor | None]]

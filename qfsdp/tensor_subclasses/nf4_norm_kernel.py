@@ -8,7 +8,8 @@ rounds them to the compute dtype, as forward does, and multiplies them by the sa
 
 Dequantizing a weight and multiplying it by 16 rows of A moves 0.5 + 2 + 2 bytes a weight through
 memory the usual way, and 0.5 here. Not yet timed on a GPU: `QFSDP_NORM_KERNEL=1` turns it on
-(`qfsdp.modules.row_norms`). Importing this module needs Triton, which comes with PyTorch for GPUs.
+(`qfsdp.modules.adapters.row_norms`). Importing this module needs Triton, which comes with PyTorch
+for GPUs.
 """
 
 from __future__ import annotations

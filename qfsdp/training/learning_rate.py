@@ -14,8 +14,8 @@ import os
 from dataclasses import replace
 from typing import Any
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError, speaks_for_all
+from qfsdp.common.errors import UserError, speaks_for_all
+from qfsdp.config.component import Component
 from qfsdp.modules.decoder_config import DecoderConfig
 
 AUTO = "auto"

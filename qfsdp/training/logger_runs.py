@@ -12,8 +12,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.files import write_json
+from qfsdp.common.files import write_json
+from qfsdp.config.component import Component
 
 FILE = "logger_runs.json"
 WANDB, MLFLOW = "WandBLogger", "MLFlowLogger"

@@ -12,14 +12,14 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import as_omegaconf
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, why
-from qfsdp.cli.kinds import LOGGER, check_built
-from qfsdp.cli.messages import first_line
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, why
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.messages import first_line
+from qfsdp.common.terminal import warn
+from qfsdp.config.component import Component
+from qfsdp.config.component_types import LOGGER, check_built
+from qfsdp.config.load import as_omegaconf
 from qfsdp.training.logger_runs import continued, keep_run_id
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ class SafeLogger:
         self._threads: set[threading.Thread] | None = None  # of the logger, once it is built
         self._default_hook, threading.excepthook = threading.excepthook, self._thread_failed
         try:
-            with told_if_slow(f"{self._key}: starting {self._name}"):
+            with long_wait(f"{self._key}: starting {self._name}"):
                 self._logger = continued(component, cfg).call()
                 keep_run_id(component, cfg)
         except OSError as error:
@@ -173,7 +173,7 @@ class SafeLogger:
         tell = getattr(self._logger, "log_config", None)
         try:
             if tell is not None:
-                with told_if_slow(f"{self._key}: telling {self._name} the config"):
+                with long_wait(f"{self._key}: telling {self._name} the config"):
                     tell(config)
         except Exception as error:
             problem = f"{type(error).__name__}: {why(error)}"
@@ -191,7 +191,7 @@ class SafeLogger:
         """Closes the logger."""
         if self._logger is not None:
             try:
-                with told_if_slow(f"{self._key}: closing {self._name}"):
+                with long_wait(f"{self._key}: closing {self._name}"):
                     self._logger.close()
             except Exception as error:
                 self._fail(error)

@@ -11,11 +11,11 @@ import torch
 from torch import nn
 
 import qfsdp
-from qfsdp.cli.config import to_yaml
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, write_json, write_text
-from qfsdp.cli.printable import printable
-from qfsdp.cli.terminal import close_bar, keep_below
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, write_json, write_text
+from qfsdp.common.printable import printable
+from qfsdp.common.terminal import close_bar, keep_below
+from qfsdp.config.load import to_yaml
 from qfsdp.data.stream import Loader
 from qfsdp.distributed.world import World
 from qfsdp.training.metric_logger import MetricLogger

@@ -10,9 +10,9 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, to_json, whole_file, why
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, to_json, whole_file, why
+from qfsdp.common.terminal import warn
 
 KEPT_LINES = 10_000  # lines of about 1 KB that wait for space
 BATCH_LINES = 100  # written at once; on a full disk every step tries again to write the first

@@ -2,9 +2,9 @@
 
 The loss and the gradient norm of all ranks decide whether the optimizer runs, so all ranks decide
 alike and the weights are still those of the step before. `NonFiniteWatch` says where
-the numbers come from (`qfsdp.training.second_look`), saves the state, and ends the run, or lets it
-go on with the next step (`on_nonfinite`). A gradient of fp16 that overflows is no such case as long
-as a smaller loss scale may help (`qfsdp.training.loss_scale`).
+the numbers come from (`qfsdp.training.locate_nonfinite`), saves the state, and ends the run, or
+lets it go on with the next step (`on_nonfinite`). A gradient of fp16 that overflows is no such case
+as long as a smaller loss scale may help (`qfsdp.training.loss_scale`).
 """
 
 from __future__ import annotations
@@ -20,11 +20,13 @@ from torch.optim import Optimizer
 
 from qfsdp.checkpoint.resume import Checkpointer, TrainState
 from qfsdp.checkpoint.state import random_state, set_random_state
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.terminal import warn
 from qfsdp.data.loader import Batch
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
+from qfsdp.training.gradient_watch import GradientWatch
+from qfsdp.training.locate_nonfinite import StepParts, locate_nonfinite
 from qfsdp.training.loss_scale import (
     LEAST,
     has_loss_scale,
@@ -33,7 +35,6 @@ from qfsdp.training.loss_scale import (
     update_loss_scale,
 )
 from qfsdp.training.optimizer import StepsInBackward
-from qfsdp.training.second_look import StepParts, second_look
 
 OnNonFinite = Literal["stop", "skip"]
 """What a run does after an update with NaN or infinity, which is never applied: end with an error,
@@ -128,7 +129,8 @@ def are_finite(metrics: Mapping[str, float]) -> bool:
 
 
 class NonFiniteWatch:
-    """Looks at the metrics of every update, and acts on those that are not finite.
+    """Looks at the metrics of every update, and acts on those that are not finite; and at the
+    gradients of the first updates (`GradientWatch`).
 
     Every rank makes one after a checkpoint is loaded, and calls `after` after every `train_step`.
 
@@ -149,6 +151,7 @@ class NonFiniteWatch:
     ) -> None:
         self._then, self._state, self._checkpoints = then, state, checkpoints
         self._world, self._parts = world, parts
+        self._gradients = GradientWatch(state.model, state.optimizer, world)
         self._skipped = self._in_a_row = 0
         self._random = random_state(world.device)  # as the next step begins
 
@@ -163,7 +166,7 @@ class NonFiniteWatch:
             metrics: of `optim_step`.
 
         Raises:
-            UserError: they are not finite, and the run is to stop.
+            UserError: they are not finite, and the run is to stop; or an adapter is not trained.
         """
         optimizer = self._state.optimizer
         scale = loss_scale(optimizer)
@@ -171,6 +174,7 @@ class NonFiniteWatch:
         if are_finite(metrics):
             self._in_a_row = 0
             update_loss_scale(optimizer, overflow=False)
+            self._gradients.after(batches)
         elif overflow and scale > LEAST:  # of fp16; a smaller scale may help
             update_loss_scale(optimizer, overflow=True)
         else:
@@ -188,7 +192,7 @@ class NonFiniteWatch:
         now = random_state(self._world.device)
         set_random_state(self._random, self._world.device)
         model, optimizer = self._state.model, self._state.optimizer
-        found = second_look(model, optimizer, batches, self._world, self._parts)
+        found = locate_nonfinite(model, optimizer, batches, self._world, self._parts)
         first = f"first not finite: {found}" if found else "a second look found finite numbers only"
         text = f"step {step}: {numbers}; {first}"
         if self._then == "stop" or self._in_a_row == MAX_SKIPPED:

@@ -15,10 +15,10 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.kinds import check_built, kind_at
-from qfsdp.cli.messages import first_line
+from qfsdp.common.errors import UserError
+from qfsdp.common.messages import first_line
+from qfsdp.config.component import Component
+from qfsdp.config.component_types import check_built, kind_at
 from qfsdp.distributed.gradients import USED_GRAD_NORM, total_loss
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import sharded

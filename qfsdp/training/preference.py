@@ -15,16 +15,16 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.messages import did_you_mean, first_line, nearest
-from qfsdp.data.preference_batch import PairBatch
+from qfsdp.common.errors import UserError
+from qfsdp.common.messages import did_you_mean, first_line, nearest
+from qfsdp.config.component import Component
+from qfsdp.data.preferences.batch import PairBatch
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
+from qfsdp.modules.adapters.reference import Reference, as_reference
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.reference import Reference, as_reference
+from qfsdp.training.locate_nonfinite import Part
 from qfsdp.training.preference_losses import Answers, Loss
-from qfsdp.training.second_look import Part
 
 Losses = Component | list[Any]
 """A loss by its name or path with arguments, or a list of mappings to mix, see `read_terms`."""
@@ -114,7 +114,7 @@ class Objective:
 
     Args:
         loss: as `read_terms` takes it.
-        reference: "base", "start" or "none", see `qfsdp.modules.reference`.
+        reference: "base", "start" or "none", see `qfsdp.modules.adapters.reference`.
         paired: whether the data are pairs, or answers with labels; None: not known yet.
 
     Attributes:

@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 
 Loss = tuple[Tensor, Tensor]
 

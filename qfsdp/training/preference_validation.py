@@ -8,12 +8,12 @@ from typing import Any
 import torch
 from torch import nn
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.progress import moved
+from qfsdp.common.errors import UserError
+from qfsdp.common.progress import moved
+from qfsdp.config.component import Component
 from qfsdp.data.loader import MapDataset
-from qfsdp.data.preference_loader import PreferenceLoader
-from qfsdp.data.preferences import RowLimit, build_preferences, is_paired
+from qfsdp.data.preferences.loader import PreferenceLoader
+from qfsdp.data.preferences.tokenized import RowLimit, build_preferences, is_paired
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.training.preference import Objective, sequence_logprobs

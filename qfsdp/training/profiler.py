@@ -21,9 +21,9 @@ from tempfile import TemporaryDirectory
 import torch
 from torch.profiler import profile
 
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.files import not_written, whole_file
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.files import not_written, whole_file
+from qfsdp.common.terminal import warn
 from qfsdp.distributed.world import World
 
 FOLDER = "profile"

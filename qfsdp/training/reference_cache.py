@@ -26,11 +26,11 @@ from torch import Tensor, nn
 from qfsdp.checkpoint.compatibility import config_settings
 from qfsdp.checkpoint.tensor_file import save_tensors
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.cli.files import whole_file, why
-from qfsdp.cli.progress import moved
-from qfsdp.cli.terminal import warn
-from qfsdp.data.preference_batch import PairBatch
-from qfsdp.data.preference_loader import PreferenceLoader
+from qfsdp.common.files import whole_file, why
+from qfsdp.common.progress import moved
+from qfsdp.common.terminal import warn
+from qfsdp.data.preferences.batch import PairBatch
+from qfsdp.data.preferences.loader import PreferenceLoader
 from qfsdp.data.row_progress import RowProgress
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import evaluating

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds
-from qfsdp.cli.files import nearest_existing
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
+from qfsdp.common.files import nearest_existing
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile
 from qfsdp.training.preference import step_options
 

@@ -17,7 +17,7 @@ from typing import Any
 from tqdm import tqdm
 from tqdm.std import Bar
 
-from qfsdp.cli.terminal import is_terminal, keep_below, screen
+from qfsdp.common.terminal import is_terminal, keep_below, screen
 
 LEAST_BAR, MOST_BAR = 8, 60  # columns
 RECENT_STEPS = 50  # the time that is left follows from these

@@ -25,7 +25,7 @@ from qfsdp.checkpoint.adapter_files import save_adapter as save
 from qfsdp.data.loader import Batch
 from qfsdp.distributed.gradients import clip_grad_norm, reduce_gradients, trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import refresh_dora_norms
+from qfsdp.modules.adapters.linears import refresh_dora_norms
 from qfsdp.training.cuda_graphs import StepGraphs
 from qfsdp.training.loss_scale import loss_scale
 from qfsdp.training.nonfinite import are_finite, step_if_finite

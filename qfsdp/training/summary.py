@@ -22,15 +22,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.estimates import estimated_memory, estimated_step_seconds
-from qfsdp.cli.messages import first_line
-from qfsdp.cli.printable import in_one_line, printable
-from qfsdp.cli.terminal import columns, is_terminal
+from qfsdp.common.messages import first_line
+from qfsdp.common.printable import in_one_line, printable
+from qfsdp.common.terminal import columns, is_terminal
+from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset
 from qfsdp.data.loader import IGNORE_INDEX, Batch, MapDataset, StepLoader
 from qfsdp.data.stream import Loader, StreamedDataset
 from qfsdp.distributed.world import World
+from qfsdp.launch.preflight_findings import estimated_memory, estimated_step_seconds
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.step_display import duration

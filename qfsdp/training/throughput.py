@@ -25,12 +25,12 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.profiler import record_function
 
-from qfsdp.cli import progress
-from qfsdp.cli.slow import told_if_slow
+from qfsdp.common import progress
+from qfsdp.common.long_waits import long_wait
 from qfsdp.data.loader import Batch
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import LowRankLinear, ScaledLinear
-from qfsdp.modules.routing import routing_metrics
+from qfsdp.modules.adapters.linears import LowRankLinear, ScaledLinear
+from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.training.memory_usage import MemoryUsage
 
@@ -88,7 +88,7 @@ class StepClock:
     def _told(self, name: str) -> AbstractContextManager[None]:
         """Says so if a phase takes long that has not ended before: it may compile kernels."""
         known = name in progress.NOW.ended or not self._tells
-        return nullcontext() if known else told_if_slow(f"step {progress.NOW.step}: {name}")
+        return nullcontext() if known else long_wait(f"step {progress.NOW.step}: {name}")
 
     def seconds(self, wait: bool = True) -> dict[str, float]:
         """Seconds of each phase that ended since the last call.
@@ -267,7 +267,7 @@ class Meter:
         """A phase that is not part of training steps: its time does not lower their rates."""
         since = time.perf_counter()
         again = phase in progress.NOW.ended  # the clock tells of the first time
-        with told_if_slow(phase) if again else nullcontext(), self._clock.phase(phase):
+        with long_wait(phase) if again else nullcontext(), self._clock.phase(phase):
             yield
         self._since += time.perf_counter() - since
 

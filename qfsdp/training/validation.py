@@ -19,11 +19,11 @@ from typing import Any, cast
 from torch import nn
 from torch.utils.data import Subset
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.files import not_written, recover_folder, replace_folder, why, write_json
-from qfsdp.cli.progress import at_step
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.files import not_written, recover_folder, replace_folder, why, write_json
+from qfsdp.common.progress import at_step
+from qfsdp.common.terminal import warn
+from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset, build_dataset
 from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World

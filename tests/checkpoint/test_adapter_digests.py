@@ -17,8 +17,8 @@ from qfsdp.checkpoint.adapter_files import (
     load_adapter,
     write_adapter,
 )
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import UserError
+from qfsdp.modules.adapters.config import AdapterConfig
 from tests.models import build_meta_model
 from tests.tiny import write_tiny_model
 

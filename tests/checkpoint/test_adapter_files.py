@@ -24,13 +24,13 @@ from qfsdp.checkpoint.adapter_files import (
 from qfsdp.checkpoint.adapter_start import start_adapters
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
-from qfsdp.cli import files
-from qfsdp.cli.errors import UserError
+from qfsdp.common import files
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import init_world
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import init_adapters, refresh_dora_norms
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import init_adapters, refresh_dora_norms
 from tests.disk_limits import largest_file
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft

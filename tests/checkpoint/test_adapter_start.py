@@ -22,9 +22,9 @@ from qfsdp.checkpoint.adapter_files import (
     read_adapter_config,
     save_adapter,
 )
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft

@@ -28,7 +28,7 @@ from qfsdp.checkpoint.digests import describe_file
 from qfsdp.checkpoint.finite import first_not_finite
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
 from qfsdp.checkpoint.state import TrainState
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.tensor_subclasses.dtensor import local_part, whole_tensor
 from tests.models import cpu_world
 from tests.ranks import run_ranks

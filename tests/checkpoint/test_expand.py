@@ -27,9 +27,9 @@ from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.checkpoint.weights.output_folder import BEGUN
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import PARTIAL
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import PARTIAL
+from qfsdp.config.load import load_config
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder

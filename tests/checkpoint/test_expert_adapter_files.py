@@ -24,9 +24,9 @@ from qfsdp.checkpoint.adapter_files import (
 )
 from qfsdp.checkpoint.expert_adapter_files import to_peft
 from qfsdp.checkpoint.loftq import check_loftq
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, init_adapters, refresh_dora_norms
+from qfsdp.common.errors import UserError
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters, refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
 from tests.models import cpu_world, randomize_adapters
 from tests.modules.test_families import ours, random_tokens, reference

@@ -14,11 +14,11 @@ from qfsdp.checkpoint.weights.load import ModelConfig, load_base
 from qfsdp.checkpoint.weights.output_folder import BEGUN
 from qfsdp.checkpoint.weights.quantize import open_weights, quantize_folder
 from qfsdp.checkpoint.weights.save import save_model
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import init_world
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder

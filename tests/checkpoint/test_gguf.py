@@ -24,9 +24,9 @@ from qfsdp.checkpoint.export.gguf_tokenizer import (
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.checkpoint.test_merge import HEAD_TOO, greedy, merged, plain_model, trained
 from tests.data.test_tokenizer import CHATML, CORPUS, byte_level, write_folder

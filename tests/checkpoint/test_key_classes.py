@@ -21,8 +21,8 @@ from qfsdp.checkpoint.compatibility import (
 )
 from qfsdp.checkpoint.key_classes import ABSENT, CLASSES, class_of, names_a_file
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.file_digests import file_digest
+from qfsdp.common.errors import UserError
+from qfsdp.common.file_digests import file_digest
 from qfsdp.data.reading import NOT_IN_RESULTS
 from tests.released.make import HERE, STEP
 from tests.tiny import ROOT, load_recipe, write_tiny_model
@@ -127,7 +127,7 @@ def test_every_byte_is_compared(tmp_path: Path) -> None:
 def test_a_digest_is_remembered_until_the_file_changes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from qfsdp.cli import file_digests
+    from qfsdp.common import file_digests
 
     monkeypatch.setattr(file_digests, "SETTLED_S", -1.0)
     monkeypatch.setattr(file_digests, "_folder", lambda: tmp_path / "digests")

@@ -16,11 +16,11 @@ from qfsdp.checkpoint.weights import read as safetensors_read
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE, OpenFiles, StoredTensor
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears

@@ -16,14 +16,14 @@ from qfsdp.checkpoint.adapter_start import check_start, start_adapters
 from qfsdp.checkpoint.loftq import best_product
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.cli.errors import UserError
-from qfsdp.modules import row_norms
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import (
+from qfsdp.common.errors import UserError
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import (
     LowRankLinear,
     init_adapters,
     low_rank_linears,
     refresh_dora_norms,
+    row_norms,
 )
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import whole_tensor

@@ -24,8 +24,8 @@ from qfsdp.checkpoint.weights.output_folder import BEGUN
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE
 from qfsdp.checkpoint.weights.save import save_model
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import UserError
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
@@ -509,5 +509,5 @@ def test_another_base_than_in_training_is_a_warning(
     warnings = [x for x in capsys.readouterr().err.splitlines() if x.startswith("warning")]
     assert warnings == [
         f"warning: quantization.format: 'none', but {run / 'adapter'} was trained with 'nf4': the "
-        "result is not what training ran"
+        "merged model is not what training ran"
     ]

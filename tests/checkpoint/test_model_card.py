@@ -10,7 +10,7 @@ import yaml
 
 from qfsdp.checkpoint.model_card import model_card
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.cli.config import load_config, to_yaml
+from qfsdp.config.load import load_config, to_yaml
 from tests.released.make import HERE, MODEL
 from tests.tiny import ROOT, load_recipe, run_recipe
 from tests.toy_data import TOY_CONFIG

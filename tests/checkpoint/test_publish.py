@@ -16,9 +16,9 @@ from qfsdp.checkpoint import publish
 from qfsdp.checkpoint.adapter_files import adapter_export
 from qfsdp.checkpoint.publish import Publisher
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.training.run_config import check_run_config
 from tests.models import adapted_model, cpu_world
 from tests.tiny import load_recipe, write_tiny_model

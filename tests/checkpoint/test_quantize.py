@@ -23,10 +23,10 @@ from qfsdp.checkpoint.weights.output_folder import RESUMABLE_BEGUN
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.quantize import open_weights, quantize_folder
 from qfsdp.checkpoint.weights.write import PlannedFile
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import PARTIAL, sha256
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import PARTIAL, sha256
+from qfsdp.config.load import load_config
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor

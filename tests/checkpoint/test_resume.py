@@ -23,8 +23,8 @@ from qfsdp.checkpoint.choose import find_checkpoints, published
 from qfsdp.checkpoint.compatibility import write_settings
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.training.metrics import RunLog
 from tests.models import adapted_model, build_meta_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks
@@ -67,9 +67,9 @@ def compile_again() -> Iterator[None]:
 def train_state(model_dir: Path, kind: str = "torch.optim.AdamW", **more: Any) -> Any:
     """A sharded model with random adapters, an optimizer and a schedule."""
     from qfsdp.checkpoint.state import TrainState
-    from qfsdp.cli.component import Component
+    from qfsdp.config.component import Component
     from qfsdp.distributed.gradients import trainable_parameters
-    from qfsdp.modules.adapters import init_adapters
+    from qfsdp.modules.adapters.linears import init_adapters
 
     torch.compiler.set_stance("force_eager")  # AdamW8bit compiles its update
     model = tiny_model(model_dir, 8 if "8bit" in kind else 32)

@@ -13,8 +13,8 @@ from safetensors.torch import load_file, save_file
 
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, build_tokenizer, model_template
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import load_config
+from qfsdp.config.component import Component
+from qfsdp.config.load import load_config
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.generation import SamplingConfig, generate

@@ -10,9 +10,9 @@ import pytest
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.output_folder import check_output
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.modules.adapters.config import AdapterConfig
 from tests.checkpoint.test_merge import logits, plain_model, trained
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 

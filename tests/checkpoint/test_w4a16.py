@@ -15,8 +15,8 @@ from torch import Tensor
 from qfsdp.checkpoint.export.w4a16 import integers
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.read import INDEX
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import UserError
+from qfsdp.modules.adapters.config import AdapterConfig
 from tests.checkpoint.test_merge import HEAD_TOO, logits, merged, plain_model, trained
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, run_recipe, write_tiny_model

@@ -21,9 +21,9 @@ from dataclasses import dataclass, field
 
 import torch
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.launch import launch
+from qfsdp.config.component import Component
+from qfsdp.common.errors import UserError
+from qfsdp.launch.start import launch
 
 
 @dataclass

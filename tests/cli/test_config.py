@@ -10,10 +10,10 @@ from typing import Any, Literal
 
 import pytest
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import check_components, load_config, to_yaml
-from qfsdp.cli.errors import InvalidField, UserError, check_bounds, user_errors
-from qfsdp.cli.recipes import load_recipe
+from qfsdp.common.errors import InvalidField, UserError, check_bounds, user_errors
+from qfsdp.config.component import Component
+from qfsdp.config.load import check_components, load_config, to_yaml
+from qfsdp.config.recipe_files import load_recipe
 from tests.cli.stand_in import ROOT
 
 

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 from torch.distributed import DistNetworkError
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.ranks import check_environment, rank_failures
+from qfsdp.common.errors import UserError
+from qfsdp.launch.ranks import check_environment, rank_failures
 from qfsdp.training.report.run_folder import read_steps
 
 

@@ -8,7 +8,7 @@ import resource
 
 import pytest
 
-from qfsdp.cli.errors import user_errors
+from qfsdp.common.errors import user_errors
 
 ERRORS = [
     MemoryError(),

@@ -11,8 +11,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from qfsdp.cli import files
-from qfsdp.cli.files import whole_file, write_text
+from qfsdp.common import files
+from qfsdp.common.files import whole_file, write_text
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])

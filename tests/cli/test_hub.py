@@ -19,11 +19,12 @@ from tqdm import tqdm
 
 from qfsdp.checkpoint.compatibility import _content
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.cli import files, hub
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.hub import download, local_folder, split_name
-from qfsdp.cli.launch import _checked as check_and_download
+from qfsdp.common import files
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
+from qfsdp.hub import download as hub
+from qfsdp.hub.download import download, local_folder, split_name
+from qfsdp.launch.start import _checked as check_and_download
 from tests.hub_server import HubServer, files_of
 from tests.tiny import write_tiny_model
 

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import as_omegaconf, load_config, resolved_yaml, to_yaml
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.secret_keys import is_secret
+from qfsdp.common.errors import UserError
+from qfsdp.common.secret_keys import is_secret
+from qfsdp.config.component import Component
+from qfsdp.config.load import as_omegaconf, load_config, resolved_yaml, to_yaml
 
 SECRET_TEXT = "sk-47eleven-words"
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.convert import as_component
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
+from qfsdp.config.convert import as_component
 from qfsdp.training.metric_logger import check_logger
 
 OF_PYTHON = "is a part of Python itself; expected a class or function of torch, "
@@ -39,7 +39,7 @@ def message(key: str, path: str, **arguments: Any) -> str:
         ("loss.a", "builtins.exec"),
         ("of_a_copied_recipe", "os.remove"),
         ("optimizer", "torch.os.system"),  # through a module that has imported it
-        ("dataset", "qfsdp.cli.component.importlib.import_module"),
+        ("dataset", "qfsdp.config.component.importlib.import_module"),
     ],
 )
 def test_python_itself_fits_nowhere(key: str, path: str) -> None:

@@ -11,9 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli import progress
-from qfsdp.cli.launch import launch
-from qfsdp.cli.ranks import share_cores
+from qfsdp.common import progress
+from qfsdp.launch.ranks import share_cores
+from qfsdp.launch.start import launch
 from tests.cli.stand_in import ROOT, STEP, Result, run, write_stand_in
 from tests.waiting import LIMIT_S
 

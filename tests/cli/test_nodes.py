@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.nodes import WAIT_S, set_rendezvous, wait_for_master, wait_seconds
-from qfsdp.cli.ranks import numbers_of_nodes
+from qfsdp.common.errors import UserError
+from qfsdp.launch.nodes import WAIT_S, set_rendezvous, wait_for_master, wait_seconds
+from qfsdp.launch.ranks import numbers_of_nodes
 from tests.cli.stand_in import ROOT
 from tests.tiny import write_tiny_model
 from tests.toy_data import TOY_CONFIG

@@ -10,13 +10,13 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli import output as streams
+from qfsdp.common import output as streams
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
 PRINTS = """
 import logging, sys
-from qfsdp.cli.output import outlive_output_errors
+from qfsdp.common.output import outlive_output_errors
 outlive_output_errors()
 for number in range(3000):
     print("out", number, flush=number == 7)
@@ -78,7 +78,7 @@ LOSES = """
 import logging, os, sys
 from pathlib import Path
 kept = logging.StreamHandler()  # as torch keeps one
-from qfsdp.cli.output import check_output, outlive_output_errors, print_to
+from qfsdp.common.output import check_output, outlive_output_errors, print_to
 logging.getLogger("kept").addHandler(kept)
 outlive_output_errors()
 print_to(Path(sys.argv[1]))
@@ -144,6 +144,6 @@ def test_a_terminal_that_is_gone(tmp_path: Path) -> None:
 
 def test_ascii_gets_escapes_of_other_characters() -> None:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "ascii"}
-    script = "from qfsdp.cli.output import *; outlive_output_errors(); print('/runs/\u00e9')"
+    script = "from qfsdp.common.output import *; outlive_output_errors(); print('/runs/\u00e9')"
     done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True)
     assert (done.returncode, done.stdout) == (0, b"/runs/\\xe9\n")

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.errors import UserError, user_errors
-from qfsdp.cli.printable import printable, printable_json
-from qfsdp.cli.terminal import warn
-from qfsdp.data.json_lines import to_lines
+from qfsdp.common.errors import UserError, user_errors
+from qfsdp.common.printable import printable, printable_json
+from qfsdp.common.terminal import warn
+from qfsdp.data.files.json_lines import to_lines
 from tests.tiny import ROOT
 
 ODD = "a\x1b]0;title\x07 \x9b2J\r\u202e\ud800 \u00e9\u3000\U0001f469\u200d\U0001f680\n\tb"
@@ -57,8 +57,8 @@ def test_a_locale_without_utf_8(place: str, tmp_path: Path) -> None:
     """A folder's name that ASCII does not have costs one line, which says what to set."""
     config = tmp_path / "c.yaml"
     config.write_text(f"output_dir: {'ü' if place == 'file' else 'u'}\nmodel: {{path: x}}\n")
-    script = "from qfsdp.cli.errors import user_errors\nfrom pathlib import Path\nimport sys\n"
-    script += "from qfsdp.cli.config import load_config\nfrom dataclasses import dataclass\n"
+    script = "from qfsdp.common.errors import user_errors\nfrom pathlib import Path\nimport sys\n"
+    script += "from qfsdp.config.load import load_config\nfrom dataclasses import dataclass\n"
     script += "@dataclass\nclass Config:\n    output_dir: str = ''\n    model: dict | None = None\n"
     script += "with user_errors():\n    config = load_config(Config, sys.argv[1:])\n"
     script += "    Path(config.output_dir).mkdir()\n"

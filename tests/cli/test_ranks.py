@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from qfsdp.cli import ranks
 from qfsdp.cli.command import run
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.ranks import (
+from qfsdp.common.errors import UserError
+from qfsdp.launch import ranks
+from qfsdp.launch.ranks import (
     number_of_ranks,
     numbers_of_nodes,
     planned_ranks,

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.recipes import (
+from qfsdp.common.errors import UserError
+from qfsdp.config.recipe_files import (
     DEFAULT_RECIPE,
     find_file,
     find_recipe,

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.signals import ENDING, SIGNALS, StopRequest
+from qfsdp.launch.signals import ENDING, SIGNALS, StopRequest
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -28,9 +28,9 @@ from dataclasses import dataclass
 
 import torch
 
-import qfsdp.cli.signals
-from qfsdp.cli.launch import launch
-from qfsdp.cli.signals import StopRequest
+import qfsdp.launch.signals
+from qfsdp.launch.start import launch
+from qfsdp.launch.signals import StopRequest
 
 
 @dataclass
@@ -43,11 +43,11 @@ class Config:
 
 def check(config: Config) -> None:
     torch.accelerator.device_count = lambda: config.devices
-    qfsdp.cli.signals.SAME_REQUEST_S = config.same_request
+    qfsdp.launch.signals.SAME_REQUEST_S = config.same_request
 
 
 def main(config: Config) -> None:
-    qfsdp.cli.signals.SAME_REQUEST_S = config.same_request
+    qfsdp.launch.signals.SAME_REQUEST_S = config.same_request
 
     def say(text: str) -> None:
         os.write(1, f"{text} {os.environ.get('RANK', 0)}\\n".encode())
@@ -152,7 +152,7 @@ def test_other_signals_let_it_save_too_and_may_come_again(number: signal.Signals
     before = signal.signal(number, signal.SIG_DFL)  # a shell ignores SIGQUIT for what it starts
     with pytest.MonkeyPatch.context() as patch, StopRequest() as request:
         patch.setattr(os, "_exit", ended.append)
-        patch.setattr("qfsdp.cli.signals.SAME_REQUEST_S", -1.0)  # none is the same request
+        patch.setattr("qfsdp.launch.signals.SAME_REQUEST_S", -1.0)  # none is the same request
         os.kill(os.getpid(), number)
         assert request.received is number
         if number not in ENDING:  # the kernel repeats SIGXCPU; SIGTERM may follow later

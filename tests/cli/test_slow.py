@@ -6,8 +6,9 @@ import threading
 
 import pytest
 
-from qfsdp.cli import progress, slow
-from qfsdp.cli.slow import told_if_slow
+from qfsdp.common import long_waits as slow
+from qfsdp.common import progress
+from qfsdp.common.long_waits import long_wait
 from tests.waiting import wait_until
 
 
@@ -19,15 +20,15 @@ def test_what_takes_long_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         printed += capsys.readouterr().err
         return printed == "reading ...\n"
 
-    with told_if_slow("reading", seconds=0):
+    with long_wait("reading", seconds=0):
         wait_until(told, "the line is printed")
 
 
 def test_what_is_quick_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
-    with told_if_slow("reading", seconds=3600):
+    with long_wait("reading", seconds=3600):
         pass
     for thread in threading.enumerate():
-        if thread.name == "told_if_slow":
+        if thread.name == "long_wait":
             thread.join()  # it ends with the block
     assert capsys.readouterr().err == ""
 
@@ -47,7 +48,7 @@ def test_what_takes_very_long_is_told_again_with_its_part(
     with progress.phase("loading"):
         progress.moved("model.layers.7")
         progress.moved()
-        with told_if_slow("reading", seconds=0):
+        with long_wait("reading", seconds=0):
             wait_until(told, "the line is printed again and again")
     assert "reading ... 0 s, at model.layers.7\n" in printed
     assert slow.where() == "", "the phase is over"

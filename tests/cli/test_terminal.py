@@ -15,8 +15,8 @@ import logging, sys, threading, warnings
 log = logging.getLogger("theirs")
 log.addHandler(logging.StreamHandler())
 from qfsdp.training.step_display import step_display
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import close_bar, say
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.terminal import close_bar, say
 display = step_display(6, 0)
 def noise(step):
     if step == 1: print("a print"); print("a part", end=""); print(" of a line")
@@ -70,7 +70,7 @@ def test_a_terminal_without_a_size_gets_lines() -> None:
 
 def test_other_ranks_write_over_the_bar_and_not_behind_it() -> None:
     script = """
-from qfsdp.cli.terminal import close_bar, keep_below
+from qfsdp.common.terminal import close_bar, keep_below
 print("the bar of rank 0", end="", flush=True)
 keep_below(None)
 print("of rank 1")

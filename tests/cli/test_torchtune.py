@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from qfsdp.cli import torchtune as hook
-from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.common.quiet import quiet_torchao
 
 hook.install()
 quiet_torchao()

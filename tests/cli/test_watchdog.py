@@ -12,10 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli import progress
-from qfsdp.cli.durations import format_duration, parse_duration
-from qfsdp.cli.errors import InvalidField
-from qfsdp.cli.watchdog import AGENT, HANG_STATUS, DistributedConfig, Look, Watchdog, absent
+from qfsdp.common import progress
+from qfsdp.common.durations import format_duration, parse_duration
+from qfsdp.common.errors import InvalidField
+from qfsdp.launch.watchdog import AGENT, HANG_STATUS, DistributedConfig, Look, Watchdog, absent
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,7 +85,7 @@ def test_the_ranks_that_did_not_arrive() -> None:
 
 def test_phases_have_a_longer_limit_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "NOW", progress.Progress())
-    monkeypatch.setattr("qfsdp.cli.watchdog.NOW", progress.NOW)
+    monkeypatch.setattr("qfsdp.launch.watchdog.NOW", progress.NOW)
     monkeypatch.setattr(progress, "_outer", [])
     dog = watchdog({}, {})
     limits = [dog._look(1.0)[0].limit]
@@ -104,8 +104,8 @@ def test_a_long_step_is_told_every_minute(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(progress, "NOW", progress.Progress(step=2, ended={"backward"}))
-    for module in ("watchdog", "slow"):
-        monkeypatch.setattr(f"qfsdp.cli.{module}.NOW", progress.NOW)
+    for module in ("launch.watchdog", "common.long_waits"):
+        monkeypatch.setattr(f"qfsdp.{module}.NOW", progress.NOW)
     monkeypatch.setattr(progress, "_outer", [])
     dog = watchdog({}, {})
     for name in ("forward", "backward"):  # the clock tells the first time of a phase
@@ -120,8 +120,8 @@ def test_a_long_step_is_told_every_minute(
 ALONE = """
 import time
 from types import SimpleNamespace
-from qfsdp.cli import progress
-from qfsdp.cli.watchdog import DistributedConfig, watched
+from qfsdp.common import progress
+from qfsdp.launch.watchdog import DistributedConfig, watched
 
 def read_rows():
     time.sleep(600)
@@ -154,7 +154,7 @@ def test_a_process_that_hangs_alone(tmp_path: Path) -> None:
 
 
 RANK = """
-from qfsdp.cli.watchdog import watched
+from qfsdp.launch.watchdog import watched
 from qfsdp.distributed.world import init_world
 
 with watched(None):

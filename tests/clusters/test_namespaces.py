@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.lost_peers import LOST_PEER_STATUS
+from qfsdp.launch.lost_peers import LOST_PEER_STATUS
 from tests.tiny import write_tiny_model
 from tests.toy_data import TOY_CONFIG
 from tests.waiting import LIMIT_S, wait_until

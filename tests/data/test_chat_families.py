@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import HFTokenizer, chat_dataset, hf_tokenizer
-from qfsdp.data.chat_template import ChatTemplate
+from qfsdp.data.chat.chat_template import ChatTemplate
 from qfsdp.evaluation.prompts import chat_tokens, stop_ids
 from tests.data.chat_families import EOS, FAMILIES, MACRO, SPECIALS, unmarked
 from tests.data.test_tokenizer import trained_texts, write_folder

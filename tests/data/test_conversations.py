@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.conversations import chat_dataset, instruct_dataset
+from qfsdp.data.files.rows import check_source
 from qfsdp.data.loader import StepLoader
-from qfsdp.data.rows import check_source
 from qfsdp.data.tokenized_dataset import TokenizedDataset
 from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
 

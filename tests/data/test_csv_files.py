@@ -8,10 +8,10 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import chat_dataset, hf_tokenizer, kto_dataset
+from qfsdp.data.files.rows import check_source, load_rows, require_column
 from qfsdp.data.reading import Reading, reading
-from qfsdp.data.rows import check_source, load_rows, require_column
 
 CELLS = [
     *("01234", "NA", "null", "None", "nan", "1e5", "True", "3", "2.50", "", " x ", "a\nb", "a,b"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import encode as module
 from qfsdp.data.encode import WATCHED, TooSlow, encode, naming
 from qfsdp.data.row_tokenizer import RowTokenizer, one_by_one

@@ -20,15 +20,15 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import hf_tokenizer, instruct_dataset, preference_dataset
-from qfsdp.data.file_records import JsonLines
-from qfsdp.data.file_rows import FilePart, FileRows, FileStream
-from qfsdp.data.json_lines import read_rows, value_of
-from qfsdp.data.messages import text_of
+from qfsdp.data.chat.messages import text_of
+from qfsdp.data.files.file_records import JsonLines
+from qfsdp.data.files.file_rows import FilePart, FileRows, FileStream
+from qfsdp.data.files.json_lines import read_rows, value_of
+from qfsdp.data.files.rows import check_source, content_digest, load_rows, require_column
 from qfsdp.data.reading import Reading, reading
 from qfsdp.data.row_stream import RowStream
-from qfsdp.data.rows import check_source, content_digest, load_rows, require_column
 from qfsdp.data.text import text_dataset
 from qfsdp.evaluation.exact_match import ExactMatchConfig, read_questions
 from tests.data.test_tokenizer import byte_level, write_folder

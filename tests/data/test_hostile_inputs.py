@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.errors import UserError
-from qfsdp.data import chat_template, check_source, hf_tokenizer, instruct_dataset, text_dataset
+from qfsdp.common.errors import UserError
+from qfsdp.data import check_source, hf_tokenizer, instruct_dataset, text_dataset
+from qfsdp.data.chat import chat_template
+from qfsdp.data.chat.trained_spans import TokenizedChat
 from qfsdp.data.components import build_dataset, check_data
 from qfsdp.data.conversations import chat_dataset
 from qfsdp.data.token_ids import check_tokenizer_ids
-from qfsdp.data.trained_spans import TokenizedChat
 from tests.data.test_tokenizer import (
     CHAT,
     CHATML,
@@ -217,7 +218,7 @@ def test_bos_is_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
 
 
 def test_ids_without_a_row_in_the_embedding(tmp_path: Path) -> None:
-    from qfsdp.cli.component import Component
+    from qfsdp.config.component import Component
 
     backend = byte_level()
     size = backend.get_vocab_size()

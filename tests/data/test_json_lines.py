@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.errors import UserError
-from qfsdp.data.json_lines import check_new_file, read_rows
+from qfsdp.common.errors import UserError
+from qfsdp.data.files.json_lines import check_new_file, read_rows
 
 
 def test_read_rows(tmp_path: Path) -> None:

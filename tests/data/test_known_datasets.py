@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
+from qfsdp.config.load import load_config
 from qfsdp.data import (
     alpaca_dataset,
     check_data,

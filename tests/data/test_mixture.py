@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from qfsdp.checkpoint.compatibility import data_settings
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.data import check_data, hf_tokenizer, mixed_dataset
 from qfsdp.data.loader import StepLoader
 from qfsdp.data.mixture import apportion

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.tokenizer_folder import TokenizerFolder
 
 

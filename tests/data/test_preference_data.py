@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.data import (
     hf_tokenizer,
     hh_dataset,
@@ -21,8 +21,8 @@ from qfsdp.data import (
     preference_dataset,
     ultrafeedback_dataset,
 )
-from qfsdp.data.preference_loader import PreferenceLoader
-from qfsdp.data.preferences import RowLimit, build_preferences
+from qfsdp.data.preferences.loader import PreferenceLoader
+from qfsdp.data.preferences.tokenized import RowLimit, build_preferences
 from qfsdp.data.tokenizer import HFTokenizer
 from tests.data.test_conversations import write
 

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from datasets import Dataset, DatasetDict
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.data import build_dataset, check_dataset, pretokenized_dataset
 
 ROWS = [

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.config.component import Component
 from qfsdp.data import (
     StreamLoader,
     build_dataset,

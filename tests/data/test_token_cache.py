@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.data import build_dataset, check_dataset, text_dataset
+from qfsdp.data.files.rows import _file_digest
 from qfsdp.data.packing import PackedDataset
-from qfsdp.data.rows import _file_digest
 from qfsdp.data.tokenized_dataset import TokenizedDataset
 from tests.disk_limits import largest_file
 from tests.flips import flip

@@ -17,7 +17,7 @@ from tokenizers import (
     trainers,
 )
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
 
 CHATML = """

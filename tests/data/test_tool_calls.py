@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from datasets import Dataset
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import chat_dataset, hf_tokenizer, sharegpt_dataset
-from qfsdp.data.messages import as_message, as_tools, unfilled
-from qfsdp.data.rows import load_rows
+from qfsdp.data.chat.messages import as_message, as_tools, unfilled
+from qfsdp.data.files.rows import load_rows
 from tests.data.test_conversations import texts, write
 from tests.data.test_tokenizer import (
     CHAT,

@@ -14,11 +14,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from qfsdp.cli.config import load_config
+from qfsdp.config.load import load_config
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.memory.estimate import estimate
-from qfsdp.memory.tracker import MemoryTracker
 from qfsdp.modules.compute_dtype import planned_for
+from qfsdp.planning.estimate import estimate
+from qfsdp.planning.tracker import MemoryTracker
 from tests.memory.test_estimate import load, read_config
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model

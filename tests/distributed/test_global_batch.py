@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import pytest
 
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.ranks import torchrun_flags
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.world import init_world
+from qfsdp.launch.ranks import torchrun_flags
 
 
 @dataclass

@@ -11,8 +11,8 @@ from safetensors.torch import save_file
 
 from benchmarks.offload_tiers import work, write_quantized_model
 from qfsdp.checkpoint.weights.read import OpenFiles, SafetensorsFolder
-from qfsdp.cli import progress
-from qfsdp.cli.errors import UserError
+from qfsdp.common import progress
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.fetch_order import FetchOrder
 from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from qfsdp.cli.foreign_keys import answer_to
+from qfsdp.config.foreign_keys import answer_to
 from tests.tiny import ROOT
 
 GUIDE = ROOT / "docs" / "guide" / "from-axolotl-and-trl.md"

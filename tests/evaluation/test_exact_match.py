@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.world import World
 from qfsdp.evaluation import exact_match as module

@@ -16,15 +16,15 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
 from qfsdp.evaluation.generation import SamplingConfig, generate, prompt_randoms, sample_tokens
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens, stop_ids
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import adapted_linears
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from tests.models import adapted_model, randomize_adapters

@@ -12,13 +12,13 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import PackedDataset
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
 from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.evaluation.perplexity import TextConfig, TextWindows, dataset_loss, text_windows
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from tests.models import adapted_model, cpu_world, load_model
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import hf_tokenizer
 from qfsdp.evaluation.intervals import wilson
 from qfsdp.evaluation.lm_harness import (

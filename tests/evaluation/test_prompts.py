@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data import hf_tokenizer
 from qfsdp.evaluation.prompts import chat_tokens, prompt_tokens, stop_ids
 from qfsdp.evaluation.text_stream import TextStream

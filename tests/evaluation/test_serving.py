@@ -31,7 +31,7 @@ from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
 from qfsdp.evaluation.serving.served import LimitsConfig
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.evaluation.server_load import CLIENT_S, Load, memory
 from tests.models import adapted_model, cpu_world, randomize_adapters

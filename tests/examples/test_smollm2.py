@@ -20,7 +20,7 @@ from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from examples.demo import cache_dir, smollm2
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 

@@ -3,7 +3,7 @@
 import os
 import warnings
 
-from qfsdp.cli.quiet import quiet_torchao
+from qfsdp.common.quiet import quiet_torchao
 
 # Before torch is imported, here and in the server that forks the ranks.
 os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -164,10 +164,10 @@ def _wait(child: int, until: float) -> int | None:
 def main(words: Sequence[str]) -> int:
     limit = SLOW_S if "--seconds" in words else None
     wanted = [word for word in words if not word.startswith("--")]
-    import qfsdp.cli.launch
     import qfsdp.evaluation.lm_harness
-    import qfsdp.memory.preflight
-    import qfsdp.memory.search
+    import qfsdp.launch.start
+    import qfsdp.planning.preflight
+    import qfsdp.planning.search
     import qfsdp.training.validation  # noqa: F401
     from tests.faults.bad_input_cases import all_cases
     from tests.faults.good_inputs import write_good_inputs

@@ -21,7 +21,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.files import PARTIAL
+from qfsdp.common.files import PARTIAL
 from tests.tiny import ROOT, write_tiny_model
 from tests.waiting import LIMIT_S
 

@@ -30,8 +30,8 @@ from safetensors.torch import load_file
 from qfsdp.checkpoint.choose import published
 from qfsdp.checkpoint.compatibility import read_settings
 from qfsdp.checkpoint.state import read_trained
-from qfsdp.cli.files import PARTIAL
-from qfsdp.cli.signals import SIGNALS
+from qfsdp.common.files import PARTIAL
+from qfsdp.launch.signals import SIGNALS
 from tests.tiny import ROOT, write_tiny_model
 from tests.toy_data import TOY_CONFIG
 from tests.waiting import wait_until
@@ -39,8 +39,8 @@ from tests.waiting import wait_until
 PRELOADED = [
     "tests.faults",
     "qfsdp.training.validation",
-    "qfsdp.memory.preflight",
-    "qfsdp.modules.adapters",
+    "qfsdp.planning.preflight",
+    "qfsdp.modules.adapters.linears",
     "torchtune.training.lr_schedulers",
     "torch.distributed.run",
     "tests.faults.runs",

@@ -13,7 +13,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from qfsdp.cli.signals import SIGNALS
+from qfsdp.launch.signals import SIGNALS
 from tests.faults.agents import LIMIT, Agent, start_agent
 from tests.faults.moments import Moment
 from tests.faults.runs import STEPS, Outcome, Setup, Workshop, logged

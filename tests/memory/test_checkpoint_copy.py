@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from qfsdp.checkpoint.resume import Checkpointer
 from qfsdp.checkpoint.state import TrainState
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.memory.estimate import Estimate, estimate
-from qfsdp.memory.report import lines
-from qfsdp.memory.tracker import CHECKPOINT
+from qfsdp.planning.estimate import Estimate, estimate
+from qfsdp.planning.report import lines
+from qfsdp.planning.tracker import CHECKPOINT
 from qfsdp.training.memory_usage import OPTIMIZER, TRAINED
 from tests.memory import test_estimate, test_estimate_full_finetune
 from tests.ranks import run_ranks

@@ -10,7 +10,7 @@ import torch
 from qfsdp.distributed import disk_ring
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import quantized_bytes
-from qfsdp.memory.estimate import estimate
+from qfsdp.planning.estimate import estimate
 from tests.memory.test_estimate import load, read_config
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.memory.doctor import checks, run
+from qfsdp.cli.doctor import checks, run
 from tests.tiny import ROOT
 
 # A module in place of the checks: what it does depends on the name of the check.

@@ -14,15 +14,15 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.estimate import STEP, STEPS, _peak_within_steps
 from qfsdp.checkpoint.state import Stager, TrainState
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.memory.estimate import Estimate, estimate
-from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.known_models import _FILE, find_config
-from qfsdp.memory.tracker import KINDS
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
+from qfsdp.planning.estimate import Estimate, estimate
+from qfsdp.planning.extrapolate import estimate_fast
+from qfsdp.planning.known_models import _FILE, find_config
+from qfsdp.planning.tracker import KINDS
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.training.memory_usage import TRAINED
 from tests.modules import test_families as families

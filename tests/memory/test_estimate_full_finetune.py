@@ -10,13 +10,13 @@ import torch
 
 from benchmarks.estimate import STEP, STEPS, _peak_within_steps
 from qfsdp.checkpoint.state import Stager, TrainState
-from qfsdp.cli.config import load_config
+from qfsdp.config.load import load_config
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.memory.estimate import estimate
-from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.hardware import HardwareConfig
-from qfsdp.memory.predict import Predictor
-from qfsdp.memory.search import candidates, search
+from qfsdp.planning.estimate import estimate
+from qfsdp.planning.extrapolate import estimate_fast
+from qfsdp.planning.hardware import HardwareConfig
+from qfsdp.planning.predict import Predictor
+from qfsdp.planning.search import candidates, search
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.tool_config import run_tool
+from qfsdp.config.tool_config import run_tool
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 CONFIG = ["--config", str(ROOT / "configs/llama2_7b_qdora.yaml")]

@@ -10,13 +10,13 @@ from types import SimpleNamespace
 
 import pytest
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.sizes import parse_size
-from qfsdp.cli.tool_config import run_tool
-from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.hardware import known_gpu
-from qfsdp.memory.predict import Predictor, step_load
-from qfsdp.modules.adapters import LowRankLinear
+from qfsdp.common.sizes import parse_size
+from qfsdp.config.load import load_config
+from qfsdp.config.tool_config import run_tool
+from qfsdp.modules.adapters.linears import LowRankLinear
+from qfsdp.planning.extrapolate import estimate_fast
+from qfsdp.planning.hardware import known_gpu
+from qfsdp.planning.predict import Predictor, step_load
 from tests.recipes.test_sharded_mixtures import MIXTURE
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 

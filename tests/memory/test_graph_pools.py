@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.memory.estimate import Estimate, estimate
-from qfsdp.memory.graph_pools import kept_by_graphs
-from qfsdp.memory.kernel_memory import CUBLAS_WORKSPACES
-from qfsdp.memory.report import lines
-from qfsdp.memory.tracker import ACTIVATIONS, GRADIENTS, GRAPHS, TRAINED, Point
+from qfsdp.planning.estimate import Estimate, estimate
+from qfsdp.planning.graph_pools import kept_by_graphs
+from qfsdp.planning.kernel_memory import CUBLAS_WORKSPACES
+from qfsdp.planning.report import lines
+from qfsdp.planning.tracker import ACTIVATIONS, GRADIENTS, GRAPHS, TRAINED, Point
 from tests.memory.test_estimate import load
 from tests.tiny import write_tiny_model
 

@@ -17,16 +17,16 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig
-from qfsdp.memory import oom
-from qfsdp.memory.advice import TRANSIENT, less_device_memory, less_host_memory
-from qfsdp.memory.oom import Run, explain_out_of_memory, is_out_of_memory
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.trainable import TrainableConfig
+from qfsdp.planning import oom
+from qfsdp.planning.advice import TRANSIENT, less_device_memory, less_host_memory
+from qfsdp.planning.oom import Run, explain_out_of_memory, is_out_of_memory
 from qfsdp.training.throughput import StepClock
 from tests.models import adapted_model
 from tests.tiny import load_recipe, write_tiny_model

@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from benchmarks.estimate import STEP, _peak_within_steps
-from qfsdp.cli.config import load_config
-from qfsdp.memory.estimate import estimate
+from qfsdp.config.load import load_config
+from qfsdp.planning.estimate import estimate
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
@@ -38,7 +38,7 @@ def config(name: str) -> str:
 def measured(model: Path, name: str) -> tuple[int, int]:
     """Most bytes that PyTorch's allocator held in real steps, and the bytes of all parameters."""
     from qfsdp.data.loader import Batch
-    from qfsdp.data.preference_batch import full_preferences
+    from qfsdp.data.preferences.batch import full_preferences
     from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.training.preference import Objective
 

@@ -18,15 +18,15 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.cli import ranks as ranks_module
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.memory import predict, preflight
-from qfsdp.memory.changes import as_words, changed
-from qfsdp.memory.estimate import Estimate, Point
-from qfsdp.memory.hardware import known_gpu, machine_memory
-from qfsdp.memory.predict import PROCESS_BYTES, Predictor
-from qfsdp.memory.preflight import check_memory, option_groups, refusal, suggest
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.launch import ranks as ranks_module
+from qfsdp.planning import predict, preflight
+from qfsdp.planning.changes import as_words, changed
+from qfsdp.planning.estimate import Estimate, Point
+from qfsdp.planning.hardware import known_gpu, machine_memory
+from qfsdp.planning.predict import PROCESS_BYTES, Predictor
+from qfsdp.planning.preflight import check_memory, option_groups, refusal, suggest
 from tests.tiny import ROOT, TINY_CONFIG, load_recipe, write_tiny_model
 
 MIB = 1 << 20

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.memory.hardware import (
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.planning.hardware import (
     GPUS,
     Hardware,
     HardwareConfig,
@@ -18,7 +18,7 @@ from qfsdp.memory.hardware import (
     parse_rate,
     with_memory,
 )
-from qfsdp.memory.roofline import Load, step_time
+from qfsdp.planning.roofline import Load, step_time
 
 # A step reaches 75 of 100 TFLOP/s.
 CARD = Hardware(

@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 from omegaconf import OmegaConf
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.memory.changes import Changes, as_words, as_yaml, changed, micro_batches
-from qfsdp.memory.hardware import Hardware, known_gpu
-from qfsdp.memory.predict import Prediction
-from qfsdp.memory.roofline import StepTime
-from qfsdp.memory.search import (
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.planning.changes import Changes, as_words, as_yaml, changed, micro_batches
+from qfsdp.planning.hardware import Hardware, known_gpu
+from qfsdp.planning.predict import Prediction
+from qfsdp.planning.roofline import StepTime
+from qfsdp.planning.search import (
     Candidate,
     Trial,
     candidates,

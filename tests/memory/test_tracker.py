@@ -11,7 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
-from qfsdp.memory.tracker import ACTIVATIONS, TEMPORARIES, MemoryTracker
+from qfsdp.planning.tracker import ACTIVATIONS, TEMPORARIES, MemoryTracker
 from qfsdp.tensor_subclasses.kernels import dry_run, host_memory
 from qfsdp.training.memory_usage import GRADIENTS
 

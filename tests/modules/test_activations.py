@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
-from qfsdp.cli.errors import InvalidField
+from qfsdp.common.errors import InvalidField
 from qfsdp.modules import activations
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 from tests.models import adapted_model, randomize_adapters

@@ -14,17 +14,18 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.modules import adapters, row_norms
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import (
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.config.component import Component
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import (
     AdaptedLinear,
     LowRankLinear,
     adapted_linears,
     init_adapters,
     parameter_groups,
+    row_norms,
 )
+from qfsdp.modules.adapters.linears import linears as adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import check_targets, target_modules

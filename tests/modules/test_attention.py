@@ -12,12 +12,12 @@ from torch import Tensor
 
 from qfsdp.data.loader import Batch, collate
 from qfsdp.data.packing import PackedDataset
-from qfsdp.modules import document_attention
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.attention import attend
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.attention import documents as document_attention
+from qfsdp.modules.attention.documents import attend_documents
+from qfsdp.modules.attention.self_attention import attend
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.document_attention import attend_documents
 from qfsdp.modules.transformer import Decoder
 from tests.models import adapted_model, randomize_adapters
 from tests.tiny import needs_compiler, write_tiny_model

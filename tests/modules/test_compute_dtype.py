@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.cli.config import load_config
+from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.inference_model import check_for_inference
-from qfsdp.memory.estimate import Estimate, estimate
 from qfsdp.modules import compute_dtype as module
 from qfsdp.modules.compute_dtype import compute_dtype, has_bf16_products, planned_for
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.trainable import TrainableConfig
+from qfsdp.planning.estimate import Estimate, estimate
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 BF16, FP32 = torch.bfloat16, torch.float32

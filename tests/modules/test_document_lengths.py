@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.log_likelihood import log_likelihoods
-from qfsdp.modules.document_lengths import document_lengths
+from qfsdp.modules.attention.document_lengths import document_lengths
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.preference import check_packed
 from tests.modules.test_families import TINY, max_difference, ours, random_tokens, reference

@@ -8,10 +8,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qfsdp.modules import row_norms
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import LowRankExpertLinear, init_adapters, refresh_dora_norms
-from qfsdp.modules.experts import ExpertLinear
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import (
+    LowRankExpertLinear,
+    init_adapters,
+    refresh_dora_norms,
+    row_norms,
+)
+from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 EXPERTS, OUT, IN, RANK = 5, 6, 64, 3

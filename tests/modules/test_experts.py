@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-from qfsdp.modules import expert_product
 from qfsdp.modules.decoder_parts import ExpertsConfig
-from qfsdp.modules.experts import Experts, dispatch
+from qfsdp.modules.experts import product as expert_product
+from qfsdp.modules.experts.stacked import Experts, dispatch
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS
 
 EXPERTS, TOP_K, HIDDEN, INNER, TOKENS = 6, 2, 32, 16, 50

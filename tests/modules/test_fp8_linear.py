@@ -10,10 +10,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules import compute_dtype
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import LowRankLinear, low_rank_linears
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import LowRankLinear, low_rank_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig, QuantizedLinear, quantize_linears
 from qfsdp.tensor_subclasses import fp8, nf4
 from tests.ranks import run_ranks
@@ -196,7 +196,7 @@ def test_50_updates_learn_what_bf16_learns(tmp_path: Path) -> None:
 
 def test_the_estimate_of_a_gpu(tmp_path: Path) -> None:
     """A dry run for a GPU needs none; the weight and its transposed copy have a byte a weight."""
-    from qfsdp.memory.estimate import estimate
+    from qfsdp.planning.estimate import estimate
 
     recipe: Any = load_recipe()
     folder = write_tiny_model(tmp_path, **SIZES | {"hidden_size": 384, "num_hidden_layers": 1})

@@ -11,9 +11,9 @@ from torch._dynamo.utils import counters
 
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, init_adapters
-from qfsdp.modules.kv_cache import KVCache
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.transformer import Decoder
 from tests.modules.test_transformer import SEQ, TINY, max_difference, ours, random_tokens, reference
 from tests.tiny import needs_compiler

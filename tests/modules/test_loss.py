@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qfsdp.modules import chunk_gradients, row_norms
+from qfsdp.modules import chunk_gradients
 from qfsdp.modules import loss as loss_module
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import LowRankLinear
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import LowRankLinear, row_norms
 from qfsdp.modules.loss import head_loss, summed_cross_entropy
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import nf4

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qfsdp.modules.kv_cache import KVCache
-from qfsdp.modules.request_cache import SLOTS, RequestCache
+from qfsdp.modules.attention.kv_cache import KVCache
+from qfsdp.modules.attention.request_cache import SLOTS, RequestCache
 from qfsdp.modules.transformer import Decoder
 from tests.modules.test_transformer import TINY, max_difference, ours, random_tokens, reference
 

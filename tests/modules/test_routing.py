@@ -16,12 +16,17 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 
 from qfsdp.checkpoint.adapter_start import check_start
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, base_parameters, init_adapters
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, base_parameters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.routing import balance_loss, counted_tokens, routing_metrics, routing_sums
+from qfsdp.modules.experts.routing import (
+    balance_loss,
+    counted_tokens,
+    routing_metrics,
+    routing_sums,
+)
 from qfsdp.modules.transformer import Decoder
 from tests.modules.test_families import (
     max_difference,

@@ -15,10 +15,12 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules import adapted_linear, adapted_linear_ops, same_input
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import init_adapters, low_rank_linears, refresh_dora_norms
-from qfsdp.modules.same_input import copies_in
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import init_adapters, low_rank_linears, refresh_dora_norms
+from qfsdp.modules.low_rank import autograd as adapted_linear
+from qfsdp.modules.low_rank import grouped as same_input
+from qfsdp.modules.low_rank import product as adapted_linear_ops
+from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels.custom_op import CUSTOM_OPS
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters

@@ -9,11 +9,12 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfsdp.data.shared_prompts import SharedDocuments, share_documents
-from qfsdp.modules import document_attention, shared_attention
+from qfsdp.data.preferences.shared_prompts import SharedDocuments, share_documents
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.document_attention import attend_documents
-from qfsdp.modules.shared_attention import attend_shared
+from qfsdp.modules.attention import documents as document_attention
+from qfsdp.modules.attention import shared_prompts as shared_attention
+from qfsdp.modules.attention.documents import attend_documents
+from qfsdp.modules.attention.shared_prompts import attend_shared
 from qfsdp.training.preference import sequence_logprobs
 from tests.modules.test_attention import SEQ, heads, tiny
 from tests.preferences import preference_batch, random_samples

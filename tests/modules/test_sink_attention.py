@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfsdp.modules import sink_attention
-from qfsdp.modules.sink_attention import attend_cached_with_sinks, attend_with_sinks
+from qfsdp.modules.attention import sinks as sink_attention
+from qfsdp.modules.attention.sinks import attend_cached_with_sinks, attend_with_sinks
 from tests.modules.test_attention import ENDS, SEQ, cu_seqlens, heads
 
 BOUNDS = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.06}

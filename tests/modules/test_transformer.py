@@ -25,9 +25,9 @@ from transformers import (
     Qwen3Config,
 )
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.attention import rotate
+from qfsdp.modules.attention.self_attention import rotate
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.rope import Llama3Scaling, RopeConfig
 from qfsdp.modules.transformer import Decoder

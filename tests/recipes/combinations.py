@@ -31,9 +31,9 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.tool_config import read_tool_config
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.config.tool_config import read_tool_config
 from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.inference_model import load_adapters_of_one_base, load_for_inference

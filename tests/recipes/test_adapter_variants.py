@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from tests.ranks import run_ranks
 from tests.tiny import run_recipe, write_tiny_model
 

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.inference_model import load_for_inference

@@ -12,9 +12,9 @@ import torch.distributed as dist
 
 from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.cli.config import load_config
-from qfsdp.cli.recipes import recipe_of_config
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.config.load import load_config
+from qfsdp.config.recipe_files import recipe_of_config
+from qfsdp.modules.adapters.config import AdapterConfig
 from tests.models import adapted_model, cpu_world
 from tests.tiny import (
     ROOT,

@@ -33,12 +33,12 @@ def train(model_dir: Path, cases: list[dict[str, Any]], steps: int = STEPS) -> l
     """Some updates for each case; runs on every rank."""
     recipe = load_recipe("dpo_distributed")
     from qfsdp.checkpoint.adapter_files import adapter_parameters
-    from qfsdp.cli.component import Component
+    from qfsdp.config.component import Component
     from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.distributed.world import init_world
-    from qfsdp.modules.adapter_config import AdapterConfig
-    from qfsdp.modules.adapters import base_parameters
+    from qfsdp.modules.adapters.config import AdapterConfig
+    from qfsdp.modules.adapters.linears import base_parameters
     from qfsdp.modules.transformer import ActivationConfig
     from qfsdp.tensor_subclasses.dtensor import local_part, whole_tensor
     from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

@@ -15,8 +15,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from qfsdp.checkpoint.resume import published
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.training.preference_losses import Answers, Loss, sigmoid
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
@@ -127,7 +127,7 @@ with torch.no_grad():
 def test_peft_and_merges_take_the_adapter(folder: Path, tmp_path: Path) -> None:
     """The same logits as the model that was trained."""
     from qfsdp.checkpoint.adapter_files import load_adapter
-    from qfsdp.modules.adapters import refresh_dora_norms
+    from qfsdp.modules.adapters.linears import refresh_dora_norms
 
     recipe, adapter = load_recipe("dpo_distributed"), folder / "whole/adapter"
     cfg = load_config(

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from qfsdp.checkpoint.adapter_files import save_adapter
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.compute_dtype import has_bf16_products
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks

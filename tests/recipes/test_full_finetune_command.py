@@ -11,8 +11,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests import tiny

@@ -10,12 +10,12 @@ from typing import Any
 import pytest
 
 from qfsdp.checkpoint.adapter_files import save_adapter
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.data import hf_tokenizer
 from qfsdp.evaluation.generation import generate
 from qfsdp.evaluation.inference_model import load_for_inference
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import (

@@ -23,7 +23,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.read import SINGLE
 from qfsdp.checkpoint.weights.save import save_model
-from qfsdp.cli.config import load_config
+from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.modules.quantized_linear import QuantizationConfig

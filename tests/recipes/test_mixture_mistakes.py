@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 from torch import Tensor
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from tests.checkpoint.test_experts_in_files import edited, reference, with_blocks
 from tests.tiny import load_recipe
 from tests.toy_data import TOY_CONFIG

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.config import load_config, to_yaml
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.launch import _typed_words
-from qfsdp.memory.extrapolate import estimate_fast
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config, to_yaml
+from qfsdp.launch.start import _typed_words
+from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.training.report.charts import number
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 from tests.training.report.folders import write_evaluation, write_run

@@ -25,8 +25,8 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from examples.demo.arithmetic import write_splits
 from qfsdp.checkpoint.compatibility import read_settings
 from qfsdp.checkpoint.resume import published
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from tests import tiny
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model

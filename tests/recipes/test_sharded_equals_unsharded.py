@@ -40,12 +40,12 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Five updates for each case; runs on every rank."""
     recipe = load_recipe()
     from qfsdp.checkpoint.adapter_files import adapter_parameters
-    from qfsdp.cli.component import Component
+    from qfsdp.config.component import Component
     from qfsdp.data import PackedDataset, StepLoader
     from qfsdp.distributed.sharding import quantized_bytes
     from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.distributed.world import init_world
-    from qfsdp.modules.adapter_config import AdapterConfig
+    from qfsdp.modules.adapters.config import AdapterConfig
     from qfsdp.modules.quantized_linear import QuantizationConfig
     from qfsdp.modules.transformer import ActivationConfig
     from qfsdp.tensor_subclasses.dtensor import whole_tensor

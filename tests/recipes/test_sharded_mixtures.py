@@ -15,11 +15,11 @@ import torch
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.cli.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import adapted_model, build_meta_model, cpu_world

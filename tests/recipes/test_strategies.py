@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.checkpoint.test_resume import checkpointer, take_steps, whole
 from tests.models import cpu_world

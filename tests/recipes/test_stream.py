@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from tests.ranks import run_ranks
 from tests.recipes.test_resume import losses, run_recipe
 from tests.tiny import write_tiny_model

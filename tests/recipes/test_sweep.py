@@ -18,12 +18,12 @@ from typing import Any
 import pytest
 import yaml
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.memory.extrapolate import estimate_fast
-from qfsdp.memory.hardware import HardwareConfig
-from qfsdp.memory.predict import Predictor
-from qfsdp.memory.sweep.measure_cell import reason_in
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.planning.extrapolate import estimate_fast
+from qfsdp.planning.hardware import HardwareConfig
+from qfsdp.planning.predict import Predictor
+from qfsdp.sweep.measure_cell import reason_in
 from qfsdp.training.report.charts import number
 from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
 from tests.waiting import LIMIT_S

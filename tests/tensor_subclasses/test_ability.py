@@ -16,8 +16,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfsdp.cli.errors import UserError
-from qfsdp.memory.oom import Run, explain_out_of_memory
+from qfsdp.common.errors import UserError
+from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.tensor_subclasses.kernels import ability, compiled
 from tests.disk_limits import largest_file
 from tests.tiny import needs_compiler
@@ -161,7 +161,7 @@ def test_layers_that_cannot_be_built_later(monkeypatch: pytest.MonkeyPatch) -> N
 def test_dynamo_is_imported_without_a_folder() -> None:
     """As where /tmp is full or read-only: only a try in a new process shows it."""
     code = (
-        "import qfsdp.modules.document_attention, os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+        "import qfsdp.modules.attention.documents, os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     )
     environ = os.environ | {ability.FOLDER: "/proc/none"}
     done = subprocess.run(

@@ -13,9 +13,9 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from benchmarks.hqq_parity import dequantized_by_package, of_package, parts
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.tensor_subclasses import four_bit, hqq, hqq_solver
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_rows

@@ -70,7 +70,7 @@ def test_experts_share_the_builds_of_one_kernel(monkeypatch: pytest.MonkeyPatch)
 # Triton reads TRITON_INTERPRET when it is imported; then kernels run in NumPy, on a CPU.
 INTERPRETED = """
 import torch
-from qfsdp.modules import row_norms
+from qfsdp.modules.adapters import row_norms
 from qfsdp.tensor_subclasses import nf4, nf4_norm_kernel
 
 torch.manual_seed(0)
@@ -125,7 +125,7 @@ def test_the_norm_kernel(code: str) -> None:
 
 @pytest.mark.usefixtures("eager")
 def test_the_switch_changes_nothing_on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    from qfsdp.modules.row_norms import has_norm_kernel
+    from qfsdp.modules.adapters.row_norms import has_norm_kernel
 
     monkeypatch.setenv("QFSDP_NORM_KERNEL", "1")
     assert not has_norm_kernel(nf4.quantize(torch.randn(8, 64)))

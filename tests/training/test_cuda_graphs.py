@@ -11,15 +11,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.data.loader import ALL_POSITIONS, Batch, collate
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import low_rank_linears
-from qfsdp.modules.same_input import copies_in
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import low_rank_linears
+from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not

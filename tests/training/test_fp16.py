@@ -21,8 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.distributed.gradients import clip_grad_norm
 from qfsdp.modules import compute_dtype as dtypes
 from qfsdp.training import loss_scale

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.launch import validate_config
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.launch.start import validate_config
 from qfsdp.training import learning_rate
 from qfsdp.training.learning_rate import choose_lr
 from tests.ranks import run_ranks

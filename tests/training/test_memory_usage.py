@@ -12,7 +12,7 @@ from torch import nn
 from qfsdp.data.loader import Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import quantized_bytes
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.training import memory_usage as usage
 from qfsdp.training.memory_usage import (
     MemoryUsage,

@@ -18,9 +18,9 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
+from qfsdp.config.load import load_config
 from qfsdp.training.metric_logger import SafeLogger, build_logger, check_logger
 from tests.tiny import ROOT, load_recipe
 from tests.toy_data import TOY_CONFIG
@@ -29,7 +29,7 @@ from tests.waiting import LIMIT_S
 LOSSES = {1: 2.5, 2: 1.25, 3: 0.625}
 SCRIPT = """
 import sys
-from qfsdp.cli.config import load_config
+from qfsdp.config.load import load_config
 from qfsdp.training.metric_logger import build_logger, check_logger
 from tests.tiny import load_recipe
 cfg = load_config(load_recipe().Config, sys.argv[2:])

@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.training import metrics_file
 from qfsdp.training.metric_logger import build_logger
 from qfsdp.training.metrics import RunLog, write_run_files
@@ -182,7 +182,7 @@ def test_tensorboard_on_a_full_disk(tmp_path: Path) -> None:
     script = f"""
 import resource
 from pathlib import Path
-from qfsdp.cli.component import Component
+from qfsdp.config.component import Component
 from qfsdp.training.metric_logger import build_logger
 from qfsdp.training.metrics import RunLog
 path = "torchtune.training.metric_logging.TensorBoardLogger"

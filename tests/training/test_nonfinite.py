@@ -15,8 +15,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.data import PackedDataset, StepLoader
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.tensor_subclasses.dtensor import local_part

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.training.optimizer import build_optimizer, check_optimizer
 from tests.ranks import run_ranks
 

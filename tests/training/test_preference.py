@@ -15,11 +15,11 @@ from torch import Tensor
 
 from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.checkpoint.adapter_start import start_adapters
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
-from qfsdp.data.preference_batch import PairBatch
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.reference import keep_start
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
+from qfsdp.data.preferences.batch import PairBatch
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.reference import keep_start
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.preference import Losses, Objective, sequence_logprobs
 from qfsdp.training.preference_losses import Answers, Loss

@@ -16,10 +16,10 @@ import pytest
 import torch
 
 from qfsdp.checkpoint.adapter_files import save_adapter
-from qfsdp.cli.component import Component
+from qfsdp.config.component import Component
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.reference import keep_start, set_start
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.reference import keep_start, set_start
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.preference import Objective
 from qfsdp.training.throughput import StepClock

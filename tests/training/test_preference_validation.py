@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.training.preference_losses import Answers, Loss
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from qfsdp.cli.config import load_config
+from qfsdp.config.load import load_config
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG

@@ -12,7 +12,7 @@ from qfsdp.data import collate
 from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.evaluation.generation import SamplingConfig
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 from qfsdp.training.rollouts import Answer, micro_batches, per_row, sample, token_logprobs
 from qfsdp.training.steps import forward_backward, optim_step

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 import qfsdp.training.summary as of_summary
-from qfsdp.cli.component import Component
-from qfsdp.cli.estimates import MEMORY, STEP_SECONDS, note_estimates
+from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset, StepLoader
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapter_config import AdapterConfig
+from qfsdp.launch.preflight_findings import MEMORY, STEP_SECONDS, note_estimates
+from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.training.summary import COLOUR, PLAIN, sample_pieces, shortened, summary, wrapped
 from tests.models import build_meta_model
 from tests.tiny import write_tiny_model

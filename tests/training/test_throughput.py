@@ -14,12 +14,12 @@ from torch.profiler import profile
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from qfsdp.cli.progress import Progress
+from qfsdp.common.progress import Progress
 from qfsdp.data.loader import IGNORE_INDEX, collate
 from qfsdp.distributed.world import World
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapter_config import AdapterConfig
-from qfsdp.modules.adapters import add_adapters, init_adapters
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
@@ -105,7 +105,7 @@ def counted(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
 def test_flops_equal_those_that_pytorch_counts(
     name: str, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qfsdp.modules.same_input.adapted_linears", plain_adapted_linears)
+    monkeypatch.setattr("qfsdp.modules.low_rank.grouped.adapted_linears", plain_adapted_linears)
     adapter, changes = SETUPS[name]
     model = Decoder(DecoderConfig.from_dict(TINY_CONFIG | changes))
     if adapter is not None:
@@ -248,8 +248,8 @@ def test_the_first_time_of_a_phase_is_told_if_slow(monkeypatch: pytest.MonkeyPat
         told.append(text)
         return nullcontext()
 
-    monkeypatch.setattr("qfsdp.training.throughput.told_if_slow", tell)
-    monkeypatch.setattr("qfsdp.cli.progress.NOW", Progress(step=3))
+    monkeypatch.setattr("qfsdp.training.throughput.long_wait", tell)
+    monkeypatch.setattr("qfsdp.common.progress.NOW", Progress(step=3))
     clock = StepClock(CPU)
     for _ in range(2):
         with clock.phase("forward"), clock.phase("inner"):

@@ -15,9 +15,9 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import load_config, to_yaml
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
+from qfsdp.config.load import load_config, to_yaml
 from qfsdp.data.loader import StepLoader
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.training import validation

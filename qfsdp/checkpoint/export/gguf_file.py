@@ -26,9 +26,9 @@ from qfsdp.checkpoint.saved_template import read_template
 from qfsdp.checkpoint.weights.experts import of_length
 from qfsdp.checkpoint.weights.merge import EMBEDDINGS, HEAD, Merge, MergedWeight
 from qfsdp.checkpoint.weights.progress import streamed
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, warn_of_space, whole_file
-from qfsdp.cli.progress import moved
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, warn_of_space, whole_file
+from qfsdp.common.progress import moved
 from qfsdp.distributed.world import World
 
 if TYPE_CHECKING:

@@ -17,10 +17,16 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.terminal import warn
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.rope import LinearScaling, Llama3Scaling, RopeConfig, Unscaled, YarnScaling
+from qfsdp.modules.rope import (
+    LinearScaling,
+    Llama3Scaling,
+    RopeConfig,
+    Unscaled,
+    YarnScaling,
+)
 
 if TYPE_CHECKING:
     import gguf

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, chat_tokenizer
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.data.tokenizer_folder import read_text
 
 if TYPE_CHECKING:

@@ -23,10 +23,10 @@ from qfsdp.checkpoint.expert_adapter_files import is_of_experts
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantized_model
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, whole_file
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, whole_file
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import add_adapters
+from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # `--max-lora-rank`

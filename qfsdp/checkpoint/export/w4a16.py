@@ -31,7 +31,7 @@ from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.progress import Pieces
 from qfsdp.checkpoint.weights.quantize import quantized_model
 from qfsdp.checkpoint.weights.write import DTYPE_NAMES, Entry, SafetensorsFile
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

@@ -24,7 +24,7 @@ from torch import Tensor
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.tensor_subclasses.nf4 import BLOCK, DYNAMIC_LEVELS, NF4_LEVELS, SCALE_BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 

@@ -34,8 +34,8 @@ from qfsdp.checkpoint.weights.write import (
     write_file,
     write_index,
 )
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import not_written, warn_of_space, write_json, write_text
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, warn_of_space, write_json, write_text
 from qfsdp.distributed.world import World
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor

@@ -27,9 +27,9 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.read import StoredTensor
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.decoder_config import EXPANDED, DecoderConfig
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.families.keys import FULL, SLIDING

@@ -1,6 +1,6 @@
 """Experts in files: what holds the rows of a stacked weight, and how they are written.
 
-A layer's experts are one parameter `[experts * out, in]` (`qfsdp.modules.experts`). Files have
+A layer's experts are one parameter `[experts * out, in]` (`modules.experts.stacked`). Files have
 
     experts.N.{gate,up,down}_proj.weight     a tensor for every expert and projection (Mixtral: w1,
                                              w3, w2), `[out, in]`, as published
@@ -28,7 +28,7 @@ from torch import Tensor
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.read import SafetensorsFolder, StackedTensor, StoredTensor
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.modules.decoder_parts import DecoderParts, ExpertsConfig
 from qfsdp.tensor_subclasses.mxfp4 import MX_BLOCK
 

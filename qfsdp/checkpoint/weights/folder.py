@@ -29,9 +29,9 @@ from qfsdp.checkpoint.weights.other_names import (
 )
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.hub import whole_folder
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.common.errors import UserError
+from qfsdp.hub.download import whole_folder
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -129,8 +129,8 @@ class ModelWeights:
     @cached_property
     def digest(self) -> str | None:
         """Identifies a model: a hash of names, dtypes, shapes and all bytes of every tensor, which
-        is read once (`qfsdp.cli.file_digests`). A folder that qfsdp quantized has the digest of its
-        source; None if an earlier version has not recorded it."""
+        is read once (`qfsdp.common.file_digests`). A folder that qfsdp quantized has the digest of
+        its source; None if an earlier version has not recorded it."""
         for weight in self.quantized.values():
             if weight.source_fingerprint:
                 return weight.source_digest

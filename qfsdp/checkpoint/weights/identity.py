@@ -7,8 +7,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from qfsdp.checkpoint.weights.read import StoredTensor
-from qfsdp.cli.file_digests import range_digests, remembered
-from qfsdp.cli.slow import told_if_slow
+from qfsdp.common.file_digests import range_digests, remembered
+from qfsdp.common.long_waits import long_wait
 
 SAMPLE_BYTES = 4096
 
@@ -42,5 +42,5 @@ def whole_digest(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
         ]
         return hashlib.sha256("".join(lines).encode()).hexdigest()
 
-    with told_if_slow(f"hashing {folder}"):
+    with long_wait(f"hashing {folder}"):
         return remembered(sorted({tensor.file for _, tensor in parts}), "tensors", compute)

@@ -18,14 +18,14 @@ from qfsdp.checkpoint.weights.progress import Pieces, streamed
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles, Read, StoredTensor
 from qfsdp.checkpoint.weights.verify import WeightVerification, changed_settings, refusal
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.hub import local_folder
-from qfsdp.cli.sizes import parse_size
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.sizes import parse_size
+from qfsdp.common.terminal import warn
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.stores import DiskStore
 from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.hub.download import local_folder
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, local_rows
@@ -51,7 +51,7 @@ class ModelConfig:
             there and later runs load them. null: quantize in every run.
         router_aux_loss: factor of the load-balancing loss of a mixture of experts in training, or
             "family": `router_aux_loss_coef` of its `config.json`. It is computed for each row of a
-            batch (`qfsdp.modules.routing`). null: without it.
+            batch (`qfsdp.modules.experts.routing`). null: without it.
     """
 
     path: str

@@ -16,9 +16,9 @@ from qfsdp.checkpoint.lock import LOCK_FILE
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST, SETTINGS_DIGESTS
 from qfsdp.checkpoint.weights.read import INDEX
 from qfsdp.checkpoint.weights.write import COPIED, PlannedFile, is_complete
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import PARTIAL, sha256, write_json, write_text
-from qfsdp.cli.sealed import Damaged, read_sealed, sealed_json
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import PARTIAL, sha256, write_json, write_text
+from qfsdp.common.sealed import Damaged, read_sealed, sealed_json
 
 BEGUN = "qfsdp_model.begun"
 RESUMABLE_BEGUN = MANIFEST + ".begun"

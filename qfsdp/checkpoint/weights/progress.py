@@ -10,9 +10,9 @@ from contextlib import ExitStack, contextmanager
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.read import Read, RowStream
-from qfsdp.cli.progress import moved
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import bar
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.progress import moved
+from qfsdp.common.terminal import bar
 
 Pieces = Iterator[Iterator[Tensor]]
 """For each read, in order, the iterator over its pieces."""
@@ -51,7 +51,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._shown and self._bar.disable:
-            self._open.enter_context(told_if_slow(f"loading {self._total / 2**30:.2f} GiB"))
+            self._open.enter_context(long_wait(f"loading {self._total / 2**30:.2f} GiB"))
         return self
 
     def __exit__(self, error: type | None, *_: object) -> None:

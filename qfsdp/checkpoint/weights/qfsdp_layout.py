@@ -17,8 +17,8 @@ from typing import Any
 
 from qfsdp.checkpoint.weights.read import SafetensorsFolder, StoredTensor
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.sealed import Damaged, read_sealed
+from qfsdp.common.errors import UserError
+from qfsdp.common.sealed import Damaged, read_sealed
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 MANIFEST = "qfsdp_packed.json"

@@ -37,10 +37,10 @@ from qfsdp.checkpoint.weights.qfsdp_layout import (
 from qfsdp.checkpoint.weights.read import STORED_DTYPES
 from qfsdp.checkpoint.weights.verify import changed_settings
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, SafetensorsFile
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.terminal import warn
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears

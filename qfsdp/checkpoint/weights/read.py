@@ -23,11 +23,11 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import why
-from qfsdp.cli.hub import local_folder
-from qfsdp.cli.slow import told_if_slow
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import why
+from qfsdp.common.long_waits import long_wait
+from qfsdp.common.terminal import warn
+from qfsdp.hub.download import local_folder
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -140,7 +140,7 @@ class SafetensorsFolder:
             raise UserError(f"model.path: '{folder}' is a file; {expected}")
         self.tensors: dict[str, StoredTensor] = {}
         try:
-            with told_if_slow(f"reading the headers of {self.folder}"):
+            with long_wait(f"reading the headers of {self.folder}"):
                 listed = self._read_index()
                 for file in sorted(set(listed.values())) or [SINGLE]:
                     self._read_header(self.folder / file)

@@ -25,10 +25,10 @@ from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.progress import Pieces
 from qfsdp.checkpoint.weights.write import DTYPE_NAMES, MAX_FILE_BYTES, SafetensorsFile
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import PARTIAL, not_written, recover_folder, replace_folder
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import PARTIAL, not_written, recover_folder, replace_folder
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters import base_parameters
+from qfsdp.modules.adapters.linears import base_parameters
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import whole_tensor

@@ -17,9 +17,9 @@ import torch.distributed as dist
 
 from qfsdp.checkpoint.digests import Verification
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST, SETTINGS_DIGESTS
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import sha256
-from qfsdp.cli.sealed import Damaged, read_sealed
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import sha256
+from qfsdp.common.sealed import Damaged, read_sealed
 
 _SMALL = 64 << 20  # bytes; larger files of the hub have SHA-256
 

@@ -21,8 +21,8 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.read import INDEX, SINGLE, STORED_DTYPES
-from qfsdp.cli.files import PARTIAL, fsync, whole_file, write_json
-from qfsdp.cli.progress import moved
+from qfsdp.common.files import PARTIAL, fsync, whole_file, write_json
+from qfsdp.common.progress import moved
 
 MAX_FILE_BYTES = 5_000_000_000  # the limit that Hugging Face uses
 # Files of a model folder besides its weights.

@@ -18,9 +18,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.errors import InvalidField, UserError
-from qfsdp.cli.files import not_written, to_json
-from qfsdp.cli.progress import moved
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.files import not_written, to_json
+from qfsdp.common.progress import moved
 
 LARGEST = 2**24  # bytes of an answer
 

@@ -24,9 +24,9 @@ from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.sizes import parse_size
-from qfsdp.data.special_tokens import texts_of
+from qfsdp.common.errors import UserError
+from qfsdp.common.sizes import parse_size
+from qfsdp.data.chat.special_tokens import texts_of
 from qfsdp.data.token_ids import check_ids
 from qfsdp.evaluation.generation import positions_of
 from qfsdp.evaluation.prompts import prompt_tokens

@@ -29,8 +29,8 @@ from torch import Tensor
 
 from qfsdp.evaluation.generation import SamplingConfig, prompt_randoms, sample_tokens
 from qfsdp.evaluation.serving.answer_text import AnswerText
-from qfsdp.modules.kv_cache import KVCache
-from qfsdp.modules.request_cache import RequestCache
+from qfsdp.modules.attention.kv_cache import KVCache
+from qfsdp.modules.attention.request_cache import RequestCache
 from qfsdp.modules.transformer import Decoder
 
 log = logging.getLogger("qfsdp")

@@ -6,8 +6,8 @@ import ipaddress
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from qfsdp.cli.errors import InvalidField, check_bounds
-from qfsdp.cli.sizes import parse_size
+from qfsdp.common.errors import InvalidField, check_bounds
+from qfsdp.common.sizes import parse_size
 from qfsdp.evaluation.generation import SamplingConfig
 from qfsdp.evaluation.serving.engine import Engine, Model
 from qfsdp.modules.decoder_config import DecoderConfig

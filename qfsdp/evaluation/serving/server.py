@@ -12,7 +12,7 @@ import socket
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 
 if TYPE_CHECKING:
     from qfsdp.evaluation.serving.api import Served

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.families import (
     gemma3,

@@ -13,7 +13,7 @@ import math
 from collections.abc import Callable
 from typing import Any
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.modules.families.values import Values
 from qfsdp.modules.rope import (
     DynamicScaling,

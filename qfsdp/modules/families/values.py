@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.modules.decoder_parts import MOST_LAYERS
 
 _MOST = {"num_hidden_layers": MOST_LAYERS, "max_position_embeddings": 2**31 - 1}

@@ -1,4 +1,5 @@
-"""What this package tells a dry run: the memory estimate (`qfsdp.memory`), which computes nothing.
+"""What this package tells a dry run: the memory estimate (`qfsdp.planning`), which computes
+nothing.
 
 A dry run executes a train step on fake tensors. All of them are CPU tensors, whatever device the
 estimate is for.
@@ -19,7 +20,7 @@ Way = Literal["to_device", "to_host", "from_disk"]
 
 
 class DryRun(Protocol):
-    """The follower of a dry run (`qfsdp.memory.tracker.MemoryTracker`).
+    """The follower of a dry run (`qfsdp.planning.tracker.MemoryTracker`).
 
     Fields:
         target: device type that the estimate is for.

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from qfsdp.cli.messages import first_line
-from qfsdp.cli.terminal import warn
+from qfsdp.common.messages import first_line
+from qfsdp.common.terminal import warn
 from qfsdp.training.report.drawing import write_png
 from qfsdp.training.report.page import write_page
 from qfsdp.training.report.run_folder import read_run

@@ -9,7 +9,7 @@ from io import StringIO
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.files import whole_file
+from qfsdp.common.files import whole_file
 from qfsdp.training.report.charts import COLOURS, Chart, drawable, number, thinned
 
 # Names of users may have a "$", which begins a formula for matplotlib. SVG keeps text as text.

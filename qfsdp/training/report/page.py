@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
-from qfsdp.cli.files import write_text
+from qfsdp.common.files import write_text
 from qfsdp.training.report.charts import COLOURS, Chart
 from qfsdp.training.report.drawing import svg
 

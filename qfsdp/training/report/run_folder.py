@@ -18,10 +18,10 @@ from typing import Any
 
 import yaml
 
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import why
-from qfsdp.cli.messages import join_key
-from qfsdp.cli.secret_keys import masked
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import why
+from qfsdp.common.messages import join_key
+from qfsdp.common.secret_keys import masked
 
 CONFIG, METRICS, MACHINE, SAMPLES = "config.yaml", "metrics.jsonl", "machine.json", "samples.jsonl"
 MOST_SAMPLES = 12  # of a page

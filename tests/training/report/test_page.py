@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.training.report.at_end import report_at_end
 from qfsdp.training.report.page import html
 from qfsdp.training.report.run_folder import flat, read_run

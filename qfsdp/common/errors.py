@@ -1,0 +1,119 @@
+"""What a user has got wrong: two exceptions, and how the process ends after one of them."""
+
+from __future__ import annotations
+
+import errno
+import os
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from qfsdp.common.printable import printable, redacted
+
+MOST_INTEGER = 2**63 - 1  # of torch
+# Of the linker, the C library, PyTorch and Python's threads.
+_NO_ADDRESS_SPACE = ("failed to map segment", "allocate memory", "start new thread")
+NEEDS_UTF8 = "expected a locale with UTF-8, or PYTHONUTF8=1"
+USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
+
+# All ranks usually meet the same mistake. Rank 0 reports it at once and torchrun then ends the
+# others; a rank that is still alive after this many seconds has met a mistake that rank 0 has not.
+_RANK_0_GOES_FIRST_S = 2.0
+
+
+class UserError(Exception):
+    """A user's mistake in one line: `<key or file>: <value> ...; expected ...`.
+
+    Recipes print it as `error: <message>` and exit with status 2, without a traceback.
+    """
+
+
+class InvalidField(ValueError):
+    """A config section's own check failed; `qfsdp.config.load` adds the section's name.
+
+    Raised from the `check()` method of a config dataclass:
+    `raise InvalidField("rank", self.rank, "an integer of at least 1")` in section
+    `adapter` becomes `adapter.rank: -1 is not valid; expected an integer of at least 1`.
+    """
+
+    def __init__(self, field: str, value: Any, expected: str) -> None:
+        super().__init__(f"{field}: {shortened(repr(value))} is not valid; expected {expected}")
+        self.field = field
+        self.value = value
+        self.expected = expected
+
+
+def check_bounds(section: Any, *names: str, least: int, most: int = MOST_INTEGER) -> None:
+    """Checks that the named integer fields of a config section lie from `least` to `most`.
+
+    Raises InvalidField.
+    """
+    for name in names:
+        if getattr(section, name) < least:
+            raise InvalidField(name, getattr(section, name), f"an integer of at least {least}")
+        if getattr(section, name) > most:
+            raise InvalidField(name, getattr(section, name), f"an integer of at most {most}")
+
+
+def shortened(text: str, most: int = 300) -> str:
+    """`text`, without its middle if it has more than `most` characters."""
+    half = most // 2
+    return text if len(text) <= most else f"{text[:half]}...{text[-half:]}"
+
+
+def speaks_for_all() -> bool:
+    """Whether this process prints what concerns all ranks: it is rank 0, or no rank."""
+    return os.environ.get("RANK", "0") == "0"
+
+
+@contextmanager
+def user_errors() -> Iterator[None]:
+    """Turns a UserError into `error: <message>` on stderr and exit status 2.
+
+    A limit of the system is one too, wherever it is met: on names of files, on address space.
+    """
+    try:
+        with _limits_of_the_system():
+            yield
+    except UserError as error:
+        rank = os.environ.get("RANK", "0")
+        if rank != "0":
+            time.sleep(_RANK_0_GOES_FIRST_S)
+        prefix = "" if rank == "0" else f"rank {rank}: "
+        sys.stdout.flush()
+        print(f"error: {prefix}{printable(redacted(str(error)))}", file=sys.stderr, flush=True)
+        if "LOCAL_RANK" in os.environ:
+            # A normal exit can abort in gloo's threads, see `ranks.leave_process_group`.
+            os._exit(USER_ERROR_STATUS)
+        raise SystemExit(USER_ERROR_STATUS) from None
+
+
+@contextmanager
+def _limits_of_the_system() -> Iterator[None]:
+    try:
+        yield
+    except (OSError, UnicodeEncodeError, MemoryError, ImportError, RuntimeError) as error:
+        if (met := _limit(error)) is None:
+            raise
+        raise UserError(met) from None
+
+
+def _limit(error: Exception) -> str | None:
+    """The limit that an error has met: of names of files, or of address space."""
+    if isinstance(error, OSError) and error.errno == errno.ENAMETOOLONG:
+        name = shortened(str(error.filename))
+        return f"{name}: {error.strerror}; expected at most 255 bytes per name"
+    if isinstance(error, UnicodeEncodeError):
+        locale = sys.getfilesystemencoding()
+        if locale != "utf-8" and error.encoding == locale:
+            return f"{ascii(shortened(error.object))}: no name in {locale}; {NEEDS_UTF8}"
+    size = resource.getrlimit(resource.RLIMIT_AS)[0]
+    text = str(error).lower()
+    full = isinstance(error, MemoryError) or any(word in text for word in _NO_ADDRESS_SPACE)
+    if full and size != resource.RLIM_INFINITY:
+        most = f"ulimit -v: {size >> 10} KiB of address space are used up"
+        return f"{most} ({shortened(str(error) or 'MemoryError', 100)}); expected `unlimited`"
+    return None

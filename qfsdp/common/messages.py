@@ -1,0 +1,54 @@
+"""Parts of error messages about configs: types in words, similar names, keys."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any, Union, get_origin
+
+from qfsdp.common.errors import UserError, shortened
+from qfsdp.common.printable import redacted
+from qfsdp.common.secret_keys import masked
+
+TYPE_WORDS: dict[Any, str] = {
+    bool: "true or false",
+    int: "an integer",
+    float: "a number",
+    str: "a string",
+    dict: "a mapping",
+    types.NoneType: "null",
+}
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The most similar of the known words; None if none is similar."""
+    return next(iter(get_close_matches(word, list(known), n=1)), None)
+
+
+def did_you_mean(near: str | None) -> str:
+    return f"; did you mean '{near}'?" if near else ""
+
+
+def not_valid(key: str, value: Any, expected: str) -> UserError:
+    """The error for a key with a wrong value."""
+    shown = masked({key.rpartition(".")[2]: value})[key.rpartition(".")[2]]
+    return UserError(f"{key}: {redacted(shortened(repr(shown)))} is not valid; expected {expected}")
+
+
+def required(key: str) -> UserError:
+    """The error for a missing key."""
+    return UserError(f"{key} is required; give it in the config file or as {key}=VALUE")
+
+
+def first_line(error: BaseException) -> str:
+    return (str(error) or type(error).__name__).splitlines()[0]
+
+
+def join_key(prefix: str, name: str) -> str:
+    """ "section.name", or the name alone at the top of a config."""
+    return f"{prefix}.{name}" if prefix else name
+
+
+def is_union(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType)

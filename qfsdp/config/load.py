@@ -1,0 +1,291 @@
+"""Loads a config: a dataclass schema, a YAML file and `key=value` words give one typed object.
+
+A recipe declares its config as plain dataclasses. `load_config` reads the YAML file, applies the
+command line, fills in the schema's defaults, resolves interpolations, and converts every value
+strictly. Every mistake is one line that names the key and a similar key if there is one, so a typo
+never trains for a day with a default value.
+
+Parts that a user may replace (optimizer, dataset, ...) are `Component`s, imported on demand.
+"""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import fields, is_dataclass
+from typing import Any, TypeVar
+
+import yaml
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from qfsdp.common.errors import NEEDS_UTF8, UserError, shortened
+from qfsdp.common.messages import did_you_mean, first_line, join_key, required
+from qfsdp.common.printable import redacted
+from qfsdp.common.secret_keys import masked, masked_word
+from qfsdp.config.component import Component
+from qfsdp.config.convert import (
+    UnknownKey,
+    build_section,
+    check_values,
+    defaults,
+    explain_unknown,
+    holds_text,
+    onto_component,
+    overlay,
+    plain_tree,
+    schema_keys,
+)
+from qfsdp.config.interpolations import resolve
+from qfsdp.config.recipe_files import similar_name
+
+T = TypeVar("T")
+_NULL_OR_QUOTED = re.compile(r"\s*(null|Null|NULL|None|~|'.*'|\".*\")\s*", re.DOTALL)
+MOST_CHARACTERS = 1 << 20  # of a config file
+_KEPT = "_from_environment"  # attribute of a config: place -> interpolation, and what it gave
+
+
+def load_config(schema: type[T], argv: Sequence[str]) -> T:
+    """Builds `schema` from a YAML file and command-line overrides.
+
+    Args:
+        schema: a dataclass; it and its sections may define `check()`, which raises InvalidField.
+        argv: `--config FILE`, then `key=value`, `section.key=value` and `~key` (back to the
+            schema's default) in any number, applied in order. Values are YAML; those of keys that
+            hold text are text as typed, unless they are null or in YAML's quotes.
+
+    Raises:
+        UserError: the words, the file, a key or a value is wrong.
+    """
+    path, tree = read_tree(schema, argv)
+    try:
+        resolved, from_environment = resolve(tree)
+    except RecursionError:
+        raise UserError(f"{path}: a value refers to itself; expected no ring of ${{...}}") from None
+    except OmegaConfBaseException as error:
+        reason = first_line(error)
+        missing = re.search(r"Interpolation key '(.*)' not found|mandatory value: (.*)$", reason)
+        if missing and (name := missing[1] or missing[2]) in schema_keys(schema):
+            raise required(name) from None
+        raise UserError(redacted(f"{error.full_key}: {reason}")) from None
+    try:
+        check_values(resolved)
+        config = build_section(schema, resolved, "")
+    except UnknownKey as error:
+        raise UserError(explain_unknown(schema, error)) from None
+    except UserError as error:
+        raise UserError(redacted(str(error))) from None
+    built = plain_tree(config)
+    kept = {path: (text, _at(built, path)) for path, text in from_environment.items()}
+    object.__setattr__(config, _KEPT, kept)
+    return config
+
+
+def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
+    """The config file's path, and its keys over the schema's defaults, changed by the other words.
+
+    Neither keys nor values are checked, and interpolations are not resolved. Raises UserError.
+    """
+    path, overrides = _split_argv(argv)
+    tree = _read_yaml(path)
+    for word in overrides:
+        _apply_override(schema, tree, word)
+    return path, overlay(schema, defaults(schema), tree)
+
+
+def _split_argv(argv: Sequence[str]) -> tuple[str, list[str]]:
+    path, overrides = None, []
+    words = iter(argv)
+    for word in words:
+        if word == "--config":
+            path = next(words, None)
+        elif word.startswith("--config="):
+            path = word.partition("=")[2]
+        elif word.startswith("-") and "=" in word:
+            bare, word = masked_word(word.lstrip("-")), masked_word(word)
+            raise UserError(f"'{word}': overrides are written without dashes: {bare}")
+        elif word.startswith("~") or word.partition("=")[0] not in ("", word):
+            overrides.append(word)
+        else:
+            raise UserError(
+                f"'{masked_word(word)}' is not understood; overrides are written key=value"
+            )
+    if not path:
+        raise UserError("no config given; expected --config FILE [key=value ...]")
+    return path, overrides
+
+
+def _read_yaml(path: str) -> dict[str, Any]:
+    try:
+        with open(path, encoding="utf-8") as file:
+            text = file.read(MOST_CHARACTERS + 1)
+        if len(text) > MOST_CHARACTERS:
+            raise UserError(f"{path}: expected a config of at most {MOST_CHARACTERS:,} characters")
+        if _count(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MOST_CHARACTERS:
+            raise UserError(f"{path}: its references (*name) multiply; expected fewer of them")
+        tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
+    except FileNotFoundError:
+        near = did_you_mean(similar_name("configs", path))
+        hint = near or "; `qfsdp ls` lists those that come with qfsdp"
+        raise UserError(f"--config {path}: no such file{hint}") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        line = f", line {mark.line + 1}" if mark else ""
+        raise UserError(f"{path}{line}: not valid YAML: {error.problem}") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"{path}: {error.full_key}: {first_line(error)}") from None
+    except RecursionError:
+        raise UserError(f"{path}: too deeply nested; expected keys and values") from None
+    except OSError as error:
+        reason = error.strerror or first_line(error)
+        raise UserError(f"--config {shortened(path)}: cannot be read: {reason}") from None
+    except (ValueError, yaml.YAMLError) as error:
+        raise UserError(f"{path}: cannot be read: {first_line(error)}") from None
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected keys and values, not a list")
+    return {str(key): value for key, value in tree.items()}
+
+
+def _count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
+    """The values of a YAML document once every reference (`*name`) is replaced by a copy.
+
+    Twelve lines of ten references each stand for 10**11 values.
+    """
+    if node is not None and node not in known:
+        inner = node.value if isinstance(node.value, list) else []
+        flat = [
+            part for entry in inner for part in (entry if isinstance(entry, tuple) else [entry])
+        ]
+        known[node] = 1 + sum(_count(part, known) for part in flat)
+    return known.get(node, 0) if node is not None else 0
+
+
+def _apply_override(schema: type, tree: dict[str, Any], word: str) -> None:
+    if word.startswith("~"):
+        *parents, last = word[1:].partition("=")[0].split(".")
+        node: Any = tree
+        for name in parents:
+            node = node.get(name) if isinstance(node, dict) else None
+        if not isinstance(node, dict) or last not in node:
+            raise UserError(f"{word}: the config file has no such key to remove")
+        del node[last]
+        return
+    key, _, text = word.partition("=")
+    if not text.strip():  # such as api_key=$KEY with a variable that is not set
+        raise UserError(f"'{word}': no value; expected {key}=VALUE, or {key}=null for none")
+    *parents, last = key.split(".")
+    as_typed = not _NULL_OR_QUOTED.fullmatch(text) and holds_text(schema, tree, key)
+    value, node = as_text(word, text) if as_typed else _parse_value(word, text), tree
+    for name in parents:
+        child = node.get(name)
+        if isinstance(child, list):
+            raise UserError(
+                f"{masked_word(word)}: '{name}' is a list; give it as a whole: {name}=[...]"
+            )
+        if isinstance(child, str):  # after optimizer=torch.optim.SGD comes optimizer.lr=0.1
+            child = {"_component_": child}
+        node[name] = node = child if isinstance(child, dict) else {}
+    node[last] = onto_component(node.get(last), value)
+
+
+def _no_text(word: str) -> UserError:
+    shown, locale = ascii(shortened(masked_word(word))), sys.getfilesystemencoding()
+    if locale != "utf-8":
+        return UserError(f"{shown}: no text in the locale's {locale}; {NEEDS_UTF8}")
+    return UserError(f"{shown}: not UTF-8; expected UTF-8 text")
+
+
+def as_text(word: str, text: str) -> str:
+    """A value of `word` that is text, whatever YAML says: "Fix: {x} # here" is no mapping, and has
+    no comment. Raises UserError for bytes that are no text."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        raise _no_text(word) from None
+    return text.strip()
+
+
+def _parse_value(word: str, text: str) -> Any:
+    try:
+        parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
+    except UnicodeEncodeError:  # bytes of the command line that are no text
+        raise _no_text(word) from None
+    except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: over 4300 digits
+        raise UserError(f"'{shortened(masked_word(word))}': the value is not valid YAML") from None
+    except OmegaConfBaseException as error:
+        raise UserError(f"'{masked_word(word)}': {first_line(error)}") from None
+    return None if text == "None" else parsed["value"]
+
+
+def get_key(config: Any, key: str) -> Any:
+    """The value of "section.name" in a config; None if it has no such key."""
+    for name in key.split("."):
+        config = getattr(config, name, None)
+    return config
+
+
+def to_yaml(config: Any) -> str:
+    """The config as YAML text, every default and interpolation written out.
+
+    Interpolations that read the environment stay as they are, and values of keys that look like
+    secrets are masked: others may read the text. `load_config` of it gives an equal config, but
+    for what is masked.
+    """
+    return OmegaConf.to_yaml(OmegaConf.create(_to_show(config, str)))
+
+
+def as_omegaconf(config: Any) -> DictConfig:
+    """As `to_yaml` in OmegaConf's form; an interpolation that stays is text, also if resolved."""
+    return OmegaConf.create(_to_show(config, _escape))
+
+
+def resolved_yaml(config: Any) -> str:
+    """The config as YAML text with all its values, secrets too: to compare, not to show."""
+    return OmegaConf.to_yaml(OmegaConf.create(plain_tree(config, _escape)))
+
+
+def _to_show(config: Any, kept: Callable[[str], str]) -> Any:
+    plain, tree = plain_tree(config), masked(plain_tree(config, _escape))
+    for path, (text, value) in getattr(config, _KEPT, {}).items():
+        if value is not None and _at(plain, path) == value:  # not changed since it was read
+            _at(tree, path[:-1])[path[-1]] = kept(text)
+    return tree
+
+
+def kept_places(config: Any) -> list[tuple[str, ...]]:
+    """The places of a config's values that were read from the environment."""
+    return [tuple(map(str, path)) for path in getattr(config, _KEPT, {})]
+
+
+def _at(tree: Any, path: Sequence[str | int]) -> Any:
+    for name in path:
+        try:
+            tree = tree[name]
+        except (KeyError, IndexError, TypeError):
+            return None
+    return tree
+
+
+def check_components(config: Any, key: str = "") -> None:
+    """Checks every Component in a config; raises UserError as `Component.check`.
+
+    Missing arguments are not found: the recipe may pass them.
+    """
+    if isinstance(config, Component):
+        config.check(key, provided=None)
+    elif is_dataclass(config):
+        for entry in fields(config):
+            check_components(getattr(config, entry.name), join_key(key, entry.name))
+    elif isinstance(config, list):
+        for at, entry in enumerate(config):
+            check_components(entry, f"{key}[{at}]")
+    elif isinstance(config, dict):
+        for name, entry in config.items():
+            check_components(entry, join_key(key, name))
+
+
+def _escape(text: str) -> str:
+    """Escapes `${`, which would be an interpolation when the text is read again."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + "\\${", text)

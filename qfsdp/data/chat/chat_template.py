@@ -1,0 +1,215 @@
+"""Chat templates: conversations to text, rendered in another process with limits.
+
+All templates of this process share one process of `template_process.py`. It is started for the
+first template, and again after a template has made the system end it.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+from qfsdp.common.errors import UserError
+
+SECONDS = 2  # of processor time for one conversation; a conversation of 4 MB takes 0.1
+MEGABYTES = 1024
+CHARACTERS = 2**25
+_PROGRAM = Path(__file__).with_name("template_process.py")
+
+
+@dataclass(frozen=True)
+class Request:
+    """A conversation to render.
+
+    Fields:
+        messages: `{"role": ..., "content": ...}` each, with whatever else the template reads. None:
+            only look for mistakes in the template's syntax.
+        add_generation_prompt: append the header that the template writes before an answer.
+        tools: the functions that the assistant may call, as JSON schemas, or None.
+    """
+
+    messages: Sequence[Mapping[str, Any]] | None
+    add_generation_prompt: bool = False
+    tools: Sequence[Any] | None = None
+
+
+Range = tuple[int, int]
+"""Start and end of a part of a text, in characters."""
+
+
+class Rendered:
+    """A conversation as text, and where its messages are in it.
+
+    Attributes:
+        text: the text.
+        framed: whether `contents` has all messages whose content is in the text, except those
+            with a <think>.
+        turns: message -> what the template writes when its loop has come to the message.
+        contents: message -> its content without white space around it.
+        marked: what the template itself calls trained, in `{% generation %}`.
+    """
+
+    def __init__(
+        self, text: str, marks: Sequence[tuple[int, str, int]] = (), framed: bool = False
+    ) -> None:
+        self.text, self.framed = text, framed
+        self.turns: dict[int, Range] = {}
+        self.contents: dict[int, Range] = {}
+        self.marked: list[Range] = []
+        begun: dict[int, int] = {}
+        current, since, trained = -1, 0, 0
+        for at, kind, number in marks:
+            if kind == "at":
+                self._add_turn(current, since, at)
+                current, since = number, at
+            elif kind == "from":
+                begun.setdefault(number, at)
+            elif kind == "to" and number in begun:
+                self.contents.setdefault(number, (begun[number], at))
+            elif kind == "train":
+                trained = at
+            elif kind == "done":
+                self.marked.append((trained, at))
+        self._add_turn(current, since, len(text))
+
+    def _add_turn(self, message: int, start: int, stop: int) -> None:
+        """Adds a part. Of several that are not joined, the longest counts."""
+        if message < 0 or start == stop:
+            return
+        old = self.turns.get(message, (start, start))
+        if old[1] == start:
+            self.turns[message] = (old[0], stop)
+        elif stop - start > old[1] - old[0]:
+            self.turns[message] = (start, stop)
+
+
+class ChatTemplate:
+    """A Jinja template that writes conversations as text.
+
+    Args:
+        text: the template.
+        values: variables of the template besides the messages: texts of special tokens.
+        source: the model folder or the template's file, for messages.
+        with_tools: the template of conversations with tools, if that is another one.
+
+    Raises:
+        UserError: the template's syntax is wrong.
+    """
+
+    def __init__(
+        self, text: str, values: Mapping[str, str], source: Path, with_tools: str | None = None
+    ) -> None:
+        self.text, self._values, self._source = text, dict(values), source
+        self._templates = (text, with_tools or text)
+        for found in self.render([Request(None), Request(None, tools=[])]):
+            if isinstance(found, UserError):
+                raise found
+
+    @property
+    def fingerprint(self) -> str:
+        """The templates, with today's date if one of them may write it."""
+        return repr((self._templates, date.today() if self.reads("strftime_now") else None))
+
+    def reads(self, name: str) -> bool:
+        """Whether the templates name a variable or key."""
+        return any(name in text for text in self._templates)
+
+    def render(self, requests: Sequence[Request]) -> list[Rendered | UserError]:
+        """Renders conversations.
+
+        Returns:
+            For each request its text; or an error, if the template rejects the conversation, fails,
+            or exceeds a limit. After a limit of time or memory has ended the process, the remaining
+            conversations are not tried: they have the same error.
+        """
+        found: list[Rendered | UserError] = []
+        with _one_at_a_time:
+            lines = _ask(self._templates, self._values, requests)
+        for line in lines:
+            found.append(self._error(*line["problem"]) if "problem" in line else Rendered(**line))
+        return found + found[-1:] * (len(requests) - len(found))
+
+    def _error(self, kind: str, what: str) -> UserError:
+        what = " ".join(what.split())
+        if kind == "syntax":
+            return UserError(f"{self._source}: chat template, {what}; expected a Jinja template")
+        if kind == "rejected":
+            return UserError(f"{self._source}: the chat template rejects the conversation: {what}")
+        return UserError(
+            f"{self._source}: the chat template fails: {what}; expected one that needs less than "
+            f"{SECONDS} s, {MEGABYTES} MiB and {CHARACTERS:,} characters for a conversation"
+        )
+
+
+_process: subprocess.Popen[bytes] | None = None
+_owner = 0  # the process that started it; a fork of that one starts its own
+_one_at_a_time = threading.Lock()  # a server tokenizes in several threads
+
+
+def _ask(
+    templates: Sequence[str], values: Mapping[str, str], requests: Sequence[Request]
+) -> list[dict[str, Any]]:
+    """The answers of `template_process.answer`, up to the one that ended the process."""
+    process = _running()
+    assert process.stdin is not None and process.stdout is not None
+    asked = {
+        "templates": templates,
+        "values": values,
+        "conversations": [vars(request) for request in requests],
+    }
+    lines: list[bytes] = []
+    try:
+        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.flush()
+        while len(lines) < len(requests) and (line := process.stdout.readline()).endswith(b"\n"):
+            lines.append(line)
+    except BrokenPipeError:
+        pass
+    found = [dict(json.loads(line)) for line in lines]
+    if len(found) == len(requests):
+        return found
+    problem = {"problem": ["failed", _why_it_ended()]}
+    if len(requests) == 1:
+        return [problem]
+    # Answers that the process had not sent yet are lost: each of the rest is asked alone.
+    for request in requests[len(found) :]:
+        found += _ask(templates, values, [request])
+        if _process is None:  # that was the one
+            break
+    return found
+
+
+def _running() -> subprocess.Popen[bytes]:
+    """The process of this process, started if there is none."""
+    global _process, _owner
+    if _process is None or _owner != os.getpid():
+        # -P: modules beside the program are not importable by their short names.
+        command = [sys.executable, "-P", str(_PROGRAM)]
+        _process = subprocess.Popen(
+            [*command, str(SECONDS), str(MEGABYTES), str(CHARACTERS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        _owner = os.getpid()
+    return _process
+
+
+def _why_it_ended() -> str:
+    """Forgets the process, which has ended, and says why it did."""
+    global _process
+    assert _process is not None and _process.stdout is not None
+    _process.stdout.close()
+    status, _process = _process.wait(), None
+    ends = {-signal.SIGPROF: f"more than {SECONDS} s of processor time"}
+    return ends.get(status, f"its process ended with status {status}")

@@ -1,0 +1,142 @@
+"""Conversations to token ids by a chat template: rendered, made safe, tokenized."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from qfsdp.common.errors import UserError
+from qfsdp.data.chat.answer_form import AnswerForm
+from qfsdp.data.chat.chat_template import ChatTemplate, Range, Rendered
+from qfsdp.data.chat.special_tokens import SpecialTokens
+from qfsdp.data.chat.trained_spans import Conversation, TokenizedChat, TrainedSpans, left_out, place
+from qfsdp.data.encode import TooSlow, encode
+from qfsdp.data.tokenizer_folder import eos_ids
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+
+def spelled_as(token: str, plain: bool) -> str:
+    """What a user must know of a special token that a text spells."""
+    became = "plain text" if plain else "a special token"
+    return f"{token!r}, encoded as {became} (tokenizer.special_tokens_in_text)"
+
+
+def raised(found: Any) -> Any:
+    """The result, unless it is an error: that is raised."""
+    if isinstance(found, UserError):
+        raise found
+    return found
+
+
+@dataclass(frozen=True)
+class ChatTokenizer:
+    """Tokenizes conversations.
+
+    Fields:
+        backend: the tokenizer.
+        special: its special tokens.
+        template: writes conversations.
+        source: the model folder, for messages.
+        keep_special: special tokens that a message spells are special.
+        bos: the token that begins a text, or None.
+        eos_id: the token that ends a text.
+    """
+
+    backend: Tokenizer
+    special: SpecialTokens
+    template: ChatTemplate
+    source: Path
+    keep_special: bool
+    bos: str | None
+    eos_id: int
+
+    @cached_property
+    def form(self) -> AnswerForm:
+        """What the template writes around answers."""
+        return AnswerForm.of(self.template, self.special.ids, self.bos)
+
+    @cached_property
+    def _stops(self) -> list[str]:
+        """The special tokens at which generation stops."""
+        ids = {self.eos_id, *eos_ids(self.source)}
+        stops = [text for text, index in self.special.ids.items() if index in ids]
+        return stops if self.form.end is None else [*stops, self.form.end]
+
+    def tokenize(self, asked: Sequence[Conversation]) -> list[TokenizedChat | UserError]:
+        """Tokens of each conversation, not cut; or an error, which all have after one that took too
+        long."""
+        hidden: list[Mapping[str, str]] = []
+        notes: list[str | None] = []
+        safe = []
+        for conversation in asked:
+            if any(message["role"] == "developer" for message in conversation.messages):
+                conversation = conversation.for_template(self.form)
+            data = [conversation.messages, conversation.tools]
+            token = self.special.first_inside(data)
+            names: Mapping[str, str] = {}
+            if token is not None and not self.keep_special:
+                (messages, tools), names = self.special.hide(data)
+                conversation = replace(conversation, messages=messages, tools=tools)
+            safe.append(conversation)
+            hidden.append(names)
+            notes.append(token and spelled_as(token, plain=not self.keep_special))
+        rendered = self.template.render([conversation.request() for conversation in safe])
+        results: list[TokenizedChat | UserError] = []
+        for conversation, found, names, note in zip(safe, rendered, hidden, notes, strict=True):
+            try:
+                text, spans, remark = self._spans(conversation, found)
+                ids, trained = self._encode(text, spans, names)
+            except TooSlow as error:  # others may be as slow
+                return results + [error] * (len(safe) - len(results))
+            except UserError as error:
+                results.append(error)
+            else:
+                results.append(TokenizedChat(ids, [not flag for flag in trained], note, remark))
+        return results
+
+    def _spans(
+        self, conversation: Conversation, found: Rendered | UserError
+    ) -> tuple[str, list[Range], str | None]:
+        """A rendered conversation, its trained ranges and what a user must know; raises UserError.
+
+        Where an answer ends with the first token of the next turn (GLM), the text gets one.
+        """
+        if isinstance(found, UserError):
+            # A template without tools may fail because the content of a call is None.
+            messages = conversation.messages
+            calls = [i for i, message in enumerate(messages) if message.get("tool_calls")]
+            if calls and not self.template.reads("tool_calls"):
+                raise left_out(self.source, f"tool calls of {place(messages, calls[0])}")
+            raise found
+        last = len(conversation.messages) - 1
+        answered = last in conversation.trained and conversation.is_answer(last)
+        if (
+            answered
+            and self.form.of_next_turn
+            and not conversation.messages[last].get("tool_calls")
+        ):
+            found.text += self.form.end or ""
+        asked = (conversation, found, self.template, self.form, list(self.special.ids))
+        spans = TrainedSpans(*asked, self._stops, self.source)
+        spans.check_whole()
+        return found.text, *spans.find()
+
+    def _encode(
+        self, text: str, spans: Sequence[tuple[int, int]], hidden: Mapping[str, str]
+    ) -> tuple[list[int], list[bool]]:
+        """Ids of a rendered conversation, and for each of them whether it lies in a span."""
+        # One extra slot, never trained: an empty token at offset 0 reads index -1.
+        flags = bytearray(len(text) + 1)
+        for start, stop in spans:
+            flags[start:stop] = b"\1" * (stop - start)
+        if hidden:
+            return self.special.encode_hidden(text, hidden, flags)
+        encoding = encode(self.backend, text)
+        # The last character decides: byte-level tokenizers may leave the leading space out of a
+        # token's offsets.
+        return encoding.ids, [bool(flags[stop - 1]) for _, stop in encoding.offsets]

@@ -1,0 +1,112 @@
+"""Columns with what comes before a prompt: a system message, earlier turns, functions.
+
+Training, preferences, exact match and generate read them by the same keys and as the same messages.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from qfsdp.common.errors import UserError
+from qfsdp.data.chat.choose_template import say_once
+from qfsdp.data.chat.messages import from_json, text_of
+from qfsdp.data.files.rows import Row, no_column, require_column
+
+_OF_OTHERS = {
+    "system": "system_column",
+    "history": "history_column",
+    "functions": "tools_column",
+    "tools": "tools_column",
+    "instruction": "prompt_template",
+    "input": "prompt_template",
+    **dict.fromkeys(("images", "videos", "audios", "documents", "chat_template_kwargs")),
+}
+"""Columns that hold parts of conversations in data of other projects -> the key that names them.
+None: nothing reads them. The columns of Alpaca's rows are named only where a prompt is made."""
+
+
+def check_columns(
+    rows: Any, source: str, named: Mapping[str, str | None], read: Collection[str | None]
+) -> None:
+    """Says which columns are not read that hold parts of conversations in other projects' data.
+
+    Args:
+        named: the builder's keys for such columns and their values.
+        read: more columns that the builder reads.
+
+    Raises:
+        UserError: there is no column of a name in `named`, except of the default `tools`.
+    """
+    for key, name in named.items():
+        if name not in (None, "tools"):
+            require_column(key, name, rows, source)
+    say_unread(rows.column_names, source, named, read, "dataset.")
+
+
+def say_unread(
+    columns: Collection[str],
+    source: str,
+    named: Mapping[str, str | None],
+    read: Collection[str | None],
+    section: str = "",
+) -> None:
+    """One line for each of `columns` that is not read; see `check_columns`.
+
+    Args:
+        section: stands before the keys in the line.
+    """
+    for column, key in _OF_OTHERS.items():
+        if key == "prompt_template" and key not in named:
+            continue
+        if column in columns and column not in {*named.values(), *read}:
+            value = f"'...{{{column}}}...'" if key == "prompt_template" else column
+            hint = f"; {section}{key}={value} reads it" if key in named else ""
+            say_once(f"{source}: column {column!r} is not read{hint}")
+
+
+def check_row_columns(
+    rows: Sequence[Row],
+    source: str,
+    named: Mapping[str, str | None],
+    read: Collection[str],
+    section: str = "",
+) -> None:
+    """`check_columns` for rows in memory, which may lack keys."""
+    columns = {name: None for row in rows for name in row}
+    for key, name in named.items():
+        if name is not None and name != "tools" and name not in columns:
+            raise no_column(f"{section}{key}", name, source, columns)
+    say_unread(columns, source, named, read, section)
+
+
+def system_of(row: Row, column: str | None) -> str | None:
+    """The system message in a column; None: there is none."""
+    return None if column is None else text_of(row.get(column)).strip() or None
+
+
+def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages with a system message before them, which is not trained, if they have none."""
+    if system is None or (messages and messages[0].get("role") in ("system", "developer")):
+        return messages
+    return [{"role": "system", "content": system, "masked": True}, *messages]
+
+
+def history_of(row: Row, column: str | None) -> list[Any]:
+    """The turns in a column, each as `as_message` takes it; pairs of texts are two.
+
+    Raises:
+        UserError: the column holds something else.
+    """
+    value = None if column is None else row.get(column)
+    turns = from_json("history", value or [])
+    if not isinstance(turns, list):
+        raise UserError(f"history: {str(turns)[:60]!r}; expected a list of pairs or messages")
+    messages: list[Any] = []
+    for turn in turns:
+        if isinstance(turn, list) and len(turn) == 2:
+            pair = zip(("user", "assistant"), turn, strict=True)
+            messages += [{"role": role, "content": text_of(text)} for role, text in pair]
+        else:
+            messages.append(turn)
+    return messages

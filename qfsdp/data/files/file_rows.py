@@ -1,0 +1,233 @@
+"""The rows of data files on this machine: counted first and then read in order, or streamed.
+
+Of every 64th row the place in its file is kept, so ten million rows take 1.3 MB in memory.
+"""
+
+from __future__ import annotations
+
+import os
+import zlib
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import copy
+from itertools import accumulate, islice
+from pathlib import Path
+from typing import Any
+
+from qfsdp.common.errors import UserError
+from qfsdp.common.progress import moved
+from qfsdp.data.files.file_records import Records, line_of, records_of
+from qfsdp.data.files.parquet_files import ParquetRecords
+
+EVERY = 64  # rows between places that are kept
+LOOKED_AT = 100  # first rows of a file, whose keys are its columns
+DAMAGED = (OSError, EOFError, zlib.error, RecursionError, OverflowError)
+
+
+class FileRow(dict[str, Any]):
+    """A row. Keys that it lacks are None, as in a table.
+
+    Attributes:
+        file: where it stands.
+        at: its place in the file; see `qfsdp.data.files.file_records`.
+    """
+
+    __slots__ = ("at", "file")
+
+    def __init__(self, values: Mapping[str, Any], file: Path, at: int) -> None:
+        super().__init__(values)
+        self.file, self.at = file, at
+
+    def __missing__(self, key: str) -> None:
+        return None
+
+    @property
+    def line(self) -> int | None:
+        """The number of its line, or None if the file has no lines."""
+        if self.file.suffix == ".parquet":
+            return None
+        return line_of(self.file, self.at)
+
+
+class FilePart:
+    """The rows of one file.
+
+    Args:
+        file: a data file.
+
+    Attributes:
+        count: number of rows.
+        columns: keys of its first rows.
+
+    Raises:
+        UserError: the file cannot be read.
+    """
+
+    def __init__(self, file: Path) -> None:
+        self.file, self._state = file, file_state(file)
+        self._left: tuple[int, Iterator[Any]] | None = None
+        self._places = array("q")
+        with _reading(file):
+            self._records = records_of(file)
+            self.count = self._count()
+        first = islice(self.rows(0, self.count), LOOKED_AT)
+        self.columns = list(dict.fromkeys(key for row in first for key in row))
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_left": None}
+
+    def rows(self, start: int, stop: int) -> Iterator[FileRow]:
+        """Rows `start` to `stop`, counted from 0.
+
+        Raises:
+            UserError: a row cannot be read, or the file has changed.
+        """
+        if start >= stop:
+            return
+        with _reading(self.file):
+            number, records = self._from(start)
+            for at, _, content in records:
+                if number >= start:
+                    yield FileRow(self._records.value(content, at), self.file, at)
+                number += 1
+                if number == stop:
+                    break
+        self._left = (number, records)
+
+    def has(self, column: str) -> bool:
+        """Whether a row has the key; looks at all of them if need be."""
+        if column not in self.columns and any(column in row for row in self.rows(0, self.count)):
+            self.columns.append(column)
+        return column in self.columns
+
+    def _count(self) -> int:
+        if isinstance(self._records, ParquetRecords):
+            return self._records.count
+        count = 0
+        for at, _, _ in self._records.read(0):
+            if not count % EVERY:
+                self._places.append(at)
+                moved()
+            count += 1
+        return count
+
+    def _from(self, start: int) -> tuple[int, Iterator[Any]]:
+        """The rows from one on that comes at most `start`, and its number."""
+        if file_state(self.file) != self._state:
+            raise UserError(f"{self.file}: changed while it was read; expected it to stay")
+        left, self._left = self._left, None
+        if left is not None and 0 <= start - left[0] < (2**62 if self._is_packed else EVERY):
+            return left
+        if isinstance(self._records, ParquetRecords):
+            return start, self._records.read(start)
+        mark = start // EVERY
+        return mark * EVERY, self._records.read(self._places[mark])
+
+    @property
+    def _is_packed(self) -> bool:
+        """Whether going to a place reads all that stands before it."""
+        return self.file.suffix == ".gz"
+
+
+class FileRows:
+    """The rows of several files, one after the other; see `load_rows`.
+
+    Attributes:
+        column_names: keys of the first rows of every file.
+    """
+
+    def __init__(self, parts: Sequence[FilePart]) -> None:
+        self._parts = parts
+        self._starts = [0, *accumulate(part.count for part in parts)]
+        self._spans = [range(self._starts[-1])]
+        self.column_names = list(dict.fromkeys(name for part in parts for name in part.columns))
+
+    def __len__(self) -> int:
+        return sum(map(len, self._spans))
+
+    def __iter__(self) -> Iterator[FileRow]:
+        for span in self._spans:
+            at = bisect_right(self._starts, span.start) - 1
+            while at < len(self._parts) and self._starts[at] < span.stop:
+                first, part = self._starts[at], self._parts[at]
+                yield from part.rows(max(span.start - first, 0), min(span.stop - first, part.count))
+                at += 1
+
+    def select(self, *chosen: range) -> FileRows:
+        """Some of the rows: ranges with step 1, one after the other."""
+        spans = []
+        for wanted in chosen:
+            first = 0
+            for span in self._spans:
+                part = span[max(wanted.start - first, 0) : max(wanted.stop - first, 0)]
+                spans += [part] if part else []
+                first += len(span)
+        found = copy(self)
+        found._spans = spans
+        return found
+
+    def lacks(self, column: str) -> FilePart | None:
+        """The first file none of whose rows has the key; None: every file has it."""
+        parts = (part for part in self._parts if part.count and not part.has(column))
+        return next(parts, None)
+
+
+class FileStream:
+    """The rows of several files without counting them first, for `RowStream`.
+
+    Args:
+        files: data files.
+        most: rows to read; None: all.
+    """
+
+    def __init__(self, files: Sequence[Path], most: int | None = None) -> None:
+        self._files, self._most = list(files), most
+        self.load_state_dict({"file": 0, "at": 0, "rows": 0})
+
+    def state_dict(self) -> dict[str, int]:
+        """The place after the last row."""
+        return dict(self._place)
+
+    def load_state_dict(self, place: Mapping[str, int]) -> None:
+        """Goes to a place."""
+        self._place = dict(place)
+
+    def __iter__(self) -> Iterator[FileRow]:
+        place = self._place
+        for number in range(place["file"], len(self._files)):
+            file = self._files[number]
+            with _reading(file):
+                records: Records = records_of(file)
+                at = place["at"] if number == place["file"] else 0
+                for begin, after, content in records.read(at):
+                    if self._most is not None and self._place["rows"] >= self._most:
+                        return
+                    rows = self._place["rows"] + 1
+                    self._place = {"file": number, "at": after, "rows": rows}
+                    yield FileRow(records.value(content, begin), file, begin)
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    """A `with` block that reads a file: what the system says about it becomes a UserError."""
+    try:
+        yield
+    except UnicodeDecodeError:
+        raise UserError(f"{file}: not UTF-8; expected UTF-8 text") from None
+    except DAMAGED as error:
+        lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
+        reason = lines[0] if lines else type(error).__name__
+        raise UserError(f"{file}: {reason}; expected a file that can be read") from None
+
+
+def file_state(file: Path) -> tuple[int, int, int, int]:
+    """What changes with a file. A program that copies it may set one of the times, not the other.
+
+    Raises:
+        UserError: there is no such file.
+    """
+    with _reading(file):
+        found = os.stat(file)
+    return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

@@ -1,0 +1,86 @@
+"""Batches of preferences: answers in pairs, or answers with a label."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from qfsdp.data.loader import IGNORE_INDEX, Batch
+from qfsdp.data.preferences.shared_prompts import SharedDocuments
+
+
+@dataclass(frozen=True)
+class PairBatch(Batch):
+    """A micro-batch of samples (a prompt with one answer) whose log-probabilities are compared.
+
+    Only answers have labels. The samples are numbered in the order of their positions. Of pairs
+    come chosen, rejected, chosen, rejected, ..., each in a row of its own, or packed, both of a
+    pair in one row, where their prompt stands once.
+
+    Fields:
+        sample_ids: int64 `[batch, seq]`, the number of the sample that a position belongs to. It
+            is 0 where none does (padding has no label, so it counts nowhere).
+        num_samples: the samples are 0 .. num_samples - 1; 0 on a rank for which none is left.
+        desirable: bool `[num_samples]`, whether the answer is a good one. None: samples are pairs.
+        mismatched: of labelled answers: the prompts of the same samples with answers of others, for
+            KTO's estimate of the KL divergence. Sample i has the prompt of sample i. The data
+            decide which answer, not the ranks or micro-batches.
+        reference_logprobs: fp32 `[num_samples]`, the reference's log-probabilities if they are
+            known ahead; None: the model computes them.
+        sources, places: of packed pairs, see `SharedDocuments`; `cu_seqlens` is then the one there.
+    """
+
+    sample_ids: torch.Tensor = field(kw_only=True)
+    num_samples: int = field(kw_only=True)
+    desirable: torch.Tensor | None = field(default=None, kw_only=True)
+    mismatched: PairBatch | None = field(default=None, kw_only=True)
+    reference_logprobs: torch.Tensor | None = field(default=None, kw_only=True)
+    sources: torch.Tensor | None = field(default=None, kw_only=True)
+    places: torch.Tensor | None = field(default=None, kw_only=True)
+
+    @property
+    def documents(self) -> Any:
+        """As of `Batch`; of packed pairs `SharedDocuments`."""
+        if self.cu_seqlens is None or self.sources is None or self.places is None:
+            return self.cu_seqlens
+        return SharedDocuments(self.cu_seqlens, self.sources, self.places)
+
+    @property
+    def num_pairs(self) -> int:
+        """Number of pairs; 0 of answers with a label."""
+        return self.num_samples // 2 if self.desirable is None else 0
+
+    def to(self, device: torch.device | str) -> PairBatch:
+        """The same batch on `device`."""
+        moved = super().to(device)
+        assert isinstance(moved, PairBatch)
+        if self.mismatched is None:
+            return moved
+        return replace(moved, mismatched=self.mismatched.to(device))
+
+    def targets_of_samples(self) -> torch.Tensor:
+        """Number of targets of each sample, int64 `[num_samples]`."""
+        counts = self.sample_ids.new_zeros(max(self.num_samples, 1))
+        is_target = (self.labels != IGNORE_INDEX).long()
+        return counts.index_add_(0, self.sample_ids.flatten(), is_target.flatten())[
+            : self.num_samples
+        ]
+
+
+def full_preferences(batch: Batch, paired: bool) -> PairBatch:
+    """A batch of full rows as one of preferences, for estimates: one sample per row, or of pairs in
+    packed rows two. Attention then runs over twice as many tokens: prompts are all but a row."""
+    rows, seq = batch.tokens.shape
+    per_row = 2 if paired and batch.cu_seqlens is not None else 1
+    halves = torch.arange(seq) * per_row // seq
+    ids = torch.arange(rows).unsqueeze(1) * per_row + halves
+    full = PairBatch(**vars(batch), sample_ids=ids, num_samples=rows * per_row)
+    if per_row == 2:
+        places = torch.zeros(rows * seq, dtype=torch.int64)
+        return replace(full, sources=places.repeat(2), places=places)
+    if paired:
+        return full
+    labels = torch.arange(rows) % 2 == 0
+    return replace(full, desirable=labels, mismatched=full)

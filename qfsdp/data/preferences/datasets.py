@@ -1,0 +1,147 @@
+"""Builders of preference data, and presets for well-known data sets.
+
+    dataset: {_component_: qfsdp.data.preference_dataset, source: pairs.jsonl}
+
+Only answers are trained. Reading, caches and mixtures are those of `qfsdp.data.conversations`.
+"""
+
+from __future__ import annotations
+
+import copy
+from functools import partial
+from typing import Any
+
+from qfsdp.common.errors import UserError
+from qfsdp.data.chat.context_columns import check_columns
+from qfsdp.data.conversations import Tokenizer
+from qfsdp.data.files.rows import load_rows, require_column
+from qfsdp.data.preferences.rows import Columns, PreferenceRows, labelled, pair_of
+from qfsdp.data.preferences.tokenized import Preferences
+from qfsdp.data.reading import current, reads_rows
+from qfsdp.data.tokenized_dataset import tokenize_rows
+from qfsdp.data.tokenizer import HFTokenizer
+
+
+@reads_rows
+def preference_dataset(
+    tokenizer: Tokenizer,
+    *,
+    source: str,
+    split: str = "train",
+    subset: str | None = None,
+    data_files: str | None = None,
+    prompt_column: str | None = "prompt",
+    chosen_column: str = "chosen",
+    rejected_column: str = "rejected",
+    system_column: str | None = None,
+    system_prompt: str | None = None,
+    tools_column: str | None = "tools",
+    max_rows: int | None = None,
+) -> Preferences:
+    """Prompts with a better and a worse answer.
+
+    An answer is text, or a list of messages in a format of `chat_dataset`: the answer alone or the
+    whole dialogue. Of whole dialogues the common beginning is the prompt. Skips rows with an empty
+    or without a prompt, with equal answers, with prompts that differ, or with roles that do not
+    alternate. One log line counts them.
+
+    Args:
+        tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
+        prompt_column: column with the prompt, text or messages. Null: the answers' columns have
+            whole dialogues, as messages or as text with `\\n\\nHuman:` and `\\n\\nAssistant:`.
+        chosen_column, rejected_column: columns with the better and the worse answer.
+        system_column: column with a system message.
+        system_prompt: a system message for rows without one.
+        tools_column: as in `chat_dataset`.
+
+    Raises:
+        UserError: the source, a column or a message is wrong, or no row can be used.
+    """
+    columns = Columns(prompt_column, system_column, tools_column, system_prompt)
+    own = {"chosen_column": chosen_column, "rejected_column": rejected_column}
+    to_chats = partial(
+        pair_of, columns=columns, chosen_column=chosen_column, rejected_column=rejected_column
+    )
+    rows = _rows(columns, own, source, split, subset, data_files, max_rows)
+    work = PreferenceRows(_uncut(tokenizer), to_chats)
+    return Preferences(tokenize_rows(rows, source, work), paired=True, source=source)
+
+
+@reads_rows
+def kto_dataset(
+    tokenizer: Tokenizer,
+    *,
+    source: str,
+    split: str = "train",
+    subset: str | None = None,
+    data_files: str | None = None,
+    prompt_column: str | None = "prompt",
+    completion_column: str = "completion",
+    label_column: str = "label",
+    system_column: str | None = None,
+    system_prompt: str | None = None,
+    tools_column: str | None = "tools",
+    max_rows: int | None = None,
+) -> Preferences:
+    """Prompts with one answer and a label, true for a good answer, for KTO (arXiv:2402.01306).
+
+    Args:
+        tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
+        prompt_column, system_column, system_prompt, tools_column: as in `preference_dataset`.
+        completion_column: column with the answer.
+        label_column: column with true or false.
+
+    Raises:
+        UserError: the source, a column, a message or a label is wrong, or no row can be used.
+    """
+    columns = Columns(prompt_column, system_column, tools_column, system_prompt)
+    own = {"completion_column": completion_column, "label_column": label_column}
+    to_chats = partial(
+        labelled, columns=columns, answer_column=completion_column, label_column=label_column
+    )
+    rows = _rows(columns, own, source, split, subset, data_files, max_rows)
+    work = PreferenceRows(_uncut(tokenizer), to_chats, label_column)
+    return Preferences(tokenize_rows(rows, source, work), paired=False, source=source)
+
+
+hh_dataset = partial(preference_dataset, source="Anthropic/hh-rlhf", prompt_column=None)
+"""Anthropic's helpful and harmless dialogues (arXiv:2204.05862): whole dialogues as text."""
+
+ultrafeedback_dataset = partial(
+    preference_dataset,
+    source="HuggingFaceH4/ultrafeedback_binarized",
+    split="train_prefs",
+)
+"""UltraFeedback, binarized (arXiv:2310.01377, 2310.16944): whole dialogues as messages."""
+
+orca_pairs_dataset = partial(
+    preference_dataset,
+    source="Intel/orca_dpo_pairs",
+    prompt_column="question",
+    system_column="system",
+)
+"""Orca's answers against a smaller model's: `system`, `question`, `chosen`, `rejected`."""
+
+
+def _rows(columns: Columns, own: dict[str, str], source: str, *of_source: Any) -> Any:
+    """The rows of a source, which have all columns."""
+    if current().streaming:
+        raise UserError("dataset.streaming: true; expected false: preference data is not streamed")
+    rows = load_rows(source, *of_source)
+    named = own | {"prompt_column": columns.prompt}
+    for key, column in named.items():
+        if column is not None:
+            require_column(key, column, rows, source)
+    optional = {"system_column": columns.system, "tools_column": columns.tools}
+    check_columns(rows, source, optional, set(named.values()))
+    return rows
+
+
+def _uncut(tokenizer: Any) -> Any:
+    """The tokenizer without `max_seq_len`, which would cut the ends of answers only."""
+    if isinstance(tokenizer, HFTokenizer):
+        tokenizer.say_template()
+    uncut = copy.copy(tokenizer)
+    if getattr(uncut, "max_seq_len", None) is not None:
+        uncut.max_seq_len = None
+    return uncut

@@ -1,0 +1,234 @@
+"""Rows of preference data as conversations: a prompt with two answers, or with one and its label.
+
+The two answers of a row have the same prompt, so their conversations differ in the last messages
+only. Those are trained; the prompt is not, even where it has earlier answers.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
+
+from qfsdp.common.errors import UserError
+from qfsdp.data.chat.messages import NotText, as_message, as_tools, text_of, unfilled
+from qfsdp.data.conversations import Chat, ChatRows, Tokenizer, check_answer
+from qfsdp.data.files.rows import Row
+from qfsdp.data.row_tokenizer import TokenizedRow, Unusable
+
+Messages = list[dict[str, Any]]
+
+_SPEAKERS = {"Human": "user", "Assistant": "assistant"}
+
+
+@dataclass(frozen=True)
+class Columns:
+    """Where a row has its prompt.
+
+    Fields:
+        prompt: column with text or messages; None: the answers' columns have whole dialogues.
+        system: column with a system message, or None.
+        tools: column with functions, or None; see `chat_dataset`.
+        system_prompt: a system message for rows that have none.
+    """
+
+    prompt: str | None = None
+    system: str | None = None
+    tools: str | None = None
+    system_prompt: str | None = None
+
+
+@dataclass(frozen=True)
+class PreferenceRows:
+    """The `tokenize` of `tokenize_rows` for rows that have one or two conversations.
+
+    Fields:
+        tokenizer: of the conversations; it must not cut them.
+        to_chats: makes the conversations of a row. Raises `Unusable` or UserError.
+        label_column: column with true or false, kept by `with_label`; None: rows have none.
+    """
+
+    tokenizer: Tokenizer
+    to_chats: Callable[[Row], list[Chat]]
+    label_column: str | None = None
+
+    def __call__(self, rows: Sequence[Row]) -> list[TokenizedRow]:
+        """For each row its samples, or why there are none."""
+        chats: list[Chat] = []
+        ranges: list[slice | Unusable | UserError] = []
+        for row in rows:
+            try:
+                new = self.to_chats(unfilled(row))
+            except (Unusable, UserError) as problem:
+                ranges.append(problem)
+            else:
+                ranges.append(slice(len(chats), len(chats) + len(new)))
+                chats += new
+        tokenized = ChatRows(self.tokenizer, dict)(chats)
+        return [
+            self._row(row, tokenized[found])
+            if isinstance(found, slice)
+            else TokenizedRow((), found)
+            for row, found in zip(rows, ranges, strict=True)
+        ]
+
+    def _row(self, row: Row, parts: Sequence[TokenizedRow]) -> TokenizedRow:
+        """The tokenized conversations of a row as one."""
+        for part in parts:
+            if part.problem is not None:
+                return part
+        samples = [sample for part in parts for sample in part.samples]
+        if len(samples) == 2 and samples[0] == samples[1]:  # texts that differ in white space
+            return TokenizedRow((), Unusable("chosen and rejected that are equal"))
+        if self.label_column is not None:
+            desirable = is_true(row, self.label_column)
+            samples = [(ids, with_label(lab, desirable)) for ids, lab in samples]
+        spelled = (part.spelled for part in parts if part.spelled is not None)
+        remarks = (part.remark for part in parts if part.remark is not None)
+        return TokenizedRow(samples, None, next(spelled, None), next(remarks, None))
+
+
+def is_true(row: Row, column: str) -> bool:
+    """A cell with true or false; those of CSV files are text.
+
+    Raises UserError.
+    """
+    truth = {"true": True, "false": False}.get(str(row[column]).lower())
+    if truth is None:
+        raise UserError(f"{column}: {str(row[column])[:60]!r}; expected true or false")
+    return truth
+
+
+def with_label(labels: list[int], desirable: bool) -> list[int]:
+    """Token labels whose first one says whether the answer is desirable: 1 or 0.
+
+    No token comes before the first one, so it is never a target, and its label is free.
+    """
+    return [int(desirable), *labels[1:]]
+
+
+def pair_of(row: Row, columns: Columns, chosen_column: str, rejected_column: str) -> list[Chat]:
+    """The conversations of a row with a better and a worse answer.
+
+    Raises:
+        Unusable: an answer is empty, the two are equal, their prompts differ, or roles do not
+            alternate.
+        UserError: a value is neither text nor a list of messages.
+    """
+    prompt = _prompt(row, columns)
+    chosen, rejected = (
+        _turns(row[column], column, columns.prompt is not None)
+        for column in (chosen_column, rejected_column)
+    )
+    if chosen == rejected:
+        raise Unusable("chosen and rejected that are equal")
+    if chosen[0]["role"] != "assistant":  # whole dialogues: the prompt is their common beginning
+        same = [a == b for a, b in zip(chosen, rejected, strict=False)]
+        shared = same.index(False) if False in same else len(same)
+        _check_prompt(prompt, chosen[:shared])
+        prompt, chosen, rejected = chosen[:shared], chosen[shared:], rejected[shared:]
+    if not all(answer and answer[0]["role"] == "assistant" for answer in (chosen, rejected)):
+        raise Unusable("prompts that differ")
+    return [_chat(row, columns, prompt, answer) for answer in (chosen, rejected)]
+
+
+def labelled(row: Row, columns: Columns, answer_column: str, label_column: str) -> list[Chat]:
+    """The conversation of a row with one answer and a label.
+
+    Raises:
+        Unusable: the answer is empty, or roles do not alternate.
+        UserError: the label is not true or false, or the answer neither text nor messages.
+    """
+    is_true(row, label_column)
+    prompt = _prompt(row, columns)
+    turns = _turns(row[answer_column], answer_column, columns.prompt is not None)
+    if turns[0]["role"] != "assistant":
+        _check_prompt(prompt, turns)
+        prompt, turns = turns[:-1], turns[-1:]
+    return [_chat(row, columns, prompt, turns)]
+
+
+def dialogue(text: str) -> Messages:
+    """The messages of a text in the form of Anthropic's HH data (arXiv:2204.05862).
+
+        \\n\\nHuman: question\\n\\nAssistant: answer\\n\\nHuman: ...
+
+    Raises:
+        Unusable: the text does not begin so.
+    """
+    start, *parts = re.split(r"(?:\A\s*|\n\n)(Human|Assistant):", text)
+    if start.strip() or not parts or parts[0] != "Human":
+        raise Unusable("text that is no dialogue of Human: and Assistant:")
+    said = zip(parts[::2], parts[1::2], strict=True)
+    return [{"role": _SPEAKERS[who], "content": words.strip()} for who, words in said]
+
+
+def _prompt(row: Row, columns: Columns) -> Messages:
+    value = row[columns.prompt] if columns.prompt is not None else []
+    if isinstance(value, list):
+        return [_message(turn) for turn in value]
+    if not text_of(value).strip():
+        raise Unusable("an empty prompt")
+    return [{"role": "user", "content": text_of(value)}]
+
+
+def _turns(value: Any, column: str, has_prompt: bool) -> Messages:
+    """The messages of an answer's column: the answer alone, or a whole dialogue."""
+    if isinstance(value, Mapping) and not isinstance(value, str):
+        value = [value]
+    if not isinstance(value, list):
+        try:
+            text = text_of(value)
+        except UserError as error:
+            raise UserError(f"{column}: {error} or a list of messages") from None
+        if not text.strip():
+            raise Unusable("an empty answer")
+        return [{"role": "assistant", "content": text}] if has_prompt else dialogue(text)
+    if not value:
+        raise Unusable("an empty answer")
+    return [_message(turn) for turn in value]
+
+
+def _message(turn: Any) -> dict[str, Any]:
+    try:
+        return as_message(turn)
+    except NotText as reason:
+        raise Unusable(str(reason)) from None
+
+
+def _check_prompt(given: Messages, found: Messages) -> None:
+    """Raises Unusable unless the prompt of its own column stands in the dialogue."""
+    asked = [message["content"] for message in given if message["role"] == "user"]
+    said = [message["content"] for message in found]
+    if asked and asked[-1] not in said:
+        raise Unusable("a prompt that differs from that of its answers")
+
+
+def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Chat:
+    """A conversation in which the assistant's messages of `answer` are trained."""
+    system = columns.system_prompt
+    if columns.system is not None:
+        system = text_of(row[columns.system]).strip() or system
+    if system is not None and not (prompt and prompt[0]["role"] in ("system", "developer")):
+        prompt = [{"role": "system", "content": system}, *prompt]
+    _check_roles([*prompt, *answer])
+    for message in answer:
+        if message["role"] == "assistant":
+            check_answer(message)
+    messages = [message | {"masked": True} for message in prompt]
+    messages += [message | {"masked": message["role"] != "assistant"} for message in answer]
+    return {"messages": messages, "tools": as_tools(row.get(columns.tools or ""))}
+
+
+def _check_roles(messages: Messages) -> None:
+    roles = [message["role"] for message in messages]
+    while roles and roles[0] in ("system", "developer"):
+        roles = roles[1:]
+    if not roles or roles[0] == "assistant":
+        raise Unusable("no prompt")
+    if roles[-1] != "assistant":
+        raise Unusable("no answer at the end")
+    if any(a == b != "tool" for a, b in pairwise(roles)) or roles[0] != "user":
+        raise Unusable("roles that do not alternate")

@@ -1,0 +1,93 @@
+"""Several machines: torchrun's flags for them, checked, and how they find each other.
+
+    tune run --nnodes 2 --node_rank N --master_addr HOST recipes/...     the same on every machine,
+                                                                         but N
+    tune run --nnodes 1:2 --rdzv_backend c10d --rdzv_endpoint HOST:29400 recipes/...
+
+The first form is torchrun's static rendezvous: the agent of node 0 opens a store on --master_port
+(29500 by default), and the others connect to it. In the second form any machine may come later.
+"""
+
+from __future__ import annotations
+
+import socket
+import time
+from argparse import Namespace
+
+from qfsdp.common.errors import UserError
+from qfsdp.common.long_waits import long_wait
+
+WAIT_S = 600  # for the other machines; torchrun's own limit
+PORT = 29500  # torchrun's --master_port
+_PAUSE_S = 0.5
+
+
+def set_rendezvous(args: Namespace, nodes: range) -> None:
+    """Completes torchrun's flags, in place.
+
+    Args:
+        args: torchrun's parsed flags.
+        nodes: the numbers of machines that --nnodes allows.
+
+    Raises:
+        UserError: --node_rank is not below --nnodes, or --nnodes is a range without an endpoint.
+    """
+    rank, most = int(args.node_rank), nodes[-1]
+    if args.rdzv_endpoint:
+        return
+    if not 0 <= rank < most:
+        expected = f"0 to {most - 1}, as --nnodes is {args.nnodes}"
+        raise UserError(f"--node_rank: {rank} is not valid; expected {expected}")
+    args.master_port = args.master_port or PORT
+    if most == 1:
+        args.standalone = True  # a free port, so that several runs can share a machine
+    elif args.rdzv_backend != "static":
+        # torchrun would take localhost, and every machine would wait for the others on its own.
+        args.rdzv_endpoint = f"{args.master_addr}:{args.master_port}"
+    elif len(nodes) > 1:
+        raise UserError(
+            f"--nnodes: {args.nnodes} is a changing number of machines; expected "
+            "--rdzv_backend c10d --rdzv_endpoint HOST:PORT with it"
+        )
+
+
+def wait_for_master(args: Namespace) -> None:
+    """Waits until the agent of node 0 can be reached; node 0 and other rendezvous wait for nothing.
+
+    Raises:
+        UserError: it cannot within `WAIT_S`, or the seconds of `--rdzv_conf timeout=N`; or the
+            name of its host is not known.
+    """
+    if args.standalone or args.rdzv_backend != "static" or int(args.node_rank) == 0:
+        return
+    place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
+    host, _, port = place.rpartition(":")
+    limit = wait_seconds(args)
+    ended = time.monotonic() + limit
+    with long_wait(f"waiting for the machine with --node_rank 0 at {place}, {limit} s at most"):
+        while True:
+            try:
+                socket.create_connection((host, int(port)), timeout=max(_PAUSE_S, 5)).close()
+                return
+            except socket.gaierror as error:
+                raise UserError(
+                    f"--master_addr: {host!r} is not known ({error.strerror}); expected the name "
+                    "or address of the machine with --node_rank 0"
+                ) from None
+            except OSError as error:
+                if time.monotonic() > ended:
+                    raise UserError(
+                        f"--master_addr: {place} cannot be reached for {limit} s "
+                        f"({error.strerror or error}); expected the machine with --node_rank 0, "
+                        "with the same --master_port on all"
+                    ) from None
+            time.sleep(_PAUSE_S)
+
+
+def wait_seconds(args: Namespace) -> int:
+    """The seconds that machines wait for each other; raises UserError."""
+    given = dict(part.partition("=")[::2] for part in str(args.rdzv_conf).split(",") if part)
+    text = given.get("timeout", str(WAIT_S)).strip()
+    if not text.isdecimal() or not text.isascii():
+        raise UserError(f"--rdzv_conf: timeout={text!r} is not valid; expected seconds")
+    return int(text)

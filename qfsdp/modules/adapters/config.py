@@ -1,0 +1,113 @@
+"""The config section `adapter`: LoRA, DoRA or IA3, where and how large."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.modules.targets import ALL_LINEAR, check_targets
+
+IA3_TARGETS = ["k_proj", "v_proj", "down_proj"]
+# The factor of the hidden size, which experts share with `expert_sharing: outer`.
+SHARED_OUTER: dict[str, Literal["lora_A", "lora_B"]] = {
+    "gate_up_proj": "lora_A",
+    "down_proj": "lora_B",
+}
+
+
+@dataclass
+class AdapterConfig:
+    """Section `adapter`: what is trained.
+
+    Fields:
+        method: "dora", "lora" or "ia3". IA3 does not use the fields `rank`, `alpha` and `dropout`.
+        rank: inner dimension of the low-rank product.
+        alpha: the product is scaled by alpha / rank.
+        dropout: probability, on the input of the low-rank product.
+        targets: "all-linear" (every linear of every layer), or a list of names, which may contain
+            `lm_head`, and the router of a mixture (`gate`; `router` in gpt-oss), which is frozen
+            otherwise. null: "all-linear", or [k_proj, v_proj, down_proj] with ia3. IA3 scales the
+            inputs of down_proj and the outputs of the others.
+        rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732): the
+            product keeps its size at large ranks.
+        init: "default": A random, B zero. "loftq": the product approximates the error of
+            quantizing the base (qfsdp/checkpoint/loftq.py).
+        lora_plus_ratio: learning rate of B as a multiple of the learning rate of the rest, e.g. 16
+            (LoRA+, https://arxiv.org/abs/2402.12354); null: the same learning rate.
+        start_from: a PEFT adapter folder to start from; null: fresh adapters.
+        expert_rank: rank of every expert of a mixture: a number, or "divided": rank / experts per
+            token, at least 1, so that a token meets as many numbers as in a dense model. null:
+            `rank`. The product of an expert is scaled by alpha / its own rank.
+        expert_sharing: "outer": the experts of a layer share the factors of the hidden size, A of
+            gate_up_proj and B of down_proj; the others are of each expert. null: all are.
+    """
+
+    method: Literal["lora", "dora", "ia3"] = "dora"
+    rank: int = 16
+    alpha: float = 32.0
+    dropout: float = 0.0
+    targets: str | list[str] | None = None
+    rslora: bool = False
+    init: Literal["default", "loftq"] = "default"
+    lora_plus_ratio: float | None = None
+    start_from: str | None = None
+    expert_rank: int | Literal["divided"] | None = None
+    expert_sharing: Literal["outer"] | None = None
+
+    @property
+    def scaling(self) -> float:
+        """The factor of the low-rank product."""
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    def of_experts(self, top_k: int) -> AdapterConfig:
+        """The config of the experts of a mixture in which a token has `top_k` of them."""
+        rank = self.expert_rank
+        rank = max(1, self.rank // top_k) if rank == "divided" else rank
+        return self if rank is None else replace(self, rank=rank)
+
+    @property
+    def linears(self) -> str | list[str]:
+        """`targets`, or the method's default."""
+        usual = IA3_TARGETS if self.method == "ia3" else ALL_LINEAR
+        return usual if self.targets is None else self.targets
+
+    def check(self) -> None:
+        if self.rank < 1:
+            raise InvalidField("rank", self.rank, "an integer of at least 1")
+        if isinstance(self.expert_rank, int) and self.expert_rank < 1:
+            expected = "an integer of at least 1, divided, or null"
+            raise InvalidField("expert_rank", self.expert_rank, expected)
+        if not self.alpha > 0:
+            raise InvalidField("alpha", self.alpha, "a number above 0")
+        if not 0.0 <= self.dropout < 1.0:
+            raise InvalidField("dropout", self.dropout, "a probability of at least 0, below 1")
+        ratio = self.lora_plus_ratio
+        if ratio is not None and not 0.0 < ratio < float("inf"):
+            raise InvalidField("lora_plus_ratio", ratio, "a number above 0, or null")
+        if self.init != "default" and self.start_from is not None:
+            raise InvalidField("init", self.init, "default, as start_from gives the start")
+        switches = {"dropout": 0.0, "rslora": False, "init": "default", "lora_plus_ratio": None}
+        switches |= {"expert_rank": None, "expert_sharing": None}
+        for field, off in switches.items():
+            if self.method == "ia3" and (value := getattr(self, field)) != off:
+                words = str("null" if off is None else off).lower()
+                raise InvalidField(field, value, f"{words}, as method ia3 has no low-rank product")
+        check_targets("adapter.targets", self.linears, routers=True)
+
+
+def check_sharing(config: AdapterConfig, of_experts: set[str]) -> None:
+    """Checks that both linears of experts are adapted if they share factors. Files need both: the
+    number of experts is known from the factor that is not shared."""
+    if config.expert_sharing is not None and of_experts != SHARED_OUTER.keys():
+        expected = " and ".join(SHARED_OUTER)
+        raise UserError(
+            f"adapter.expert_sharing: {config.expert_sharing!r}, and adapter.targets selects "
+            f"{' and '.join(sorted(of_experts)) or 'no linear'} of experts; expected {expected}"
+        )
+
+
+def check_rank(key: str, name: str, rank: int, *sides: int) -> None:
+    if rank > max(sides):
+        expected = f"at most {max(sides)}, the larger side of {name}"
+        raise UserError(f"adapter.{key}: {rank}; expected {expected}")

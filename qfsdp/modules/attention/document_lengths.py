@@ -1,0 +1,37 @@
+"""How long the document of each token is, for rotary embeddings that depend on it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from qfsdp.data.preferences.shared_prompts import SharedDocuments
+from qfsdp.modules.experts.routing import counted_tokens
+
+
+def document_lengths(
+    positions: Tensor, labels: Tensor | None, documents: Tensor | SharedDocuments | None
+) -> Tensor:
+    """The length of every token's document, whatever stands beside it in a batch.
+
+    A row that is no pack ends with its last target, or without labels with its largest position:
+    padding does not count.
+
+    Args:
+        positions: int64 `[batch or 1, seq]`.
+        labels, documents: as `Decoder.forward` takes them (`documents`: its `cu_seqlens`).
+
+    Returns:
+        int64 `[batch or 1, seq or 1]`.
+    """
+    if documents is None and labels is None:
+        return positions.amax(1, keepdim=True) + 1
+    if documents is None:
+        assert labels is not None
+        return counted_tokens(labels).sum(1, keepdim=True).clamp(min=1)
+    if isinstance(documents, SharedDocuments):
+        bounds, places = documents.cu_seqlens, documents.places
+    else:
+        bounds, places = documents, torch.arange(positions.numel(), device=positions.device)
+    after = torch.searchsorted(bounds.long(), places, right=True)
+    return (bounds[after] - bounds[after - 1]).long().view_as(positions)

@@ -1,0 +1,191 @@
+"""Self-attention: projections, norms, rotary positions, and the attention of a batch's rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qfsdp.data.preferences.shared_prompts import SharedDocuments
+from qfsdp.modules.attention.documents import attend_documents
+from qfsdp.modules.attention.kv_cache import LayerCache
+from qfsdp.modules.attention.shared_prompts import attend_shared
+from qfsdp.modules.attention.sinks import attend_cached_with_sinks, attend_with_sinks
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.decoder_parts import LayerConfig
+from qfsdp.modules.low_rank.grouped import outputs
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotates every pair of numbers of `[batch, seq, heads, rotated]`: see `RopeConfig`.
+
+    `sin` is negated at the first number of a pair, see `RopeConfig.tables`. The gradient, the
+    rotation back, is written out. Autograd's gradient of an index adds values into zeros one by
+    one. Compiled code for GPUs uses atomics for it: 1.3 G in a step of 8,192 tokens of Llama-3-8B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return x * cos + _swapped(x, interleaved) * sin
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return grad * cos - _swapped(grad, ctx.interleaved) * sin, None, None, None
+
+
+def _swapped(x: Tensor, interleaved: bool) -> Tensor:
+    """`x` with the two numbers of every pair exchanged."""
+    if interleaved or torch.compiler.is_compiling():
+        # The compiler keeps the result of `cat` for backward, but computes an index again.
+        order = 1 - torch.arange(2, device=x.device)
+        if interleaved:
+            return x.unflatten(-1, (-1, 2))[..., order].flatten(-2)
+        return x.unflatten(-1, (2, -1))[..., order, :].flatten(-2)
+    return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the first numbers of every head of `[batch, seq, heads, head_dim]`, as many as the
+    tables have; the others are left alone."""
+    rotated = cos.shape[-1]
+    if rotated == x.shape[-1]:
+        return _Rotate.apply(x, cos, sin, interleaved)
+    turned = _Rotate.apply(x[..., :rotated], cos, sin, interleaved)
+    return torch.cat((turned, x[..., rotated:]), dim=-1)
+
+
+class Attention(nn.Module):
+    """Causal self-attention with rotary positions (arXiv:2104.09864) and grouped key/value heads
+    (arXiv:2305.13245).
+
+    Fields:
+        inner: names of the linears that make queries, keys and values.
+        widths: numbers of a token's queries, keys and values.
+        window: how many positions a token sees; None for all before it.
+        sinks: `[heads]`, a logit of each head that no token stands for, or None.
+    """
+
+    def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
+        super().__init__()
+        c, part = config, config.attention
+        self.head_dim, self.window, self.scale = c.head_dim, layer.window, part.scale
+        self.inner = part.inner
+        self.interleaved = layer.rope is not None and layer.rope.interleaved
+        q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
+        self.widths = (q_size, kv_size, kv_size)
+        sizes = self.widths if len(self.inner) == 3 else (sum(self.widths),)
+        for name, size in zip(self.inner, sizes, strict=True):
+            setattr(self, name, nn.Linear(c.hidden_size, size, bias=part.qkv_bias))
+        self.o_proj = nn.Linear(q_size, c.hidden_size, bias=part.o_bias)
+        of_heads = part.qk_norm != "projection"
+        self.normed = (c.head_dim, c.head_dim) if of_heads else (q_size, kv_size)
+        no_norm = part.qk_norm is None
+        self.q_norm = nn.Identity() if no_norm else c.norm.build(self.normed[0])
+        self.k_norm = nn.Identity() if no_norm else c.norm.build(self.normed[1])
+        self.sinks = nn.Parameter(torch.zeros(c.num_attention_heads)) if part.sinks else None
+
+    def forward(
+        self,
+        x: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        mask: Tensor | None,
+        cu_seqlens: Tensor | SharedDocuments | None,
+        cache: LayerCache | None = None,
+    ) -> Tensor:
+        rows, heads = x.shape[:2], (*x.shape[:2], -1, self.head_dim)
+        q, k, v = self._projections(x)
+        q = self.q_norm(q.view(*rows, -1, self.normed[0])).view(heads)
+        k = self.k_norm(k.view(*rows, -1, self.normed[1])).view(heads)
+        if cos is not None and sin is not None:
+            q = rotate(q, cos[:, :, :1], sin[:, :, :1], self.interleaved)
+            k = rotate(k, cos[:, :, -1:], sin[:, :, -1:], self.interleaved)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v.view(heads)))
+        if cache is not None:
+            cache.put(k, v)
+        if cache is not None and cache.slots is not None:
+            assert mask is not None
+            cached = (cache.keys, cache.values)
+            if self.sinks is None:
+                y = attend_cached(q, *cached, mask, self.scale)
+            else:
+                y = attend_cached_with_sinks(q, *cached, self.sinks, mask, self.scale)
+        elif isinstance(cu_seqlens, SharedDocuments):
+            size = (x.shape[1], self.window, self.scale)
+            y = attend_shared(q, k, v, self.sinks, cu_seqlens, *size)
+        elif self.sinks is not None:
+            how = (cu_seqlens, x.shape[1], self.window, self.scale)
+            y = attend_with_sinks(q, k, v, self.sinks, *how)
+        elif cu_seqlens is None:
+            y = attend(q, k, v, mask, self.scale)
+        else:
+            y = attend_documents(q, k, v, cu_seqlens, x.shape[1], self.window, self.scale)
+        return self.o_proj(y.transpose(1, 2).flatten(2))
+
+    def _projections(self, x: Tensor) -> Sequence[Tensor]:
+        """Queries, keys and values `[batch, seq, width]`."""
+        made = outputs(x, [getattr(self, name) for name in self.inner])
+        return made if len(made) == 3 else made[0].split(self.widths, dim=-1)
+
+
+@torch.compiler.assume_constant_result
+def _is_old_gpu() -> bool:
+    """Whether flash attention has no kernel for this GPU (V100, T4)."""
+    return torch.cuda.get_device_capability() < (8, 0)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float | None = None
+) -> Tensor:
+    """Grouped-query attention, causal where `mask` is None.
+
+    `q` is `[batch, heads, seq, head_dim]`, `k` and `v` have `kv_heads` of them (a divisor),
+    `mask` is bool and broadcasts to `[batch, heads, seq, seq]` (True: attend). `scale`
+    multiplies the scores; None: 1 / sqrt(head_dim). Returns q's shape.
+    """
+    # Sharing k/v inside the kernel took 77.1 ms, repeating them 78.9 and expanding them 77.7 in
+    # bf16 (93.4, 105.8, 97.1 in fp32; 9/3 heads of 64, batch 4, seq 512, forward + backward on one
+    # CPU core), always with flash attention. On CUDA, flash shares k/v but takes neither masks nor
+    # fp32, and needs compute capability 8.0. The memory-efficient kernel takes all of that, but
+    # cannot share k/v: asked to, PyTorch falls back to the math path with its seq x seq matrix. So
+    # k/v are expanded in those three cases.
+    share = mask is None and q.dtype != torch.float32 and not (q.is_cuda and _is_old_gpu())
+    if not share and q.shape[1] != k.shape[1]:
+        groups = q.shape[1] // k.shape[1]
+        k, v = (t.unsqueeze(2).expand(-1, -1, groups, -1, -1).flatten(1, 2) for t in (k, v))
+    return F.scaled_dot_product_attention(
+        q, k, v, mask, is_causal=mask is None, enable_gqa=share, scale=scale
+    )
+
+
+def attend_cached(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
+) -> Tensor:
+    """Grouped-query attention of one new token per row to the row's cached keys and values.
+
+    `q` is `[batch, heads, 1, head_dim]`, `k` and `v` are `[batch, kv_heads, slots, head_dim]`.
+    `mask` is bool `[batch, 1, 1, seen]` with `seen <= slots` (True: attend). Returns q's shape.
+    """
+    # The heads of a group are handled as queries of one head: nothing of the cache is expanded.
+    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
+    seen = mask.shape[3]
+    keys, values = k[:, :, :seen], v[:, :, :seen]
+    y = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
+    return y.reshape(q.shape)
+
+
+def within_window(mask: Tensor | None, window: int | None, tokens: Tensor) -> Tensor | None:
+    """`mask` narrowed to a sliding window; unchanged where the window hides nothing."""
+    seq = tokens.shape[1]
+    if window is None or seq <= window:
+        return mask
+    distance = torch.arange(seq, device=tokens.device)
+    distance = distance[:, None] - distance
+    near = ((distance >= 0) & (distance < window))[None, None]
+    return near if mask is None else mask & near

@@ -1,0 +1,78 @@
+"""Shapes of known models, so that an estimate needs no download."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from qfsdp.common.errors import UserError
+from qfsdp.hub.download import find_model_file, local_folder
+
+_FILE = (
+    Path(__file__).parent / "known_models.json"
+)  # name -> the fields of config.json that give the shape
+# Words in a model's name that do not change its shape.
+_VARIANTS = {"meta", "instruct", "chat", "it", "hf", "base", "bnb", "4bit", "nf4", "hqq"}
+
+
+def find_config(path: str) -> dict[str, Any]:
+    """The parsed `config.json` of a model folder or of a known model.
+
+    A known model is found by the last part of `path`, in any variant:
+    "models/Meta-Llama-3-70B-Instruct", "Qwen/Qwen2.5-7B". Of other names on the hub, only the small
+    files are downloaded.
+
+    Raises:
+        UserError: `config.json` cannot be read; or `path` is neither a folder nor a known model.
+    """
+    file = local_folder(path) / "config.json"
+    if file.is_file():
+        try:
+            config: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError) as error:
+            raise UserError(f"{file}: cannot be read: {error}; expected JSON") from None
+        return config
+    known: dict[str, dict[str, Any]] = json.loads(_FILE.read_text(encoding="utf-8"))
+    name = _known_name(Path(path).name, known)
+    if name is None:
+        if (on_hub := _on_hub(path)) is not None:
+            return on_hub
+        raise UserError(
+            f"model.path: '{path}' is not a model folder; expected a folder with config.json, or "
+            f"a known model: {', '.join(known)}"
+        )
+    return known[name]
+
+
+def stored_formats(config: dict[str, Any]) -> dict[str, str]:
+    """Parameter name -> format, for the weights that a model's files hold quantized as its
+    `config.json` says: the experts of gpt-oss."""
+    method = (config.get("quantization_config") or {}).get("quant_method")
+    layers = range(config["num_hidden_layers"] if method == "mxfp4" else 0)
+    stacks = [f"mlp.experts.{name}.weight" for name in ("gate_up_proj", "down_proj")]
+    return {f"model.layers.{layer}.{stack}": "mxfp4" for layer in layers for stack in stacks}
+
+
+def _on_hub(path: str) -> dict[str, Any] | None:
+    """The `config.json` of a name on the hub; None if the hub does not know it."""
+    try:
+        file = find_model_file(path, "config.json")
+        return dict(json.loads(file.read_text(encoding="utf-8"))) if file.exists() else None
+    except (OSError, ValueError, UserError):
+        return None
+
+
+def _known_name(name: str, known: dict[str, dict[str, Any]]) -> str | None:
+    """The longest known name that `name` begins with, else the first that begins with `name`."""
+    words = _words(name)
+    found = [c for c in known if words[: len(_words(c))] == _words(c)]
+    if not found and len(words) > 1:
+        return next((c for c in known if _words(c)[: len(words)] == words), None)
+    return max(found, key=len, default=None)
+
+
+def _words(name: str) -> list[str]:
+    name = re.sub(r"^llama(?=\d)", "llama-", name.lower().removeprefix("meta-"))
+    return [word for word in name.split("-") if word not in _VARIANTS]

@@ -1,0 +1,59 @@
+"""`cells.jsonl`: a line of JSON per finished cell, whole at any time.
+
+    {"key": "3f2a...", "point": {"batch_size": 4}, "mode": "estimate", "status": "fits", ...}
+
+`status` is "fits" (an estimate), "measured", "does not fit" or "failed"; the last two have a
+`reason` in one line. Numbers that a cell does not have are left out.
+"""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+from typing import Any
+
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import not_written, to_json, write_text
+from qfsdp.training.report.run_folder import read_lines
+
+FILE = "cells.jsonl"
+FITS, MEASURED, TOO_LARGE, FAILED = "fits", "measured", "does not fit", "failed"
+DONE = (FITS, MEASURED)
+Row = dict[str, Any]
+
+
+class Results:
+    """The finished cells of a sweep, in its folder. Threads may share one.
+
+    Args:
+        folder: made if need be.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._path, self._lock = folder / FILE, threading.Lock()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"output_dir: {not_written(folder, error)}") from None
+        self._rows = {row["key"]: row for row in read_lines(self._path) if "key" in row}
+
+    def get(self, key: str) -> Row | None:
+        """The result of a cell; None if it is not finished."""
+        return self._rows.get(key)
+
+    def add(self, row: Row) -> None:
+        """Adds a cell, and writes the file again under its final name once it is complete.
+
+        Raises:
+            UserError: it cannot be written.
+        """
+        with self._lock:
+            self._rows[row["key"]] = row
+            text = "".join(to_json(row, default=str) + "\n" for row in self._rows.values())
+            try:
+                write_text(self._path, text)
+            except OSError as error:
+                raise UserError(f"output_dir: {not_written(self._path, error)}") from None
