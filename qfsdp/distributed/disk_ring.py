@@ -24,7 +24,7 @@ from torch import Tensor
 from qfsdp.common.errors import UserError
 from qfsdp.common.sizes import format_size
 from qfsdp.distributed.fetch_order import FetchOrder
-from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, moved, to_device
+from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, moved
 
 
 @dataclass(frozen=True)
@@ -125,8 +125,8 @@ class DiskRing:
         self.order.guess(list(self._units))
         self._read_ahead()
 
-    def read(self, weight: Hashable, device: torch.device) -> Tensor:
-        """uint8 `[rows, row_bytes]` of a weight on `device`, copied in the current stream.
+    def read(self, weight: Hashable, into: Tensor) -> None:
+        """Copies a weight to `into`, uint8 `[rows, row_bytes]`, in the current stream.
 
         Raises:
             Exception: the error of `FileRows.read_into`.
@@ -139,11 +139,11 @@ class DiskRing:
         if slot.error is not None:
             raise slot.error
         held = slot.buffer[entry.start : entry.stop]
-        rows = to_device(held.view(entry.source.rows, entry.source.row_bytes), device)
-        if device.type != "cpu":
+        moved("to_device", into.nbytes)
+        into.copy_(held.view(entry.source.rows, entry.source.row_bytes), non_blocking=True)
+        if (device := into.device).type != "cpu":
             slot.copied.append(torch.accelerator.current_stream(device).record_event())
         self._read_ahead()
-        return rows
 
     def is_ready(self, weight: Hashable) -> bool:
         """Whether `read` returns without waiting for the disk."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from qfsdp.common import progress
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.fetch_order import FetchOrder
-from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, in_host_memory, moved, to_device
+from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, in_host_memory, moved
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
@@ -35,13 +35,19 @@ class OffloadStore:
         """uint8 `[rows, row_bytes]` of `weight` on its device."""
         progress.moved(self.unit)
         self.needed()
-        return self.read(weight) if self._ahead is None else self._ahead.fetch(self, weight)
+        return self.rows(weight) if self._ahead is None else self._ahead.fetch(self, weight)
+
+    def rows(self, weight: QuantizedTensor) -> Tensor:
+        """`fetch`, in the current stream."""
+        into = place(weight)
+        self.read(weight, into)
+        return into
 
     def needed(self) -> None:
         """Records that the weight is needed now, not ahead of time."""
 
-    def read(self, weight: QuantizedTensor) -> Tensor:
-        """The rows of `weight` on its device, copied in the current stream."""
+    def read(self, weight: QuantizedTensor, into: Tensor) -> None:
+        """Copies the rows of `weight` in the current stream."""
         raise NotImplementedError
 
     def is_ready(self) -> bool:
@@ -56,8 +62,9 @@ class HostStore(OffloadStore):
         """Unset host memory for the bytes."""
         return host_empty(shape, torch.uint8)
 
-    def read(self, weight: QuantizedTensor) -> Tensor:
-        return to_device(weight.qdata, weight.device)
+    def read(self, weight: QuantizedTensor, into: Tensor) -> None:
+        moved("to_device", into.nbytes)
+        into.copy_(weight.qdata, non_blocking=True)
 
 
 class DiskStore(OffloadStore):
@@ -81,16 +88,20 @@ class DiskStore(OffloadStore):
         if self._ring is not None:
             self._ring.order.saw(self.unit)
 
-    def read(self, weight: QuantizedTensor) -> Tensor:
+    def read(self, weight: QuantizedTensor, into: Tensor) -> None:
         if self._ring is not None:
-            return self._ring.read(self, weight.device)
-        # A dry run has no file, but counts the same memory and copies.
-        moved("from_disk", weight.qdata.numel())
-        moved("to_device", weight.qdata.numel())
-        return torch.empty(weight.qdata.shape, dtype=torch.uint8, device=weight.device)
+            self._ring.read(self, into)
+        else:  # a dry run has no file, but counts the same copies
+            moved("from_disk", into.nbytes)
+            moved("to_device", into.nbytes)
 
     def is_ready(self) -> bool:
         return self._ring is None or self._ring.is_ready(self)
+
+
+def place(weight: QuantizedTensor) -> Tensor:
+    """Unset memory for the bytes of `weight` on its device."""
+    return torch.empty(weight.qdata.shape, dtype=torch.uint8, device=weight.device)
 
 
 class DeviceAhead:
@@ -98,6 +109,11 @@ class DeviceAhead:
 
     FSDP2 does this in its all-gather stream, except on a single rank: there it copies a unit only
     when it is needed, and the device waits.
+
+    The memory is allocated in the computation's stream, which may use it again as soon as the host
+    frees it. That of another stream is free only when the device has come so far: the host, which
+    runs 15 to 25 layers ahead, would take as many units (7 to 11 GB of a 70B model; reasoned from
+    the allocator, not measured).
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -113,23 +129,28 @@ class DeviceAhead:
         self._order.saw(store.unit)
         rows, event = self._copied.pop(store, (None, None))
         if rows is None:
-            rows = store.read(weight)
-        elif event is not None:
-            stream = torch.accelerator.current_stream(rows.device)
-            stream.wait_event(event)
-            rows.record_stream(stream)
+            rows = store.rows(weight)
+        self._wait(event)
         units = self._order.next(2)
         for unit in units[1:]:
             self._copy(self._weights.get(unit, {}))
         # Some copies are never asked for: the norms of DoRA need the adapted weights only.
         for other in [s for s in self._copied if s.unit not in units]:
-            del self._copied[other]
+            self._wait(self._copied.pop(other)[1])
         return rows
 
     def _copy(self, weights: dict[OffloadStore, QuantizedTensor]) -> None:
+        missing = [s for s in weights if s not in self._copied and s.is_ready()]
+        places = {store: place(weights[store]) for store in missing}
+        if self._stream is not None and places:  # the computation may still use that memory
+            self._stream.wait_stream(torch.accelerator.current_stream(self._stream.device))
         with self._stream or nullcontext():
-            for store, weight in weights.items():
-                if store not in self._copied and store.is_ready():
-                    rows = store.read(weight)
-                    event = None if self._stream is None else self._stream.record_event()
-                    self._copied[store] = (rows, event)
+            for store, rows in places.items():
+                store.read(weights[store], rows)
+                event = None if self._stream is None else self._stream.record_event()
+                self._copied[store] = (rows, event)
+
+    def _wait(self, event: torch.Event | None) -> None:
+        """Makes the computation wait for a copy, before it or a later tensor uses the memory."""
+        if self._stream is not None and event is not None:
+            torch.accelerator.current_stream(self._stream.device).wait_event(event)
