@@ -19,6 +19,7 @@ import json
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
+from math import prod
 from typing import Any
 
 from qfsdp.common.errors import UserError
@@ -56,7 +57,7 @@ class Cell:
     error: str = ""
 
 
-Choices = dict[str, dict[str, Any]]  # name of a value -> its changes
+Choices = dict[str, tuple[Any, dict[str, Any]]]  # name of a value -> how it is shown, its changes
 
 
 def make_cells(
@@ -75,70 +76,52 @@ def make_cells(
     Raises:
         UserError: no cells; an axis without values; a key or value that the config does not take.
     """
-    axes = {name: choices_of(name, values) for name, values in flattened(grid).items()}
+    given = flattened(grid, of_axes=True)
+    axes = {name: choices_of(name, values) for name, values in given.items()}
     if not axes and not points:
         raise UserError("grid: {}; expected at least one axis with values, or points")
-    count = len(points)
-    if axes:
-        whole = 1
-        for choices in axes.values():
-            whole *= len(choices)
-        count += whole
+    count = len(points) + (prod(map(len, axes.values())) if axes else 0)
     if count > MOST_CELLS:
         raise UserError(f"grid: {count:,} cells; expected at most {MOST_CELLS:,}")
     for choices in axes.values():
-        for choice in choices.values():
-            _cell(training, "grid", {}, choice["changes"], about)
-    wanted: list[tuple[str, dict[str, Any], dict[str, Any]]] = []
-    if axes:
-        for names in product(*(choices.values() for choices in axes.values())):
-            point = {axis: choice["shown"] for axis, choice in zip(axes, names, strict=True)}
-            merged = {k: v for choice in names for k, v in choice["changes"].items()}
-            wanted.append(("grid", point, merged))
+        for _, changes in choices.values():
+            _cell(training, "grid", {}, changes, about)
+    found = []
+    for chosen in product(*(choices.values() for choices in axes.values())) if axes else ():
+        point = {axis: shown for axis, (shown, _) in zip(axes, chosen, strict=True)}
+        merged = {k: v for _, changes in chosen for k, v in changes.items()}
+        found.append(_cell(training, "grid", point, merged, about, together=len(axes) > 1))
     for at, given in enumerate(points):
-        wanted.append((f"points[{at}]", *_point(f"points[{at}]", given, axes)))
-    found = [
-        _cell(training, place, point, merged, about, together=place == "grid" and len(axes) > 1)
-        for place, point, merged in wanted
-    ]
+        place = f"points[{at}]"
+        found.append(_cell(training, place, *_point(place, given, axes), about))
     return list({cell.key: cell for cell in reversed(found)}.values())[::-1]
 
 
-def flattened(grid: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """The grid with nested keys as "section.name".
+def flattened(tree: dict[str, Any], prefix: str = "", of_axes: bool = False) -> dict[str, Any]:
+    """Nested keys as "section.name": `{"adapter": {"rank": 8}}`.
 
-    `grid.adapter.rank=[4,8]` on the command line makes `{"adapter": {"rank": [4, 8]}}`.
+    Args:
+        of_axes: a mapping of mappings is an axis with choices, and stays.
     """
     found: dict[str, Any] = {}
-    for name, value in grid.items():
-        nested = isinstance(value, dict) and any(not isinstance(v, dict) for v in value.values())
-        found |= flattened(value, f"{prefix}{name}.") if nested else {f"{prefix}{name}": value}
+    for name, value in tree.items():
+        key, nested = f"{prefix}{name}", isinstance(value, dict) and bool(value)
+        if nested and of_axes:
+            nested = any(not isinstance(entry, dict) for entry in value.values())
+        found |= flattened(value, f"{key}.", of_axes) if nested else {key: value}
     return found
 
 
 def choices_of(axis: str, values: Any) -> Choices:
     """The values of an axis by their names. Raises UserError."""
     if isinstance(values, dict) and values:
-        return {
-            str(name): {"shown": str(name), "changes": flattened_changes(changes)}
-            for name, changes in values.items()
-        }
+        return {str(name): (str(name), flattened(changes)) for name, changes in values.items()}
     if not isinstance(values, list) or not values:
         expected = "a list of values, or choices by name with their changes"
         raise UserError(f"grid.{axis}: {values!r} is not valid; expected {expected}")
-    found = {json.dumps(value): {"shown": value, "changes": {axis: value}} for value in values}
+    found = {json.dumps(value): (value, {axis: value}) for value in values}
     if len(found) < len(values):
         raise UserError(f"grid.{axis}: {values!r} has a value twice; expected different values")
-    return found
-
-
-def flattened_changes(changes: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Changes with nested keys as "section.name"."""
-    found: dict[str, Any] = {}
-    for name, value in changes.items():
-        inner = isinstance(value, dict) and value
-        key = f"{prefix}{name}"
-        found |= flattened_changes(value, f"{key}.") if inner else {key: value}
     return found
 
 
@@ -146,19 +129,19 @@ def _point(
     place: str, given: dict[str, Any], axes: dict[str, Choices]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A point, and its changes; a value of an axis with choices is the name of one."""
-    merged: dict[str, Any] = {}
-    for name, value in flattened_changes(given).items():
+    point, merged = flattened(given), dict[str, Any]()
+    for name, value in point.items():
         choices = axes.get(name, {})
-        if name in axes and name not in next(iter(choices.values()))["changes"]:
+        if any(name not in changes for _, changes in choices.values()):
             if str(value) not in choices:
                 expected = f"one of {', '.join(choices)}"
                 raise UserError(f"{place}.{name}: {value!r} is not valid; expected {expected}")
-            merged |= choices[str(value)]["changes"]
+            merged |= choices[str(value)][1]
         else:
             merged[name] = value
     if not given:
         raise UserError(f"{place}: {{}}; expected at least one key with its value")
-    return flattened_changes(given), merged
+    return point, merged
 
 
 def _cell(

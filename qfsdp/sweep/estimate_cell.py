@@ -40,18 +40,14 @@ def estimate_cell(training: Training, cell: Cell, hardware: Hardware, ranks: int
         needs = format_size(found.host_bytes if of_host else found.device_bytes)
         has = format_size((hardware.host_memory or 0) if of_host else hardware.device_memory)
         where = "host memory" if of_host else "a GPU"
-        return {
-            "status": TOO_LARGE,
-            "reason": f"needs {needs} of {where}, which has {has}",
-        } | memory
+        reason = f"needs {needs} of {where}, which has {has}"
+        return {"status": TOO_LARGE, "reason": reason, **memory}
     rows = step_tokens(cfg) / cfg.max_seq_len * ranks
-    return (
-        {"status": FITS}
-        | memory
-        | {
-            "seconds_per_step": found.time.seconds,
-            "samples_per_second": rows / found.time.seconds,
-            "tokens_per_second": found.tokens_per_second,
-            "bound": found.time.bound,
-        }
-    )
+    return {
+        "status": FITS,
+        **memory,
+        "seconds_per_step": found.time.seconds,
+        "samples_per_second": rows / found.time.seconds,
+        "tokens_per_second": found.tokens_per_second,
+        "bound": found.time.bound,
+    }

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import product
 from typing import Any
 
@@ -36,15 +36,16 @@ def charts_of(
     cells = [cell for cell in cells if cell.in_grid and cell.key in results]
     values = {axis: list(dict.fromkeys(_shown(c, axis) for c in cells)) for axis in axes_of(cells)}
     values = {axis: found for axis, found in values.items() if len(found) > 1}
-    fit = [cell for cell in cells if results[cell.key]["status"] in DONE]
     scores = dict.fromkeys(name for row in results.values() for name in row.get("scores", {}))
     charts = {}
-    for axis, measure in product(values, (*MEASURES, *scores)):
-        limit = (device_gib, "memory of a GPU") if measure == "memory_gib" and device_gib else None
-        chart = _chart(cells, fit, results, values, axis, measure, limit)
-        if len({x for line in chart.lines for x, y in line.points if y is not None}) > 1:
-            name = f"{measure}_over_{axis}".replace("/", "_").replace(" ", "_").replace(".", "_")
-            charts[name] = chart
+    for axis in values:
+        split = _split(values, axis, [c for c in cells if results[c.key]["status"] in DONE])
+        for measure in (*MEASURES, *scores):
+            limit = device_gib if measure == "memory_gib" else None
+            chart = _chart(cells, results, values, axis, measure, limit, *split)
+            if len({x for line in chart.lines for x, y in line.points if y is not None}) > 1:
+                name = f"{measure}_over_{axis}"
+                charts[name.replace("/", "_").replace(" ", "_").replace(".", "_")] = chart
     return charts
 
 
@@ -53,32 +54,37 @@ def _shown(cell: Cell, axis: str) -> Any:
     return value if isinstance(value, int | float | str) else str(value)
 
 
-def is_number(value: Any) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+def are_numbers(values: Sequence[Any]) -> bool:
+    return all(isinstance(one, int | float) and not isinstance(one, bool) for one in values)
 
 
 def _chart(
     cells: Sequence[Cell],
-    fit: Sequence[Cell],
     results: dict[str, Row],
     values: dict[str, list[Any]],
     axis: str,
     measure: str,
-    limit: tuple[float, str] | None,
+    limit: float | None,
+    lines_of: Sequence[str],
+    fixed: dict[str, Any],
 ) -> Chart:
-    lines_of, fixed = _split(values, axis, fit)
-    xs = values[axis]
-    numeric = all(map(is_number, xs))
-    xs = sorted(xs) if numeric else xs
+    numeric = are_numbers(values[axis])
+    xs = sorted(values[axis]) if numeric else values[axis]
     lines = []
     for chosen in product(*(values[name] for name in lines_of)):
         wanted = fixed | dict(zip(lines_of, chosen, strict=True))
-        points = list(_points(cells, results, axis, xs, wanted, measure, numeric))
+        points: list[Point] = []
+        for cell in cells:
+            if all(_shown(cell, name) == value for name, value in wanted.items()):
+                x = _shown(cell, axis)
+                points.append((x if numeric else xs.index(x), _value(results[cell.key], measure)))
         if any(y is not None for _, y in points):
             lines.append(Line(", ".join(map(str, chosen)), points, dots=True))
     says = ", ".join(f"{name} {value}" for name, value in fixed.items())
-    label = COLUMNS.get(measure, measure)
-    log_x = numeric and is_geometric(xs)
+    label, log_x = COLUMNS.get(measure, measure), numeric and is_geometric(xs)
+    # A line far above all values would flatten them.
+    ys = [y for line in lines for _, y in line.points if y is not None]
+    near = limit is not None and bool(ys) and limit < 2 * max(ys)
     return Chart(
         f"{label} over {axis}" + (f" ({says})" if says else ""),
         axis,
@@ -86,17 +92,11 @@ def _chart(
         lines,
         log_x=log_x,
         log_y=needs_log(lines),
-        ticks=(xs if numeric else range(len(xs))) if log_x or not numeric else (),
+        ticks=xs if log_x else () if numeric else range(len(xs)),
         names=() if numeric else [str(x).rpartition("/")[2] for x in xs],
         from_zero=True,
-        limit=limit if limit and _is_near(limit[0], lines) else None,
+        limit=(limit, "memory of a GPU") if limit is not None and near else None,
     )
-
-
-def _is_near(limit: float, lines: Sequence[Line]) -> bool:
-    """Whether a limit is in the range of the values; a line far above them would flatten them."""
-    ys = [y for line in lines for _, y in line.points if y is not None]
-    return bool(ys) and limit < 2 * max(ys)
 
 
 def _split(
@@ -104,32 +104,17 @@ def _split(
 ) -> tuple[list[str], dict[str, Any]]:
     """The axes whose values are lines, and one value of each other axis."""
     others = [name for name in values if name != axis]
-    others.sort(key=lambda name: all(map(is_number, values[name])))  # words first
+    others.sort(key=lambda name: are_numbers(values[name]))  # words first
     lines_of: list[str] = []
     for name in others:
         if math.prod(len(values[one]) for one in [*lines_of, name]) <= len(COLOURS):
             lines_of.append(name)
     fixed = {name: values[name][len(values[name]) // 2] for name in others if name not in lines_of}
     for name, middle in fixed.items():
-        if not all(map(is_number, values[name])):
+        if not are_numbers(values[name]):
             fitting = [_shown(cell, name) for cell in fit]
             fixed[name] = max([middle, *values[name]], key=fitting.count)  # the middle if equal
     return lines_of, fixed
-
-
-def _points(
-    cells: Sequence[Cell],
-    results: dict[str, Row],
-    axis: str,
-    xs: Sequence[Any],
-    wanted: dict[str, Any],
-    measure: str,
-    numeric: bool,
-) -> Iterator[Point]:
-    for cell in cells:
-        if all(_shown(cell, name) == value for name, value in wanted.items()):
-            x = _shown(cell, axis)
-            yield (x if numeric else xs.index(x)), _value(results[cell.key], measure)
 
 
 def _value(row: Row, measure: str) -> float | None:

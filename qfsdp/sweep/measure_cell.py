@@ -140,8 +140,7 @@ def measure_run(
     if status != 0:
         return failure(status, said)
     found = figures(cell, folder, ranks, warmup=1)
-    steps = [row for row in read_lines(folder / "metrics.jsonl") if "seconds_per_step" in row]
-    found["run_seconds"] = sum(row["seconds_per_step"] for row in steps)
+    found["run_seconds"] = sum(row["seconds_per_step"] for row in timed_steps(folder))
     if evaluation is None:
         return found
     output = folder / "evaluation.json"
@@ -194,7 +193,7 @@ def failure(status: int, said: str) -> dict[str, Any]:
 
 def figures(cell: Cell, folder: Path, ranks: int, warmup: int) -> dict[str, Any]:
     """Speed and memory of a run from its metrics, without the first `warmup` steps."""
-    rows = [row for row in read_lines(folder / "metrics.jsonl") if "seconds_per_step" in row]
+    rows = timed_steps(folder)
     if not (rows := rows[warmup:] or rows):
         return {"status": FAILED, "reason": "no step was logged"}
     cfg = cell.cfg
@@ -214,6 +213,11 @@ def figures(cell: Cell, folder: Path, ranks: int, warmup: int) -> dict[str, Any]
         "steps": len(rows),
         "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
     } | gpu_of(folder)
+
+
+def timed_steps(folder: Path) -> list[dict[str, Any]]:
+    """The lines of a run's metrics that are of a step."""
+    return [row for row in read_lines(folder / "metrics.jsonl") if "seconds_per_step" in row]
 
 
 def gpu_of(folder: Path) -> dict[str, str]:

@@ -27,7 +27,7 @@ import yaml
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import why
 from qfsdp.planning.estimate import FRAGMENTATION
-from qfsdp.sweep.cells import Cell, flattened_changes
+from qfsdp.sweep.cells import Cell, flattened
 
 MEASURES = ("memory_gib", "samples_per_second")
 KINDS = ("allocated", "reserved", "device")
@@ -83,7 +83,7 @@ def read_published(file: Path, cells: Sequence[Cell]) -> list[tuple[dict[str, An
 
 def _is_at(cell: Cell, point: dict[str, Any]) -> bool:
     known = cell.changes | cell.own | cell.point
-    wanted = flattened_changes(point)
+    wanted = flattened(point)
     return all(name in known and str(known[name]) == str(v) for name, v in wanted.items())
 
 
@@ -97,15 +97,13 @@ def compare(
     """
     found = []
     for report, figure, cell in published:
-        row = rows.get(cell.key)
-        if row is None:
+        if (row := rows.get(cell.key)) is None:
             continue
         about = (str(report["source"]), str(report["date"]))
         for measure in MEASURES:
-            fits = figure.get("fits", True)
-            if measure in figure or (not fits and measure == "memory_gib"):
-                ours = our_memory(row, report["memory"]) if measure == "memory_gib" else None
-                ours = row.get(measure) if measure != "memory_gib" else ours
+            of_memory = measure == "memory_gib"
+            if measure in figure or (of_memory and not figure.get("fits", True)):
+                ours = our_memory(row, report["memory"]) if of_memory else row.get(measure)
                 found.append(Comparison(cell.point, measure, ours, figure.get(measure), *about))
     return found
 
@@ -114,8 +112,6 @@ def our_memory(row: dict[str, Any], kind: str) -> float | None:
     """GiB of a result, counted as a report counts."""
     if "allocated_gib" not in row:
         return None
-    if kind == "allocated":
-        return float(row["allocated_gib"])
-    if kind == "device" or row["status"] == "measured":
+    if kind == "device" or (kind == "reserved" and row["status"] == "measured"):
         return float(row["memory_gib"])
-    return float(row["allocated_gib"]) * (1 + FRAGMENTATION)
+    return float(row["allocated_gib"]) * (1 if kind == "allocated" else 1 + FRAGMENTATION)
