@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from qfsdp.modules.decoder_parts import ExpertsConfig, LayerConfig, RouterConfig
+from qfsdp.modules.decoder_parts import DecoderParts, ExpertsConfig, LayerConfig, RouterConfig
 from qfsdp.modules.families.rope_keys import FULL, SLIDING, one_rope, two_ropes
 from qfsdp.modules.families.values import Values
 from qfsdp.modules.norms import NormConfig
@@ -25,8 +25,9 @@ class Keys(Values):
 
     # ---- what every decoder has ----------------------------------------------------------------
 
-    def sizes(self) -> dict[str, Any]:
-        """The fields of `DecoderParts` that are plain numbers, and whether embeddings are tied."""
+    def sizes(self, intermediate: str) -> dict[str, Any]:
+        """The fields of `DecoderParts` that are plain numbers, and whether embeddings are tied;
+        `intermediate` names the key of the feed-forward's size."""
         heads, head_dim = self.size("num_attention_heads"), self.head_dim()
         kv_heads = self.size("num_key_value_heads", heads)
         if heads % kv_heads:
@@ -35,7 +36,7 @@ class Keys(Values):
         return {
             "vocab_size": self.size("vocab_size"),
             "hidden_size": self.size("hidden_size"),
-            "intermediate_size": self.size("intermediate_size"),
+            "intermediate_size": self.size(intermediate),
             "num_attention_heads": heads,
             "num_key_value_heads": kv_heads,
             "head_dim": head_dim,
@@ -64,7 +65,7 @@ class Keys(Values):
     ) -> ExpertsConfig:
         """The mixture of experts; `size` names the key of an expert's size, `router` has fields of
         `RouterConfig`. A family's default count has the first name of `EXPERT_COUNTS`."""
-        count = next((name for name in EXPERT_COUNTS if name in self._values), EXPERT_COUNTS[0])
+        count = self.first_of(EXPERT_COUNTS, EXPERT_COUNTS[0])
         experts, top_k = self.size(count), self.size("num_experts_per_tok")
         if top_k > experts:
             raise self.error("num_experts_per_tok", top_k, f"at most {count} ({experts})")
@@ -101,6 +102,44 @@ class Keys(Values):
         """The rotary embedding of all layers; `how`: see `one_rope`."""
         return one_rope(self, self.head_dim(), **how)
 
-    def two_ropes(self, sliding_theta: float) -> tuple[RopeConfig, RopeConfig]:
-        """The rotary embeddings of layers with a sliding window and of those without."""
-        return two_ropes(self, self.head_dim(), sliding_theta)
+    def sliding_and_full(self, sliding_theta: float, every: int) -> tuple[LayerConfig, ...]:
+        """Layers with a sliding window, and every `every`-th without, each kind with its own rotary
+        embedding; `sliding_theta`: see `two_ropes`."""
+        sliding, full = two_ropes(self, self.head_dim(), sliding_theta)
+        windows = self.windows(lambda index: (index + 1) % every != 0)
+        return tuple(LayerConfig(window, sliding if window else full) for window in windows)
+
+
+Read = Callable[[dict[str, Any], str], DecoderParts]
+FAMILIES: dict[str, Read] = {}  # architecture in `config.json` -> what reads it
+
+
+def family(
+    architecture: str,
+    activation: tuple[str, str] = ("hidden_act", "silu"),
+    intermediate: str = "intermediate_size",
+    **defaults: Any,
+) -> Callable[[Callable[[Keys], dict[str, Any]]], Callable[[Keys], dict[str, Any]]]:
+    """Registers a family: a function that returns the fields of `DecoderParts` in which it differs
+    from a decoder with `Keys.sizes`, layers that are all alike, and `Keys.norm`.
+
+    Args:
+        architecture: its name in `config.json`.
+        activation: key and value; another value is refused.
+        intermediate: see `Keys.sizes`.
+        defaults: Hugging Face's values for keys that a file leaves out.
+    """
+
+    def register(parts: Callable[[Keys], dict[str, Any]]) -> Callable[[Keys], dict[str, Any]]:
+        def read(config: dict[str, Any], source: str) -> DecoderParts:
+            keys = Keys(config, source, **defaults)
+            keys.only(*activation)
+            fields = keys.sizes(intermediate) | parts(keys)
+            for name, usual in (("layers", keys.same_layers), ("norm", keys.norm)):
+                fields[name] = fields[name] if name in fields else usual()
+            return DecoderParts(**fields)
+
+        FAMILIES[architecture] = read
+        return parts
+
+    return register

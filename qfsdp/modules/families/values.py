@@ -74,6 +74,10 @@ class Values:
             wanted = repr(expected) if isinstance(expected, str) else str(expected).lower()
             raise self.error(name, value, "null" if expected is None else wanted)
 
+    def first_of(self, names: tuple[str, ...], default: str) -> str:
+        """The first of several names of one key that the file has, else `default`."""
+        return next((name for name in names if name in self._values), default)
+
     def object(self, name: str) -> dict[str, Any]:
         value = self.given(name) or {}
         if not isinstance(value, dict):
