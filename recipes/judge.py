@@ -29,8 +29,7 @@ from qfsdp.common.files import write_json
 from qfsdp.common.printable import printable
 from qfsdp.common.terminal import bar
 from qfsdp.evaluation.judging.exchanges import EndpointConfig, Exchanges
-from qfsdp.evaluation.judging.generated_questions import generated_questions
-from qfsdp.evaluation.judging.questions import Question, read_questions
+from qfsdp.evaluation.judging.questions import OURS, Question, read_questions
 from qfsdp.evaluation.judging.verdicts import (
     Games,
     Ratings,
@@ -53,7 +52,7 @@ class Config:
     candidates: dict[str, EndpointConfig] = field(default_factory=dict)  # by name
     baseline: str | None = None  # the candidate that the others are compared with; null: none is
     single: bool = True  # rate every answer from 1 to 10
-    questions: str | None = None  # a .jsonl file in MT-bench's format; null: 40 generated ones
+    questions: str | None = None  # a .jsonl file in MT-bench's format; null: 40 of ours
     max_questions: int | None = None  # the first ones; null: all
     in_flight: int = 8  # requests at a time
     request_timeout: float = 300.0  # seconds for a whole request, tried up to three times
@@ -86,9 +85,7 @@ def check(cfg: Config) -> None:
 
 
 def questions_of(cfg: Config) -> list[Question]:
-    made = cfg.questions is None
-    found = generated_questions() if made else read_questions("questions", str(cfg.questions))
-    return found[: cfg.max_questions]
+    return read_questions("questions", cfg.questions or OURS)[: cfg.max_questions]
 
 
 class Trial:

@@ -4,7 +4,7 @@
                                  [--tokens 64] [--kill-after 150]
 
 Trains a QDoRA adapter on arithmetic word problems, serves base and adapter with `qfsdp serve`, and
-compares their answers to generated questions by `recipes/judge`, each pair in both orders:
+compares their answers to our questions by `recipes/judge`, each pair in both orders:
 
     rules   decides by rules (`examples.judge.rules`), and refuses where it has none
     model   the base itself: too small to judge well, as its refusals and contradictions show
@@ -108,7 +108,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=Path("runs/judge"), help="of all files")
     parser.add_argument("--updates", type=int, default=32, help="of the adapter, 8 problems each")
-    parser.add_argument("--questions", type=int, default=40, help="generated ones")
+    parser.add_argument("--questions", type=int, default=40, help="of ours")
     parser.add_argument("--tokens", type=int, default=64, help="of an answer, at most")
     parser.add_argument("--kill-after", type=int, default=150, help="exchanges; 0: never")
     args = parser.parse_args()

@@ -11,17 +11,18 @@ from pathlib import Path
 import pytest
 
 from examples.judge.rules import REFUSAL, verdict
-from qfsdp.evaluation.judging.generated_questions import SECOND, generated_questions
+from qfsdp.evaluation.judging.questions import OURS, read_questions
 from qfsdp.evaluation.judging.verdicts import Turn, pair_messages, rating, single_messages, winner
 from tests.tiny import ROOT
 
-ASKED = generated_questions()[0]
+QUESTIONS = read_questions("questions", OURS)
+ASKED = QUESTIONS[0]
 LEFT = ASKED.references[0].rpartition("= ")[2]
 CASES = (  # a question, its reference, an answer that is right, one that is not
     (ASKED.turns[0], ASKED.references[0], f"12 boxes.\n#### {LEFT}", f"{LEFT} or 7"),
     ("Name 3 things that have to do with salt, one in each line.", "", "a\n\nb\nc", "a, b, c"),
     ("Write four sentences about a harbour.", "", "A. B! C? D.", "A. B."),
-    (SECOND, "", "It is 3.5 km.", "It is. It was."),
+    (QUESTIONS[1].turns[1], "", "It is 3.5 km.", "It is. It was."),
 )
 
 

@@ -6,16 +6,20 @@ A .jsonl file (https://github.com/lm-sys/FastChat, `fastchat/llm_judge/data`); e
      "reference": ["...", "..."]}
 
 `turns` are what the user says one after the other. `reference` may be missing; it has answers that
-the judge may rely on, one for each turn.
+the judge may rely on, one for each turn. `questions.jsonl` beside this file has 40 for trying a
+judge without data: arithmetic with references, writing, explaining, lists and rewriting.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.files.json_lines import read_rows
+
+OURS = str(Path(__file__).with_name("questions.jsonl"))
 
 
 @dataclass(frozen=True)
