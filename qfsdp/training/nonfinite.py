@@ -25,7 +25,6 @@ from qfsdp.common.terminal import warn
 from qfsdp.data.loader import Batch
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
-from qfsdp.training.gradient_watch import GradientWatch
 from qfsdp.training.locate_nonfinite import StepParts, locate_nonfinite
 from qfsdp.training.loss_scale import (
     LEAST,
@@ -129,8 +128,7 @@ def are_finite(metrics: Mapping[str, float]) -> bool:
 
 
 class NonFiniteWatch:
-    """Looks at the metrics of every update, and acts on those that are not finite; and at the
-    gradients of the first updates (`GradientWatch`).
+    """Looks at the metrics of every update, and acts on those that are not finite.
 
     Every rank makes one after a checkpoint is loaded, and calls `after` after every `train_step`.
 
@@ -151,7 +149,6 @@ class NonFiniteWatch:
     ) -> None:
         self._then, self._state, self._checkpoints = then, state, checkpoints
         self._world, self._parts = world, parts
-        self._gradients = GradientWatch(state.model, state.optimizer, world)
         self._skipped = self._in_a_row = 0
         self._random = random_state(world.device)  # as the next step begins
 
@@ -166,7 +163,7 @@ class NonFiniteWatch:
             metrics: of `optim_step`.
 
         Raises:
-            UserError: they are not finite, and the run is to stop; or an adapter is not trained.
+            UserError: they are not finite, and the run is to stop.
         """
         optimizer = self._state.optimizer
         scale = loss_scale(optimizer)
@@ -174,7 +171,6 @@ class NonFiniteWatch:
         if are_finite(metrics):
             self._in_a_row = 0
             update_loss_scale(optimizer, overflow=False)
-            self._gradients.after(batches)
         elif overflow and scale > LEAST:  # of fp16; a smaller scale may help
             update_loss_scale(optimizer, overflow=True)
         else:
