@@ -22,11 +22,11 @@ PAGE = ROOT / "docs" / "reference" / "configuration.md"
 OTHERS = PAGE.with_name("other-projects.md")
 OTHERS_HEAD = """# Keys of other projects
 
-Written by `python docs/reference.py` from `qfsdp/config/foreign_keys.py` and its neighbours; do not
-edit. A run that is given one of these keys of torchtune, Axolotl, LLaMA-Factory, Unsloth, HF
-Trainer, TRL or PEFT answers so, in one line and before anything is loaded. The guides from
-[torchtune](../guide/from-torchtune.md) and from
-[the others](../guide/from-axolotl-and-trl.md) have the most used ones side by side.
+Written by `python docs/reference.py` from `qfsdp/config/foreign_keys.yaml`; do not edit. A run that
+is given one of these keys of torchtune, Axolotl, LLaMA-Factory, Unsloth, HF Trainer, TRL or PEFT
+answers so, in one line and before anything is loaded. The guides from
+[torchtune](../guide/from-torchtune.md) and from [the others](../guide/from-axolotl-and-trl.md) have
+the most used ones side by side.
 """
 MOST_IN_HEADING = 3  # recipes
 HEAD = """# Configuration
@@ -84,10 +84,10 @@ def page() -> str:
 
 def others() -> str:
     """A table of the keys that have one here, and the others by what is said of them."""
-    from qfsdp.config.foreign_keys import ANSWERS
+    from qfsdp.config.foreign_keys import foreign_keys
 
     table, said = ["| key | here |", "|---|---|"], dict[str, list[str]]()
-    for key, answer in sorted(ANSWERS.items()):
+    for key, answer in sorted(foreign_keys().answers.items()):
         if isinstance(answer, str) and " " in answer:
             said.setdefault(answer, []).append(f"`{key}`")
             continue

@@ -10,7 +10,7 @@ import pytest
 from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component, passed_by_name
 from qfsdp.config.convert import has_key
-from qfsdp.config.foreign_keys import _OFF_OF, ANSWERS, answer_to
+from qfsdp.config.foreign_keys import answer_to, foreign_keys
 from qfsdp.config.load import load_config
 from qfsdp.config.recipe_files import load_recipe
 from qfsdp.data.reading import KEYS
@@ -47,9 +47,9 @@ TO_WANDB_INIT = ("name", "id")  # WandBLogger passes them on
 
 def answers() -> list[str]:
     found: list[str] = []
-    for answer in [*ANSWERS.values(), *_OFF_OF.values()]:
+    for answer in foreign_keys().answers.values():
         found += answer.values() if isinstance(answer, dict) else [answer]
-    found += [answer_to(key, False) for key in ANSWERS]
+    found += [answer_to(key, False) for key in foreign_keys().answers]
     return sorted({answer for answer in found if " " not in answer})
 
 
@@ -74,7 +74,7 @@ def test_the_key_of_an_answer_exists_and_takes_its_value(answer: str) -> None:
         assert hasattr(importlib.import_module(module or LOSS), name)
 
 
-@pytest.mark.parametrize("key", sorted(ANSWERS))
+@pytest.mark.parametrize("key", sorted(foreign_keys().answers))
 def test_every_key_has_an_answer_of_one_line(key: str) -> None:
     for value in (None, True, False, "nf4", "lora", 4):
         answer = answer_to(key, value)
