@@ -19,7 +19,7 @@ _PACKAGES = {
     ),
     ("qfsdp.cli", "qfsdp.config"): (
         "config=load kinds=component_types recipes=recipe_files component convert "
-        "foreign_keys foreign_sentences preference_keys interpolations reference "
+        "foreign_keys interpolations reference "
         "tool_config"
     ),
     ("qfsdp.cli", "qfsdp.hub"): "hub=download hub_errors=errors hub_upload=upload",

@@ -30,7 +30,11 @@ def llama(keys: Keys) -> dict[str, Any]:
 
 # ---- Mistral -------------------------------------------------------------------------------------
 
-_MISTRAL = {"max_position_embeddings": 131072, "num_key_value_heads": 8, "sliding_window": 4096}
+_MISTRAL: Any = {
+    "max_position_embeddings": 131072,
+    "num_key_value_heads": 8,
+    "sliding_window": 4096,
+}
 
 
 @family("MistralForCausalLM", **_MISTRAL)
@@ -77,7 +81,7 @@ def ministral3(keys: Keys) -> dict[str, Any]:
 
 # ---- Qwen ----------------------------------------------------------------------------------------
 
-_QWEN = {
+_QWEN: Any = {
     "max_position_embeddings": 32768,
     "num_key_value_heads": 32,
     "sliding_window": 4096,
