@@ -183,15 +183,16 @@ def component_keys(component: Component, place: str) -> Iterator[Key]:
 def _argument_sentences(target: Any) -> dict[str, str]:
     """Names of arguments -> their sentences; "as in `other`." is what `other` says of it.
 
-    `other` is a function that the module of `target` has, or its package.
+    `other` is a function that the module of `target` has, or a package that it is in.
     """
     text = target.__doc__ or ""
     said = entries(text, "Arguments:") | entries(text, "Args:")
     module = sys.modules.get(str(getattr(target, "__module__", None)))
     for name, sentence in said.items():
         if module is not None and (same := _SAME.fullmatch(sentence)):
-            package = sys.modules.get(module.__name__.rpartition(".")[0], module)
-            other = getattr(module, same[1], None) or getattr(package, same[1], None)
+            parts = module.__name__.split(".")
+            places = [sys.modules.get(".".join(parts[:n])) for n in range(len(parts), 0, -1)]
+            other = next((getattr(p, same[1]) for p in places if hasattr(p, same[1])), None)
             said[name] = _argument_sentences(other).get(name, sentence)
     return said
 
