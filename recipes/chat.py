@@ -20,6 +20,7 @@ from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.errors import UserError
@@ -43,11 +44,11 @@ HELP = (__doc__ or "").partition("generated.\n\n")[2].rstrip()
 
 
 @dataclass
-class Config:
+class Config(OfAdapter):
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
+    tokenizer: Component = field(default_factory=model_tokenizer)  # of the model
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
     adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
@@ -61,6 +62,7 @@ def check(cfg: Config) -> None:
     check_one_process()
     if sys.stdin is None or sys.stdin.closed:
         raise UserError("standard input is closed; expected a terminal, or lines of text")
+    tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
     check_for_inference(cfg.model, cfg.quantization, cfg.adapter, ShardingConfig("ddp"))

@@ -18,11 +18,11 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from qfsdp.checkpoint.adapter_base import adapter_texts
 from qfsdp.checkpoint.adapter_files import adapter_export, save_adapter
 from qfsdp.checkpoint.adapter_start import check_start, start_adapters
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.saved_template import adapter_template
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
@@ -201,7 +201,7 @@ def main(cfg: Config, run: Run) -> None:
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
     profiler = Profiler(cfg.profiler, output_dir, world)
-    files = adapter_template(cfg.tokenizer, cfg.dataset)
+    files = adapter_texts(cfg)
     export = adapter_export(cfg.adapter, cfg.model.path, files)
     checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, export)
     logger = build_logger(cfg.metric_logger, world.rank, cfg)  # before anything is read

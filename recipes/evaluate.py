@@ -15,7 +15,8 @@ Four kinds of measurements, each for any number of sets in the config:
 Prints a table with confidence intervals, and writes it to `output` as JSON. Every question with its
 answer, and the loss of every batch, go to .jsonl files in the same folder. Several ranks share the
 work: one process per visible accelerator, or `--nproc_per_node N`. The base may be plain, quantized
-while it is loaded, or stored quantized; with an adapter it should be the base of the adapter's run.
+while it is loaded, or stored quantized; with an adapter it is that of the adapter's run unless
+keys say otherwise.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.errors import InvalidField, UserError
@@ -60,12 +62,12 @@ from qfsdp.planning.oom import Run, explain_out_of_memory
 
 
 @dataclass
-class Config:
+class Config(OfAdapter):
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
     output: str  # a .json file
+    tokenizer: Component = field(default_factory=model_tokenizer)  # of the model
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
     adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
@@ -99,6 +101,7 @@ def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is loaded."""
     if not (cfg.loss or cfg.text or cfg.exact_match or cfg.lm_eval.tasks):
         raise UserError("loss, text, exact_match, lm_eval.tasks: all empty; expected at least one")
+    tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     for name, dataset in cfg.loss.items():
         check_dataset(f"loss.{name}", dataset)

@@ -20,6 +20,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base
 from qfsdp.checkpoint.adapter_config_file import WEIGHTS_FILE
 from qfsdp.checkpoint.export.gguf_file import GgufType, plan_gguf
 from qfsdp.checkpoint.export.gguf_metadata import warn_of_window
@@ -28,7 +29,7 @@ from qfsdp.checkpoint.export.w4a16 import GROUP_SIZES, plan_w4a16
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.checkpoint.weights.merge import Merge, warn_of_another_base
+from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.checkpoint.weights.output_folder import check_output
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.common.errors import InvalidField, UserError
@@ -41,7 +42,7 @@ from qfsdp.planning.oom import Run, explain_out_of_memory
 
 
 @dataclass
-class Config:
+class Config(OfAdapter):
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
@@ -90,6 +91,7 @@ def adapter_of(cfg: Config) -> VllmAdapter:
 
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is read."""
+    tell_another_base(cfg)
     if cfg.format == "lora":
         adapter_of(cfg)
         # Without its config, which is written last, an adapter is unfinished.
@@ -102,13 +104,6 @@ def check(cfg: Config) -> None:
     else:
         plan_w4a16(merge, cfg.group_size)
         check_output(Path(cfg.output_dir).expanduser())
-    if merge.adapter is not None:
-        base = {
-            "model.dtype": cfg.model.dtype,
-            "quantization.format": cfg.quantization.format,
-            "quantization.targets": cfg.quantization.targets,
-        }
-        warn_of_another_base(merge.adapter, base)
 
 
 @explain_out_of_memory

@@ -9,8 +9,8 @@ The answer to one prompt is printed while it is generated. For a file, every row
 `output` with its answer as `completion`, in the order of the file. The column of prompts holds
 texts, or lists of `{"role": ..., "content": ...}`. Further columns have what comes before a prompt:
 `system_column`, `history_column`, `tools_column`, as in the dataset of a training run. The base may
-be plain, quantized while it is loaded, or stored quantized; with an adapter it should be the base
-of the adapter's run.
+be plain, quantized while it is loaded, or stored quantized; with an adapter it is that of the
+adapter's run unless keys say otherwise.
 
 Several ranks divide the prompts: one process per visible accelerator, or `--nproc_per_node N`. With
 `sharding.strategy: ddp` each rank holds the whole base; other strategies gather each layer for
@@ -25,6 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.errors import InvalidField, UserError
@@ -52,11 +53,11 @@ CONTEXT = ("system_column", "history_column", "tools_column")
 
 
 @dataclass
-class Config:
+class Config(OfAdapter):
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
+    tokenizer: Component = field(default_factory=model_tokenizer)  # of the model
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sharding: ShardingConfig = field(default_factory=lambda: ShardingConfig(strategy="ddp"))
     sampling: SamplingConfig = field(default_factory=SamplingConfig)
@@ -90,6 +91,7 @@ def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is loaded."""
     if cfg.prompt is None and cfg.prompts is None:
         raise UserError('prompt: null; expected prompt="TEXT" or prompts=FILE.jsonl')
+    tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
     if cfg.output is not None:

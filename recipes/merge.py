@@ -4,8 +4,8 @@
         model.path=meta-llama/Meta-Llama-3-70B adapter=runs/x/adapter output_dir=models/x
 
 The merged model computes what training computed: an adapter that was trained over 4-bit weights is
-folded into their dequantized values. So `model.path`, `model.dtype` and `quantization` must be
-those of the run; a warning lists differences. Weights that are quantized while they are loaded
+folded into their dequantized values. So `model.path`, `model.dtype` and `quantization` come
+from the adapter's folder; a warning tells what keys change. Weights that are quantized while they are loaded
 differ between GPUs and CPUs in one scale of 700: merge on the hardware of the run, or use a
 quantized folder as `model.path` in both.
 
@@ -22,10 +22,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
+from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base
 from qfsdp.checkpoint.model_card import CARD_FILE, model_card, push
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.checkpoint.weights.merge import Merge, Requantize, warn_of_another_base
+from qfsdp.checkpoint.weights.merge import Merge, Requantize
 from qfsdp.checkpoint.weights.output_folder import check_output
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.common.errors import InvalidField
@@ -38,7 +39,7 @@ from qfsdp.planning.oom import Run, explain_out_of_memory
 
 
 @dataclass
-class Config:
+class Config(OfAdapter):
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
@@ -69,15 +70,10 @@ def build(cfg: Config) -> Merge:
 
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is read."""
+    tell_another_base(cfg)
     merge = build(cfg)
     merge.plan()
     check_output(Path(cfg.output_dir).expanduser())
-    base = {
-        "model.dtype": cfg.model.dtype,
-        "quantization.format": cfg.quantization.format,
-        "quantization.targets": cfg.quantization.targets,
-    }
-    warn_of_another_base(local_folder(cfg.adapter), base)
 
 
 @explain_out_of_memory

@@ -17,6 +17,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.errors import InvalidField
@@ -41,11 +42,11 @@ from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_di
 
 
 @dataclass
-class Config:
+class Config(OfAdapter):
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
+    tokenizer: Component = field(default_factory=model_tokenizer)  # of the model
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     sampling: SamplingConfig = field(default_factory=SamplingConfig)  # where requests say nothing
     adapters: dict[str, str] = field(default_factory=dict)  # name -> a folder in PEFT's format
@@ -74,6 +75,7 @@ def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is loaded."""
     check_packages()
     check_one_process()
+    tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
     for adapter in (None, *cfg.adapters.values()):

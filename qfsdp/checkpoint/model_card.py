@@ -79,7 +79,7 @@ def model_card(cfg: Any, folder: Path) -> str:
     ]
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {_text(key)} | {_text(value)} |" for key, value in _facts(trained, run)]
-    lines += ["", "## Load it", "", *_how_to_load(shown, trained, is_adapter)]
+    lines += ["", "## Load it", "", *_how_to_load(shown, is_adapter)]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
 
@@ -178,7 +178,7 @@ def _figures(run: Path) -> Iterator[tuple[str, str]]:
             yield f"held-out loss, {name}", f"{value:.4g} (update {step})"
 
 
-def _how_to_load(base: str, trained: dict[str, Any], is_adapter: bool) -> list[str]:
+def _how_to_load(base: str, is_adapter: bool) -> list[str]:
     """The section on loading: transformers or PEFT, and qfsdp."""
     where = "FOLDER"
     library, kind = "transformers", "AutoModelForCausalLM"
@@ -197,12 +197,9 @@ def _how_to_load(base: str, trained: dict[str, Any], is_adapter: bool) -> list[s
         "# qfsdp: one answer",
         "qfsdp run recipes/generate --config configs/generate.yaml \\",
     ]
-    format = _get(trained, "quantization.format") or "none"
-    dtype = _get(trained, "model.dtype") or "bf16"
     if not is_adapter:
         return [*lines, f'    model.path={where} quantization.format=none prompt="..."', "```"]
-    words = (f"model.path={base}", f"model.dtype={dtype}", f"quantization.format={format}")
-    common = " ".join([*map(_word, words), f"adapter={where}"])
+    common = f"{_word(f'model.path={base}')} adapter={where}"
     return [
         *lines,
         f'    {common} prompt="..."',

@@ -11,9 +11,10 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from qfsdp.common.errors import UserError
-from qfsdp.common.files import to_json
-from qfsdp.config.component import Component
+from qfsdp.cli.component import Component
+from qfsdp.cli.errors import UserError
+from qfsdp.cli.files import to_json
+from qfsdp.cli.hub import local_folder
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.data.chat.choose_template import say_once
 from qfsdp.data.components import parts_of
@@ -95,7 +96,7 @@ def build_tokenizer(tokenizer: Component, adapter: str | None) -> Any:
         tokenizer: of the config.
         adapter: a folder in PEFT's format, or None.
     """
-    file = None if adapter is None else Path(adapter).expanduser() / TEMPLATE_FILE
+    file = None if adapter is None else local_folder(adapter) / TEMPLATE_FILE
     takes_template = "chat_template" in inspect.signature(tokenizer.resolve()).parameters
     if file is None or not file.is_file() or not takes_template:
         return tokenizer.build()

@@ -92,7 +92,10 @@ def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     tree = _read_yaml(path)
     for word in overrides:
         _apply_override(schema, tree, word)
-    return path, overlay(schema, defaults(schema), tree)
+    below = defaults(schema)
+    if hasattr(schema, "below"):  # what other keys give, such as an adapter
+        below = overlay(schema, below, schema.below(tree))
+    return path, overlay(schema, below, tree)
 
 
 def _split_argv(argv: Sequence[str]) -> tuple[str, list[str]]:
@@ -176,7 +179,9 @@ def _apply_override(schema: type, tree: dict[str, Any], word: str) -> None:
     if not text.strip():  # such as api_key=$KEY with a variable that is not set
         raise UserError(f"'{word}': no value; expected {key}=VALUE, or {key}=null for none")
     *parents, last = key.split(".")
-    as_typed = not _NULL_OR_QUOTED.fullmatch(text) and holds_text(schema, tree, key)
+    below = defaults(schema)
+    seen = {**below, **{name: onto_component(below.get(name), tree[name]) for name in tree}}
+    as_typed = not _NULL_OR_QUOTED.fullmatch(text) and holds_text(schema, seen, key)
     value, node = as_text(word, text) if as_typed else _parse_value(word, text), tree
     for name in parents:
         child = node.get(name)

@@ -39,6 +39,10 @@ from qfsdp.hub.errors import explained, is_unreachable
 FOLDERS = "QFSDP_HUB_FOLDERS"  # environment variable: JSON, name -> folder
 INDEX, SINGLE = "model.safetensors.index.json", "model.safetensors"
 ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+BESIDE_ADAPTER = (
+    *("qfsdp_base.json", "chat_template.jinja", "tokenizer.json", "tokenizer_config.json"),
+    *("special_tokens_map.json", "added_tokens.json"),
+)
 SMALL_FILES = (
     *("config.json", "generation_config.json", INDEX, "qfsdp_packed.json"),
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
@@ -156,9 +160,21 @@ def find_model_file(path: str, file: str) -> Path:
         UserError: see `previewed`.
     """
     folder = local_folder(path)
-    if (folder / file).exists() or hub_name(path) is None:
+    if (folder / file).exists():
         return folder / file
-    return _find("model.path", path, "model").small_files() / file
+    return small_folder("model.path", path, "model") / file
+
+
+def small_folder(key: str, name: str, kind: Kind) -> Path:
+    """The folder of `name` with its small files at least; downloads them if it is on the hub.
+
+    Raises:
+        UserError: see `previewed`.
+    """
+    folder = local_folder(name)
+    if folder.exists() or hub_name(name) is None:
+        return folder
+    return _find(key, name, kind).small_files()
 
 
 def _names(config: Any) -> dict[str, tuple[str, Kind]]:
@@ -203,7 +219,8 @@ class Repository:
         if self.sizes is None:
             assert self.cached is not None
             return self.cached
-        wanted = ADAPTER_FILES[:1] if self.kind == "adapter" else SMALL_FILES
+        of_adapter = (*ADAPTER_FILES[:1], *BESIDE_ADAPTER)
+        wanted = of_adapter if self.kind == "adapter" else SMALL_FILES
         files = [file for file in wanted if file in self.sizes]
         if _MARKS[self.kind] not in files:
             raise UserError(f"{self.key}: '{self.name}' on the hub {_lacks(self.kind)}")

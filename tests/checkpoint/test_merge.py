@@ -509,5 +509,5 @@ def test_another_base_than_in_training_is_a_warning(
     warnings = [x for x in capsys.readouterr().err.splitlines() if x.startswith("warning")]
     assert warnings == [
         f"warning: quantization.format: 'none', but {run / 'adapter'} was trained with 'nf4': the "
-        "merged model is not what training ran"
+        "result is not what training ran"
     ]

@@ -19,11 +19,8 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
 from safetensors import safe_open
 from torch import Tensor
-from yaml import YAMLError
 
 from qfsdp.checkpoint.adapter_files import (
     PEFT_FIELDS,
@@ -57,8 +54,7 @@ from qfsdp.checkpoint.weights.write import (
     Group,
     SafetensorsFile,
 )
-from qfsdp.common.errors import UserError
-from qfsdp.common.terminal import warn
+from qfsdp.cli.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import (
@@ -345,26 +341,3 @@ def _formats(model: Decoder) -> dict[str, str]:
     """Weight name -> format, of the quantized weights of a model."""
     params = {name: param.data for name, param in model.named_parameters()}
     return {name: data.format for name, data in params.items() if isinstance(data, QuantizedTensor)}
-
-
-def warn_of_another_base(adapter: Path, base: Mapping[str, Any]) -> None:
-    """Warns on standard error if the run that trained an adapter had another base.
-
-    A run's folder holds its config next to `adapter/`; for other adapters nothing is known. This
-    is no error: some users merge an adapter that was trained over 4-bit weights into the weights
-    in full precision.
-
-    Args:
-        base: config key -> value, of this merge.
-    """
-    try:
-        run = OmegaConf.load(adapter.parent / "config.yaml")
-        trained = {key: OmegaConf.select(run, key) for key in base}
-    except (OSError, ValueError, YAMLError, OmegaConfBaseException):
-        return
-    for key, value in trained.items():
-        if value is not None and value != base[key]:
-            warn(
-                f"{key}: {base[key]!r}, but {adapter} was trained with {value!r}: the "
-                "merged model is not what training ran"
-            )
