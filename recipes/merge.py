@@ -5,9 +5,9 @@
 
 The merged model computes what training computed: an adapter that was trained over 4-bit weights is
 folded into their dequantized values. So `model.path`, `model.dtype` and `quantization` come
-from the adapter's folder; a warning tells what keys change. Weights that are quantized while they are loaded
-differ between GPUs and CPUs in one scale of 700: merge on the hardware of the run, or use a
-quantized folder as `model.path` in both.
+from the adapter's folder; a warning tells what keys change. Weights that are quantized while they
+are loaded differ between GPUs and CPUs in one scale of 700: merge on the hardware of the run, or
+use a quantized folder as `model.path` in both.
 
 `requantize=nf4-bnb` writes 4-bit weights, which transformers loads with bitsandbytes, and qfsdp
 as `model.path`. Weights with an adapter, and those of an HQQ base, are rounded once more.

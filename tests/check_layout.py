@@ -54,7 +54,7 @@ def tracked_files() -> list[Path]:
 def check_entries(files: list[Path]) -> Iterator[str]:
     package = ROOT / "qfsdp"
     entries = {file.relative_to(package).parts[0] for file in files if package in file.parents}
-    if len(entries) > ENTRIES:
+    if len(entries - {"__main__.py"}) > ENTRIES:  # the door of `python -m`
         yield f"qfsdp: {len(entries)} entries; expected at most {ENTRIES}"
 
 

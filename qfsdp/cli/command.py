@@ -15,11 +15,12 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from qfsdp import __version__
 from qfsdp.common.errors import UserError, user_errors
-from qfsdp.common.messages import did_you_mean
 from qfsdp.common.output import check_output, outlive_output_errors
 from qfsdp.common.quiet import quiet_torchao
 from qfsdp.config import recipe_files as recipes
+from qfsdp.config import right_forms
 
 RUN_USAGE = "[TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]"
 # Commands that run the recipe of their name, with the config of its name.
@@ -45,6 +46,8 @@ def run_command(program: str, words: Sequence[str]) -> None:
     outlive_output_errors()
     with user_errors():
         check_current_folder()
+        if words[:1] == ["--version"]:
+            return print(f"qfsdp {__version__}")
         if words[:1] == ["run"]:
             return run(program, words[1:])
         if words[:1] and words[0] in SHORT:
@@ -85,6 +88,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     cat = commands.add_parser("cat", help="print a recipe or config")
     cat.add_argument("file", help="a recipe or config, by its name or path")
     cat.add_argument("--sort", action="store_true", help="sort a config's keys; drops its comments")
+    parser.add_argument("--version", action="store_true", help="print the version")
     validate = commands.add_parser("validate", help="check a config without running it")
     validate.add_argument("config", help="configs/NAME or a YAML file")
     return parser
@@ -108,11 +112,7 @@ def run(program: str, words: Sequence[str]) -> None:
     args = parse_run(program, words)
     recipe = recipes.find_recipe(args.training_script)
     if recipe is None:
-        hint = did_you_mean(recipes.similar_name("recipes", args.training_script)) or (
-            f"; expected one that `{program} ls` lists, or a Python file that defines Config and "
-            "main"
-        )
-        raise UserError(f"{args.training_script}: no such recipe{hint}")
+        raise UserError(right_forms.no_recipe(program, args.training_script))
     argv = _with_config_path(args.training_script_args)
     if os.getcwd() not in sys.path:
         sys.path.append(os.getcwd())  # modules of the user
@@ -122,6 +122,7 @@ def run(program: str, words: Sequence[str]) -> None:
         usage = RUN_USAGE.replace("RECIPE", args.training_script)
         return reference.print_help(f"{program} run {usage}", recipe, argv)
     if words[:1] == [args.training_script]:
+        right_forms.check_flags(program, words)
         sys.argv = [recipe, *argv]
         runpy.run_path(recipe, run_name="__main__")
         return

@@ -22,6 +22,7 @@ from qfsdp.common.messages import (
 )
 from qfsdp.config.component import Component, passed_by_name
 from qfsdp.config.foreign_keys import answer_to, in_words
+from qfsdp.config.right_forms import check_no_file
 
 
 def onto_component(below: Any, above: Any) -> Any:
@@ -211,6 +212,7 @@ def _takes_shape(kind: Any, value: dict[Any, Any] | list[Any]) -> bool:
 def as_component(value: Any, key: str) -> Component:
     """The component that a node of a config at `key` names; raises UserError if it names none."""
     if isinstance(value, str):
+        check_no_file(key, value)
         return Component(value, key=key)
     if not isinstance(value, dict):
         raise not_valid(key, value, COMPONENT_WORDS)
@@ -219,6 +221,7 @@ def as_component(value: Any, key: str) -> Component:
         raise UserError(f"{key}._component_ is required; give it in the config file")
     if not isinstance(path, str):
         raise not_valid(f"{key}._component_", path, TYPE_WORDS[str])
+    check_no_file(key, path)
     return Component(path, {str(k): v for k, v in value.items() if k != "_component_"}, key)
 
 

@@ -40,6 +40,7 @@ from qfsdp.config.convert import (
 )
 from qfsdp.config.interpolations import resolve
 from qfsdp.config.recipe_files import similar_name
+from qfsdp.config.right_forms import not_understood
 
 T = TypeVar("T")
 _NULL_OR_QUOTED = re.compile(r"\s*(null|Null|NULL|None|~|'.*'|\".*\")\s*", re.DOTALL)
@@ -88,7 +89,7 @@ def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
     Neither keys nor values are checked, and interpolations are not resolved. Raises UserError.
     """
-    path, overrides = _split_argv(argv)
+    path, overrides = _split_argv(argv, schema)
     tree = _read_yaml(path)
     for word in overrides:
         _apply_override(schema, tree, word)
@@ -98,7 +99,7 @@ def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     return path, overlay(schema, below, tree)
 
 
-def _split_argv(argv: Sequence[str]) -> tuple[str, list[str]]:
+def _split_argv(argv: Sequence[str], schema: type) -> tuple[str, list[str]]:
     path, overrides = None, []
     words = iter(argv)
     for word in words:
@@ -112,9 +113,7 @@ def _split_argv(argv: Sequence[str]) -> tuple[str, list[str]]:
         elif word.startswith("~") or word.partition("=")[0] not in ("", word):
             overrides.append(word)
         else:
-            raise UserError(
-                f"'{masked_word(word)}' is not understood; overrides are written key=value"
-            )
+            raise UserError(not_understood(word, next(words, ""), next(words, ""), schema))
     if not path:
         raise UserError("no config given; expected --config FILE [key=value ...]")
     return path, overrides

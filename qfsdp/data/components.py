@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from qfsdp.common.errors import UserError
 from qfsdp.data.files.rows import check_source
 from qfsdp.data.reading import reading, split_reading
+from qfsdp.data.row_forms import check_columns_of
 from qfsdp.data.token_ids import check_tokenizer_ids, with_checked_ids
 from qfsdp.hub.download import local_folder
 
@@ -44,7 +45,7 @@ def check_data(
 
 
 def check_dataset(key: str, dataset: Component) -> None:
-    """Checks a dataset and, if it is a mixture, its parts, without reading any row.
+    """Checks a dataset and, if it is a mixture, its parts; reads the first rows of a file.
 
     Args:
         key: the dataset's place in the config, for the messages.
@@ -56,6 +57,7 @@ def check_dataset(key: str, dataset: Component) -> None:
     dataset.check(key, provided=["tokenizer"])
     if "source" in dataset.kwargs:
         check_source(f"{key}.source", dataset.kwargs["source"])
+        check_columns_of(key, dataset)
     with reading(how):
         for name, part in parts_of(key, dataset.kwargs.get("sets")).items():
             check_dataset(f"{key}.sets.{name}", part)

@@ -94,7 +94,7 @@ def instruct_dataset(
         UserError: the source, a column or the template is wrong, or no row can be used.
     """
     rows = load_rows(source, split, subset, data_files, max_rows)
-    key, columns = _prompt_columns(prompt_column, prompt_template)
+    key, columns = prompt_columns(prompt_column, prompt_template)
     for name, column in (*((key, one) for one in columns), ("answer_column", answer_column)):
         require_column(name, column, rows, source)
     if tools_column == "tools" and tools_column in (*columns, answer_column):
@@ -210,7 +210,7 @@ def _pair(prompt: str, answer: str, history: list[Any], on_input: bool) -> list[
     return messages
 
 
-def _prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:
+def prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:
     """The key that names the columns of a prompt, and the columns."""
     if template is None:
         return "prompt_column", [column]

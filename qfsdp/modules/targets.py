@@ -38,6 +38,8 @@ def check_targets(key: str, targets: str | list[str], routers: bool = False) -> 
     if not names:
         raise UserError(f"{key}: [] names no linear; expected {ALL_LINEAR!r} or some of {known}")
     for name in names:
+        if "," in name:
+            raise UserError(f"{key}: {name!r} is no list; expected '{key}=[{name}]'")
         if name not in known:
             near = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
             raise UserError(
@@ -75,6 +77,8 @@ def check_present(
     """Raises `UserError` if `targets` has a name that is not among `names`, or not in the model."""
     known = [ALL_LINEAR, *linears_of(model, names)]
     for name in [targets] if isinstance(targets, str) else targets:
+        if "," in name:
+            raise UserError(f"{key}: {name!r} is no list; expected '{key}=[{name}]'")
         if name not in known:
             raise UserError(
                 f"{key}: {name!r} is not a linear of this model; expected some of "

@@ -1,0 +1,163 @@
+"""What form rows have, and the keys that read it: chats, pairs of texts, preferences, documents."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import islice
+from pathlib import Path
+from shlex import quote
+from typing import Any
+
+from qfsdp.cli.component import Component, passed_by_name
+from qfsdp.cli.errors import UserError
+from qfsdp.data.conversations import prompt_columns
+from qfsdp.data.data_files import listed
+from qfsdp.data.file_rows import FilePart, FileRows, FileStream
+from qfsdp.data.rows import require_column
+
+LOOKED_AT = 100  # rows
+PROMPTS = (
+    *("prompt", "instruction", "question", "query", "problem", "user", "human", "input"),
+    *("source", "text"),
+)
+ANSWERS = (
+    *("answer", "output", "response", "completion", "solution", "assistant", "reply", "target"),
+    "label",
+)
+CHATS = ("messages", "conversations", "conversation", "chat", "turns", "dialog", "dialogue")
+_REQUIRED = (
+    *("messages_column", "text_column", "chosen_column", "rejected_column", "completion_column"),
+    *("label_column", "answer_column"),
+)
+
+
+@dataclass
+class Form:
+    """A form of rows.
+
+    Fields:
+        name: in words.
+        builder: the dataset of `qfsdp.data` that reads it.
+        keys: its arguments that are not the builder's defaults.
+    """
+
+    name: str
+    builder: str
+    keys: dict[str, str] = field(default_factory=dict)
+
+    def words(self, key: str, dataset: Component) -> list[str]:
+        """The words of a command line, quoted for a shell, that make `dataset` read this form."""
+        path = f"qfsdp.data.{self.builder}"
+        words = [] if dataset.path == path else [f"{key}._component_={path}"]
+        words += [quote(f"{key}.{name}={value}") for name, value in self.keys.items()]
+        known = passed_by_name(Component(path).resolve())
+        stale = {*_REQUIRED, "prompt_column", "prompt_template"} - {*self.keys}
+        for name in dataset.kwargs:
+            if name not in known or name in stale:
+                words.append(quote(f"~{key}.{name}"))
+        return words
+
+
+def form_of(row: Mapping[str, Any]) -> Form | None:
+    """The form of a row, by the names of its columns and the kinds of their values."""
+    lower = {name.lower(): name for name in row}
+    if "chosen" in lower and "rejected" in lower:
+        keys = {f"{name}_column": lower[name] for name in ("chosen", "rejected")}
+        prompt = next((lower[name] for name in PROMPTS if name in lower), None)
+        keys["prompt_column"] = prompt or "null"
+        return Form("preference pairs", "preference_dataset", _without(keys))
+    for name in CHATS:
+        value = row.get(lower.get(name, ""))
+        first = value[0] if isinstance(value, list) and value else None
+        if isinstance(first, Mapping):
+            kind = "conversations" if "role" in first else "conversations in ShareGPT's form"
+            keys = {} if lower[name] == "messages" else {"messages_column": lower[name]}
+            return Form(kind, "chat_dataset", keys)
+    texts = [name for name in lower if isinstance(row[lower[name]], str)]
+    answer = next((name for name in ANSWERS if name in texts), None)
+    prompt = next((name for name in PROMPTS if name in texts and name != answer), None)
+    if answer and prompt:
+        keys = {"answer_column": lower[answer]}
+        if prompt == "instruction" and "input" in texts:
+            columns = f"{{{lower['instruction']}}}\\n{{{lower['input']}}}"
+            keys["prompt_template"] = f'"{columns}"'
+        else:
+            keys["prompt_column"] = lower[prompt]
+        return Form("prompts with answers", "instruct_dataset", _without(keys))
+    documents = next((n for n in ("text", "content", "document", "body") if n in texts), None)
+    if documents or len(texts) == len(row) == 1:
+        column = lower[documents or texts[0]]
+        return Form(
+            "documents", "text_dataset", {} if column == "text" else {"text_column": column}
+        )
+    return None
+
+
+def _without(keys: dict[str, str]) -> dict[str, str]:
+    """Keys that are not what a builder takes by itself."""
+    return {name: value for name, value in keys.items() if value != name.removesuffix("_column")}
+
+
+def first_rows(source: Any, most: int = LOOKED_AT) -> list[Mapping[str, Any]]:
+    """The first rows of a file, or of the first file of a folder; none of a hub name."""
+    files = _files(source)[:1]
+    return list(islice(FileStream(files), most)) if files else []
+
+
+def _files(source: Any) -> list[Path]:
+    path = Path(str(source)).expanduser()
+    if path.is_dir() and not (path / "state.json").exists():
+        return [] if (path / "dataset_dict.json").exists() else listed(path)[0]
+    return [path] if path.is_file() else []
+
+
+def check_columns_of(key: str, dataset: Component) -> None:
+    """Looks at the first rows of a local file for the columns that a dataset of ours needs.
+
+    Args:
+        key: the dataset's place in the config, for the message.
+
+    Raises:
+        UserError: they have not all of them; the message has the words that read these rows.
+    """
+    source = dataset.kwargs.get("source")
+    if not dataset.path.startswith("qfsdp.data.") or not isinstance(source, str):
+        return
+    if dataset.kwargs.get("data_files") is not None:
+        return
+    rows = first_rows(source)
+    for name, column in _needed(dataset) if rows else ():
+        if any(column in row for row in rows):
+            continue
+        try:
+            require_column(name, column, FileRows([FilePart(f) for f in _files(source)]), source)
+        except UserError as error:
+            text = str(error).replace("dataset.", f"{key}.", 1)
+            raise UserError(text + _hint(key, dataset, rows[0])) from None
+
+
+def _needed(dataset: Component) -> Iterator[tuple[str, str]]:
+    """The builder's arguments that name columns which all files must have, and the columns."""
+    given, known = dataset.kwargs, passed_by_name(dataset.resolve())
+    if "prompt_template" in known and isinstance(given.get("prompt_template"), str):
+        yield from (("prompt_template", c) for c in prompt_columns("", given["prompt_template"])[1])
+    elif isinstance(column := given.get("prompt_column", _default(known, "prompt_column")), str):
+        yield "prompt_column", column
+    for name in _REQUIRED:
+        if isinstance(column := given.get(name, _default(known, name)), str):
+            yield name, column
+
+
+def _default(known: Mapping[str, Any], name: str) -> Any:
+    return known[name].default if name in known else None
+
+
+def _hint(key: str, dataset: Component, row: Mapping[str, Any]) -> str:
+    form = form_of(row)
+    if form is not None and (words := form.words(key, dataset)):
+        return f"; these are {form.name}: {' '.join(words)}"
+    name, value = next(iter(row.items()))
+    if len(row) == 1 and isinstance(value, list) and value and isinstance(value[0], Mapping):
+        return f"; the rows are inside the list {name!r}: jq -c '.{name}[]' FILE > rows.jsonl"
+    return ""
