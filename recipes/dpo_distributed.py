@@ -220,7 +220,7 @@ def main(cfg: Config, run: Run) -> None:
     watch = NonFiniteWatch(cfg.on_nonfinite, state, checkpoints, world, objective.parts)
 
     log = RunLog(output_dir, logger, first_step, total_steps, world.rank)
-    log.introduce(cfg, model, loader, world)
+    log.introduce(cfg, model, loader, world, validation.sets)
     run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
     save = partial(save_adapter, model, cfg.adapter, cfg.model.path, world=world, files=files)

@@ -208,7 +208,7 @@ def main(cfg: Config, run: Run) -> None:
     watch = NonFiniteWatch(cfg.on_nonfinite, state, checkpoints, world)
 
     log = RunLog(output_dir, logger, first_step, total_steps, world.rank)
-    log.introduce(cfg, model, loader, world)
+    log.introduce(cfg, model, loader, world, validation.sets)
     run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
     save_dtype = COMPUTE_DTYPES[cfg.save_dtype or cfg.model.dtype]

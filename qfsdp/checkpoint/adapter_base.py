@@ -20,13 +20,13 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE, read_peft_config
 from qfsdp.checkpoint.saved_template import adapter_template
-from qfsdp.cli.component import Component
-from qfsdp.cli.config import get_key, to_yaml
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import to_json
-from qfsdp.cli.hub import hub_name, local_folder, small_folder
-from qfsdp.cli.terminal import warn
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import to_json
+from qfsdp.common.terminal import warn
+from qfsdp.config.component import Component
+from qfsdp.config.load import get_key, to_yaml
 from qfsdp.data.tokenizer_folder import read_text
+from qfsdp.hub.download import hub_name, local_folder, small_folder
 
 BASE_FILE = "qfsdp_base.json"
 TOKENIZER_FILES = (

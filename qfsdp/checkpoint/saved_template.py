@@ -11,14 +11,14 @@ import inspect
 from pathlib import Path
 from typing import Any
 
-from qfsdp.cli.component import Component
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.files import to_json
-from qfsdp.cli.hub import local_folder
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import to_json
+from qfsdp.config.component import Component
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.data.chat.choose_template import say_once
 from qfsdp.data.components import parts_of
 from qfsdp.data.tokenizer_folder import eos_ids, read_json, read_text
+from qfsdp.hub.download import local_folder
 
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 from shlex import quote
 from typing import get_type_hints
 
+from qfsdp.common.errors import UserError
+from qfsdp.common.messages import did_you_mean
+from qfsdp.common.secret_keys import masked_word
 from qfsdp.config import recipe_files as recipes
-from qfsdp.cli.errors import UserError
-from qfsdp.cli.messages import did_you_mean
-from qfsdp.cli.secret_keys import masked_word
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 TORCHRUN = (

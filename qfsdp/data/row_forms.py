@@ -9,12 +9,12 @@ from pathlib import Path
 from shlex import quote
 from typing import Any
 
-from qfsdp.cli.component import Component, passed_by_name
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component, passed_by_name
 from qfsdp.data.conversations import prompt_columns
-from qfsdp.data.data_files import listed
-from qfsdp.data.file_rows import FilePart, FileRows, FileStream
-from qfsdp.data.rows import require_column
+from qfsdp.data.files.data_files import listed
+from qfsdp.data.files.file_rows import FilePart, FileRows, FileStream
+from qfsdp.data.files.rows import require_column
 
 LOOKED_AT = 100  # rows
 PROMPTS = (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from qfsdp.common.files import not_written, write_json, write_text
 from qfsdp.common.printable import printable
 from qfsdp.common.terminal import close_bar, keep_below
 from qfsdp.config.load import to_yaml
+from qfsdp.data.loader import MapDataset
 from qfsdp.data.stream import Loader
 from qfsdp.distributed.world import World
 from qfsdp.training.metric_logger import MetricLogger
@@ -88,10 +90,17 @@ class RunLog:
         self._logger = logger
         self._display = step_display(total_steps, first_step)
 
-    def introduce(self, cfg: Any, model: nn.Module, loader: Loader, world: World) -> None:
+    def introduce(
+        self,
+        cfg: Any,
+        model: nn.Module,
+        loader: Loader,
+        world: World,
+        held_out: Mapping[str, MapDataset] | None = None,
+    ) -> None:
         """Prints what is trained, on which data and in how many steps (`summary`)."""
         if not self._silent:
-            lines = summary(cfg, model, loader, world, self._first, self._total)
+            lines = summary(cfg, model, loader, world, self._first, self._total, held_out)
             print(lines, file=sys.stderr, flush=True)
 
     def advance(self) -> None:

@@ -49,7 +49,7 @@ class PreferenceValidation(Validation):
         if name in self._loaders:
             return self._loaders[name]
         self._loaders[name] = loader = PreferenceLoader(
-            self._sets[name],
+            self.sets[name],
             batch_size=self._batch_size,
             gradient_accumulation_steps=1,
             rank=self._world.rank,

@@ -9,7 +9,10 @@ from torch.optim.lr_scheduler import LambdaLR
 
 
 def cosine_with_warmup(
-    optimizer: Optimizer, num_warmup_steps: int, num_training_steps: int
+    optimizer: Optimizer,
+    num_warmup_steps: int | None,
+    num_training_steps: int,
+    warmup_ratio: float | None = None,
 ) -> LambdaLR:
     """A linear warm-up, then a half cosine from the full learning rate towards 0.
 
@@ -18,14 +21,25 @@ def cosine_with_warmup(
     nothing. After the warm-up both are equal.
 
     Args:
-        num_warmup_steps: 0: no warm-up.
+        num_warmup_steps: 0: no warm-up; null: as `warmup_ratio` says.
         num_training_steps: of the whole run; the recipe passes it.
+        warmup_ratio: the share of the run that the warm-up takes, rounded up to whole steps; with
+            `num_warmup_steps` the shorter of both, as few data make a run shorter than those.
+
+    Raises:
+        ValueError: `warmup_ratio` is not from 0 to 1.
     """
+    if warmup_ratio is not None:
+        if not 0 <= warmup_ratio <= 1:
+            raise ValueError(f"warmup_ratio {warmup_ratio}; expected a number from 0 to 1")
+        most = math.ceil(warmup_ratio * num_training_steps)
+        num_warmup_steps = most if num_warmup_steps is None else min(num_warmup_steps, most)
+    warmup = num_warmup_steps or 0
 
     def share(steps_before: int) -> float:
-        if steps_before < num_warmup_steps:
-            return (steps_before + 1) / num_warmup_steps
-        progress = (steps_before - num_warmup_steps) / max(1, num_training_steps - num_warmup_steps)
+        if steps_before < warmup:
+            return (steps_before + 1) / warmup
+        progress = (steps_before - warmup) / max(1, num_training_steps - warmup)
         return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
     return LambdaLR(optimizer, share)

@@ -15,7 +15,7 @@ import os
 import textwrap
 import unicodedata
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,8 +31,10 @@ from qfsdp.data.loader import IGNORE_INDEX, Batch, MapDataset, StepLoader
 from qfsdp.data.stream import Loader, StreamedDataset
 from qfsdp.distributed.world import World
 from qfsdp.launch.preflight_findings import estimated_memory, estimated_step_seconds
+from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.advice import advice
 from qfsdp.training.step_display import duration
 
 MARGIN = 10  # columns of the names on the left
@@ -44,7 +46,13 @@ Piece = tuple[str, bool]
 
 
 def summary(
-    cfg: Any, model: nn.Module, loader: Loader, world: World, first: int, total: int
+    cfg: Any,
+    model: nn.Module,
+    loader: Loader,
+    world: World,
+    first: int,
+    total: int,
+    held_out: Mapping[str, MapDataset] | None = None,
 ) -> str:
     """The lines as one text.
 
@@ -53,13 +61,16 @@ def summary(
         model: sharded and loaded.
         first: number of steps before a resumed run, 0 for a new one.
         total: number of steps of the whole run.
+        held_out: the sets of validation, by name.
     """
+    positions = DecoderConfig.from_dir(cfg.model.folder).max_position_embeddings
     lines = {
         "model": _model(cfg.model, model),
         "trained": _trained(model),
         "data": _data(loader.dataset, cfg.max_seq_len),
         "steps": _steps(cfg.batch_size, loader, world.size, first, total),
         "warm-up": _warm_up(getattr(cfg, "lr_scheduler", None), total),
+        "advice": advice(cfg, loader, total, held_out or {}, positions),
         "memory": estimated_memory(),
         "time": _time(total - first),
         "sample": _sample(loader.example(min(first, total - 1)), cfg.tokenizer.build()),
@@ -135,10 +146,12 @@ def _steps(batch_size: int, loader: Loader, ranks: int, first: int, total: int) 
 def _warm_up(scheduler: Component | None, total: int) -> str:
     """A line if the learning rate never reaches `optimizer.lr`, as with few data."""
     steps = None if scheduler is None else scheduler.kwargs.get("num_warmup_steps")
-    if not isinstance(steps, int) or steps <= total:
+    ratio = None if scheduler is None else scheduler.kwargs.get("warmup_ratio")
+    if not isinstance(steps, int) or steps <= total or ratio is not None:
         return ""
     share = f"about {total / steps:.2f} of optimizer.lr"
-    return f"{steps:,} steps (lr_scheduler.num_warmup_steps), so the learning rate ends at {share}"
+    ends = f"so the learning rate ends at {share}; lr_scheduler.warmup_ratio=0.1 makes it shorter"
+    return f"{steps:,} steps (lr_scheduler.num_warmup_steps), {ends}"
 
 
 def _time(steps: int) -> str:

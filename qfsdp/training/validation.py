@@ -98,6 +98,7 @@ class Validation:
         total_steps: of the run.
 
     Attributes:
+        sets: name -> samples, or packs.
         progress: state that a resumed run continues from (`TrainState.progress`): "step", the last
             evaluated step; "metric", the set that decides; "best", its lowest loss; "best_step" and
             "kept_in", the step and the folder of that loss; "waited", evaluations since then.
@@ -111,7 +112,7 @@ class Validation:
         self._world, self._output_dir = world, output_dir
         self._batch_size: int = self._config.batch_size or cfg.batch_size
         self._cfg = cfg
-        self._sets: dict[str, MapDataset] = {}
+        self.sets: dict[str, MapDataset] = {}
         self._total_steps = total_steps
         self.progress: dict[str, Any] = {"step": None} | _NO_EVALUATION
         if not self._config.sets:
@@ -127,7 +128,7 @@ class Validation:
         self._tokenizer = tokenizer
         self._tasks = load_likelihood_tasks("validation", self._config.lm_eval)
         for name, component in self._config.sets.items():
-            self._sets[name] = self._read(f"validation.sets.{name}", component, tokenizer, rows)
+            self.sets[name] = self._read(f"validation.sets.{name}", component, tokenizer, rows)
         if world.rank == 0:
             recover_folder(output_dir / FOLDER)
 
@@ -155,7 +156,7 @@ class Validation:
     def is_over(self) -> bool:
         """Whether patience is used up, which ends the run."""
         patience, progress = self._config.patience, self.progress
-        if patience is None or not self._sets or progress["metric"] != self.metric:
+        if patience is None or not self.sets or progress["metric"] != self.metric:
             return False
         return bool(progress["waited"] >= patience)
 
@@ -170,7 +171,7 @@ class Validation:
 
     def is_due(self, step: int) -> bool:
         """Whether to evaluate after update `step`; 0 means before the first."""
-        if not self._sets or step == self.progress["step"]:
+        if not self.sets or step == self.progress["step"]:
             return False
         if step == 0:
             return self._config.at_start
@@ -204,7 +205,7 @@ class Validation:
                 self._run(step, model, log, save)
 
     def _run(self, step: int, model: nn.Module, log: RunLog, save: Callable[[Path], None]) -> None:
-        numbers = {name: self._numbers(name, model) for name in self._sets}
+        numbers = {name: self._numbers(name, model) for name in self.sets}
         if self.progress["metric"] != self.metric:  # a resumed run may use another set
             self.progress.update(_NO_EVALUATION, metric=self.metric)
         earlier = {key: self.progress[key] for key in ("best", "best_step")}
@@ -234,7 +235,7 @@ class Validation:
         Every rank must call it.
         """
         batches = held_out_batches(
-            self._sets[name],
+            self.sets[name],
             self._batch_size,
             self._world,
             self._pad_id,

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 
 from qfsdp.checkpoint.adapter_base import BASE_FILE
-from qfsdp.cli.config import load_config
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.data import hf_tokenizer
 from tests.data.test_tokenizer import CHAT, byte_level, write_folder
 from tests.tiny import ROOT, load_recipe, run_recipe, write_tiny_model

@@ -61,6 +61,7 @@ def test_two_ranks_on_the_real_model(
 ) -> None:
     """Three updates by the command as typed, and all files that a run leaves."""
     words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=2"]
+    words += ["lr_scheduler.warmup_ratio=null"]
     words += [f"model.path={smollm2_dir}", f"dataset.source={train_file}"]
     words += [f"output_dir={tmp_path}/run"]
     # Compiled kernels are the default; a rank builds them in 10 s or more.
@@ -125,6 +126,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     sizes = {"intermediate_size": 576}
     model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir, **sizes)
     words = ["--config", "configs/smollm2_135m_qdora.yaml", "max_steps=3", "batch_size=1"]
+    words += ["lr_scheduler.warmup_ratio=null"]
     words += [f"model.path={model}", f"dataset.source={train_file}", f"output_dir={tmp_path}/run"]
     words += ["packed=true", "compile=true", f"compile_cache_dir={tmp_path}/cache"]
     words += ["profiler.steps=[2]", "profiler.ranks=[1]"]

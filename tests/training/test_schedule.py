@@ -31,3 +31,16 @@ def test_first_step_trains_and_the_rest_is_torchtunes(warmup: int, total: int) -
     ramp = [PEAK * (n + 1) / warmup for n in range(min(warmup, total))]
     assert ours == pytest.approx(ramp + theirs[warmup:])
     assert all(rate > 0 for rate in ours)
+
+
+@pytest.mark.parametrize(
+    ("given", "ratio", "total", "warmup"),
+    [(10, 0.1, 5, 1), (10, 0.1, 1000, 10), (None, 0.1, 1000, 100), (None, 0.0, 9, 0)],
+)
+def test_a_share_of_the_run(given: int | None, ratio: float, total: int, warmup: int) -> None:
+    def shared(optimizer: torch.optim.Optimizer, steps: int, total: int) -> object:
+        return cosine_with_warmup(optimizer, given, total, warmup_ratio=ratio)
+
+    assert rates(shared, 0, total) == pytest.approx(rates(cosine_with_warmup, warmup, total))
+    with pytest.raises(ValueError, match="from 0 to 1"):
+        rates(lambda optimizer, *_: cosine_with_warmup(optimizer, 1, 9, warmup_ratio=3.0), 0, 9)

@@ -54,7 +54,7 @@ from qfsdp.checkpoint.weights.write import (
     Group,
     SafetensorsFile,
 )
-from qfsdp.cli.errors import UserError
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import (
