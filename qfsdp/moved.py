@@ -60,6 +60,8 @@ _PACKAGES = {
         "csv_files data_files file_records file_rows json_lines parquet_files rows"
     ),
     ("qfsdp.training", "qfsdp.training"): "second_look=locate_nonfinite",
+    ("qfsdp.training.report", "qfsdp.training.report"): "png=drawing svg=page",
+    ("qfsdp.evaluation.judging", "qfsdp.evaluation.judging"): "generated_questions=questions",
 }
 MOVED = {
     f"{old}.{name.split('=')[0]}": f"{new}.{name.split('=')[-1]}"

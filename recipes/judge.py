@@ -29,7 +29,7 @@ from qfsdp.common.files import write_json
 from qfsdp.common.printable import printable
 from qfsdp.common.terminal import bar
 from qfsdp.evaluation.judging.exchanges import EndpointConfig, Exchanges
-from qfsdp.evaluation.judging.questions import OURS, Question, read_questions
+from qfsdp.evaluation.judging.questions import Question, generated_questions, read_questions
 from qfsdp.evaluation.judging.verdicts import (
     Games,
     Ratings,
@@ -85,7 +85,9 @@ def check(cfg: Config) -> None:
 
 
 def questions_of(cfg: Config) -> list[Question]:
-    return read_questions("questions", cfg.questions or OURS)[: cfg.max_questions]
+    made = cfg.questions is None
+    found = generated_questions() if made else read_questions("questions", str(cfg.questions))
+    return found[: cfg.max_questions]
 
 
 class Trial:

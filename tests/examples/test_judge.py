@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 
 from examples.judge.rules import REFUSAL, verdict
-from qfsdp.evaluation.judging.questions import OURS, read_questions
+from qfsdp.evaluation.judging.questions import generated_questions
 from qfsdp.evaluation.judging.verdicts import Turn, pair_messages, rating, single_messages, winner
 from tests.tiny import ROOT
 
-QUESTIONS = read_questions("questions", OURS)
+QUESTIONS = generated_questions()
 ASKED = QUESTIONS[0]
 LEFT = ASKED.references[0].rpartition("= ")[2]
 CASES = (  # a question, its reference, an answer that is right, one that is not

@@ -20,7 +20,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.evaluation.intervals import mean_interval
 from qfsdp.evaluation.judging.exchanges import answer_text
-from qfsdp.evaluation.judging.questions import OURS, read_questions
+from qfsdp.evaluation.judging.questions import generated_questions, read_questions
 from qfsdp.evaluation.judging.verdicts import Games, Ratings, rating, winner
 from tests.evaluation.test_serving import Server
 from tests.tiny import ROOT, load_recipe, write_tiny_model_with_tokenizer
@@ -227,7 +227,7 @@ def test_what_is_counted() -> None:
 def test_questions(tmp_path: Path, questions: Path) -> None:
     read = read_questions("questions", str(questions))
     assert [q.id for q in read] == ["1", "2", "3"] and read[0].references == ("4",)
-    made = read_questions("questions", OURS)
+    made = generated_questions()
     assert len({question.turns[0] for question in made}) == len(made) == 40
     for question in made:
         if question.references:

@@ -49,6 +49,11 @@ def read_questions(key: str, path: str) -> list[Question]:
     return found
 
 
+def generated_questions() -> list[Question]:
+    """The 40 questions of `questions.jsonl`."""
+    return read_questions("questions", OURS)
+
+
 def _question(place: str, row: dict[str, Any]) -> Question:
     turns, references = row["turns"], row.get("reference") or []
     for name, texts in (("turns", turns), ("reference", references)):
