@@ -249,8 +249,9 @@ def main(cfg: Config, run: Run) -> None:
             if stop and not last:
                 break
         else:
-            checkpoints.save_result(save, output_dir / "adapter", cfg)
-            log.say(f"adapter (PEFT format): {output_dir / 'adapter'}")
+            write, which = validation.result(save)  # the best state, if patience has ended it
+            checkpoints.save_result(write, output_dir / "adapter", cfg)
+            log.say(f"adapter (PEFT format): {output_dir / 'adapter'}{which}")
         checkpoints.close()
     log.close(cfg.report)
 

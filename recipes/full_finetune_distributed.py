@@ -239,8 +239,9 @@ def main(cfg: Config, run: Run) -> None:
             if stop and not last:
                 break
         else:
-            checkpoints.save_result(save, output_dir / "model", cfg)
-            log.say(f"model: {output_dir / 'model'}")
+            write, which = validation.result(save)  # the best state, if patience has ended it
+            checkpoints.save_result(write, output_dir / "model", cfg)
+            log.say(f"model: {output_dir / 'model'}{which}")
         checkpoints.close()
     log.close(cfg.report)
 

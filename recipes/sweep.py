@@ -43,7 +43,7 @@ from qfsdp.sweep.measure_cell import (
 from qfsdp.sweep.output import write_output
 from qfsdp.sweep.prices import Price, costs, read_prices
 from qfsdp.sweep.published import compare, read_published
-from qfsdp.sweep.results import DONE, FAILED, Results
+from qfsdp.sweep.results import DONE, FAILED, Results, best_of
 
 
 @dataclass(kw_only=True)
@@ -226,6 +226,8 @@ def write(cfg: Config, sweep: Sweep, results: Results) -> list[Path]:
     folder = Path(cfg.output_dir).expanduser()
     title = f"{folder.resolve().name}: {Path(cfg.config).stem} by {cfg.mode}"
     compared = compare(sweep.published, rows)
+    if (best := best_of(sweep.cells, rows, folder)) is not None:
+        print(best)
     return write_output(folder, title, sweep.cells, rows, compared, used, device_gib)
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
+from contextlib import suppress
 from html import escape
 from pathlib import Path
 from shlex import quote
@@ -78,7 +79,7 @@ def model_card(cfg: Any, folder: Path) -> str:
         f"Finetuned from {_text(shown)} with [qfsdp](https://github.com/qfsdp/qfsdp).",
     ]
     lines += ["", "| | |", "|---|---|"]
-    lines += [f"| {_text(key)} | {_text(value)} |" for key, value in _facts(trained, run)]
+    lines += [f"| {_text(key)} | {_text(value)} |" for key, value in _facts(trained, run, folder)]
     lines += ["", "## Load it", "", *_how_to_load(shown, is_adapter)]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
@@ -117,7 +118,7 @@ def _tags(trained: dict[str, Any]) -> list[str]:
     return ["qfsdp", *([str(method)] if method else [])]
 
 
-def _facts(trained: dict[str, Any], run: Path) -> Iterator[tuple[str, str]]:
+def _facts(trained: dict[str, Any], run: Path, folder: Path) -> Iterator[tuple[str, str]]:
     """What the run was, as rows of a table; what is not known is left out."""
     method = _get(trained, "adapter.method")
     if method is None:
@@ -144,6 +145,9 @@ def _facts(trained: dict[str, Any], run: Path) -> Iterator[tuple[str, str]]:
         if (value := _get(trained, key)) is not None:
             yield title, str(value)
     yield from _figures(run)
+    with suppress(OSError, ValueError, KeyError, TypeError):
+        best = json.loads((folder / "best.json").read_bytes())
+        yield "kept", f"update {best['step']:d}, the best by {best['metric']}"
 
 
 def _sources(dataset: Any) -> Iterator[str]:

@@ -129,7 +129,8 @@ def measure_run(
         evaluation: a config of recipes/evaluate and words for it; None: no evaluation.
 
     Returns:
-        As `measure_steps`, and "run_seconds" of all updates, "scores": {name: [value, low, high]}.
+        As `measure_steps`, and "run_seconds" of all updates, "scores": {name: [value, low, high]},
+        "validation_loss" and "best_step".
     """
     words = [*base, *cell.words, f"output_dir={folder}", "resume=auto", "log_every_n_steps=1"]
     until = time.monotonic() + SAVES_S
@@ -141,18 +142,18 @@ def measure_run(
         return failure(status, said)
     found = figures(cell, folder, ranks, warmup=1)
     found["run_seconds"] = sum(row["seconds_per_step"] for row in timed_steps(folder))
+    found |= lowest_validation(cell.cfg.validation, folder)
     if evaluation is None:
         return found
     output = folder / "evaluation.json"
     for old in folder.glob("evaluation.*"):
         with suppress(OSError):
             old.unlink()
-    model = [f"model.dtype={cell.cfg.model.dtype}"]
-    if (folder / "adapter").is_dir():
-        model += [f"adapter={folder / 'adapter'}", f"model.path={cell.cfg.model.path}"]
-        model += [f"quantization.format={cell.cfg.quantization.format}"]
+    if (folder / "adapter").is_dir():  # it knows its base
+        model = [f"adapter={folder / 'adapter'}"]
     else:
-        model += [f"model.path={folder / 'model'}", "quantization.format=none"]
+        model = [f"model.path={folder / 'model'}", f"model.dtype={cell.cfg.model.dtype}"]
+        model += ["quantization.format=none"]
     words = ["recipes/evaluate", "--config", *evaluation, *model, f"output={output}"]
     status, said = run_command(words, folder / "evaluation.txt", devices, signal.SIGKILL)
     if status != 0:
@@ -218,6 +219,23 @@ def figures(cell: Cell, folder: Path, ranks: int, warmup: int) -> dict[str, Any]
 def timed_steps(folder: Path) -> list[dict[str, Any]]:
     """The lines of a run's metrics that are of a step."""
     return [row for row in read_lines(folder / "metrics.jsonl") if "seconds_per_step" in row]
+
+
+def lowest_validation(config: Any, folder: Path) -> dict[str, float]:
+    """The lowest loss of the set that decides, and its step; {} without validation.
+
+    Args:
+        config: section `validation` of the run in `folder`.
+    """
+    if not config.sets:
+        return {}
+    name = (config.metric or next(iter(config.sets))).partition("/")[0]
+    key, lines = f"validation/{name}/loss", read_lines(folder / "metrics.jsonl")
+    losses = [(row[key], row["step"]) for row in lines if row.get(key) is not None]
+    if not losses:
+        return {}
+    loss, step = min(losses)
+    return {"validation_loss": loss, "best_step": step}
 
 
 def gpu_of(folder: Path) -> dict[str, str]:

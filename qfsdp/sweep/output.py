@@ -16,7 +16,7 @@ from qfsdp.sweep.cells import Cell
 from qfsdp.sweep.figures import charts_of
 from qfsdp.sweep.prices import Price, costs
 from qfsdp.sweep.published import Comparison
-from qfsdp.sweep.results import FILE, Row
+from qfsdp.sweep.results import FILE, Row, ranked
 from qfsdp.sweep.tables import markdown, rows_of_comparison, rows_of_table
 from qfsdp.training.report.drawing import write_png
 from qfsdp.training.report.page import Section, charts_section, part, table, write_page
@@ -46,7 +46,7 @@ def write_output(
         UserError: a file cannot be written.
     """
     charts = charts_of(cells, results, device_gib)
-    tables = tables_of(cells, results, compared, prices)
+    tables = tables_of(ranked(cells, results), results, compared, prices)
     parts = [f"## {name}\n\n{note}{markdown(head, rows)}" for name, note, head, rows in tables]
     sections = [charts_section("Figures", list(charts.values()))]
     sections += [_table_section(*content) for content in tables]

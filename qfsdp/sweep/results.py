@@ -8,18 +8,38 @@
 
 from __future__ import annotations
 
+import math
 import threading
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, to_json, write_text
+from qfsdp.sweep.cells import Cell
 from qfsdp.training.report.run_folder import read_lines
 
 FILE = "cells.jsonl"
 FITS, MEASURED, TOO_LARGE, FAILED = "fits", "measured", "does not fit", "failed"
 DONE = (FITS, MEASURED)
 Row = dict[str, Any]
+
+
+def ranked(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Cell]:
+    """The cells by their validation loss, the lowest first; those without one keep their order."""
+    losses = {key: row.get("validation_loss", math.inf) for key, row in rows.items()}
+    return sorted(cells, key=lambda cell: losses.get(cell.key, math.inf))
+
+
+def best_of(cells: Sequence[Cell], rows: Mapping[str, Row], folder: Path) -> str | None:
+    """A line about the cell with the lowest validation loss; None if no cell has one."""
+    cell = next(iter(ranked(cells, rows)), None)
+    row = {} if cell is None else rows.get(cell.key, {})
+    if cell is None or "validation_loss" not in row:
+        return None
+    point = " ".join(f"{axis}={value}" for axis, value in cell.point.items())
+    loss = f"validation loss {row['validation_loss']:.4g} at step {row['best_step']}"
+    return f"best: {point}: {loss}; {folder / 'cells' / cell.key}"
 
 
 class Results:

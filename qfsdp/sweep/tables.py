@@ -20,6 +20,8 @@ COLUMNS = {
     "usd_per_1000_samples": "US$ per 1,000 samples",
     "usd_per_run": "US$ per run",
     "loss": "loss",
+    "validation_loss": "validation loss",
+    "best_step": "at step",
 }
 MOST_REASON = 90  # characters in a table; cells.jsonl has all
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import math
+import os
 import re
 import shutil
 from collections.abc import Callable, Iterator
@@ -159,6 +160,24 @@ class Validation:
         if patience is None or not self.sets or progress["metric"] != self.metric:
             return False
         return bool(progress["waited"] >= patience)
+
+    def result(self, save: Callable[[Path], None]) -> tuple[Callable[[Path], None], str]:
+        """How to write what a run has trained, and words for it. Every rank must call it.
+
+        A run that patience has ended gives its best state, a copy of `best`; any other run, or one
+        without a best state, its last state by `save`.
+        """
+        best, progress = self._output_dir / FOLDER, self.progress
+        if not self._world.broadcast(self.is_over and (best / BEST_FILE).is_file()):
+            return save, ""
+
+        def copy(folder: Path) -> None:
+            with self._world.same_error():
+                if self._world.rank == 0:
+                    _copy(best, folder)
+
+        at = f"{progress['best']:.4g} at step {progress['best_step']}"
+        return copy, f", the best: {self.metric} {at}"
 
     def steps(self, first_step: int) -> Iterator[int]:
         """The numbers of the updates after `first_step`, up to `total_steps` or until `is_over`;
@@ -333,6 +352,25 @@ def _warn(text: str) -> None:
 
 def _perplexity(loss: float) -> float:
     return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
+
+
+def _copy(source: Path, folder: Path) -> None:
+    """Puts a copy of a folder in the place of `folder`; links where the disk has them."""
+    partial = folder.with_name(f"{folder.name}.partial")
+    try:
+        shutil.rmtree(partial, ignore_errors=True)
+        shutil.copytree(source, partial, copy_function=_link)
+        replace_folder(partial, folder)
+    except OSError as error:
+        shutil.rmtree(partial, ignore_errors=True)
+        raise UserError(not_written(folder, error)) from None
+
+
+def _link(source: str, target: str) -> None:
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)
 
 
 def _copy_best(progress: dict[str, Any], output_dir: Path) -> None:

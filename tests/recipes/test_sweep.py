@@ -13,6 +13,7 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,7 +24,8 @@ from qfsdp.config.load import load_config
 from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import HardwareConfig
 from qfsdp.planning.predict import Predictor
-from qfsdp.sweep.measure_cell import reason_in
+from qfsdp.sweep.measure_cell import lowest_validation, reason_in
+from qfsdp.sweep.results import best_of, ranked
 from qfsdp.training.report.charts import number
 from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
 from tests.waiting import LIMIT_S
@@ -290,6 +292,30 @@ def test_measured_cells_share_the_devices(
     monkeypatch.setattr(sweep, "visible_devices", lambda: [])
     with pytest.raises(UserError, match="^world_size: 1000; expected at most .* ranks without acc"):
         sweep.check(config(tmp_path, mode="steps", world_size=1000))
+
+
+def test_cells_are_ranked_by_validation(model: Path, tmp_path: Path) -> None:
+    cells = sweep.read_sweep(config(tmp_path, grid={"seed": [0, 1, 2]})).cells
+    losses: dict[str, Any] = {cell.key: [3.0 - n, None, 2.0] for n, cell in enumerate(cells)}
+    section = SimpleNamespace(sets={"a": None, "v": None}, metric="v")
+    rows = {}
+    for key, values in list(losses.items())[:2]:
+        lines = [{"step": s, "validation/v/loss": loss} for s, loss in enumerate(values)]
+        (tmp_path / key).mkdir()
+        (tmp_path / key / "metrics.jsonl").write_text("".join(json.dumps(x) + "\n" for x in lines))
+        rows[key] = lowest_validation(section, tmp_path / key)
+    (tmp_path / cells[2].key).mkdir()
+    rows[cells[2].key] = lowest_validation(section, tmp_path / cells[2].key)
+    assert [rows[cell.key] for cell in cells] == [
+        {"validation_loss": 2.0, "best_step": 2},
+        {"validation_loss": 2.0, "best_step": 0},
+        {},
+    ]
+    rows[cells[1].key]["validation_loss"] = 1.5
+    assert ranked(cells, rows) == [cells[1], cells[0], cells[2]]
+    best = f"best: seed=1: validation loss 1.5 at step 0; {tmp_path}/cells/{cells[1].key}"
+    assert best_of(cells, rows, tmp_path) == best
+    assert best_of(cells[2:], rows, tmp_path) is None
 
 
 def test_the_reason_of_a_failure(tmp_path: Path) -> None:

@@ -465,6 +465,17 @@ def test_patience(tmp_path: Path, monkeypatch: Any, patience: int) -> None:
         f"validation: held has not improved in {patience} evaluations; the run ends after step "
         f"{ends}"
     )
+    write, which = run.validation.result(run.save)
+    write(tmp_path / "adapter")
+    best = (tmp_path / "adapter/weights").read_text()
+    assert best == ("5" if patience == 3 else "2")
+    assert which == f", the best: held {1 if patience == 3 else 2} at step {best}"
+
+
+def test_a_run_that_comes_to_its_end_gives_its_last_state(tmp_path: Path, monkeypatch: Any) -> None:
+    run = Scripted(tmp_path, monkeypatch, [2.0, 3.0], patience=2)
+    run.steps()
+    assert run.validation.result(run.save) == (run.save, "")
 
 
 def test_a_resumed_run_continues_patience_and_the_best(tmp_path: Path, monkeypatch: Any) -> None:
@@ -561,6 +572,11 @@ def test_early_stopping_ends_like_a_finished_run(folder: Path, tmp_path: Path, c
     assert (tmp_path / "run/adapter/adapter_config.json").is_file()
     best = json.loads((tmp_path / "run/best/best.json").read_text())
     assert best["step"] == last - 2
+    weights = [tmp_path / f"run/{name}/adapter_model.safetensors" for name in ("adapter", "best")]
+    assert weights[0].read_bytes() == weights[1].read_bytes()
+    loss = found[last - 2]["validation/seen/loss"]
+    assert f"run/adapter, the best: seen {loss:.4g} at step {last - 2}" in out
+    assert f"| kept | update {last - 2}, " in (tmp_path / "run/adapter/README.md").read_text()
     run_recipe(folder, *words, "resume=auto")  # no step is left
     assert curves(tmp_path / "run") == found
 
