@@ -1,4 +1,4 @@
-"""A slice of `make test-faults`: two random faults of most kinds.
+"""A slice of `make test-faults`: one random fault or more of most kinds.
 
 The tests import it late, and stand outside its folder: it sets variables for its runs, which other
 files would see.
@@ -23,11 +23,11 @@ def test_every_recipe_that_writes_is_killed() -> None:
 
 
 @pytest.mark.long
-def test_two_faults_of_each_kind() -> None:
+def test_a_fault_of_each_kind() -> None:
     from tests.faults.__main__ import KINDS
 
     kinds = [kind for kind in KINDS if kind not in ("agent", "disk")]
-    command = [sys.executable, "-m", "tests.faults", "--kind", ",".join(kinds), "--count", "2"]
+    command = [sys.executable, "-m", "tests.faults", "--kind", ",".join(kinds), "--count", "1"]
     found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert found.returncode == 0, found.stdout[-9000:] + found.stderr[-3000:]
     lines = [line.split() for line in found.stdout.splitlines()]
@@ -35,4 +35,4 @@ def test_two_faults_of_each_kind() -> None:
     done = {words[0]: words for words in lines[head + 1 :][: len(kinds)]}
     assert list(done) == kinds
     for kind, (_, faults, _, recovered, failed, *_) in done.items():
-        assert int(faults) >= 2 and recovered == faults and failed == "0", kind
+        assert int(faults) >= 1 and recovered == faults and failed == "0", kind
