@@ -26,8 +26,15 @@ class PlainRows(QuantizedTensor):
         qdata = torch.empty(rows, cols * dtype.itemsize, dtype=torch.uint8, device=device)
         return (PlainFp16Rows if dtype == torch.float16 else PlainRows)(qdata, [], cols, dtype)
 
-    @staticmethod
+    @classmethod
+    def stored_dtype(cls, qdata: Tensor, cols: int) -> torch.dtype:
+        """bf16 or fp32, in which the numbers are stored; the tensor's own dtype is what they are
+        converted to."""
+        return _DTYPE_BY_SIZE[qdata.size(1) // max(cols, 1)]
+
+    @classmethod
     def dequantize_rows(
+        cls,
         qdata: Tensor,
         metadata: Sequence[Tensor],
         cols: int,
@@ -36,15 +43,14 @@ class PlainRows(QuantizedTensor):
         row_scale: Tensor | None = None,
     ) -> Tensor:
         """A view of `qdata`; new memory for a `row_scale` or another `dtype`."""
-        return _converted(qdata.view(_stored_dtype(qdata, cols)), dtype, row_scale)
+        weight = qdata.view(cls.stored_dtype(qdata, cols))
+        return (weight if row_scale is None else weight * row_scale.unsqueeze(1)).to(dtype)
 
     def _quantize(
         self, pieces: Iterable[Tensor], name: str, gather_rows: GatherRows | None
     ) -> None:
         """Copies the rows. Not a collective: `gather_rows` is not called."""
-        half = isinstance(self, PlainFp16Rows)
-        stored = torch.float16 if half else _stored_dtype(self.qdata, self.cols)
-        rows, at = self.qdata.view(stored), 0
+        rows, at = self.qdata.view(self.stored_dtype(self.qdata, self.cols)), 0
         for piece in pieces:
             if not torch.isfinite(piece).all():
                 raise ValueError(f"{name}: holds NaN or infinity")
@@ -57,26 +63,6 @@ class PlainFp16Rows(PlainRows):
 
     format = "plain_fp16"
 
-    @staticmethod
-    def dequantize_rows(
-        qdata: Tensor,
-        metadata: Sequence[Tensor],
-        cols: int,
-        row_offset: int,
-        dtype: torch.dtype,
-        row_scale: Tensor | None = None,
-    ) -> Tensor:
-        """As `PlainRows.dequantize_rows`."""
-        return _converted(qdata.view(torch.float16), dtype, row_scale)
-
-
-def _converted(weight: Tensor, dtype: torch.dtype, row_scale: Tensor | None) -> Tensor:
-    if row_scale is not None:
-        weight = weight * row_scale.unsqueeze(1)
-    return weight.to(dtype)
-
-
-def _stored_dtype(qdata: Tensor, cols: int) -> torch.dtype:
-    """bf16 or fp32, in which the numbers are stored; the tensor's own dtype is what they are
-    converted to."""
-    return _DTYPE_BY_SIZE[qdata.size(1) // max(cols, 1)]
+    @classmethod
+    def stored_dtype(cls, qdata: Tensor, cols: int) -> torch.dtype:
+        return torch.float16
