@@ -9,6 +9,12 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+from qfsdp.common.devices import check_system
+from qfsdp.common.errors import user_errors
+
+with user_errors():
+    check_system()  # before what it lacks is imported
+
 
 def cache_dir() -> Path:
     """The folder of the demo's model and data: `$QFSDP_CACHE`, or `~/.cache/qfsdp`."""

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from qfsdp import __version__
+from qfsdp.common.devices import check_system
 from qfsdp.common.errors import UserError, user_errors
 from qfsdp.common.output import check_output, outlive_output_errors
 from qfsdp.common.quiet import quiet_torchao
@@ -45,6 +46,7 @@ def run_command(program: str, words: Sequence[str]) -> None:
     quiet_torchao()
     outlive_output_errors()
     with user_errors():
+        check_system()
         check_current_folder()
         if words[:1] == ["--version"]:
             return print(f"qfsdp {__version__}")

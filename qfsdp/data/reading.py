@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from qfsdp.common.devices import cores
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.config.component import FURTHER_KEYS, further_keys
 
@@ -95,7 +96,7 @@ class Reading(ReadingKeys):
             return self.processes
         # One rank tokenizes for all of its machine, so it may use the cores of all.
         ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1)) if self.cache_folder is None else 1
-        return max(1, min(len(os.sched_getaffinity(0)) // ranks, MOST_PROCESSES))
+        return max(1, min(cores() // ranks, MOST_PROCESSES))
 
 
 KEYS = tuple(key.name for key in fields(ReadingKeys))

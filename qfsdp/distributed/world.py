@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from qfsdp.common.devices import accelerator, sum_dtype
 from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
@@ -68,7 +69,7 @@ class World:
 
     def total(self, value: float) -> torch.Tensor:
         """The sum of `value` over all ranks, fp32 `[]` on the device; the host does not wait."""
-        total = torch.full((), value, dtype=torch.float64, device=self.device)
+        total = torch.full((), value, dtype=sum_dtype(self.device), device=self.device)
         return self.sum_of(total).float()
 
     def sum_of(self, values: torch.Tensor) -> torch.Tensor:
@@ -149,13 +150,11 @@ def init_world(
     if sharding is not None:
         mesh_shape(sharding, size, local_size)
     device = torch.device("cpu")
-    if torch.accelerator.is_available():
+    if (kind := accelerator()) is not None:
         local_rank = int(os.environ.get("LOCAL_RANK", 0))
         if local_rank >= (count := torch.accelerator.device_count()):
             raise UserError(f"--nproc_per_node: rank {rank} needs one of {count} accelerators here")
         torch.accelerator.set_device_index(local_rank)
-        kind = torch.accelerator.current_accelerator()
-        assert kind is not None
         device = torch.device(kind.type, local_rank)
     if not needs_fsdp(sharding or ShardingConfig(), size, casts):
         return World(device)

@@ -10,6 +10,7 @@ from argparse import Namespace
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from qfsdp.common.devices import accelerator_count
 from qfsdp.common.errors import USER_ERROR_STATUS, UserError
 from qfsdp.launch.lost_peers import LOST_PEER_STATUS
 from qfsdp.launch.signals import forwarded_to_ranks
@@ -38,9 +39,7 @@ def leave_process_group() -> None:
 
 def local_world_size() -> int:
     """The number of ranks of a plain start: one per visible accelerator, at least one."""
-    import torch
-
-    return max(1, torch.accelerator.device_count())
+    return max(1, accelerator_count())
 
 
 def planned_ranks() -> tuple[int, int]:

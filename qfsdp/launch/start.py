@@ -24,10 +24,11 @@ from typing import Any, TypeVar
 import yaml
 
 from qfsdp.common import progress
+from qfsdp.common.devices import unused_driver
 from qfsdp.common.errors import UserError, user_errors
 from qfsdp.common.output import check_output, outlive_output_errors, print_to
 from qfsdp.common.quiet import quiet_torchao
-from qfsdp.common.terminal import closed_at_end
+from qfsdp.common.terminal import closed_at_end, say
 from qfsdp.config.load import as_text, check_components, load_config
 from qfsdp.config.recipe_files import load_recipe
 from qfsdp.config.reference import print_help, wants_help
@@ -75,6 +76,8 @@ def launch(
         _keep_output(config)
         if "LOCAL_RANK" not in os.environ:
             _checked(check, config)
+            if not _trains(config) and (line := unused_driver()) is not None:
+                say(line)  # a run's summary tells it
             if not one_process and (count := local_world_size()) > 1:
                 return run_ranks_here(count, recipe_file, argv)
         else:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import torch
 
+from qfsdp.common.devices import accelerator
 from qfsdp.common.errors import UserError, speaks_for_all
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
@@ -102,8 +103,8 @@ def check_fp8_products() -> None:
 def _device_kind() -> str:
     if _planned_device is not None:
         return _planned_device
-    accelerator = torch.accelerator.current_accelerator(check_available=True)
-    return "cpu" if accelerator is None else accelerator.type
+    found = accelerator()
+    return "cpu" if found is None else found.type
 
 
 def _report() -> None:

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from qfsdp.common.devices import accelerator
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import write_json
 from qfsdp.common.sizes import format_size, parse_size
@@ -104,7 +105,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def _explanation(error: Exception, cfg: Any, run: Run, recipe_file: str) -> str:
-    device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
+    device = accelerator() or torch.device("cpu")
     on_gpu = device.type != "cpu"
     kinds = _bytes_by_kind(run, device)
     where = _where(error, run, recipe_file)

@@ -10,6 +10,7 @@ from itertools import product
 from operator import le
 from typing import Any
 
+from qfsdp.common.devices import accelerator
 from qfsdp.common.errors import UserError, speaks_for_all
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.sizes import format_size
@@ -101,7 +102,7 @@ def this_machine(cfg: Any, ranks: int) -> tuple[Hardware, str]:
     import torch
 
     given = device_memory_of(cfg)
-    if torch.accelerator.is_available():
+    if accelerator() is not None:
         module = torch.get_device_module()
         cards = [module.get_device_properties(at) for at in range(module.device_count())]
         smallest = min(cards, key=lambda card: card.total_memory)

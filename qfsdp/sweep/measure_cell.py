@@ -18,6 +18,7 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
+from qfsdp.common.devices import accelerator_count
 from qfsdp.common.errors import UserError, shortened
 from qfsdp.config.recipe_files import find_recipe
 from qfsdp.launch.start import check_recipe
@@ -247,12 +248,10 @@ def gpu_of(folder: Path) -> dict[str, str]:
 
 def visible_devices() -> list[str]:
     """The names of the accelerators that this process may use, for CUDA_VISIBLE_DEVICES."""
-    import torch
-
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if named:
         return named.split(",")
-    return [str(at) for at in range(torch.accelerator.device_count())]
+    return [str(at) for at in range(accelerator_count())]
 
 
 def check_devices(devices: Sequence[str], ranks: int) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 import resource
+import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
@@ -36,7 +37,8 @@ def peak_memory_bytes(device: torch.device) -> int:
     with suppress(OSError):
         if found := re.search(r"VmHWM:\s*(\d+) kB", Path("/proc/self/status").read_text()):
             return int(found[1]) * 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    size = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return size if sys.platform == "darwin" else size * 1024
 
 
 def reset_peak_memory(device: torch.device) -> None:

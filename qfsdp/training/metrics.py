@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import qfsdp
+from qfsdp.common.devices import accelerator
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, write_json, write_text
 from qfsdp.common.printable import printable
@@ -47,7 +48,7 @@ def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0)
 
 def machine() -> dict[str, Any]:
     """Where this process runs: numbers of ranks, the device, and versions."""
-    accelerated = torch.accelerator.is_available()
+    accelerated = accelerator() is not None
     return {
         "world_size": int(os.environ.get("WORLD_SIZE", 1)),
         "local_world_size": int(os.environ.get("LOCAL_WORLD_SIZE", 1)),

@@ -15,6 +15,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
+from qfsdp.common.devices import sum_dtype
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import did_you_mean, first_line, nearest
 from qfsdp.config.component import Component
@@ -258,7 +259,8 @@ class Update:
         self._terms, self._units, self._good_tokens = terms, units, good_tokens
         self._kl, self._world = torch.tensor(kl, device=world.device), world
         size = len(self.NUMBERS) + 2 * len(self.SUMS)
-        self._sums = torch.zeros(size, dtype=torch.float64, device=world.device)
+        dtype = sum_dtype(world.device)
+        self._sums = torch.zeros(size, dtype=dtype, device=world.device)
         self._has_reference = self._has_pairs = False
 
     def loss(self, batch: PairBatch, reference: Tensor | None, logprobs: Tensor) -> Tensor:

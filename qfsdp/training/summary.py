@@ -4,6 +4,7 @@ model     SmolLM2-135M-Instruct (llama), 0.135B parameters: 79% nf4, 21% bf16
 trained   5,087,232 parameters (3.64%), 20.3 MB in fp32
 data      990 rows, 86,132 tokens; 12 rows reach max_seq_len 256, where longer ones are cut
 steps     124 per epoch, 124 in all; global batch 8 = batch_size 8 x accumulation 1 x ranks 1
+device    cpu: PyTorch sees no accelerator
 memory    about 1.05 GiB of 7.60 GiB per rank
 sample    <|im_start|>user\\nWhat is 2 + 2?<|im_end|>\\n [[4<|im_end|>]]
 """
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from qfsdp.common.devices import device_words
 from qfsdp.common.messages import first_line
 from qfsdp.common.printable import in_one_line, printable
 from qfsdp.common.terminal import columns, is_terminal
@@ -71,6 +73,7 @@ def summary(
         "steps": _steps(cfg.batch_size, loader, world.size, first, total),
         "warm-up": _warm_up(getattr(cfg, "lr_scheduler", None), total),
         "advice": advice(cfg, loader, total, held_out or {}, positions),
+        "device": device_words(),
         "memory": estimated_memory(),
         "time": _time(total - first),
         "sample": _sample(loader.example(min(first, total - 1)), cfg.tokenizer.build()),

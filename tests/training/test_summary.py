@@ -99,7 +99,16 @@ def test_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["memory"] == "about 1 GiB of 2 GiB per rank"
     assert found["time"] == "about 4:00, by the GPU's figures"
     assert found["sample"] == "question [[ANSWER]]"
-    assert list(found) == ["model", "trained", "data", "steps", "memory", "time", "sample"]
+    assert list(found) == [
+        "model",
+        "trained",
+        "data",
+        "steps",
+        "device",
+        "memory",
+        "time",
+        "sample",
+    ]
 
 
 @pytest.mark.parametrize(("steps", "told"), [(9, False), (12, True)])

@@ -15,6 +15,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from qfsdp.common.devices import accelerator
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.dry_run import Way
 
@@ -37,7 +38,7 @@ def moved(way: Way, size: int) -> None:
 
 def host_empty(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
     """Uninitialized host memory, pinned if there is an accelerator."""
-    pin = torch.accelerator.is_available()
+    pin = accelerator() is not None
     return in_host_memory(torch.empty(*shape, dtype=dtype, pin_memory=pin))
 
 
