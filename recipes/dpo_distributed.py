@@ -121,7 +121,7 @@ def check(cfg: Config) -> None:
     if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
         check_disk(model, weights)
     check_start(cfg.adapter, model, weights)
-    check_with_model(cfg, model.config.max_position_embeddings)
+    check_with_model(cfg, model.config)
     check_packed(cfg.packed, cfg.max_seq_len, model.config)
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))

@@ -114,7 +114,7 @@ def check(cfg: Config) -> None:
     weights.check(model)
     if cfg.sharding.offload_base == "disk":
         check_disk(model, weights)
-    check_with_model(cfg, model.config.max_position_embeddings)
+    check_with_model(cfg, model.config)
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)

@@ -38,12 +38,11 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig, World, init_world
 from qfsdp.launch.signals import StopRequest
 from qfsdp.launch.start import launch
+from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, parameter_groups
-from qfsdp.modules.compute_dtype import compute_dtype
-from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
-from qfsdp.modules.transformer import ActivationConfig, Decoder
 from qfsdp.planning.estimate import micro_batch_tokens
 from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.planning.preflight import check_memory
@@ -111,22 +110,21 @@ def check(cfg: Config) -> None:
     choose_lr(cfg)
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
     check_global_batch(cfg)
-    weights = ModelWeights(cfg.model.path)
+    weights = cfg.model.weights()
     model = build_model(cfg, weights)
     weights.check(model)
     if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
         check_disk(model, weights)
     check_start(cfg.adapter, model, weights)
-    check_with_model(cfg, model.config.max_position_embeddings)
+    check_with_model(cfg, model.config)
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)
 
 
-def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
+def build_model(cfg: Config, weights: ModelWeights) -> AnyDecoder:
     """Builds the decoder on the meta device, without storage: linears quantized, adapters added."""
-    with torch.device("meta"):
-        model = Decoder(cfg.model.decoder()).to(compute_dtype(cfg.model.dtype))
+    model = cfg.model.build()
     quantize_linears(model, cfg.quantization, weights.formats)
     add_adapters(model, cfg.adapter)
     model.set_activations(cfg.activation)
@@ -135,7 +133,7 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     return model
 
 
-def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
+def load_model(cfg: Config, world: World, resumed: bool = False) -> AnyDecoder:
     """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = open_weights(cfg.model, cfg.quantization, world)
     model = build_model(cfg, weights)
@@ -148,7 +146,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
 def build_loader(cfg: Config, world: World) -> Loader:
     """Builds the loader of this rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
-    rows = DecoderConfig.from_dir(cfg.model.folder).vocab_size
+    rows = cfg.model.any_config().vocab_size
     dataset = build_dataset("dataset", cfg.dataset, tokenizer, rows)
     if cfg.packed:
         dataset = packed(dataset, cfg.max_seq_len, cfg.seed)

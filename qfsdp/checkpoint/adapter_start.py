@@ -12,10 +12,10 @@ from qfsdp.common.long_waits import long_wait
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters, refresh_dora_norms
 from qfsdp.modules.adapters.reference import keeps_start, set_start
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 
-def check_start(config: AdapterConfig, model: Decoder, weights: ModelWeights) -> None:
+def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights) -> None:
     """The preflight of `start_adapters`; reads settings and headers, no tensors.
 
     Args:

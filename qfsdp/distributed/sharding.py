@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -29,9 +29,9 @@ from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import AdaptedLinear, LowRankRouter, base_parameters
 from qfsdp.modules.experts.stacked import ExpertLinear
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import replace_module
-from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -41,7 +41,7 @@ LINEARS = (AdaptedLinear, QuantizedLinear, ExpertLinear, nn.Linear)
 
 
 def shard_model(
-    model: Decoder, config: ShardingConfig, world: World, tokens: int | None = None
+    model: AnyDecoder, config: ShardingConfig, world: World, tokens: int | None = None
 ) -> None:
     """Shards the parameters of `model`, on the meta device, by rows over the ranks (FSDP2).
 
@@ -64,7 +64,7 @@ def shard_model(
         UserError: `config` asks for something that this model or number of ranks cannot have.
     """
     if config.expert_parallel > 1:
-        check_expert_parallel(model, config, world.size)
+        check_expert_parallel(cast(Any, model), config, world.size)
     if not needs_fsdp(config, world.size, _casts(model)):
         return
     if config.offload_base != "none":
@@ -72,19 +72,19 @@ def shard_model(
     unit = _unit_options(model, config, world)
     if config.expert_parallel > 1:
         _shard_experts(model, config, world, unit)
-    body = model.model
-    for layer in body.layers:
+    parts = model.parts
+    for layer in parts.layers:
         if config.wrap == "linear":
             for module in layer.modules():
                 if isinstance(module, LINEARS) and not isinstance(module, FSDPModule):
                     _shard_unit(module, **unit)
         _shard_unit(layer, **unit)
     if splits_vocabulary(model, config, unit["mesh"].size(-1), tokens):
-        model.split = SplitVocabulary(model, unit["mesh"], world)
+        model.split = SplitVocabulary(cast(Any, model), unit["mesh"], world)
         unit["ignored_params"] = unit.get("ignored_params", set()) | model.split.parameters
-    elif model.lm_head.weight is not body.embed_tokens.weight:
-        _shard_unit(body.embed_tokens, **unit)
-        _shard_unit(model.lm_head, **unit | {"reshard_after_forward": False})
+    elif parts.output.weight is not parts.embedding.weight:
+        _shard_unit(parts.embedding, **unit)
+        _shard_unit(parts.output, **unit | {"reshard_after_forward": False})
     # The root's own parameters are used first and last, so it does not reshard after forward.
     fully_shard(model, **unit | {"reshard_after_forward": None})
     for module in model.modules():
@@ -93,18 +93,18 @@ def shard_model(
             # whole step.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
-    _set_prefetch(body, config.prefetch)
+    _set_prefetch(parts.body, config.prefetch)
     if reduces_every_update(model, config):
         setattr(model, REDUCES_NOW, True)
 
 
 def _shard_experts(
-    model: Decoder, config: ShardingConfig, world: World, unit: dict[str, Any]
+    model: AnyDecoder, config: ShardingConfig, world: World, unit: dict[str, Any]
 ) -> None:
     """Shards the experts of every mixture over the ranks of one part."""
     assert world.mesh is not None
     mesh = expert_mesh(config, world)
-    for experts in keep_own_experts(model, mesh):
+    for experts in keep_own_experts(cast(Any, model), mesh):
         of_unit = unit | {"mesh": mesh["rows"]}
         linears = experts.children() if config.wrap == "linear" else [experts]
         for module in linears:
@@ -112,13 +112,13 @@ def _shard_experts(
         see_all_rows(experts, world.mesh, config.expert_parallel)
 
 
-def _casts(model: Decoder) -> bool:
+def _casts(model: AnyDecoder) -> bool:
     """Whether a trained parameter has another dtype than the model computes in."""
     trained = {param.dtype for param in trainable_parameters(model)}
     return model.compute_dtype is not None and trained != {model.compute_dtype}
 
 
-def _unit_options(model: Decoder, config: ShardingConfig, world: World) -> dict[str, Any]:
+def _unit_options(model: AnyDecoder, config: ShardingConfig, world: World) -> dict[str, Any]:
     """The arguments of `fully_shard` for every unit."""
     assert world.mesh is not None
     options: dict[str, Any] = {
@@ -195,7 +195,7 @@ def shard_rank(config: ShardingConfig, world: World) -> int:
     return world.rank % shard if config.strategy.startswith("hybrid") else world.rank
 
 
-def _offload_base(model: Decoder, config: ShardingConfig, world: World) -> None:
+def _offload_base(model: AnyDecoder, config: ShardingConfig, world: World) -> None:
     """Moves the frozen weights of the linears to host memory or disk.
 
     Weights that are not quantized become rows of bytes too (`PlainRows`). Embeddings, norms and

@@ -37,6 +37,7 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import AdaptedLinear
 from qfsdp.modules.chunk_gradients import chunk_functions
+from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_tokens, summed_by_sample
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.transformer import Decoder
@@ -59,7 +60,7 @@ CHUNK_EMBEDDED_BYTES = 1 << 26
 
 
 def splits_vocabulary(
-    model: Decoder, config: ShardingConfig, ranks: int, tokens: int | None
+    model: Decoder | HubDecoder, config: ShardingConfig, ranks: int, tokens: int | None
 ) -> bool:
     """Whether `model` is to be split; `config.vocabulary` says so, or "auto" and the sizes.
 
@@ -70,10 +71,10 @@ def splits_vocabulary(
     Raises:
         UserError: "split" cannot be had.
     """
-    embedding, why = model.model.embed_tokens.weight, None
+    embedding, why = model.parts.embedding.weight, None
     rows = embedding.size(0)
-    if config.vocabulary == "gather" or ranks == 1:
-        return False  # one rank has all rows
+    if config.vocabulary == "gather" or ranks == 1 or isinstance(model, HubDecoder):
+        return False  # one rank has all rows; transformers' modules multiply by whole weights
     if config.strategy == "ddp" and not embedding.requires_grad:
         why = "but with sharding.strategy: ddp every rank holds the frozen base"
     elif config.cpu_offload:

@@ -14,6 +14,23 @@ from qfsdp.modules.families import read
 EXPANDED = "expanded_layers"  # key of config.json: indices of layers that block expansion added
 
 
+def read_config(path: str | Path) -> tuple[dict[str, Any], str]:
+    """The content of `<path>/config.json`, and the file's name. Raises `UserError`."""
+    file = Path(path) / "config.json"
+    if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe would be read for ever
+        raise UserError(f"{file}: no regular file; expected a Hugging Face model folder")
+    try:
+        config = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        why = error.strerror
+        raise UserError(f"{file}: {why}; expected a Hugging Face model folder") from None
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"{file}: not valid JSON: {error}") from None
+    if not isinstance(config, dict):
+        raise UserError(f"{file}: holds a {type(config).__name__}; expected a JSON object")
+    return config, str(file)
+
+
 @dataclass(frozen=True)
 class DecoderConfig(DecoderParts):
     """The parts of a decoder, as a model folder describes them."""
@@ -21,19 +38,7 @@ class DecoderConfig(DecoderParts):
     @classmethod
     def from_dir(cls, path: str | Path) -> DecoderConfig:
         """Reads `<path>/config.json`. Raises `UserError`, which names the file and the mistake."""
-        file = Path(path) / "config.json"
-        if file.exists() and not (file.is_file() or file.is_dir()):  # a pipe would be read for ever
-            raise UserError(f"{file}: no regular file; expected a Hugging Face model folder")
-        try:
-            config = json.loads(file.read_text(encoding="utf-8"))
-        except OSError as error:
-            why = error.strerror
-            raise UserError(f"{file}: {why}; expected a Hugging Face model folder") from None
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{file}: not valid JSON: {error}") from None
-        if not isinstance(config, dict):
-            raise UserError(f"{file}: holds a {type(config).__name__}; expected a JSON object")
-        return cls.from_dict(config, source=str(file))
+        return cls.from_dict(*read_config(path))
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], source: str = "config.json") -> DecoderConfig:

@@ -88,6 +88,22 @@ def head_loss(
     )
 
 
+class OutputLayer(nn.Linear):
+    """Logits `[..., vocab]` of hidden states or, given labels, their `head_loss`."""
+
+    def forward(
+        self,
+        x: Tensor,
+        labels: Tensor | None = None,
+        sample_ids: Tensor | None = None,
+        num_samples: int = 0,
+        num_targets: int | None = None,
+    ) -> Tensor:
+        if labels is None:
+            return super().forward(x)
+        return head_loss(self, x, labels, sample_ids, num_samples, num_targets)
+
+
 def summed_by_sample(
     in_chunks: Callable[..., Any],
     trained: Sequence[Tensor],

@@ -25,14 +25,21 @@ LINEAR_NAMES = (
     "output_linear",
     "lm_head",
 )
+# Further names of linears in models of transformers, which have many more.
+HUB_NAMES = (
+    *("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "out_proj", "x_proj"),
+    *("w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"),
+    *("per_layer_input_gate", "per_layer_projection"),
+)
 # Routers of mixtures. They are adapted only if adapter.targets names them.
 ROUTER_NAMES = ("gate", "router")
 
 
 def check_targets(key: str, targets: str | list[str], routers: bool = False) -> None:
     """Raises `UserError` unless `targets` is "all-linear" or a non-empty list of names of
-    `LINEAR_NAMES` and, with `routers`, `ROUTER_NAMES` (a list may hold "all-linear" too:
-    `[all-linear, lm_head]`)."""
+    `LINEAR_NAMES`, `HUB_NAMES` and, with `routers`, `ROUTER_NAMES` (a list may hold "all-linear"
+    too: `[all-linear, lm_head]`)."""
     names = [targets] if isinstance(targets, str) else targets
     known = [ALL_LINEAR, *LINEAR_NAMES, *(ROUTER_NAMES if routers else ())]
     if not names:
@@ -40,7 +47,7 @@ def check_targets(key: str, targets: str | list[str], routers: bool = False) -> 
     for name in names:
         if "," in name:
             raise UserError(f"{key}: {name!r} is no list; expected '{key}=[{name}]'")
-        if name not in known:
+        if name not in known and name not in HUB_NAMES:
             near = difflib.get_close_matches(name, known, 1, cutoff=0.0)[0]
             raise UserError(
                 f"{key}: {name!r} is not a linear of the decoder; did you mean {near!r}? "
@@ -53,20 +60,28 @@ def target_modules(
 ) -> list[tuple[str, nn.Module]]:
     """(name, module) of every module of type `kind` that `targets` selects, in model order.
 
-    "all-linear" selects every linear of every decoder layer, but neither `lm_head` nor routers.
+    "all-linear" selects every linear of every decoder layer, but neither `lm_head` nor routers. A
+    model of transformers says which linears those are (`HubDecoder.linears`), and has no others.
     """
     names = {targets} if isinstance(targets, str) else set(targets)
-    if ALL_LINEAR in names:
+    stand: Sequence[str] | None = getattr(model, "linears", None)
+    if ALL_LINEAR in names and stand is None:
         names |= set(LINEAR_NAMES) - {"lm_head"}
+    allowed = None if stand is None else {*stand, "lm_head"}
+    chosen = set(stand or ()) if ALL_LINEAR in names else set()
     return [
         (name, module)
         for name, module in model.named_modules()
-        if isinstance(module, kind) and name.rpartition(".")[2] in names
+        if isinstance(module, kind) and (allowed is None or name in allowed)
+        if name in chosen or name.rpartition(".")[2] in names
     ]
 
 
 def linears_of(model: nn.Module, names: Sequence[str] = LINEAR_NAMES) -> list[str]:
-    """Those of `names` that a model has, whatever its linears have become."""
+    """Those of `names` that a model has, whatever its linears have become; of a model of
+    transformers all that can be named."""
+    if (stand := getattr(model, "linears", None)) is not None:
+        return [*dict.fromkeys(name.rpartition(".")[2] for name in stand), "lm_head"]
     found = {name.rpartition(".")[2] for name, _ in model.named_modules()}
     return [name for name in names if name in found]
 
@@ -84,6 +99,23 @@ def check_present(
                 f"{key}: {name!r} is not a linear of this model; expected some of "
                 f"{', '.join(known)}"
             )
+
+
+def adapted_modules(
+    model: nn.Module, targets: str | list[str], kind: type[nn.Module] | tuple[type[nn.Module], ...]
+) -> list[tuple[str, nn.Module]]:
+    """`target_modules` of `adapter.targets`, without those that are quantized only
+    (`HubDecoder.not_adapted`). Raises `UserError` if `targets` names one of these."""
+    kept = set(getattr(model, "not_adapted", ()))
+    names = {name.rpartition(".")[2] for name in kept}
+    for name in [targets] if isinstance(targets, str) else targets:
+        if name in names:
+            raise UserError(
+                f"adapter.targets: {name!r} also names experts of this model, which are not "
+                "adapted; expected targets without it"
+            )
+    found = target_modules(model, targets, kind)
+    return [(name, module) for name, module in found if name not in kept]
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

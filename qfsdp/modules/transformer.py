@@ -22,9 +22,10 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.experts.mixture import MixtureMLP
 from qfsdp.modules.experts.routing import Routing, counted_tokens
-from qfsdp.modules.loss import head_loss
+from qfsdp.modules.loss import OutputLayer, head_loss
 from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.mlp import MLP
+from qfsdp.modules.model_parts import ModelParts
 from qfsdp.modules.rope import RopeConfig
 
 Documents = Tensor | SharedDocuments | None
@@ -176,22 +177,6 @@ class Backbone(nn.Module):
         self.norm = config.norm.build(config.hidden_size)
 
 
-class OutputLayer(nn.Linear):
-    """Logits `[..., vocab]` of hidden states or, given labels, their `head_loss`."""
-
-    def forward(
-        self,
-        x: Tensor,
-        labels: Tensor | None = None,
-        sample_ids: Tensor | None = None,
-        num_samples: int = 0,
-        num_targets: int | None = None,
-    ) -> Tensor:
-        if labels is None:
-            return super().forward(x)
-        return head_loss(self, x, labels, sample_ids, num_samples, num_targets)
-
-
 class Decoder(nn.Module):
     """A causal language model whose parameters carry their Hugging Face names.
 
@@ -215,6 +200,12 @@ class Decoder(nn.Module):
         self.model = Backbone(config)
         self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
         self.tie_weights()
+
+    @property
+    def parts(self) -> ModelParts:
+        """Its modules by what they are."""
+        body = self.model
+        return ModelParts(body, body.layers, body.embed_tokens, self.lm_head)
 
     def tie_weights(self) -> None:
         """Makes the output layer share the embedding's weight if the config ties them."""

@@ -62,7 +62,7 @@ __all__ = [
     "reserved_bytes",
 ]
 
-BuildModel = Callable[[Any, Any], Decoder]  # (cfg, weights) -> the model on the meta device
+BuildModel = Callable[[Any, Any], Any]  # (cfg, weights) -> the model on the meta device
 TrainStep = Callable[..., dict[str, float]]  # one update; arguments as in the training recipes
 Kinds = dict[str, int]  # bytes by kind of tensor
 RING = "ring_of_the_base"  # kind of host memory: the read-ahead of a base on disk

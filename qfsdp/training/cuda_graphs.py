@@ -38,6 +38,7 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import dora_linears, refresh_dora_norms
 from qfsdp.modules.attention.documents import is_varlen_size
+from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.low_rank.grouped import prepare
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.throughput import StepClock
@@ -243,8 +244,10 @@ class StepGraphs:
             param.grad = grad
 
 
-def why_not(model: Decoder, world: World, cfg: Any) -> Obstacle | None:
+def why_not(model: AnyDecoder, world: World, cfg: Any) -> Obstacle | None:
     """Why the steps of a run, or all but DoRA's norms, cannot be captured; None if they may be."""
+    if isinstance(model, HubDecoder):
+        return Obstacle("transformers computes the layers; expected qfsdp's decoder", norms=False)
     layers = [cast(Any, layer) for layer in model.model.layers]
     kept, head_dim = cfg.activation.checkpointing, model.config.head_dim
     checks = [

@@ -16,7 +16,6 @@ from typing import Any
 
 from qfsdp.common.errors import UserError, speaks_for_all
 from qfsdp.config.component import Component
-from qfsdp.modules.decoder_config import DecoderConfig
 
 AUTO = "auto"
 EXPONENTS = {"Llama": 0.781, "Mistral": 0.781, "Qwen": 0.0775}  # Mistral: Llama's shape; not fitted
@@ -51,7 +50,7 @@ def any_lr(optimizer: Component) -> Component:
 
 
 def _size_and_exponent(cfg: Any) -> tuple[int, float]:
-    size = DecoderConfig.from_dir(cfg.model.folder).hidden_size
+    size = cfg.model.any_config().hidden_size
     config = json.loads((cfg.model.folder / "config.json").read_text(encoding="utf-8"))
     architecture = str((config.get("architectures") or [""])[0])
     for family, exponent in EXPONENTS.items():

@@ -7,6 +7,8 @@ from typing import Any
 
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.files import nearest_existing
+from qfsdp.modules.hub_models.config import HubConfig
+from qfsdp.modules.hub_models.refused import check_hub_run
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile
 from qfsdp.training.preference import step_options
 
@@ -46,15 +48,19 @@ def check_run_config(cfg: Any) -> None:
         raise InvalidField("clip_grad_norm", cfg.clip_grad_norm, "a number above 0, or null")
 
 
-def check_with_model(cfg: Any, positions: int) -> None:
+def check_with_model(cfg: Any, model: Any) -> None:
     """Checks what depends on the machine and on the model.
 
     Args:
-        positions: the largest length of a sample that the model knows.
+        model: the config of the model that is built.
 
     Raises:
-        UserError: `compile: true` and nothing can be compiled, or samples longer than that.
+        UserError: `compile: true` and nothing can be compiled; samples longer than the model's
+            positions; or a setting that models of transformers do not have.
     """
+    if isinstance(model, HubConfig):
+        check_hub_run(cfg, model)
+    positions = model.max_position_embeddings
     check_compile(cfg.compile, cfg.compile_cache_dir)
     if cfg.max_seq_len > positions:
         limit = f"at most {positions}, the model's positions"

@@ -68,6 +68,7 @@ def summary(
     positions = DecoderConfig.from_dir(cfg.model.folder).max_position_embeddings
     lines = {
         "model": _model(cfg.model, model),
+        "linears": getattr(model, "linears_in_words", ""),
         "trained": _trained(model),
         "data": _data(loader.dataset, cfg.max_seq_len),
         "steps": _steps(cfg.batch_size, loader, world.size, first, total),

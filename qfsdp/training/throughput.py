@@ -31,6 +31,7 @@ from qfsdp.data.loader import Batch
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import LowRankLinear, ScaledLinear
 from qfsdp.modules.experts.routing import routing_metrics
+from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.training.memory_usage import MemoryUsage
 
@@ -144,7 +145,7 @@ def document_lengths(batch: Batch) -> list[int]:
 
 
 def step_flops(
-    model: Decoder, lengths: Iterable[int], targets: int, tokens: int | None = None
+    model: Decoder | HubDecoder, lengths: Iterable[int], targets: int, tokens: int | None = None
 ) -> StepFlops:
     """The FLOPs of one rank's forward and backward passes over any number of batches.
 
@@ -159,6 +160,8 @@ def step_flops(
     """
     lengths = list(lengths)
     tokens = sum(lengths) if tokens is None else tokens
+    if isinstance(model, HubDecoder):
+        return _flops_of_linears(model, tokens, targets)
     layers = [cast(DecoderLayer, layer) for layer in model.model.layers]
     pairs = {
         window: _attended(lengths, window)
@@ -177,6 +180,16 @@ def step_flops(
     work.linears(targets, model.lm_head)
     both = work.forward + work.backward
     return StepFlops(both, both + work.again, work.forward)
+
+
+def _flops_of_linears(model: HubDecoder, tokens: int, targets: int) -> StepFlops:
+    """Of a model of transformers: its quantized, adapted linears and the output layer alone."""
+    work = _Work(False)
+    work.linears(tokens, *(model.get_submodule(name) for name in model.linears))
+    again = work.forward if model.recomputes else 0
+    work.linears(targets, model.parts.output)
+    both = work.forward + work.backward
+    return StepFlops(both, both + again, work.forward)
 
 
 class _Work:
@@ -238,11 +251,15 @@ class Meter:
     """
 
     def __init__(
-        self, model: Decoder, world: World, clock: StepClock, optimizer: Optimizer | None = None
+        self,
+        model: Decoder | HubDecoder,
+        world: World,
+        clock: StepClock,
+        optimizer: Optimizer | None = None,
     ) -> None:
         self._model, self._world, self._clock = model, world, clock
         self._memory = MemoryUsage(model, optimizer, world)
-        dtype = model.compute_dtype or model.model.norm.weight.dtype
+        dtype = model.compute_dtype or model.parts.embedding.weight.dtype
         self._rate = matmul_rate(world.device, dtype)
         self._memory.reset()  # leaves out the memory of measuring the rate
         self._start()

@@ -30,7 +30,6 @@ from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
 from qfsdp.evaluation.lm_harness import LMEvalConfig, load_likelihood_tasks, run_tasks
-from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.metrics import RunLog
 from qfsdp.training.throughput import Meter
@@ -124,7 +123,7 @@ class Validation:
                 f"validation.metric: '{self.metric}'; expected {', '.join(expected)} or null"
             )
         tokenizer = cfg.tokenizer.build()
-        rows = DecoderConfig.from_dir(cfg.model.folder).vocab_size
+        rows = cfg.model.any_config().vocab_size
         self._pad_id: int = tokenizer.pad_id
         self._tokenizer = tokenizer
         self._tasks = load_likelihood_tasks("validation", self._config.lm_eval)

@@ -19,6 +19,7 @@ from torch import nn
 
 from qfsdp.checkpoint.weights.bnb_layout import read_bnb
 from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_experts
+from qfsdp.checkpoint.weights.hub_names import tensors_of_hub_model
 from qfsdp.checkpoint.weights.identity import sampled_digest, whole_digest
 from qfsdp.checkpoint.weights.other_names import (
     EMBEDDINGS,
@@ -32,7 +33,7 @@ from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.common.errors import UserError
 from qfsdp.hub.download import whole_folder
 from qfsdp.modules.adapters.linears import base_parameters
-from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.hub_models.config import HubConfig, Implementation, model_config
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -59,15 +60,19 @@ class ModelWeights:
 
     write_again: Callable[[str], ModelWeights] | None = None
 
-    def __init__(self, folder: str | Path) -> None:
+    def __init__(self, folder: str | Path, implementation: Implementation = "auto") -> None:
         self.files = SafetensorsFolder(folder)
         self.folder = self.files.folder
+        self.quantized: dict[str, StoredQuantizedWeight] = {}
         parts = None
         with suppress(UserError):  # those who build the model report it
-            parts = DecoderConfig.from_dir(self.folder)
+            parts = model_config(self.folder, implementation)
+        if isinstance(parts, HubConfig):
+            self.plain = tensors_of_hub_model(self.files, parts)
+            return
+        if parts is not None:
             self.files.tensors = with_our_names(self.files.tensors, parts)
         config = self._quantization_config()
-        self.quantized: dict[str, StoredQuantizedWeight] = {}
         if config is not None:
             if not isinstance(config, dict):
                 found = f"quantization_config {config!r:.50}; expected a JSON object"

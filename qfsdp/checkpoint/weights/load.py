@@ -2,32 +2,27 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
-from typing import Literal
 
 import torch
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.huge_pages import use_huge_pages
+from qfsdp.checkpoint.weights.model_config import ModelConfig as ModelConfig
 from qfsdp.checkpoint.weights.progress import Pieces, streamed
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles, Read, StoredTensor
 from qfsdp.checkpoint.weights.verify import WeightVerification, changed_settings, refusal
-from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.errors import UserError
 from qfsdp.common.sizes import parse_size
 from qfsdp.common.terminal import warn
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.stores import DiskStore
 from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.linears import base_parameters
-from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, local_rows
 from qfsdp.tensor_subclasses.finite import is_finite
 from qfsdp.tensor_subclasses.kernels.host_memory import return_freed_memory
@@ -35,56 +30,9 @@ from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 
-@dataclass
-class ModelConfig:
-    """Section `model`: the base model.
-
-    Fields:
-        path: a Hugging Face model folder (`config.json` and safetensors), a bitsandbytes 4-bit
-            one, or one that `recipes/quantize` wrote; or the name of such a model on the Hugging
-            Face hub, `org/model` or `org/model@revision`. A folder wins.
-        dtype: the compute dtype, and the dtype of weights that are not quantized. Adapters and
-            the optimizer are always fp32. The files may have any dtype. "fp16" is for GPUs without
-            bf16 (V100, T4); gradients are computed times a loss scale
-            (`qfsdp.training.loss_scale`). A CPU without bf16 products computes "bf16" in fp32.
-        quantize_cache: a folder that all ranks see; the first run writes its quantized weights
-            there and later runs load them. null: quantize in every run.
-        router_aux_loss: factor of the load-balancing loss of a mixture of experts in training, or
-            "family": `router_aux_loss_coef` of its `config.json`. It is computed for each row of a
-            batch (`qfsdp.modules.experts.routing`). null: without it.
-    """
-
-    path: str
-    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
-    quantize_cache: str | None = None
-    router_aux_loss: float | Literal["family"] | None = None
-
-    @property
-    def folder(self) -> Path:
-        """Where the model is on this machine."""
-        return local_folder(self.path)
-
-    def decoder(self) -> DecoderConfig:
-        """The decoder to train. Raises UserError, also for a `router_aux_loss` without experts."""
-        config, factor = DecoderConfig.from_dir(self.folder), self.router_aux_loss
-        if factor is None:
-            return config
-        if config.experts is None:
-            why = "but this model has no mixture of experts"
-            raise UserError(f"model.router_aux_loss: {factor!r}, {why}; expected null")
-        router = config.experts.router
-        router = replace(router, aux_loss=router.family_aux_loss if factor == "family" else factor)
-        return replace(config, experts=replace(config.experts, router=router))
-
-    def check(self) -> None:
-        factor = self.router_aux_loss
-        if isinstance(factor, float) and not 0 <= factor < math.inf:
-            raise InvalidField("router_aux_loss", factor, 'a number of at least 0, or "family"')
-
-
 @torch.no_grad()
 def load_base(
-    model: Decoder,
+    model: AnyDecoder,
     source: ModelWeights,
     device: torch.device,
     sharding: ShardingConfig | None = None,
@@ -282,7 +230,7 @@ def check_finite(name: str, values: Tensor) -> None:
 # ---- weights that stay on disk -------------------------------------------------------------------
 
 
-def check_disk(model: Decoder, source: ModelWeights) -> None:
+def check_disk(model: AnyDecoder, source: ModelWeights) -> None:
     """Checks that the offloaded weights are stored as the bytes that the model holds: the frozen
     linears of the layers, and `lm_head` if it is quantized.
 
@@ -310,7 +258,7 @@ def check_disk(model: Decoder, source: ModelWeights) -> None:
             )
 
 
-def _leave_on_disk(model: Decoder, source: ModelWeights, memory: int) -> None:
+def _leave_on_disk(model: AnyDecoder, source: ModelWeights, memory: int) -> None:
     """Has a ring read this rank's rows of every weight that stays on disk."""
     check_disk(model, source)
     ring, files = DiskRing(memory), OpenFiles()

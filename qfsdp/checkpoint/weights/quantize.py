@@ -166,7 +166,7 @@ def open_weights(
 
     Every rank must call it.
     """
-    weights = ModelWeights(config.path)
+    weights = config.weights()
     if config.quantize_cache is None or quantization.format == "none" or weights.quantized:
         return weights
     base = world.broadcast(weights.digest if world.rank == 0 else None)  # hashed once

@@ -109,6 +109,12 @@ class StackedTensor(StoredTensor):
 
     def split(self, row: int, into: Tensor) -> Iterator[tuple[StoredTensor, int, Tensor]]:
         """(part, its first row, its slice of `into`) for the rows from `row` on."""
+        if self.rows < len(self.parts):  # each row is several parts
+            of_row = len(self.parts) // self.rows
+            for at, whole in enumerate(into):
+                for index, some in enumerate(whole.chunk(of_row)):
+                    yield self.parts[(row + at) * of_row + index], 0, some
+            return
         height, at = self.rows // len(self.parts), 0
         while at < len(into):
             index, first = divmod(row + at, height)

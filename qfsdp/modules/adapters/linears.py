@@ -48,9 +48,9 @@ from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.modules.targets import (
     LINEAR_NAMES,
     ROUTER_NAMES,
+    adapted_modules,
     check_present,
     replace_module,
-    target_modules,
 )
 from qfsdp.tensor_subclasses.dtensor import (
     local_part,
@@ -266,7 +266,7 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
     names = (*LINEAR_NAMES, *ROUTER_NAMES)
     check_present("adapter.targets", config.linears, model, names)
     model.requires_grad_(False)
-    targets = target_modules(model, config.linears, ADAPTABLE)
+    targets = adapted_modules(model, config.linears, ADAPTABLE)
     of_experts = {name.rpartition(".")[2] for name, m in targets if isinstance(m, ExpertLinear)}
     check_sharing(config, of_experts)
     for name, module in targets:

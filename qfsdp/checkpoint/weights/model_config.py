@@ -1,0 +1,84 @@
+"""The config section `model`: which model, in which numbers, built by whom."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Literal
+
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.hub.download import local_folder
+from qfsdp.modules.compute_dtype import compute_dtype
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.hub_models.config import AnyConfig, Implementation, model_config
+from qfsdp.modules.hub_models.decoder import AnyDecoder, build_decoder
+
+
+@dataclass
+class ModelConfig:
+    """Section `model`: the base model.
+
+    Fields:
+        path: a Hugging Face model folder (`config.json` and safetensors), a bitsandbytes 4-bit
+            one, or one that `recipes/quantize` wrote; or the name of such a model on the Hugging
+            Face hub, `org/model` or `org/model@revision`. A folder wins.
+        dtype: the compute dtype, and the dtype of weights that are not quantized. Adapters and
+            the optimizer are always fp32. The files may have any dtype. "fp16" is for GPUs without
+            bf16 (V100, T4); gradients are computed times a loss scale
+            (`qfsdp.training.loss_scale`). A CPU without bf16 products computes "bf16" in fp32.
+        quantize_cache: a folder that all ranks see; the first run writes its quantized weights
+            there and later runs load them. null: quantize in every run.
+        implementation: "native": qfsdp's own decoder, of the architectures in
+            `qfsdp/modules/families`. "transformers": the module of the installed transformers, of
+            any causal language model. "auto": native where qfsdp has it, else transformers'.
+        router_aux_loss: factor of the load-balancing loss of a mixture of experts in training, or
+            "family": `router_aux_loss_coef` of its `config.json`. It is computed for each row of a
+            batch (`qfsdp.modules.experts.routing`). null: without it.
+    """
+
+    path: str
+    dtype: Literal["bf16", "fp16", "fp32"] = "bf16"
+    quantize_cache: str | None = None
+    implementation: Implementation = "auto"
+    router_aux_loss: float | Literal["family"] | None = None
+
+    @property
+    def folder(self) -> Path:
+        """Where the model is on this machine."""
+        return local_folder(self.path)
+
+    def any_config(self) -> AnyConfig:
+        """What the folder says of the model that is built; raises UserError."""
+        return model_config(self.folder, self.implementation)
+
+    def weights(self) -> ModelWeights:
+        """The weights of the folder, by the names of the model that is built."""
+        return ModelWeights(self.path, self.implementation)
+
+    def build(self) -> AnyDecoder:
+        """The model on the meta device. Raises UserError, see `any_config` and `decoder`."""
+        config = self.any_config()
+        native = isinstance(config, DecoderConfig)
+        return build_decoder(self.decoder() if native else config, compute_dtype(self.dtype))
+
+    def decoder(self) -> DecoderConfig:
+        """The decoder to train. Raises UserError, also for a `router_aux_loss` without experts."""
+        if self.implementation == "transformers":
+            expected = "auto or native: what this command does needs qfsdp's own decoder"
+            raise UserError(f"model.implementation: 'transformers'; expected {expected}")
+        config, factor = DecoderConfig.from_dir(self.folder), self.router_aux_loss
+        if factor is None:
+            return config
+        if config.experts is None:
+            why = "but this model has no mixture of experts"
+            raise UserError(f"model.router_aux_loss: {factor!r}, {why}; expected null")
+        router = config.experts.router
+        router = replace(router, aux_loss=router.family_aux_loss if factor == "family" else factor)
+        return replace(config, experts=replace(config.experts, router=router))
+
+    def check(self) -> None:
+        factor = self.router_aux_loss
+        if isinstance(factor, float) and not 0 <= factor < math.inf:
+            raise InvalidField("router_aux_loss", factor, 'a number of at least 0, or "family"')

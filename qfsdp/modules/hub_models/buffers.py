@@ -1,0 +1,73 @@
+"""Buffers of transformers' modules: those in files become parameters, others are computed.
+
+A buffer that files hold (`layer_scalar`, a router's `e_score_correction_bias`) is frozen like a
+weight: as a parameter it is loaded, sharded and checked like one. Others, such as the frequencies
+of rotary positions, are computed on the rank's device by transformers' own `_init_weights`, as its
+loader does it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from qfsdp.common.errors import UserError
+
+
+def stored_buffers_as_parameters(hf: nn.Module) -> None:
+    """Makes every buffer that files hold a frozen parameter of the same name."""
+    for module in hf.modules():
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            if name not in module._non_persistent_buffers_set:
+                del module._buffers[name]
+                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+
+
+def check_buffers(hf: nn.Module, source: str) -> None:
+    """Raises `UserError` for a module that keeps a tensor which is neither parameter nor buffer:
+    nothing computes it on the rank's device."""
+    for name, module in hf.named_modules():
+        for field, value in vars(module).items():
+            if isinstance(value, Tensor):
+                raise UserError(
+                    f"{source}: {type(hf).__name__} keeps a tensor, {name}.{field}, that is "
+                    "neither a parameter nor a buffer; such a model is not trained"
+                )
+
+
+@torch.no_grad()
+def compute_buffers(hf: nn.Module, source: str) -> None:
+    """Computes every buffer that no file holds; the model must have storage.
+
+    Raises:
+        UserError: transformers does not compute one of them.
+    """
+    for name, module, owner in list(_with_buffers(hf)):
+        buffers = dict(module.named_buffers(recurse=False))
+        for buffer in buffers.values():
+            if buffer.is_floating_point():
+                buffer.fill_(torch.nan)
+        for param in module.parameters(recurse=False):
+            cast(Any, param)._is_hf_initialized = True  # left as it is
+        owner._init_weights(module)
+        for field, buffer in buffers.items():
+            if isinstance(buffer, FakeTensor) or not buffer.is_floating_point():
+                continue
+            if bool(buffer.isnan().any()):
+                where = f"{name}.{field} of {type(hf).__name__}"
+                raise UserError(f"{source}: transformers does not compute {where}")
+
+
+def _with_buffers(hf: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:
+    """(name, module, the model of transformers that it belongs to) of modules with buffers."""
+    owners: dict[str, Any] = {}
+    for name, module in hf.named_modules():
+        if hasattr(module, "_init_weights"):
+            owners[name] = module
+        if any(True for _ in module.buffers(recurse=False)):
+            owner = max((o for o in owners if o == "" or f"{name}.".startswith(f"{o}.")), key=len)
+            yield name, module, owners[owner]

@@ -1,0 +1,168 @@
+"""Which implementation a model folder gets, and what a run asks of its config."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from qfsdp.common.errors import UserError
+from qfsdp.common.messages import first_line
+from qfsdp.modules.decoder_config import DecoderConfig, read_config
+from qfsdp.modules.families import FAMILIES
+
+Implementation = Literal["auto", "native", "transformers"]
+UNLIMITED = 1 << 30  # positions of a model whose config names no limit
+
+
+@dataclass(frozen=True)
+class HubConfig:
+    """A model that transformers builds.
+
+    Fields:
+        hf: transformers' config.
+        source: names the file in errors.
+        vocab_size: rows of the embedding; the other sizes are named as in `config.json`.
+        experts, predictors: as of `DecoderParts`; a run does not see them.
+    """
+
+    hf: Any
+    source: str
+    vocab_size: int
+    hidden_size: int
+    num_hidden_layers: int
+    max_position_embeddings: int
+    experts: None = None
+    predictors: int = 0
+
+    @property
+    def architecture(self) -> str:
+        """The class, for messages."""
+        return str(_causal_models()[self.hf.model_type])
+
+    def build(self, dtype: torch.dtype) -> Any:
+        """transformers' module on the meta device. Raises `UserError`."""
+        from transformers import AutoModelForCausalLM
+
+        try:
+            with torch.device("meta"):
+                return AutoModelForCausalLM.from_config(self.hf, dtype=dtype)
+        except Exception as error:  # whatever transformers' classes raise for a config
+            raise _refused(self.source, error) from None
+
+    @cached_property
+    def meta(self) -> Any:
+        """transformers' module on the meta device, as files are compared with it."""
+        return self.build(torch.float32)
+
+
+AnyConfig = DecoderConfig | HubConfig
+
+
+def model_config(folder: str | Path, implementation: Implementation = "auto") -> AnyConfig:
+    """The model of a folder: native where `families` has its architecture, unless
+    `implementation` says otherwise. Reads `config.json` only.
+
+    Raises:
+        UserError: the file is missing or broken; or neither we nor the installed transformers have
+            the architecture, or it is no causal language model.
+    """
+    config, source = read_config(folder)
+    architecture = _architecture(config)
+    if implementation == "native" or (implementation == "auto" and architecture in FAMILIES):
+        return DecoderConfig.from_dict(config, source)
+    return hub_config(config, source)
+
+
+def _architecture(config: dict[str, Any]) -> str | None:
+    names = config.get("architectures") or [None]
+    name = names[0] if isinstance(names, list) else names
+    return name if isinstance(name, str) else None
+
+
+def hub_config(config: dict[str, Any], source: str) -> HubConfig:
+    """The config of a model that transformers builds; raises as `model_config`."""
+    architecture, kind = _architecture(config), config.get("model_type")
+    if architecture is None:
+        return _unknown(None, source, config, list(FAMILIES))
+    try:
+        from transformers import CONFIG_MAPPING
+    except ImportError:
+        raise UserError(
+            f"{source}: architecture {architecture!r} comes from transformers, which is not "
+            "installed; expected `pip install 'qfsdp[transformers]'`, or one of "
+            f"{', '.join(FAMILIES)}"
+        ) from None
+    models = _causal_models()
+    if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
+        return _unknown(architecture, source, config, [*FAMILIES, *models.values()])
+    if models.get(kind) != architecture:
+        expected = models.get(kind, "a causal language model of text")
+        raise UserError(
+            f"{source}: architecture {architecture!r} is no causal language model of text; "
+            f"expected {expected}"
+        )
+    try:
+        hf = CONFIG_MAPPING[kind].from_dict(dict(config))
+    except Exception as error:  # whatever transformers' classes raise for a value
+        raise _refused(source, error) from None
+    _check_kind(hf, architecture, source)
+    positions = getattr(hf, "max_position_embeddings", None)
+    keys = ("vocab_size", "hidden_size", "num_hidden_layers")
+    sizes: list[Any] = [getattr(hf, key, None) for key in keys]
+    if not all(isinstance(size, int) and size > 0 for size in sizes):
+        raise UserError(
+            f"{source}: {architecture} has no vocab_size, hidden_size or num_hidden_layers; "
+            "expected integers above 0"
+        )
+    # What a loss of experts would need is not asked for.
+    hf.output_router_logits = False
+    return HubConfig(hf, source, sizes[0], sizes[1], sizes[2], positions or UNLIMITED)
+
+
+def _check_kind(hf: Any, architecture: str, source: str) -> None:
+    """Raises `UserError` for models that do not predict the next token of a text alone."""
+    if getattr(hf, "is_encoder_decoder", False) or getattr(hf, "is_decoder", True) is False:
+        what = "an encoder and a decoder" if hf.is_encoder_decoder else "an encoder"
+        raise UserError(f"{source}: {architecture} is {what}; expected a causal language model")
+    if hf.get_text_config() is not hf:
+        raise UserError(
+            f"{source}: {architecture} takes more than text; expected the text model alone"
+        )
+
+
+def _unknown(
+    architecture: str | None, source: str, config: dict[str, Any], known: list[str]
+) -> HubConfig:
+    near = difflib.get_close_matches(architecture or "", known, 1, cutoff=0.0)[0]
+    with_code = "; its own code (auto_map) is not run" if "auto_map" in config else ""
+    raise UserError(
+        f"{source}: architecture {architecture!r} is unknown to qfsdp{_versions(config)}"
+        f"{with_code}; the nearest that is known is {near}"
+    )
+
+
+def _versions(config: dict[str, Any]) -> str:
+    try:
+        from transformers import __version__
+    except ImportError:
+        return ""
+    written = config.get("transformers_version")
+    by = f" (the folder was written by {written})" if isinstance(written, str) else ""
+    return f" and to transformers {__version__}{by}"
+
+
+def _refused(source: str, error: Exception) -> UserError:
+    what = f"{type(error).__name__}: {first_line(error):.200}"
+    return UserError(f"{source}: transformers cannot build this model ({what})")
+
+
+def _causal_models() -> dict[str, str]:
+    """`model_type` -> class, of the causal language models that transformers has."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)

@@ -1,0 +1,247 @@
+"""A causal language model of transformers with the interface of `Decoder`."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._pytree import tree_leaves
+
+from qfsdp.common.errors import UserError
+from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
+from qfsdp.modules.adapters.linears import AdaptedLinear
+from qfsdp.modules.experts.routing import Routing
+from qfsdp.modules.hub_models.buffers import (
+    check_buffers,
+    compute_buffers,
+    stored_buffers_as_parameters,
+)
+from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
+from qfsdp.modules.hub_models.head import HubHead
+from qfsdp.modules.hub_models.linears import linears_of_layers
+from qfsdp.modules.hub_models.names import names_of_experts
+from qfsdp.modules.hub_models.refused import unsupported
+from qfsdp.modules.loss import head_loss
+from qfsdp.modules.low_rank.grouped import copies_in
+from qfsdp.modules.model_parts import ModelParts
+from qfsdp.modules.transformer import Decoder
+
+
+class HubDecoder(nn.Module):
+    """A model of transformers; build it on the meta device.
+
+    It shares the tables of children with transformers' module, so parameters have transformers'
+    names, and what replaces a linear replaces it there. The base computes as in evaluation: no
+    dropout of its own, so a run does not depend on the number of ranks.
+
+    Fields:
+        hf: transformers' module; not a child.
+        linears: names of the linears of its layers that are quantized and adapted.
+        plain_linears: names of those that are not, see `linears_of_layers`.
+        not_adapted: names of `linears` that are quantized only: PEFT could not load their adapters.
+        recomputes: every layer is computed again in backward.
+        compute_dtype, split, routing: as of `Decoder`; never used.
+    """
+
+    hf: Any
+
+    def __init__(self, config: HubConfig, dtype: torch.dtype) -> None:
+        super().__init__()
+        hf = config.build(dtype)
+        self.__dict__["hf"] = hf
+        self._modules, self._parameters, self._buffers = hf._modules, hf._parameters, hf._buffers
+        self.config = config
+        self.compute_dtype: torch.dtype | None = None
+        self.split: Any = None
+        self.routing = Routing(0.0)
+        check_buffers(hf, config.source)
+        stored_buffers_as_parameters(hf)
+        _keep_fp32(hf, dtype)
+        self._shared = list(_shared_names(hf))
+        self._check_parts()
+        self.recomputes = False
+        self.linears, self.plain_linears = linears_of_layers(self.parts.layers, self._layers_name)
+        taken = names_of_experts(hf)
+        self.not_adapted = [n for n in self.linears if n.rpartition(".")[2] in taken]
+        if not self.linears:
+            raise UserError(f"{config.source}: the layers of {config.architecture} have no linears")
+        self.eval()
+
+    def _check_parts(self) -> None:
+        hf, source, name = self.hf, self.config.source, self.config.architecture
+        depth = self.config.num_hidden_layers
+        lists = [
+            where
+            for where, module in hf.named_modules()
+            if isinstance(module, nn.ModuleList) and len(module) == depth
+        ]
+        body, output = hf.base_model, hf.get_output_embeddings()
+        if body is hf or not lists or output is None:
+            raise UserError(f"{source}: {name} has no layers or output layer that could be found")
+        named = {id(module): where for where, module in hf.named_modules()}
+        self._layers_name, self._body_name = lists[0], named[id(body)]
+        self._embedding_name = named[id(hf.get_input_embeddings())]
+        self._output_name = named[id(output)]
+
+    @property
+    def parts(self) -> ModelParts:
+        """Its modules by what they are."""
+        return ModelParts(
+            self.get_submodule(self._body_name),
+            cast(nn.ModuleList, self.get_submodule(self._layers_name)),
+            self.get_submodule(self._embedding_name),
+            self.get_submodule(self._output_name),
+        )
+
+    @property
+    def linears_in_words(self) -> str:
+        """Which linears were taken, for the log."""
+        kept = set(self.not_adapted)
+        kinds = {
+            "adapted": [name for name in self.linears if name not in kept],
+            "not adapted": self.not_adapted,
+            "neither quantized nor adapted": self.plain_linears,
+        }
+        return "; ".join(
+            f"{kind}: {', '.join(sorted({name.rpartition('.')[2] for name in names}))}"
+            for kind, names in kinds.items()
+            if names
+        )
+
+    # ---- storage -----------------------------------------------------------------------------
+
+    def tie_weights(self) -> None:
+        """Makes the weights one that transformers shares."""
+        for module, field, first in self._shared:
+            setattr(self.get_submodule(module), field, self.get_parameter(first))
+
+    def to_empty(self, *, device: Any, recurse: bool = True) -> HubDecoder:
+        """Gives parameters unset storage, and computes the buffers there."""
+        super().to_empty(device=device, recurse=recurse)
+        self.tie_weights()
+        compute_buffers(self.hf, self.config.source)
+        return self
+
+    def train(self, mode: bool = True) -> HubDecoder:
+        """Sets the mode of the adapters. transformers' modules stay in evaluation."""
+        super().train(False)
+        self.training = mode
+        for module in self.modules():
+            if isinstance(module, AdaptedLinear):
+                module.train(mode)
+        return self
+
+    # ---- what a run chooses --------------------------------------------------------------------
+
+    def set_activations(self, config: ActivationConfig) -> None:
+        """As `Decoder.set_activations`."""
+        offload = Offload() if config.offload else None
+        self.recomputes = config.checkpointing == "full" and config.every_n_layers == 1
+        for index, layer in enumerate(self.parts.layers):
+            chosen = index % config.every_n_layers == 0
+            mode: Checkpointing = config.checkpointing if chosen else "none"
+            if mode != "none" or offload is not None:
+                inner = type(layer).forward.__get__(layer)
+                layer.forward = partial(_run_layer, layer, inner, mode, offload)
+
+    def compile_layers(self) -> None:
+        raise unsupported("compile: true", "false", self.config)
+
+    # ---- computation ---------------------------------------------------------------------------
+
+    def forward(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        mask: Tensor | None = None,
+        labels: Tensor | None = None,
+        cu_seqlens: Any = None,
+        cache: Any = None,
+        sample_ids: Tensor | None = None,
+        num_samples: int = 0,
+        num_targets: int | None = None,
+    ) -> Tensor:
+        """As `Decoder.forward`, without `mask`, `cu_seqlens` and `cache`: attention is causal, so
+        rows may be padded on the right."""
+        if mask is not None or cu_seqlens is not None or cache is not None:
+            raise ValueError("models of transformers take no mask, cu_seqlens or cache")
+        hidden = self._hidden(tokens, positions)
+        head = HubHead(self.hf, self._body_name, self._output_name)
+        output = self.parts.output
+        if isinstance(output, FSDPModule):
+            output.unshard()
+        if labels is None:
+            return head.logits(hidden, tokens)
+        loss = head_loss(cast(Any, head), hidden, labels, sample_ids, num_samples, num_targets)
+        if isinstance(output, FSDPModule) and not any(p.requires_grad for p in head.parameters()):
+            output.reshard()
+        return loss
+
+    def _hidden(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
+        given = {"input_ids": tokens, "use_cache": False, "return_dict": True}
+        if positions is not None:
+            given["position_ids"] = positions
+        body = self.parts.body
+        taken = inspect.signature(body.forward).parameters
+        if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
+            given = {key: value for key, value in given.items() if key in taken}
+        hidden: Tensor = body(**given).last_hidden_state
+        return hidden
+
+
+AnyDecoder = Decoder | HubDecoder
+
+
+def build_decoder(config: AnyConfig, dtype: torch.dtype) -> Any:
+    """The model of a config on the meta device, without storage."""
+    with torch.device("meta"):
+        if isinstance(config, HubConfig):
+            return HubDecoder(config, dtype)
+        return Decoder(config).to(dtype)
+
+
+def _run_layer(
+    layer: nn.Module,
+    inner: Any,
+    mode: Checkpointing,
+    offload: Offload | None,
+    *args: Any,
+    **more: Any,
+) -> Any:
+    """A layer whose activations are kept as a run chooses."""
+    block = partial(inner, **more)
+    if not torch.is_grad_enabled():
+        return block(*args)
+    if offload is None:
+        return checkpointed(block, mode, *args)
+    tables = [value for value in tree_leaves(more) if isinstance(value, Tensor)]
+    with offload.layer((*layer.parameters(), *copies_in(layer), *tables)):
+        return checkpointed(block, mode, *args)
+
+
+def _keep_fp32(hf: Any, dtype: torch.dtype) -> None:
+    """Gives the parameters fp32 that transformers keeps in it."""
+    from transformers.core_model_loading import build_glob_alternation
+
+    plan = hf._get_dtype_plan(dtype)
+    if not plan:
+        return
+    pattern = build_glob_alternation(list(plan))[0]
+    for name, param in hf.named_parameters():
+        if pattern.search(name):
+            param.data = param.data.float()
+
+
+def _shared_names(hf: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """(module, field, name of the parameter that it shares) of every further use of a weight."""
+    first: dict[int, str] = {}
+    for name, param in hf.named_parameters(remove_duplicate=False):
+        usual = first.setdefault(id(param), name)
+        if usual != name:
+            module, _, field = name.rpartition(".")
+            yield module, field, usual

@@ -1,0 +1,47 @@
+"""Settings that models of transformers do not have; each is refused before loading."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from qfsdp.common.errors import UserError
+from qfsdp.modules.hub_models.config import HubConfig
+
+# Key of a training recipe's config -> the value that is expected.
+EXPECTED: dict[str, Any] = {
+    "packed": False,
+    "compile": False,
+    "cuda_graphs": False,
+    "sharding.offload_base": "none",
+    "sharding.cpu_offload": False,
+    "sharding.expert_parallel": 1,
+    "model.quantize_cache": None,
+    "model.router_aux_loss": None,
+    "quantization.compute": "bf16",
+    "adapter.init": "default",
+    "validation.lm_eval.tasks": [],
+}
+
+
+def check_hub_run(cfg: Any, config: HubConfig) -> None:
+    """Raises `UserError`, which names the key, for a setting that `config`'s model cannot have."""
+    for key, expected in EXPECTED.items():
+        value = cfg
+        for part in key.split("."):
+            value = getattr(value, part, expected)
+        if value != expected:
+            raise unsupported(f"{key}: {_word(value)}", _word(expected), config)
+    if cfg.sharding.vocabulary == "split":
+        raise unsupported("sharding.vocabulary: split", "auto or gather", config)
+
+
+def unsupported(setting: str, expected: str, config: HubConfig) -> UserError:
+    """The error for a setting that models of transformers do not have."""
+    return UserError(
+        f"{setting}; expected {expected}: transformers' {config.architecture} does not have it"
+    )
+
+
+def _word(value: Any) -> str:
+    words = {True: "true", False: "false", None: "null"}
+    return words[value] if value is None or isinstance(value, bool) else str(value)

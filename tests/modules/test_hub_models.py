@@ -1,0 +1,186 @@
+"""Models of transformers under our linears: logits, losses and all gradients equal PEFT's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter
+from qfsdp.checkpoint.weights.load import ModelConfig, load_base
+from qfsdp.common.errors import UserError
+from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import adapted_linears, add_adapters, init_adapters
+from qfsdp.modules.hub_models import config as hub_config
+from qfsdp.modules.hub_models.decoder import HubDecoder
+from qfsdp.modules.hub_models.linears import reads_weight
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from tests import hub_models
+from tests.models import cpu_world, randomize_adapters
+from tests.peft_oracle import dequantized_base
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+
+def built(
+    folder: Path, adapter: AdapterConfig | None = None, activation: ActivationConfig | None = None
+) -> HubDecoder:
+    """A loaded model of transformers, in NF4 if it is adapted."""
+    config = ModelConfig(str(folder), dtype="fp32", implementation="transformers")
+    model = config.build()
+    assert isinstance(model, HubDecoder)
+    if adapter is not None:
+        quantize_linears(model, QuantizationConfig())
+        add_adapters(model, adapter)
+    model.set_activations(activation or ActivationConfig())
+    load_base(model, config.weights(), torch.device("cpu"))
+    if adapter is not None:
+        init_adapters(model, seed=0)
+        randomize_adapters(model)
+    return model.train()
+
+
+def batch() -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(3, 577, (2, 40), generator=torch.Generator().manual_seed(1))
+    labels = tokens.roll(-1, 1)
+    labels[:, -1] = labels[0, :9] = -100
+    return tokens, labels
+
+
+@pytest.mark.parametrize("name", hub_models.PARAMETERS)
+def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+    from peft.tuners.lora.layer import LoraLayer
+
+    reference: Any = hub_models.save_hub_model(name, tmp_path / "model")
+    tokens, labels = batch()
+    with torch.no_grad():
+        plain = built(tmp_path / "model")(tokens)
+    assert torch.equal(plain, reference(tokens, use_cache=False).logits)
+
+    adapter = AdapterConfig("dora", rank=4, alpha=8)
+    model = built(tmp_path / "model", adapter)
+    save_adapter(model, adapter, str(tmp_path / "model"), tmp_path / "adapter", cpu_world())
+    missing, unexpected = reference.load_state_dict(dequantized_base(model), strict=False)
+    assert not unexpected and set(missing) <= {"lm_head.weight"}
+    peft = PeftModel.from_pretrained(reference, str(tmp_path / "adapter"), is_trainable=True)
+    adapted = {
+        n for n, module in peft.base_model.model.named_modules() if isinstance(module, LoraLayer)
+    }
+    assert adapted == {name for name, _ in adapted_linears(model)}
+    assert adapted == set(model.linears) - set(model.not_adapted)
+
+    logits = peft.eval()(tokens, use_cache=False).logits
+    torch.testing.assert_close(model(tokens), logits, atol=3e-5, rtol=1e-5)  # up to 20
+    theirs = F.cross_entropy(logits.flatten(0, 1), labels.flatten())
+    theirs.backward()
+    loss = model(tokens, labels=labels) / (labels != -100).sum()
+    loss.backward()
+    torch.testing.assert_close(loss, theirs, atol=1e-6, rtol=1e-6)
+    gradients = {n: p.grad for n, p in peft.named_parameters() if p.requires_grad}
+    ours = adapter_parameters(model)
+    assert len(gradients) == len(ours)
+    for key, param in ours.items():
+        name_there = key.replace(".weight", ".default.weight")
+        if key.endswith("magnitude_vector"):
+            name_there = f"{key}.default.weight"
+        expected = gradients[name_there]
+        assert expected is not None and param.grad is not None
+        atol = 1e-5 * max(1.0, float(expected.abs().max()))
+        torch.testing.assert_close(param.grad, expected, atol=atol, rtol=1e-4, msg=key)
+
+
+@pytest.mark.parametrize(
+    "kept",
+    [ActivationConfig("full"), ActivationConfig("selective"), ActivationConfig(offload=True)],
+    ids=["full", "selective", "offload"],
+)
+def test_gradients_do_not_depend_on_what_is_kept(kept: ActivationConfig, tmp_path: Path) -> None:
+    """Gemma 4: its last layers read keys and values of earlier ones."""
+    hub_models.save_hub_model("gemma4", tmp_path)
+    tokens, labels = batch()
+    found = []
+    for activation in (None, kept):
+        model = built(tmp_path, AdapterConfig("dora", rank=4, alpha=8), activation)
+        model(tokens, labels=labels).backward()
+        found.append({key: param.grad for key, param in adapter_parameters(model).items()})
+    assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
+    from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
+    from transformers.models.llama.modeling_llama import LlamaAttention
+
+    assert reads_weight(FalconMambaMixer, "dt_proj")
+    assert not reads_weight(LlamaAttention, "q_proj")
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (
+            {"architectures": ["LamaForCausalLM"], "model_type": "lama"},
+            "architecture 'LamaForCausalLM' is unknown to qfsdp and to transformers .*; the "
+            "nearest that is known is LlamaForCausalLM",
+        ),
+        (
+            {
+                "architectures": ["OwnForCausalLM"],
+                "model_type": "own",
+                "auto_map": {"AutoModel": "modeling_own.Own"},
+                "transformers_version": "4.57.0",
+            },
+            r"\(the folder was written by 4.57.0\); its own code \(auto_map\) is not run",
+        ),
+        (
+            {"architectures": ["BertLMHeadModel"], "model_type": "bert"},
+            "BertLMHeadModel is an encoder; expected a causal language model",
+        ),
+        (
+            {"architectures": ["BertForMaskedLM"], "model_type": "bert"},
+            "architecture 'BertForMaskedLM' is no causal language model of text; expected BertLM",
+        ),
+        (
+            {"architectures": ["BartForCausalLM"], "model_type": "bart"},
+            "BartForCausalLM is an encoder and a decoder",
+        ),
+        (
+            {"architectures": ["WhisperForConditionalGeneration"], "model_type": "whisper"},
+            "'WhisperForConditionalGeneration' is no causal language model",
+        ),
+        (
+            {"architectures": ["Gemma4ForConditionalGeneration"], "model_type": "gemma4"},
+            "Gemma4ForConditionalGeneration takes more than text; expected the text model alone",
+        ),
+        (
+            {
+                "architectures": ["Qwen3_5ForCausalLM"],
+                "model_type": "qwen3_5_text",
+                "vocab_size": 0,
+            },
+            "expected integers above 0",
+        ),
+    ],
+)
+def test_what_is_not_trained_is_refused_by_its_config(
+    config: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=message) as error:
+        hub_config.model_config(tmp_path)
+    assert "\n" not in str(error.value)
+
+
+def test_a_missing_transformers_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(__import__("sys").modules, "transformers", None)
+    config = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(UserError, match=r"expected `pip install 'qfsdp\[transformers\]'`"):
+        hub_config.model_config(tmp_path)

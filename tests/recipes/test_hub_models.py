@@ -1,0 +1,162 @@
+"""Models of transformers through the training recipe: on 1 and 2 ranks, resumed, against PEFT."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from safetensors.torch import load_file
+from torch import Tensor
+
+from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE, save_adapter
+from qfsdp.checkpoint.weights.load import ModelConfig, load_base
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.data import step_loader
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from tests import hub_models, tiny
+from tests.hub_models import PARAMETERS
+from tests.models import cpu_world
+from tests.peft_oracle import dequantized_base
+from tests.ranks import run_ranks
+from tests.toy_data import TOY_CONFIG, Samples
+
+CONFIG = (
+    TOY_CONFIG
+    + """\
+output_dir: {folder}/run
+adapter: {{rank: 4, alpha: 8}}
+max_steps: 4
+epochs: 2
+checkpoint: {{every_n_steps: 2, keep_last: 99}}
+report: false
+"""
+)
+
+
+def run_recipe(runs: list[tuple[str, list[str]]]) -> None:
+    for config, words in runs:
+        tiny.run_recipe("qdora_distributed", ["--config", config, *words])
+
+
+def losses(run: Path) -> list[float]:
+    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines]
+
+
+@pytest.fixture(scope="module", params=PARAMETERS)
+def folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Path]:
+    """The runs `run` (two ranks), its second half again (`rest`), and `alone` of a model."""
+    folder = tmp_path_factory.mktemp("hub")
+    hub_models.save_hub_model(request.param, folder / "model")
+    config = str(folder / "config.yaml")
+    Path(config).write_text(CONFIG.format(folder=folder))
+    resume = f"resume={folder}/run/checkpoints/step_00000002"
+    words = ["model.implementation=transformers"]  # the same with auto, but for Llama
+    together = [(config, ["batch_size=6", *words])]
+    together.append((config, ["batch_size=6", *words, f"output_dir={folder}/rest", resume]))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("QFSDP_EAGER_KERNELS", "1")
+        run_ranks(2, run_recipe, together)
+        run_ranks(
+            1, run_recipe, [(config, ["batch_size=12", *words, f"output_dir={folder}/alone"])]
+        )
+        yield folder
+
+
+def plain_losses(folder: Path, scratch: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of a loop over transformers and PEFT with the dequantized base, and what it has
+    trained."""
+    from peft import PeftModel, get_peft_model_state_dict
+    from transformers import AutoModelForCausalLM
+
+    adapter = AdapterConfig("dora", rank=4, alpha=8)
+    config = ModelConfig(str(folder / "model"), dtype="fp32", implementation="transformers")
+    model = config.build()
+    quantize_linears(model, QuantizationConfig())
+    add_adapters(model, adapter)
+    load_base(model, config.weights(), torch.device("cpu"))
+    init_adapters(model, seed=0)
+    save_adapter(model, adapter, str(folder / "model"), scratch, cpu_world())
+    reference: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    reference.load_state_dict(dequantized_base(model), strict=False)
+    peft = PeftModel.from_pretrained(reference, str(scratch), is_trainable=True).eval()
+    trained = [param for param in peft.parameters() if param.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-6)
+    loader = step_loader(
+        Samples(None),
+        batch_size=12,
+        gradient_accumulation_steps=1,
+        rank=0,
+        world_size=1,
+        seed=0,
+        pad_id=0,
+        max_seq_len=64,
+    )
+    found = []
+    for step in range(4):
+        (batch,) = loader.step(step)
+        logits = peft(batch.tokens, use_cache=False).logits
+        loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(loss.item())
+    return found, get_peft_model_state_dict(peft)
+
+
+def test_runs_equal_a_plain_loop_of_transformers_and_peft(
+    folder: Path, tmp_path: Path, eager: None
+) -> None:
+    expected, trained = plain_losses(folder, tmp_path)
+    together, alone = losses(folder / "run"), losses(folder / "alone")
+    assert together == pytest.approx(expected, abs=1e-5)
+    assert alone == pytest.approx(expected, abs=1e-5)
+    assert expected[-1] != expected[0]
+    written = load_file(folder / "run/adapter" / WEIGHTS_FILE)
+    assert written.keys() == trained.keys()
+    for key, tensor in trained.items():
+        torch.testing.assert_close(written[key], tensor, atol=1e-4, rtol=1e-4, msg=key)
+
+
+def test_a_resumed_run_ends_with_the_same_bits(folder: Path) -> None:
+    whole, rest = (load_file(folder / run / "adapter" / WEIGHTS_FILE) for run in ("run", "rest"))
+    assert losses(folder / "rest") == losses(folder / "run")[2:]
+    assert all(torch.equal(whole[key], rest[key]) for key in whole)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["packed=true"], "packed: true; expected false: transformers' LlamaForCausalLM does not"),
+        (["compile=true"], "compile: true; expected false"),
+        (["sharding.offload_base=cpu"], "sharding.offload_base: cpu; expected none"),
+        (["sharding.cpu_offload=true"], "sharding.cpu_offload: true; expected false"),
+        (["sharding.vocabulary=split"], "sharding.vocabulary: split; expected auto or gather"),
+        (["cuda_graphs=true"], "cuda_graphs: true; expected false"),
+        (["model.quantize_cache=/tmp/x"], "model.quantize_cache: /tmp/x; expected null"),
+        (["adapter.init=loftq"], "adapter.init: loftq; expected default"),
+        (["adapter.targets=[qkv_proj]"], "'qkv_proj' is not a linear of this model"),
+        (["max_seq_len=300"], "max_seq_len: 300; expected at most 256"),
+    ],
+)
+def test_what_it_does_not_have_is_refused_by_name(
+    words: list[str], message: str, tmp_path: Path
+) -> None:
+    hub_models.save_hub_model("llama", tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    recipe = tiny.load_recipe()
+    given = ["--config", str(tmp_path / "config.yaml"), "model.implementation=transformers"]
+    with pytest.raises(UserError) as error:
+        recipe.check(load_config(recipe.Config, [*given, *words]))
+    assert message in str(error.value) and "\n" not in str(error.value)
