@@ -33,7 +33,6 @@ from qfsdp.data.loader import IGNORE_INDEX, Batch, MapDataset, StepLoader
 from qfsdp.data.stream import Loader, StreamedDataset
 from qfsdp.distributed.world import World
 from qfsdp.launch.preflight_findings import estimated_memory, estimated_step_seconds
-from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.advice import advice
@@ -65,7 +64,7 @@ def summary(
         total: number of steps of the whole run.
         held_out: the sets of validation, by name.
     """
-    positions = DecoderConfig.from_dir(cfg.model.folder).max_position_embeddings
+    positions = cfg.model.any_config().max_position_embeddings
     lines = {
         "model": _model(cfg.model, model),
         "linears": getattr(model, "linears_in_words", ""),

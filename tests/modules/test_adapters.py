@@ -16,6 +16,7 @@ from torch.func import functional_call
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.config.component import Component
+from qfsdp.modules.adapters import linears as adapters
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import (
     AdaptedLinear,
@@ -25,7 +26,6 @@ from qfsdp.modules.adapters.linears import (
     parameter_groups,
     row_norms,
 )
-from qfsdp.modules.adapters.linears import linears as adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import check_targets, target_modules
