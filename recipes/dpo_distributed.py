@@ -41,7 +41,7 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, parameter_groups
 from qfsdp.modules.adapters.reference import keep_start
 from qfsdp.modules.compute_dtype import compute_dtype
-from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import ActivationConfig, Decoder
 from qfsdp.planning.estimate import micro_batch_tokens
@@ -130,9 +130,8 @@ def check(cfg: Config) -> None:
 
 def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     """Builds the decoder on the meta device, without storage: linears quantized, adapters added."""
-    config = DecoderConfig.from_dir(cfg.model.folder)
     with torch.device("meta"):
-        model = Decoder(config).to(compute_dtype(cfg.model.dtype))
+        model = Decoder(cfg.model.decoder()).to(compute_dtype(cfg.model.dtype))
     quantize_linears(model, cfg.quantization, weights.formats)
     add_adapters(model, cfg.adapter)
     keep_start(model, cfg.reference, cfg.adapter)
@@ -142,7 +141,7 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     return model
 
 
-def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
+def load_model(cfg: Config, world: World, resumed: bool = False) -> AnyDecoder:
     """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
     weights = open_weights(cfg.model, cfg.quantization, world)
     model = build_model(cfg, weights)
@@ -155,7 +154,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> Decoder:
 def build_loader(cfg: Config, world: World) -> PreferenceLoader:
     """Builds the loader of this rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
-    rows = DecoderConfig.from_dir(cfg.model.folder).vocab_size
+    rows = cfg.model.any_config().vocab_size
     return PreferenceLoader(  # packed: both answers of a pair are in one row
         build_preferences("dataset", cfg.dataset, tokenizer, rows, RowLimit.of(cfg)),
         batch_size=cfg.batch_size,

@@ -37,7 +37,6 @@ from qfsdp.distributed.world import DistributedConfig, World, init_world
 from qfsdp.launch.signals import StopRequest
 from qfsdp.launch.start import launch
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
-from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.trainable import TrainableConfig, check_trainable, set_trainable
 from qfsdp.modules.transformer import ActivationConfig, Decoder
@@ -144,7 +143,7 @@ def load_model(cfg: Config, world: World) -> Decoder:
 def build_loader(cfg: Config, world: World) -> Loader:
     """Builds the loader of this rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
-    rows = DecoderConfig.from_dir(cfg.model.folder).vocab_size
+    rows = cfg.model.any_config().vocab_size
     dataset = build_dataset("dataset", cfg.dataset, tokenizer, rows)
     if cfg.packed:
         dataset = packed(dataset, cfg.max_seq_len, cfg.seed)

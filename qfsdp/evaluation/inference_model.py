@@ -24,7 +24,6 @@ from qfsdp.modules.adapters.linears import (
     refresh_dora_norms,
 )
 from qfsdp.modules.compute_dtype import compute_dtype
-from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 
@@ -152,7 +151,7 @@ def _build(
 ) -> Decoder:
     """The decoder on the meta device, with quantized linears and adapters, without gradients."""
     with torch.device("meta"):
-        decoder = Decoder(DecoderConfig.from_dir(model.folder)).to(compute_dtype(model.dtype))
+        decoder = Decoder(model.decoder()).to(compute_dtype(model.dtype))
     quantize_linears(decoder, quantization, weights.formats)
     if adapter is not None:
         add_adapters(decoder, read_adapter_config(adapter))
