@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import qfsdp.training.summary as of_summary
+from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset, StepLoader
 from qfsdp.distributed.world import World
@@ -63,7 +64,7 @@ def loader(dataset: Any, max_seq_len: int = 16) -> StepLoader:
 
 def config(folder: Path) -> Any:
     return SimpleNamespace(
-        model=SimpleNamespace(path=str(folder), folder=folder),
+        model=ModelConfig(str(folder)),
         tokenizer=SimpleNamespace(build=Letters),
         lr_scheduler=None,
         max_seq_len=16,
