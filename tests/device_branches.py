@@ -119,7 +119,7 @@ PARTS = {
     "qfsdp/distributed/": "two_ranks",
     "qfsdp/modules/adapters/": "norms",
     "qfsdp/modules/experts/": "mixture",
-    "qfsdp/planning/": "memory_8b_8192",
+    "qfsdp/planning/": "none, a run on a GPU, and one that is out of memory",
     "qfsdp/tensor_subclasses/dtensor.py": "two_ranks",
     "qfsdp/tensor_subclasses/": "dequantize",
     "qfsdp/training/": "bandwidth",

@@ -26,6 +26,7 @@ from qfsdp.modules.adapters.linears import (
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses import nf4_by_bitsandbytes
 
 
 def check_for_inference(
@@ -82,6 +83,7 @@ def load_for_inference(
         refresh_dora_norms(decoder)
     if sharding.strategy == "ddp":
         fold_adapters(decoder)
+        nf4_by_bitsandbytes.use_for(decoder)
     return decoder.eval()
 
 
@@ -119,6 +121,7 @@ def load_adapters_of_one_base(
         load_adapter(decoder, folder)
         refresh_dora_norms(decoder)
         fold_adapters(decoder)
+        nf4_by_bitsandbytes.use_for(decoder)
         decoders[name] = decoder.eval()
     return decoders
 

@@ -44,9 +44,8 @@ from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
 CHUNK_ABSMAX = 1 << 20  # absmax values at a time, a multiple of SCALE_BLOCK
 
-# Midpoints of neighbouring levels, in fp32. Four of them lie exactly between two fp32 numbers;
-# bitsandbytes' code for GPUs rounds these the other way. One fp32 weight in some ten million
-# shows the difference.
+# Midpoints of neighbouring levels, in fp32. Four lie between two fp32 numbers; bitsandbytes'
+# code for GPUs rounds these the other way, which one fp32 weight in some ten million shows.
 _MIDPOINTS = tuple((torch.tensor(NF4_LEVELS)[1:] + torch.tensor(NF4_LEVELS)[:-1]).div(2).tolist())
 _OTHER_ROUNDING = {0: -0.848096430, 8: 0.120255254, 12: 0.501663387, 14: 0.861478388}  # by index
 _MIDPOINTS_ON_GPUS = tuple(_OTHER_ROUNDING.get(i, mid) for i, mid in enumerate(_MIDPOINTS))
@@ -86,7 +85,7 @@ class NF4Tensor(QuantizedTensor):
         codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
         dynamic = table(DYNAMIC_LEVELS, qdata)
         products = absmax_products(absmax_codes, scales, dynamic, row_offset)
-        return dequantize_nf4(codes, products, offset, cols, dtype, row_scale)
+        return dequantizer(codes, products, offset, cols, dtype, row_scale)
 
     def _quantize(
         self, pieces: Iterable[Tensor], name: str, gather_rows: GatherRows | None
@@ -258,6 +257,9 @@ def dequantize_nf4(
         _write_weights(codes, products[rows], offset, scale, levels, out)
 
     return dequantize_pairs(write, codes, cols, dtype, row_scale)
+
+
+dequantizer = dequantize_nf4  # in models that answer perhaps `nf4_by_bitsandbytes`
 
 
 @partial(compiled, smallest=1 << 8)
