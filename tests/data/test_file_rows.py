@@ -21,12 +21,14 @@ import numpy as np
 import pytest
 
 from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.data import hf_tokenizer, instruct_dataset, preference_dataset
 from qfsdp.data.chat.messages import text_of
 from qfsdp.data.files.file_records import JsonLines
 from qfsdp.data.files.file_rows import FilePart, FileRows, FileStream
 from qfsdp.data.files.json_lines import read_rows, value_of
 from qfsdp.data.files.rows import check_source, content_digest, load_rows, require_column
+from qfsdp.data.preferences.tokenized import RowLimit, build_preferences
 from qfsdp.data.reading import Reading, reading
 from qfsdp.data.row_stream import RowStream
 from qfsdp.data.text import text_dataset
@@ -308,8 +310,12 @@ def test_what_comes_before_a_prompt_is_the_same_everywhere(tmp_path: Path) -> No
     recipe = runpy.run_path(str(ROOT / "recipes/generate.py"))
     given = SimpleNamespace(prompt_column="q", prompts=str(file), chat_template=True, **CONTEXT)
     assert recipe["tokenized"](given, tokenizer, recipe["rows_of"](given)) == asked
-    for prompt, sample, before in zip(asked, trained, BEFORE, strict=True):
-        assert sample["tokens"][: len(prompt)] == prompt
+    pairs = {"prompt_column": "q", "chosen_column": "a", "rejected_column": "b"}
+    component = Component("qfsdp.data.preference_dataset", {"source": str(file)} | pairs | CONTEXT)
+    preferred = build_preferences("dataset", component, tokenizer, None, RowLimit(2048))
+    for prompt, sample, pair, before in zip(asked, trained, preferred, BEFORE, strict=True):
+        assert sample["tokens"][: len(prompt)] == prompt == pair["tokens"][: len(prompt)]
+        assert pair["tokens"][pair["parts"][0] :][: len(prompt)] == prompt
         text = tokenizer.decode(prompt)
         assert text.startswith("system\n") and ("add" in text) == bool(before.get("t"))
     for key in ("system_column", "history_column", "tools_column"):

@@ -104,6 +104,24 @@ def test_files_of_every_kind(suffix: str, tokenizer: HFTokenizer, tmp_path: Path
     assert list(dataset) == list(expected)
 
 
+def test_an_answer_that_is_not_to_be_trained(tokenizer: HFTokenizer, tmp_path: Path) -> None:
+    """`"train": false` and its like: that answer is not trained; a row without any is left out."""
+
+    def trained(**changed: Any) -> list[str]:
+        source = write(tmp_path / "rows.jsonl", [row | changed])
+        pairs = build("preference_dataset", source, tokenizer)
+        return [tokenizer.decode(ids) for _, ids in halves(pairs[0])]
+
+    turns = [GOOD | {"train": False}, {"role": "user", "content": "Sure?"}, GOOD]
+    row = {"prompt": [ASK], "chosen": turns, "rejected": [BAD]}
+    good, bad = trained()
+    assert good.count(GOOD["content"]) == 1 and bad.count(BAD["content"]) == 1
+    with pytest.raises(UserError, match="an answer that is not to be trained"):
+        trained(rejected=[BAD | {"loss": False}])
+    with pytest.raises(UserError, match="weight: '0.5' of a message; expected true or false"):
+        trained(rejected=[BAD | {"weight": 0.5}])
+
+
 def test_labelled_answers_and_their_mismatches(tokenizer: HFTokenizer, tmp_path: Path) -> None:
     rows = [
         {"prompt": f"{i}?", "completion": f"Answer {i}.", "label": i % 2 == 0} for i in range(3)

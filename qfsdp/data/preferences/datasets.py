@@ -34,6 +34,7 @@ def preference_dataset(
     chosen_column: str = "chosen",
     rejected_column: str = "rejected",
     system_column: str | None = None,
+    history_column: str | None = None,
     system_prompt: str | None = None,
     tools_column: str | None = "tools",
     max_rows: int | None = None,
@@ -51,13 +52,15 @@ def preference_dataset(
             whole dialogues, as messages or as text with `\\n\\nHuman:` and `\\n\\nAssistant:`.
         chosen_column, rejected_column: columns with the better and the worse answer.
         system_column: column with a system message.
+        history_column: column with the turns before the prompt, as in `instruct_dataset`. They are
+            not trained.
         system_prompt: a system message for rows without one.
         tools_column: as in `chat_dataset`.
 
     Raises:
         UserError: the source, a column or a message is wrong, or no row can be used.
     """
-    columns = Columns(prompt_column, system_column, tools_column, system_prompt)
+    columns = Columns(prompt_column, system_column, history_column, tools_column, system_prompt)
     own = {"chosen_column": chosen_column, "rejected_column": rejected_column}
     to_chats = partial(
         pair_of, columns=columns, chosen_column=chosen_column, rejected_column=rejected_column
@@ -79,6 +82,7 @@ def kto_dataset(
     completion_column: str = "completion",
     label_column: str = "label",
     system_column: str | None = None,
+    history_column: str | None = None,
     system_prompt: str | None = None,
     tools_column: str | None = "tools",
     max_rows: int | None = None,
@@ -87,14 +91,15 @@ def kto_dataset(
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
-        prompt_column, system_column, system_prompt, tools_column: as in `preference_dataset`.
+        prompt_column, system_column, history_column, system_prompt, tools_column: as in
+            `preference_dataset`.
         completion_column: column with the answer.
         label_column: column with true or false.
 
     Raises:
         UserError: the source, a column, a message or a label is wrong, or no row can be used.
     """
-    columns = Columns(prompt_column, system_column, tools_column, system_prompt)
+    columns = Columns(prompt_column, system_column, history_column, tools_column, system_prompt)
     own = {"completion_column": completion_column, "label_column": label_column}
     to_chats = partial(
         labelled, columns=columns, answer_column=completion_column, label_column=label_column
@@ -132,7 +137,8 @@ def _rows(columns: Columns, own: dict[str, str], source: str, *of_source: Any) -
     for key, column in named.items():
         if column is not None:
             require_column(key, column, rows, source)
-    optional = {"system_column": columns.system, "tools_column": columns.tools}
+    optional = {"system_column": columns.system, "history_column": columns.history}
+    optional["tools_column"] = columns.tools
     check_columns(rows, source, optional, set(named.values()))
     return rows
 

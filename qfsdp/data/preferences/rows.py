@@ -13,7 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.chat.messages import NotText, as_message, as_tools, text_of, unfilled
+from qfsdp.data.chat.context_columns import history_of
+from qfsdp.data.chat.messages import NotText, as_message, as_tools, may_train, text_of, unfilled
 from qfsdp.data.conversations import Chat, ChatRows, Tokenizer, check_answer
 from qfsdp.data.files.rows import Row
 from qfsdp.data.row_tokenizer import TokenizedRow, Unusable
@@ -30,12 +31,14 @@ class Columns:
     Fields:
         prompt: column with text or messages; None: the answers' columns have whole dialogues.
         system: column with a system message, or None.
+        history: column with the turns before the prompt, or None.
         tools: column with functions, or None; see `chat_dataset`.
         system_prompt: a system message for rows that have none.
     """
 
     prompt: str | None = None
     system: str | None = None
+    history: str | None = None
     tools: str | None = None
     system_prompt: str | None = None
 
@@ -193,7 +196,8 @@ def _turns(value: Any, column: str, has_prompt: bool) -> Messages:
 
 def _message(turn: Any) -> dict[str, Any]:
     try:
-        return as_message(turn)
+        message = as_message(turn)
+        return message if may_train(turn) else message | {"masked": True}
     except NotText as reason:
         raise Unusable(str(reason)) from None
 
@@ -207,7 +211,13 @@ def _check_prompt(given: Messages, found: Messages) -> None:
 
 
 def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Chat:
-    """A conversation in which the assistant's messages of `answer` are trained."""
+    """A conversation in which the assistant's messages of `answer` are trained.
+
+    Raises:
+        Unusable: roles do not alternate, an answer is empty, or none may be trained.
+        UserError: the history is no list of pairs or messages.
+    """
+    prompt = [*(_message(turn) for turn in history_of(row, columns.history)), *prompt]
     system = columns.system_prompt
     if columns.system is not None:
         system = text_of(row[columns.system]).strip() or system
@@ -218,7 +228,9 @@ def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Cha
         if message["role"] == "assistant":
             check_answer(message)
     messages = [message | {"masked": True} for message in prompt]
-    messages += [message | {"masked": message["role"] != "assistant"} for message in answer]
+    messages += [{"masked": message["role"] != "assistant"} | message for message in answer]
+    if all(message["masked"] for message in messages):
+        raise Unusable("an answer that is not to be trained")
     return {"messages": messages, "tools": as_tools(row.get(columns.tools or ""))}
 
 
