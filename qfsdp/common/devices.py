@@ -54,7 +54,8 @@ def accelerator_count() -> int:
     """The number of visible accelerators that runs take."""
     import torch
 
-    return 0 if accelerator() is None else torch.accelerator.device_count()
+    found = torch.accelerator.current_accelerator()
+    return 0 if found is not None and found.type in NOT_TAKEN else torch.accelerator.device_count()
 
 
 @lru_cache
