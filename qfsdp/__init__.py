@@ -9,8 +9,8 @@ imports nothing that takes time.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING
 
+TYPE_CHECKING = False  # that of `typing`, which takes time to import
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 

@@ -16,8 +16,8 @@ Class = Literal["same", "told", "free"]
 ("told"); the value changes no number that is trained ("free")."""
 
 _SAME = """
-    seed max_seq_len packed optimizer_in_backward model.dtype model.router_aux_loss
-    tokenizer dataset optimizer lr_scheduler loss reference
+    seed max_seq_len packed optimizer_in_backward model.dtype model.implementation
+    model.router_aux_loss tokenizer dataset optimizer lr_scheduler loss reference
     quantization.format quantization.targets quantization.compute
     adapter.method adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.rslora
     adapter.init adapter.lora_plus_ratio adapter.start_from adapter.expert_rank
@@ -74,6 +74,7 @@ ABSENT: dict[str, Any] = {
     "sharding.vocabulary": "auto",
     "sharding.reduce_gradients": "auto",
     "sharding.expert_parallel": 1,
+    "model.implementation": "auto",
     "validation.metric": None,
     "validation.patience": None,
 }

@@ -140,8 +140,9 @@ def check_columns_of(key: str, dataset: Component) -> None:
 def _needed(dataset: Component) -> Iterator[tuple[str, str]]:
     """The builder's arguments that name columns which all files must have, and the columns."""
     given, known = dataset.kwargs, passed_by_name(dataset.resolve())
-    if "prompt_template" in known and isinstance(given.get("prompt_template"), str):
-        yield from (("prompt_template", c) for c in prompt_columns("", given["prompt_template"])[1])
+    template = given.get("prompt_template", _default(known, "prompt_template"))
+    if isinstance(template, str):  # also of presets, such as `alpaca_dataset`
+        yield from (("prompt_template", c) for c in prompt_columns("", template)[1])
     elif isinstance(column := given.get("prompt_column", _default(known, "prompt_column")), str):
         yield "prompt_column", column
     for name in _REQUIRED:

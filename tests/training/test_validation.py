@@ -403,14 +403,12 @@ class Scripted:
         cfg = SimpleNamespace(
             validation=ValidationConfig(sets=sets, eval_every=1, **options),
             tokenizer=Component("tests.toy_data.tokenizer"),
-            model=SimpleNamespace(folder=None),
+            model=SimpleNamespace(any_config=lambda: SimpleNamespace(vocab_size=577)),
             batch_size=2,
             max_seq_len=64,
             compile=False,
             packed=False,
         )
-        model = SimpleNamespace(from_dir=lambda _: SimpleNamespace(vocab_size=577))
-        monkeypatch.setattr(validation, "DecoderConfig", model)
         remaining = iter(losses)
         monkeypatch.setattr(validation, "held_out_loss", lambda *_: (4 * next(remaining), 4))
         self.folder, self.log = folder, Log()

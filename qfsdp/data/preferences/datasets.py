@@ -52,8 +52,8 @@ def preference_dataset(
             whole dialogues, as messages or as text with `\\n\\nHuman:` and `\\n\\nAssistant:`.
         chosen_column, rejected_column: columns with the better and the worse answer.
         system_column: column with a system message.
-        history_column: column with the turns before the prompt, as in `instruct_dataset`. They are
-            not trained.
+        history_column: column with the turns before the prompt: pairs, messages, or JSON text of
+            them. They are not trained.
         system_prompt: a system message for rows without one.
         tools_column: as in `chat_dataset`.
 
@@ -91,8 +91,8 @@ def kto_dataset(
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
-        prompt_column, system_column, history_column, system_prompt, tools_column: as in
-            `preference_dataset`.
+        prompt_column, system_column, history_column: as in `preference_dataset`.
+        system_prompt, tools_column: as in `preference_dataset`.
         completion_column: column with the answer.
         label_column: column with true or false.
 
