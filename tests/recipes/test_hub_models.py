@@ -22,7 +22,7 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models, tiny
-from tests.hub_models import PARAMETERS
+from tests.hub_models import NAMES
 from tests.models import cpu_world
 from tests.peft_oracle import dequantized_base
 from tests.ranks import run_ranks
@@ -41,6 +41,14 @@ report: false
 )
 
 
+# `make test` runs one model, `make test-long` two more; tests/modules compares all of them.
+RUN = [
+    NAMES[0],
+    *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:3]),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[3:]),
+]
+
+
 def run_recipe(runs: list[tuple[str, list[str]]]) -> None:
     for config, words in runs:
         tiny.run_recipe("qdora_distributed", ["--config", config, *words])
@@ -51,7 +59,7 @@ def losses(run: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-@pytest.fixture(scope="module", params=PARAMETERS)
+@pytest.fixture(scope="module", params=RUN)
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
