@@ -99,7 +99,8 @@ def test_hub_name_to_trained_generated_merged_and_pushed(tmp_path: Path, smollm2
             *("adapter=me/tuned", f"prompt={QUESTION}", "sampling.max_new_tokens=4"),
         )
         assert stdout.strip()
-        assert set(hub.served) <= {"adapter_config.json", "adapter_model.safetensors"}
+        weights = {"adapter_config.json", "adapter_model.safetensors", "qfsdp_base.json"}
+        assert set(hub.served) <= weights | {"tokenizer.json", "tokenizer_config.json"}
 
         merge = ["recipes/merge", "--config", "configs/merge.yaml", *base, "model.dtype=bf16"]
         hub.uploads_fail = True
