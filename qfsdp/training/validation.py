@@ -21,7 +21,7 @@ from torch import nn
 from torch.utils.data import Subset
 
 from qfsdp.common.errors import InvalidField, UserError
-from qfsdp.common.files import not_written, recover_folder, replace_folder, why, write_json
+from qfsdp.common.files import PARTIAL, not_written, recover_folder, replace_folder, why, write_json
 from qfsdp.common.progress import at_step
 from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
@@ -36,7 +36,6 @@ from qfsdp.training.throughput import Meter
 
 FOLDER = "best"
 BEST_FILE = "best.json"
-PARTIAL = "best.partial"
 _NO_EVALUATION = {"metric": None, "best": None, "best_step": None, "kept_in": None, "waited": 0}
 
 
@@ -173,7 +172,10 @@ class Validation:
         def copy(folder: Path) -> None:
             with self._world.same_error():
                 if self._world.rank == 0:
-                    _copy(best, folder)
+                    try:
+                        _copy(best, folder)
+                    except OSError as error:
+                        raise UserError(not_written(folder, error)) from None
 
         at = f"{progress['best']:.4g} at step {progress['best_step']}"
         return copy, f", the best: {self.metric} {at}"
@@ -319,7 +321,7 @@ class Validation:
         earlier: dict[str, Any],
     ) -> None:
         """Keeps the state in `best`, or goes back to the `earlier` best if it cannot be written."""
-        partial, failed = self._output_dir / PARTIAL, None
+        partial, failed = self._output_dir / f"{FOLDER}{PARTIAL}", None
         if self._world.rank == 0:
             shutil.rmtree(partial, ignore_errors=True)
         self._world.sum(0)  # a barrier: any rank may write in `save`
@@ -354,15 +356,18 @@ def _perplexity(loss: float) -> float:
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Puts a copy of a folder in the place of `folder`; links where the disk has them."""
-    partial = folder.with_name(f"{folder.name}.partial")
+    """Puts a copy of a folder in the place of `folder`; links where the disk has them.
+
+    Raises OSError; nothing of the copy is left then.
+    """
+    partial = folder.with_name(folder.name + PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)
         shutil.copytree(source, partial, copy_function=_link)
         replace_folder(partial, folder)
-    except OSError as error:
+    except OSError:
         shutil.rmtree(partial, ignore_errors=True)
-        raise UserError(not_written(folder, error)) from None
+        raise
 
 
 def _link(source: str, target: str) -> None:
@@ -378,12 +383,8 @@ def _copy_best(progress: dict[str, Any], output_dir: Path) -> None:
     source = Path(progress["kept_in"] or "")
     if (output_dir / FOLDER).exists() or not (source / BEST_FILE).is_file():
         return
-    partial = output_dir / PARTIAL
     try:
         if json.loads((source / BEST_FILE).read_bytes())["step"] == progress["best_step"]:
-            shutil.rmtree(partial, ignore_errors=True)
-            shutil.copytree(source, partial)
-            replace_folder(partial, output_dir / FOLDER)
+            _copy(source, output_dir / FOLDER)
     except (OSError, ValueError, KeyError, TypeError) as error:  # a full disk, a damaged file
-        shutil.rmtree(partial, ignore_errors=True)
         _warn(f"'{source}' cannot be copied to '{output_dir / FOLDER}': {why(error)}")
