@@ -13,7 +13,7 @@ from itertools import pairwise
 from typing import Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.chat.context_columns import history_of
+from qfsdp.data.chat.context_columns import history_of, system_of, with_system
 from qfsdp.data.chat.messages import NotText, as_message, as_tools, may_train, text_of, unfilled
 from qfsdp.data.conversations import Chat, ChatRows, Tokenizer, check_answer
 from qfsdp.data.files.rows import Row
@@ -218,11 +218,7 @@ def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Cha
         UserError: the history is no list of pairs or messages.
     """
     prompt = [*(_message(turn) for turn in history_of(row, columns.history)), *prompt]
-    system = columns.system_prompt
-    if columns.system is not None:
-        system = text_of(row[columns.system]).strip() or system
-    if system is not None and not (prompt and prompt[0]["role"] in ("system", "developer")):
-        prompt = [{"role": "system", "content": system}, *prompt]
+    prompt = with_system(system_of(row, columns.system) or columns.system_prompt, prompt)
     _check_roles([*prompt, *answer])
     for message in answer:
         if message["role"] == "assistant":
