@@ -15,7 +15,13 @@ from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.families import dense, mixtures
 from qfsdp.modules.families.keys import FAMILIES
 
-__all__ = ["FAMILIES", "dense", "mixtures", "read"]
+__all__ = ["FAMILIES", "architecture_of", "dense", "mixtures", "read"]
+
+
+def architecture_of(config: dict[str, Any]) -> Any:
+    """The first of the `architectures` of a parsed `config.json`, which should be text."""
+    names = config.get("architectures") or [None]
+    return names[0] if isinstance(names, list) else names
 
 
 def read(config: dict[str, Any], source: str) -> DecoderParts:
@@ -24,8 +30,7 @@ def read(config: dict[str, Any], source: str) -> DecoderParts:
     Raises `UserError`, which names `source`, for an architecture that is not in `FAMILIES` and for
     values that the family does not have or the decoder does not compute.
     """
-    names = config.get("architectures") or [None]
-    architecture = names[0] if isinstance(names, list) else names
+    architecture = architecture_of(config)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         known = ", ".join(FAMILIES)
         if config.get("kv_lora_rank") is not None:

@@ -13,7 +13,7 @@ import torch
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
 from qfsdp.modules.decoder_config import DecoderConfig, read_config
-from qfsdp.modules.families import FAMILIES
+from qfsdp.modules.families import FAMILIES, architecture_of
 
 Implementation = Literal["auto", "native", "transformers"]
 UNLIMITED = 1 << 30  # positions of a model whose config names no limit
@@ -79,8 +79,7 @@ def model_config(folder: str | Path, implementation: Implementation = "auto") ->
 
 
 def _architecture(config: dict[str, Any]) -> str | None:
-    names = config.get("architectures") or [None]
-    name = names[0] if isinstance(names, list) else names
+    name = architecture_of(config)
     return name if isinstance(name, str) else None
 
 
