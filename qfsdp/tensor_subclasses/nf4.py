@@ -44,8 +44,9 @@ from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
 CHUNK_ABSMAX = 1 << 20  # absmax values at a time, a multiple of SCALE_BLOCK
 
-# Midpoints of neighbouring levels, in fp32. Four lie between two fp32 numbers; bitsandbytes'
-# code for GPUs rounds these the other way, which one fp32 weight in some ten million shows.
+# Midpoints of neighbouring levels, in fp32. Four lie exactly between two fp32 numbers;
+# bitsandbytes' code for GPUs rounds these the other way. One fp32 weight in some ten million
+# shows the difference.
 _MIDPOINTS = tuple((torch.tensor(NF4_LEVELS)[1:] + torch.tensor(NF4_LEVELS)[:-1]).div(2).tolist())
 _OTHER_ROUNDING = {0: -0.848096430, 8: 0.120255254, 12: 0.501663387, 14: 0.861478388}  # by index
 _MIDPOINTS_ON_GPUS = tuple(_OTHER_ROUNDING.get(i, mid) for i, mid in enumerate(_MIDPOINTS))
