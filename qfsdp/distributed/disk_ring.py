@@ -14,7 +14,7 @@ format; whoever adds a weight passes the function that reads it.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Collection, Hashable
 from dataclasses import dataclass, field
 from queue import Queue
 
@@ -153,7 +153,7 @@ class DiskRing:
     def _slot_of(self, unit: Hashable) -> _Slot | None:
         return next((slot for slot in self._slots if slot.unit == unit), None)
 
-    def _request(self, unit: Hashable, keep: Sequence[Hashable] = ()) -> _Slot:
+    def _request(self, unit: Hashable, keep: Collection[Hashable] = ()) -> _Slot:
         """Asks the thread to read `unit` into the least recently used buffer not in `keep`."""
         slot = next(s for s in self._slots if s.unit not in keep or s.unit is None)
         slot.unit, slot.error, slot.ready = unit, None, threading.Event()
@@ -161,11 +161,17 @@ class DiskRing:
         return slot
 
     def _read_ahead(self) -> None:
-        """Requests the predicted units, as many as there are buffers."""
+        """Requests the predicted units, as many as there are buffers.
+
+        The unit that was read last stays: its other weights are read next, also where the order
+        is already ahead of it. Without this, two buffers changed places at every weight.
+        """
         units = self.order.next(len(self._slots))
+        last = self._slots[-1].unit
         for at, unit in enumerate(units):
-            if unit is not None and self._slot_of(unit) is None:
-                self._request(unit, keep=units[:at])
+            keep = {last, *units[:at]}
+            if unit is not None and self._slot_of(unit) is None and len(keep) < len(self._slots):
+                self._request(unit, keep=keep)
 
     def _run(self) -> None:
         while True:
