@@ -60,7 +60,7 @@ class Method:
     """How a row is trained: a shipped config, its changes, and the learning rates to choose from.
 
     As shipped there is one rate each: the best of 1e-4, 1e-3 and 1e-2 on other problems of the same
-    kind (docs/results.md, Methods on one task).
+    kind (benchmarks/results, Methods on one task).
     """
 
     config: str

@@ -8,8 +8,8 @@
 * Commands exist: `tune` and `qfsdp` with their recipe, config and keys, `make` with its target,
   `python` with its script. A command that is followed by "error: ..." must give that error.
 * Config keys in backticks exist, such as `adapter.rank` or `sharding.wrap: linear`.
-* Lines are at most 100 columns, but for those of tables; README.md, architecture.md, docs/guide/
-  and docs/internals/ have line limits.
+* Lines are at most 100 columns, but for those of tables. README.md, CHANGELOG.md and the files of
+  docs/ have line limits; a version of CHANGELOG.md and log.md has at most 60 lines.
 * The tables of architecture.md list existing files, their line counts, and sums within limits.
 * results.md is what `benchmarks/results.py` writes, reference/configuration.md what
   `docs/reference.py` writes.
@@ -35,6 +35,8 @@ WIDTH = 100
 LIMITS = {
     "README.md": 150,
     "docs/architecture.md": 150,
+    "docs/log.md": 150,
+    "docs/results.md": 100,
     "docs/internals/*.md": 100,
     "docs/guide/*.md": 150,
 }
@@ -79,6 +81,11 @@ def check_file(file: Path) -> Iterator[str]:
     for at, line in enumerate(lines, 1):
         if len(line) > WIDTH and not line.startswith(("|", "<!-- table")):  # these cannot be broken
             yield f"{name}:{at}: {len(line)} columns; expected at most {WIDTH}"
+    if name in ("CHANGELOG.md", "docs/log.md"):
+        for part in re.split("^## ", text, flags=re.MULTILINE)[1:]:
+            title, *body = part.rstrip().splitlines()
+            if len(body) >= 60:
+                yield f"{name}: '{title}' has {len(body) + 1} lines; expected at most 60"
     yield from (f"{name}: {problem}" for problem in check_links(file, text))
     if name != "docs/log.md" and name != "CHANGELOG.md":  # these speak of the past
         yield from (f"{name}: {problem}" for problem in check_paths(text))

@@ -5,7 +5,7 @@ The recipe's `build_model` and `train_step`, sharding and the optimizer run on f
 description of the recipe that could differ from it, and neither a GPU nor weights are needed.
 
 Every row is `max_seq_len` long and every token is a target: the most that the config allows. Layers
-run uncompiled; compiled layers keep 0.54 to 0.93 of that memory (docs/results.md).
+run uncompiled; compiled layers keep 0.54 to 0.93 of that memory (benchmarks/results).
 """
 
 from __future__ import annotations
