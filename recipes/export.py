@@ -27,7 +27,6 @@ from qfsdp.checkpoint.export.gguf_metadata import warn_of_window
 from qfsdp.checkpoint.export.vllm_adapter import VllmAdapter, plan_adapter
 from qfsdp.checkpoint.export.w4a16 import GROUP_SIZES, plan_w4a16
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
-from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.checkpoint.weights.output_folder import check_output
@@ -74,7 +73,7 @@ def merge_of(cfg: Config) -> Merge:
     """The base, the adapter and the dtype of weights that are not quantized."""
     adapter = None if cfg.adapter is None else local_folder(cfg.adapter)
     base_dtype, dtype = COMPUTE_DTYPES[cfg.model.dtype], COMPUTE_DTYPES[cfg.dtype]
-    return Merge(ModelWeights(cfg.model.path), cfg.quantization, base_dtype, adapter, dtype)
+    return Merge(cfg.model.weights(), cfg.quantization, base_dtype, adapter, dtype)
 
 
 def gguf_file(cfg: Config) -> Path:
@@ -86,7 +85,7 @@ def gguf_file(cfg: Config) -> Path:
 def adapter_of(cfg: Config) -> VllmAdapter:
     """The adapter of `format=lora`."""
     assert cfg.adapter is not None
-    return plan_adapter(ModelWeights(cfg.model.path), cfg.model.path, local_folder(cfg.adapter))
+    return plan_adapter(cfg.model.weights(), cfg.model.path, local_folder(cfg.adapter))
 
 
 def check(cfg: Config) -> None:
@@ -96,6 +95,7 @@ def check(cfg: Config) -> None:
         adapter_of(cfg)
         # Without its config, which is written last, an adapter is unfinished.
         return check_output(Path(cfg.output_dir).expanduser(), (TEMPLATE_FILE, WEIGHTS_FILE))
+    cfg.model.decoder()
     merge = merge_of(cfg)
     if cfg.format == "gguf":
         warn_of_window(plan_gguf(merge, cfg.gguf_type).model)

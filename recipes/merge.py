@@ -24,7 +24,6 @@ from typing import Literal
 
 from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base
 from qfsdp.checkpoint.model_card import CARD_FILE, model_card, push
-from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge, Requantize
 from qfsdp.checkpoint.weights.output_folder import check_output
@@ -59,7 +58,7 @@ class Config(OfAdapter):
 def build(cfg: Config) -> Merge:
     """The base, the adapter and the formats of the merge."""
     return Merge(
-        ModelWeights(cfg.model.path),
+        cfg.model.weights(),
         cfg.quantization,
         COMPUTE_DTYPES[cfg.model.dtype],
         local_folder(cfg.adapter),

@@ -18,7 +18,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.quantize import Layout, quantize_folder, quantized_model
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
@@ -68,7 +67,8 @@ def check(cfg: Config) -> None:
             f"layout: 'bnb' is for NF4, and quantization.format is {cfg.quantization.format!r}; "
             "expected layout=qfsdp"
         )
-    weights = ModelWeights(cfg.model.path)
+    weights = cfg.model.weights()
+    cfg.model.decoder()  # what is written is for qfsdp's own
     weights.check(quantized_model(weights, cfg.quantization))
     if Path(cfg.output_dir).expanduser().resolve() == weights.folder.resolve():
         raise UserError(f"output_dir: '{cfg.output_dir}' is model.path; expected another folder")
@@ -78,7 +78,7 @@ def check(cfg: Config) -> None:
 def main(cfg: Config, _: Run) -> None:
     world = init_world()
     folder = Path(cfg.output_dir).expanduser()
-    weights = ModelWeights(cfg.model.path)
+    weights = cfg.model.weights()
     quantize_folder(weights, cfg.quantization, folder, world, cfg.layout, cfg.max_file_bytes)
     if world.rank == 0:
         size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))

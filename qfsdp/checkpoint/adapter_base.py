@@ -68,8 +68,9 @@ def _settings_of(run: dict[str, Any]) -> dict[str, Any]:
     """What `qfsdp_base.json` keeps of a run's config."""
     model, tokenizer = run["model"], run.get("tokenizer")
     quantization = run.get("quantization") or {}
+    keys = ("dtype", *(["implementation"] if model.get("implementation") == "transformers" else []))
     found = {
-        "model": {"dtype": model["dtype"]},
+        "model": {key: model[key] for key in keys},
         "quantization": {key: quantization[key] for key in _QUANTIZATION if key in quantization},
     }
     if isinstance(tokenizer, dict):

@@ -141,6 +141,8 @@ def test_a_resumed_run_ends_with_the_same_bits(folder: Path) -> None:
     whole, rest = (load_file(folder / run / "adapter" / WEIGHTS_FILE) for run in ("run", "rest"))
     assert losses(folder / "rest") == losses(folder / "run")[2:]
     assert all(torch.equal(whole[key], rest[key]) for key in whole)
+    known = json.loads((folder / "run/adapter/qfsdp_base.json").read_text())["model"]
+    assert known == {"dtype": "fp32", "implementation": "transformers"}  # merge builds the same
 
 
 @pytest.mark.parametrize(

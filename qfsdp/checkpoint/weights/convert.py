@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.checkpoint.weights.experts import stored_as
+from qfsdp.checkpoint.weights.experts import StoredAs
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite, fill_quantized
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
@@ -37,7 +37,6 @@ from qfsdp.checkpoint.weights.write import (
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, warn_of_space, write_json, write_text
 from qfsdp.distributed.world import World
-from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 CHUNK_NUMBERS = 1 << 20  # numbers per chunk: fp32 temporaries of 4 MB
@@ -201,10 +200,8 @@ def _join_others(conversions: Mapping[str, WeightConversion], done: set[str]) ->
 # ---- conversions and their parts -----------------------------------------------------------------
 
 
-def copied(name: str, stored: StoredTensor, parts: DecoderParts) -> WeightConversion:
-    """A plain tensor, stored under `name` with the bytes that it has; experts as their family
-    stores them."""
-    target = stored_as(name, stored.shape, parts)
+def copied(name: str, stored: StoredTensor, target: StoredAs) -> WeightConversion:
+    """A plain tensor, written as `target` says with the bytes that it has."""
 
     def write(file: SafetensorsFile, pieces: Pieces) -> None:
         target.write(file, _checked(name, next(pieces)))

@@ -155,7 +155,8 @@ def expand_folder(
     parts, conversions = DecoderConfig.from_dict(new_config), {}
     for name, (source, zero) in _tensor_sources(config, new_blocks).items():
         stored = weights.plain[source]
-        conversions[name] = zeros(name, stored, parts) if zero else copied(name, stored, parts)
+        target = stored_as(name, stored.shape, parts)
+        conversions[name] = zeros(name, stored, parts) if zero else copied(name, stored, target)
     convert_folder(conversions, weights, OutputFolder(folder), new_config, world, max_file_bytes)
 
 

@@ -51,6 +51,7 @@ class ModelWeights:
         quantized: name -> weight, of the weights that are stored quantized.
         write_again: where the folder is a cache: `write_again(damage)` writes what is damaged anew
             and returns the weights; every rank must call it.
+        config: what the folder says of the model that is built; None if it is faulty.
         plain: name -> tensor, of all others. Experts are stacked, see `experts.py`. Layers that
             only predict further tokens (`DecoderParts.predictors`) are left out.
 
@@ -64,9 +65,10 @@ class ModelWeights:
         self.files = SafetensorsFolder(folder)
         self.folder = self.files.folder
         self.quantized: dict[str, StoredQuantizedWeight] = {}
-        parts = None
+        self.implementation, self.config = implementation, None
         with suppress(UserError):  # those who build the model report it
-            parts = model_config(self.folder, implementation)
+            self.config = model_config(self.folder, implementation)
+        parts = self.config
         if isinstance(parts, HubConfig):
             self.plain = tensors_of_hub_model(self.files, parts)
             return

@@ -36,6 +36,7 @@ from qfsdp.checkpoint.weights.convert import (
     WeightConversion,
     compute_rows,
     convert_folder,
+    copied,
     dtype_of,
     plain_config,
     read_as_quantized,
@@ -47,7 +48,7 @@ from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.progress import Pieces
 from qfsdp.checkpoint.weights.quantize import quantized_model
-from qfsdp.checkpoint.weights.read import Read
+from qfsdp.checkpoint.weights.read import Read, StackedTensor
 from qfsdp.checkpoint.weights.write import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
@@ -63,8 +64,9 @@ from qfsdp.modules.adapters.linears import (
     add_adapters,
     base_parameters,
 )
+from qfsdp.modules.hub_models.config import HubConfig
+from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.nf4 import BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
@@ -159,12 +161,10 @@ class Merge:
             config = read_adapter_config(self.adapter)
             add_adapters(model, config)
             check_adapter(config, self.adapter, model)
-        adapted = {f"{name}.weight" for name, _ in adapted_linears(model)}
-        for name, module in adapted_linears(model):
-            scales_output = isinstance(module, ScaledLinear) and not module.scales_input
-            if scales_output and module.bias is not None:
-                adapted.add(f"{name}.bias")
+        adapted = _adapted(model)
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
+        if isinstance(model, HubDecoder):
+            return self._changed(formats, adapted, shapes)
         sources = {name: name for name in shapes}
         if HEAD in adapted and HEAD not in shapes:  # tied: the embeddings are not merged
             sources[HEAD], shapes[HEAD] = EMBEDDINGS, shapes[EMBEDDINGS]
@@ -198,6 +198,42 @@ class Merge:
                 )
         return plan
 
+    def _changed(
+        self, formats: dict[str, str], adapted: set[str], shapes: dict[str, tuple[int, ...]]
+    ) -> list[MergedWeight]:
+        """The weights of a model of transformers that training did not hold as they are stored."""
+        if self.requantize != "none":
+            raise UserError(
+                f"requantize: {self.requantize}; expected none: a model of transformers is "
+                "quantized while it is loaded"
+            )
+        if shared := sorted(adapted - shapes.keys()):
+            raise UserError(
+                f"{self.adapter}: adapts {shared[0]!r}, which this model shares with its "
+                "embeddings; expected an adapter of other linears"
+            )
+        plan = []
+        for name in sorted(formats.keys() | adapted):
+            found = self.weights.plain[name]
+            parts = found.parts if isinstance(found, StackedTensor) else (found,)
+            stored = {part.name: part.shape for part in parts}
+            if any(self.weights.files.tensors[n].shape != shape for n, shape in stored.items()):
+                raise UserError(f"{found.file}: {name!r} is a part of a tensor; it is not merged")
+            held, one = formats.get(name), StoredAs(stored)
+            plan.append(MergedWeight(name, name, shapes[name], held, None, name in adapted, one))
+        return plan
+
+    def _copies(self, plan: list[MergedWeight]) -> dict[str, WeightConversion]:
+        """All other tensors of a model of transformers, with their bytes."""
+        if not isinstance(self.weights.config, HubConfig):
+            return {}
+        written = {name for weight in plan for name in weight.stored.shapes}
+        return {
+            name: copied(name, stored, StoredAs({name: stored.shape}))
+            for name, stored in self.weights.files.tensors.items()
+            if name not in written
+        }
+
     def write(
         self,
         folder: Path,
@@ -215,6 +251,7 @@ class Merge:
         """
         plan = self.plan()
         conversions = {weight.name: self._conversion(weight, world.device) for weight in plan}
+        conversions |= self._copies(plan)
         config = self.model_config(plan)
         template = read_template(self.adapter) if self.adapter is not None else {}
         texts = model_template(template, self.weights.folder) | dict(texts or {})
@@ -337,7 +374,17 @@ class Merge:
         return config
 
 
-def _formats(model: Decoder) -> dict[str, str]:
+def _adapted(model: AnyDecoder) -> set[str]:
+    """Names of the weights and biases that an adapter changes."""
+    adapted = {f"{name}.weight" for name, _ in adapted_linears(model)}
+    for name, module in adapted_linears(model):
+        scales_output = isinstance(module, ScaledLinear) and not module.scales_input
+        if scales_output and module.bias is not None:
+            adapted.add(f"{name}.bias")
+    return adapted
+
+
+def _formats(model: AnyDecoder) -> dict[str, str]:
     """Weight name -> format, of the quantized weights of a model."""
     params = {name: param.data for name, param in model.named_parameters()}
     return {name: data.format for name, data in params.items() if isinstance(data, QuantizedTensor)}

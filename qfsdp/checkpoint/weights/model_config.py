@@ -12,7 +12,7 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.hub_models.config import AnyConfig, Implementation, model_config
+from qfsdp.modules.hub_models.config import AnyConfig, HubConfig, Implementation, model_config
 from qfsdp.modules.hub_models.decoder import AnyDecoder, build_decoder
 
 
@@ -64,11 +64,15 @@ class ModelConfig:
         return build_decoder(self.decoder() if native else config, compute_dtype(self.dtype))
 
     def decoder(self) -> DecoderConfig:
-        """The decoder to train. Raises UserError, also for a `router_aux_loss` without experts."""
-        if self.implementation == "transformers":
-            expected = "auto or native: what this command does needs qfsdp's own decoder"
-            raise UserError(f"model.implementation: 'transformers'; expected {expected}")
-        config, factor = DecoderConfig.from_dir(self.folder), self.router_aux_loss
+        """Our own decoder. Raises UserError, also for a model that transformers builds, and for a
+        `router_aux_loss` without experts."""
+        config, factor = self.any_config(), self.router_aux_loss
+        if isinstance(config, HubConfig):
+            raise UserError(
+                f"model.implementation: '{self.implementation}' takes transformers' "
+                f"{config.architecture} for {self.path}; expected a model that qfsdp builds "
+                "itself, which this command needs"
+            )
         if factor is None:
             return config
         if config.experts is None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import json
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +23,7 @@ from qfsdp.checkpoint.weights.convert import (
     read_as_quantized,
     whole_reads,
 )
-from qfsdp.checkpoint.weights.experts import PARAMETER
+from qfsdp.checkpoint.weights.experts import PARAMETER, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.output_folder import ResumableFolder
@@ -41,10 +41,10 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import base_parameters
-from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import DecoderParts
+from qfsdp.modules.hub_models.config import model_config
+from qfsdp.modules.hub_models.decoder import build_decoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
-from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 Layout = Literal["qfsdp", "bnb"]
@@ -115,10 +115,10 @@ def _source(weights: ModelWeights) -> dict[str, str | None]:
     }
 
 
-def quantized_model(weights: ModelWeights, quantization: QuantizationConfig) -> Decoder:
+def quantized_model(weights: ModelWeights, quantization: QuantizationConfig) -> Any:
     """The decoder on the meta device, with the targeted linears quantized."""
-    with torch.device("meta"):
-        model = Decoder(DecoderConfig.from_dir(weights.folder))
+    config = model_config(weights.folder, weights.implementation)
+    model = build_decoder(config, torch.float32)
     quantize_linears(model, quantization, weights.formats)
     return model
 
@@ -133,7 +133,8 @@ def _conversion(
 ) -> WeightConversion:
     """How a base parameter is stored; it is on the meta device, and quantized if it is to be."""
     if not isinstance(param, QuantizedTensor):
-        return copied(name, weights.plain[name], parts)
+        stored = weights.plain[name]
+        return copied(name, stored, stored_as(name, stored.shape, parts))
     if layout == "bnb" and PARAMETER.fullmatch(name):
         raise UserError(
             f"layout: bnb has no form for the experts of a mixture ({name!r}): transformers keeps "
