@@ -43,7 +43,9 @@ ARCHITECTURE = ROOT / "docs" / "architecture.md"
 SUM = re.compile(r"^(\d+) files / ([\d,]+) lines; the aim is", re.MULTILINE)
 ROW = re.compile(r"\| `([\w/.]+\.py)` \| +(\d+) \|")
 DRIFT = 20  # lines by which a count in architecture.md may be off
-SUBCOMMANDS = ("run", "chat", "serve", "doctor", "ls", "cp", "cat", "validate", "download")
+SUBCOMMANDS = (
+    *("run", "finetune", "chat", "serve", "doctor", "ls", "cp", "cat", "validate", "download"),
+)
 FOLDERS = ("qfsdp", "recipes", "configs", "benchmarks", "docs", "tests", "examples")
 INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 

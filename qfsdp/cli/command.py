@@ -1,5 +1,6 @@
-"""The `qfsdp` command: run, chat, serve, doctor, ls, cp, cat and validate. `tune` runs the same
-functions for our files.
+"""The `qfsdp` command: run, finetune, chat, serve, doctor, ls, cp, cat and validate.
+
+`tune` runs the same functions for our files.
 
 `ls`, `cp` and `cat` import neither torch nor torchtune; `run` and `validate` import what the recipe
 imports.
@@ -54,6 +55,10 @@ def run_command(program: str, words: Sequence[str]) -> None:
             return run(program, words[1:])
         if words[:1] and words[0] in SHORT:
             return run(program, _in_full(words))
+        if words[:1] == ["finetune"]:
+            from qfsdp.cli.finetune import finetune
+
+            return finetune(program, words[1:], run)
         args = _parser(program).parse_args(words)
         if args.subcommand == "ls":
             list_recipes()
@@ -78,6 +83,7 @@ def _parser(program: str) -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(program, description="Recipes and configs of qfsdp.")
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     commands.add_parser("run", help=f"run a recipe: {program} run {RUN_USAGE}")
+    commands.add_parser("finetune", help=f"train a model on rows: {program} finetune MODEL ROWS")
     commands.add_parser("chat", help=f"talk to a model: {program} chat [key=value ...]")
     commands.add_parser("serve", help=f"OpenAI's API over a model: {program} serve [key=value ...]")
     commands.add_parser("doctor", help=f"what works here: {program} doctor [key=value ...]")

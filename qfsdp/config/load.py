@@ -60,7 +60,15 @@ def load_config(schema: type[T], argv: Sequence[str]) -> T:
     Raises:
         UserError: the words, the file, a key or a value is wrong.
     """
-    path, tree = read_tree(schema, argv)
+    return config_of(schema, *read_tree(schema, argv))
+
+
+def config_of(schema: type[T], path: str, tree: dict[str, Any]) -> T:
+    """As `load_config`, of a tree that `read_tree` or `over_defaults` returned.
+
+    Args:
+        path: of its file, for messages.
+    """
     try:
         resolved, from_environment = resolve(tree)
     except RecursionError:
@@ -91,15 +99,34 @@ def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """
     path, overrides = _split_argv(argv, schema)
     tree = _read_yaml(path)
-    for word in overrides:
+    change(schema, tree, overrides)
+    return path, over_defaults(schema, tree)
+
+
+def change(schema: type, tree: dict[str, Any], words: Sequence[str]) -> None:
+    """Applies `key=value` and `~key` words to the keys of a config file. Raises UserError."""
+    for word in words:
         _apply_override(schema, tree, word)
+
+
+def over_defaults(schema: type, tree: dict[str, Any]) -> dict[str, Any]:
+    """The keys of a config file over the schema's defaults, neither checked nor resolved."""
     below = defaults(schema)
     if hasattr(schema, "below"):  # what other keys give, such as an adapter
         below = overlay(schema, below, schema.below(tree))
-    return path, overlay(schema, below, tree)
+    return overlay(schema, below, tree)
 
 
 def _split_argv(argv: Sequence[str], schema: type) -> tuple[str, list[str]]:
+    path, overrides = split_words(argv, schema)
+    if not path:
+        raise UserError("no config given; expected --config FILE [key=value ...]")
+    return path, overrides
+
+
+def split_words(argv: Sequence[str], schema: type) -> tuple[str | None, list[str]]:
+    """The path behind `--config`, None without one, and the other words. Raises UserError for one
+    that is no `key=value` or `~key`."""
     path, overrides = None, []
     words = iter(argv)
     for word in words:
@@ -114,8 +141,6 @@ def _split_argv(argv: Sequence[str], schema: type) -> tuple[str, list[str]]:
             overrides.append(word)
         else:
             raise UserError(not_understood(word, next(words, ""), next(words, ""), schema))
-    if not path:
-        raise UserError("no config given; expected --config FILE [key=value ...]")
     return path, overrides
 
 
@@ -275,10 +300,12 @@ def _at(tree: Any, path: Sequence[str | int]) -> Any:
 def check_components(config: Any, key: str = "") -> None:
     """Checks every Component in a config; raises UserError as `Component.check`.
 
-    Missing arguments are not found: the recipe may pass them.
+    Missing arguments are not found: the recipe may pass them. Losses without a dot, such as
+    `sigmoid`, are the recipe's own.
     """
     if isinstance(config, Component):
-        config.check(key, provided=None)
+        if "." in config.path or not key.startswith("loss"):
+            config.check(key, provided=None)
     elif is_dataclass(config):
         for entry in fields(config):
             check_components(getattr(config, entry.name), join_key(key, entry.name))

@@ -11,7 +11,6 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component, passed_by_name
-from qfsdp.data.conversations import prompt_columns
 from qfsdp.data.files.data_files import listed
 from qfsdp.data.files.file_rows import FilePart, FileRows, FileStream
 from qfsdp.data.files.rows import require_column
@@ -62,6 +61,10 @@ class Form:
 def form_of(row: Mapping[str, Any]) -> Form | None:
     """The form of a row, by the names of its columns and the kinds of their values."""
     lower = {name.lower(): name for name in row}
+    label = row.get(lower.get("label", ""))
+    if isinstance(label, bool) and "prompt" in lower and "completion" in lower:
+        keys = {f"{name}_column": lower[name] for name in ("prompt", "completion", "label")}
+        return Form("answers with labels", "kto_dataset", _without(keys))
     if "chosen" in lower and "rejected" in lower:
         keys = {f"{name}_column": lower[name] for name in ("chosen", "rejected")}
         prompt = next((lower[name] for name in PROMPTS if name in lower), None)
@@ -139,6 +142,8 @@ def check_columns_of(key: str, dataset: Component) -> None:
 
 def _needed(dataset: Component) -> Iterator[tuple[str, str]]:
     """The builder's arguments that name columns which all files must have, and the columns."""
+    from qfsdp.data.conversations import prompt_columns  # needs torch
+
     given, known = dataset.kwargs, passed_by_name(dataset.resolve())
     template = given.get("prompt_template", _default(known, "prompt_template"))
     if isinstance(template, str):  # also of presets, such as `alpaca_dataset`
@@ -158,7 +163,12 @@ def _hint(key: str, dataset: Component, row: Mapping[str, Any]) -> str:
     form = form_of(row)
     if form is not None and (words := form.words(key, dataset)):
         return f"; these are {form.name}: {' '.join(words)}"
-    name, value = next(iter(row.items()))
+    return wrapped(row)
+
+
+def wrapped(row: Mapping[str, Any]) -> str:
+    """What to type if the rows are all inside one list of a single row; else ""."""
+    name, value = next(iter(row.items()), ("", None))
     if len(row) == 1 and isinstance(value, list) and value and isinstance(value[0], Mapping):
         return f"; the rows are inside the list {name!r}: jq -c '.{name}[]' FILE > rows.jsonl"
     return ""

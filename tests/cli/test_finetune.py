@@ -1,0 +1,178 @@
+"""`qfsdp finetune`: rows of each form become a config of the right recipe, which then runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from qfsdp.cli import finetune
+from qfsdp.cli.command import run_command
+from qfsdp.config.load import check_components, load_config
+from qfsdp.config.recipe_files import load_recipe, recipe_file_of
+from qfsdp.planning import choices
+from tests.cli.stand_in import run
+from tests.tiny import write_tiny_model_with_tokenizer
+from tests.waiting import LIMIT_S
+
+CHAT = [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
+TURNS = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
+# Form -> a row, the builder and its keys.
+FORMS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
+    "chats": ({"messages": CHAT}, "chat_dataset", {}),
+    "sharegpt": ({"conversations": TURNS}, "chat_dataset", {"messages_column": "conversations"}),
+    "questions": (
+        {"Question": "2 + 3?", "Answer": "5"},
+        "instruct_dataset",
+        {"prompt_column": "Question", "answer_column": "Answer"},
+    ),
+    "alpaca": (
+        {"instruction": "Add.", "input": "2 + 3", "output": "5"},
+        "instruct_dataset",
+        {"prompt_template": "{instruction}\n{input}", "answer_column": "output"},
+    ),
+    "completions": (
+        {"prompt": "2 + 3?", "completion": "5"},
+        "instruct_dataset",
+        {"answer_column": "completion"},
+    ),
+    "pairs": ({"prompt": "2 + 3?", "chosen": "5", "rejected": "6"}, "preference_dataset", {}),
+    "labels": ({"prompt": "2?", "completion": "2", "label": True}, "kto_dataset", {}),
+    "documents": ({"body": "A text."}, "text_dataset", {"text_column": "body"}),
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
+    folder = tmp_path_factory.mktemp("finetune")
+    write_tiny_model_with_tokenizer(folder / "tiny", smollm2_dir)
+    for name, (row, _, _) in FORMS.items():
+        (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
+    other = json.dumps(FORMS["labels"][0] | {"label": False})
+    with (folder / "labels.jsonl").open("a") as file:
+        file.write(other + "\n")
+    (folder / "odd.jsonl").write_text('{"a": "1", "b": "2"}\n' * 30)
+    (folder / "wrapped.json").write_text(json.dumps({"data": [FORMS["questions"][0]] * 3}))
+    return folder
+
+
+@pytest.fixture
+def no_dry_run(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+    monkeypatch.chdir(folder)
+    fits = {"quantization.format": "none", "activation.checkpointing": "none"}
+    monkeypatch.setattr(choices, "first_fit", lambda *_: (fits, "it fits"))
+
+
+def read(path: Path) -> Any:
+    cfg = load_config(load_recipe(recipe_file_of(path)).Config, ["--config", str(path)])
+    check_components(cfg)
+    return cfg
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_rows_become_a_config_of_their_recipe(name: str, no_dry_run: None) -> None:
+    _, builder, keys = FORMS[name]
+    made = finetune.plan("tiny", f"{name}.jsonl", [])
+    path = made.write()
+    cfg, of_pairs = read(path), builder in ("preference_dataset", "kto_dataset")
+    assert cfg.dataset.path == f"qfsdp.data.{builder}"
+    assert hasattr(cfg, "reference_logprobs") is of_pairs
+    assert not of_pairs or cfg.loss.path == ("kto" if builder == "kto_dataset" else "sigmoid")
+    source = {"source": f"{name}.jsonl"}
+    assert cfg.dataset.kwargs == source | keys | {"split": "train[:-3]"}
+    assert cfg.validation.sets["held_out"].kwargs == source | keys | {"split": "train[-3:]"}
+    assert (cfg.epochs, cfg.global_batch_size, cfg.max_seq_len) == (3, 2, 256)
+    assert cfg.output_dir == f"runs/tiny-{name}" and cfg.quantization.format == "none"
+    assert 0 < cfg.optimizer.kwargs["lr"] < 0.01
+
+
+def test_given_keys_stay(no_dry_run: None) -> None:
+    words = ["output_dir=runs/mine", "optimizer.lr=3e-4", "dataset.split=train[:7]", "epochs=2"]
+    words += ["batch_size=4", "adapter.rank=8", "max_seq_len=64"]
+    cfg = read(finetune.plan("tiny", "chats.jsonl", words).write())
+    assert cfg.output_dir == "runs/mine" and cfg.optimizer.kwargs["lr"] == 3e-4
+    assert cfg.dataset.kwargs["split"] == "train[:7]" and not cfg.validation.sets
+    assert (cfg.epochs, cfg.batch_size, cfg.adapter.rank) == (2, 4, 8)
+    assert cfg.global_batch_size is None and cfg.max_seq_len == 64
+
+
+def test_columns_that_are_named(no_dry_run: None) -> None:
+    words = ["dataset.prompt_column=a", "dataset.answer_column=b"]
+    cfg = read(finetune.plan("tiny", "odd.jsonl", words).write())
+    assert cfg.dataset.path == "qfsdp.data.instruct_dataset"
+
+
+def test_a_second_run_gets_a_folder_of_its_own(no_dry_run: None, folder: Path) -> None:
+    assert finetune.free_folder("tiny", "x.jsonl") == "runs/tiny-x"
+    (folder / "runs/tiny-x/adapter").mkdir(parents=True)
+    assert finetune.free_folder("tiny", "x.jsonl") == "runs/tiny-x-2"
+
+
+def test_a_secret_is_not_written(no_dry_run: None, folder: Path) -> None:
+    ran: list[str] = []
+    words = ["tiny", "chats.jsonl", "output_dir=runs/secret", "metric_logger.api_key=hidden"]
+    finetune.finetune("qfsdp", words, lambda _, words: ran.extend(words))
+    assert ran[-1] == "metric_logger.api_key=hidden"
+    assert "hidden" not in (folder / "runs/secret/finetune.yaml").read_text()
+
+
+MISTAKES = {  # what is typed behind `finetune` -> a part of the line
+    "": "expected qfsdp finetune MODEL ROWS [key=value ...]",
+    "tiny": "expected qfsdp finetune MODEL ROWS [key=value ...]",
+    "chats.jsonl tiny": "MODEL: chats.jsonl is a data file; expected qfsdp finetune MODEL ROWS",
+    "tny chats.jsonl": "MODEL: tny does not exist; expected a model folder",
+    ". chats.jsonl": "MODEL: . has no config.json; expected a model folder",
+    "tiny chat.jsonl": "ROWS: chat.jsonl does not exist; expected a .jsonl",
+    "tiny tiny/tokenizer.model": "ROWS: tiny/tokenizer.model",
+    "tiny odd.jsonl": "ROWS: odd.jsonl has the columns a, b; expected messages, prompt and answer",
+    "tiny wrapped.json": "inside the list 'data': jq -c '.data[]' FILE",
+    "tiny chats.jsonl --batch_size 4": "overrides are written without dashes: batch_size=4",
+    "tiny chats.jsonl batch_size = 4": "overrides are written without spaces: batch_size=4",
+    "tiny chats.jsonl --config x.yaml": "expected qfsdp run RECIPE --config x.yaml",
+}
+
+
+@pytest.mark.parametrize("typed", MISTAKES)
+def test_a_mistake_is_one_line(
+    typed: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+) -> None:
+    monkeypatch.chdir(folder)
+    (folder / "tiny/tokenizer.model").write_bytes(b"x")
+    with pytest.raises(SystemExit) as ended:
+        run_command("qfsdp", ["finetune", *typed.split()])
+    assert ended.value.code == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: ") and MISTAKES[typed] in line
+
+
+def test_an_unknown_key_is_one_line(no_dry_run: None, capsys: Any) -> None:
+    with pytest.raises(SystemExit):
+        run_command("qfsdp", ["finetune", "tiny", "chats.jsonl", "adapter.rnak=8"])
+    assert "unknown key 'adapter.rnak'; did you mean 'adapter.rank'?" in capsys.readouterr().err
+
+
+def test_rows_are_looked_at_without_torch(folder: Path) -> None:
+    code = (
+        "import sys\nfrom qfsdp.cli.command import run_command\n"
+        "try: run_command('qfsdp', ['finetune', 'tiny', 'odd.jsonl'])\n"
+        "finally: print('torch' in sys.modules)"
+    )
+    done = run(sys.executable, "-c", code, cwd=folder)
+    assert done.out == ["False"] and "has the columns a, b" in done.err
+
+
+@pytest.mark.long
+def test_the_whole_run(folder: Path) -> None:
+    words = ["tiny", "questions.jsonl", "epochs=1", "global_batch_size=8", "output_dir=runs/whole"]
+    command = [sys.executable, "-m", "qfsdp", "finetune", *words]
+    how: Any = {"cwd": folder, "env": os.environ | {"QFSDP_EAGER_KERNELS": "1"}}
+    done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, **how)
+    assert done.returncode == 0, done.stderr
+    assert "  qfsdp chat adapter=runs/whole/adapter" in done.stdout.splitlines()
+    assert (folder / "runs/whole/adapter/adapter_model.safetensors").exists()
+    assert "validation/held_out/loss" in (folder / "runs/whole/metrics.jsonl").read_text()
