@@ -1,10 +1,8 @@
-"""Tokenizers, datasets and batches.
+"""Tokenizers, datasets and batches: rows become tokens and labels, packs, and each rank's batches.
 
-Reads rows from files or the Hugging Face hub, turns them into tokens and labels, packs samples and
-hands each rank its batches. The builders exported here are the names that configs use, such as
-`_component_: qfsdp.data.instruct_dataset`. A name is imported when it is first used, so that rows
-can be looked at without torch. `tokenizers`, `jinja2`, `datasets` and torchtune are imported inside
-the functions that use them.
+The names here are those that configs use, such as `_component_: qfsdp.data.instruct_dataset`. Each
+is imported when it is first used, so that rows can be looked at without torch. `tokenizers`,
+`jinja2`, `datasets` and torchtune are imported inside the functions that use them.
 """
 # ruff: noqa: F401
 
