@@ -31,12 +31,11 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, spread, tell, write_figures
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import (
+from qfsdp.modules.adapters.linears import init_adapters, row_norms
+from qfsdp.modules.adapters.low_rank_linear import (
     LowRankLinear,
-    init_adapters,
     low_rank_linears,
     refresh_dora_norms,
-    row_norms,
 )
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import nf4

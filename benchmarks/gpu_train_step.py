@@ -59,10 +59,12 @@ from benchmarks.train_step_worker import (
 )
 from qfsdp.config.load import load_config
 from qfsdp.config.recipe_files import load_recipe
-from qfsdp.data.loader import Batch, collate
+from qfsdp.data.batch import Batch
+from qfsdp.data.loader import collate
 from qfsdp.distributed import sharding, world
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules.adapters.linears import base_parameters, init_adapters
+from qfsdp.modules.adapters.linears import init_adapters
+from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.estimate import StoredFormats
@@ -72,7 +74,8 @@ from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs
 from qfsdp.training.memory_usage import peak_memory_bytes
-from qfsdp.training.throughput import StepClock, matmul_rate, step_flops, utilization
+from qfsdp.training.step_clock import StepClock
+from qfsdp.training.throughput import matmul_rate, step_flops, utilization
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama3_8b": {"name": "Llama-3-8B"},

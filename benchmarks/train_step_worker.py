@@ -29,7 +29,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.memory import PeakMemory, private_bytes
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import add_adapters, init_adapters, low_rank_linears
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.rope import Unscaled

@@ -86,7 +86,7 @@ def traced() -> dict[str, list[str]]:
     from qfsdp.distributed.world import init_world
     from qfsdp.modules.adapters.linears import parameter_groups
     from qfsdp.training.optimizer import build_optimizer
-    from qfsdp.training.throughput import StepClock
+    from qfsdp.training.step_clock import StepClock
     from tests.tiny import load_recipe, write_tiny_model
 
     recipe = load_recipe()

@@ -59,8 +59,9 @@ from qfsdp.training.preference_validation import PreferenceValidation
 from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.reference_cache import cached_logprobs
 from qfsdp.training.run_config import check_run_config, check_with_model
+from qfsdp.training.step_clock import StepClock
 from qfsdp.training.steps import forward_backward, optim_step
-from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.throughput import Meter
 from qfsdp.training.validation import ValidationConfig
 
 

@@ -56,8 +56,9 @@ from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer
 from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.run_config import check_run_config, check_with_model
+from qfsdp.training.step_clock import StepClock
 from qfsdp.training.steps import forward_backward, optim_step
-from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.throughput import Meter
 from qfsdp.training.validation import Validation, ValidationConfig
 
 

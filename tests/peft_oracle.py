@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
-from qfsdp.modules.adapters.linears import base_parameters
+from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 PREAMBLE = """

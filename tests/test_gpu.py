@@ -21,7 +21,8 @@ from qfsdp.config.component import Component
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import base_parameters, init_adapters, refresh_dora_norms
+from qfsdp.modules.adapters.linears import init_adapters
+from qfsdp.modules.adapters.low_rank_linear import base_parameters, refresh_dora_norms
 from qfsdp.modules.loss import summed_cross_entropy
 from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.modules.transformer import Decoder
@@ -216,12 +217,12 @@ def test_a_base_elsewhere_trains_the_same(method: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("checkpointing", ["none", "full"])
 def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_path: Path) -> None:
     """Compares peak bytes of the dry run with the allocator's, within the bound of the CPU."""
-    from qfsdp.data.loader import Batch
+    from qfsdp.data.batch import Batch
     from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.modules.activations import ActivationConfig
     from qfsdp.planning.estimate import estimate
     from qfsdp.training.optimizer import build_optimizer
-    from qfsdp.training.throughput import StepClock
+    from qfsdp.training.step_clock import StepClock
     from tests.tiny import load_recipe
 
     folder = write_tiny_model(

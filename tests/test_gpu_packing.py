@@ -11,12 +11,14 @@ from torch import Tensor, nn
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
-from qfsdp.data.loader import Batch, collate
+from qfsdp.data.batch import Batch
+from qfsdp.data.loader import collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.data.preferences.shared_prompts import SharedDocuments, share_documents
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import init_adapters, refresh_dora_norms
+from qfsdp.modules.adapters.linears import init_adapters
+from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.attention import documents as document_attention
 from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.shared_prompts import attend_shared

@@ -32,7 +32,7 @@ def losses(folder: Path, patch: pytest.MonkeyPatch, name: str, *words: str) -> l
     (folder / "config.yaml").write_text(TOY_CONFIG.format(folder=folder))
     recipe, run = load_recipe(), folder / name
     patch.setattr("qfsdp.training.throughput.matmul_rate", lambda *_: 1e12)  # it would take minutes
-    patch.setattr("qfsdp.modules.activations.SMALLEST_OFFLOADED", 1)
+    patch.setattr("qfsdp.modules.activation_offload.SMALLEST_OFFLOADED", 1)
     # Files are written from tensors that say where they are: host memory, which is pretended too.
     patch.setattr("qfsdp.checkpoint.resume.Checkpointer._write", lambda *_: None)
     patch.setattr("qfsdp.checkpoint.resume.Checkpointer.save_result", lambda *_: None)

@@ -51,7 +51,8 @@ from qfsdp.common.files import not_written, to_json, whole_file, why, write_text
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import LowRankExpertLinear, adapted_linears, low_rank_linears
+from qfsdp.modules.adapters.linears import LowRankExpertLinear
+from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
 from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES, ROUTER_NAMES, linears_of
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite

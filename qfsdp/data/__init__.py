@@ -12,6 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from qfsdp.data.batch import IGNORE_INDEX, Batch
     from qfsdp.data.components import build_dataset, check_data, check_dataset
     from qfsdp.data.conversations import chat_dataset, instruct_dataset
     from qfsdp.data.dummy import dummy_dataset
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
         sharegpt_dataset,
         sql_create_context_dataset,
     )
-    from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
+    from qfsdp.data.loader import StepLoader, collate
     from qfsdp.data.mixture import mixed_dataset
     from qfsdp.data.packing import PackedDataset
     from qfsdp.data.preferences.datasets import (
@@ -43,13 +44,14 @@ if TYPE_CHECKING:
 
 # Module -> what it exports here.
 _NAMES = {
+    "batch": "IGNORE_INDEX Batch",
     "components": "build_dataset check_data check_dataset",
     "conversations": "chat_dataset instruct_dataset",
     "dummy": "dummy_dataset",
     "files.rows": "check_source",
     "known_datasets": "alpaca_dataset gsm8k_dataset guanaco_dataset openassistant_dataset "
     "orca_math_dataset sharegpt_dataset sql_create_context_dataset",
-    "loader": "IGNORE_INDEX Batch StepLoader collate",
+    "loader": "StepLoader collate",
     "mixture": "mixed_dataset",
     "packing": "PackedDataset",
     "preferences.datasets": "hh_dataset kto_dataset orca_pairs_dataset preference_dataset "

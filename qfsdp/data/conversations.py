@@ -17,6 +17,7 @@ from string import Formatter
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.chat.context_columns import check_columns, history_of, system_of, with_system
 from qfsdp.data.chat.messages import (
     NotText,
@@ -29,7 +30,6 @@ from qfsdp.data.chat.messages import (
 )
 from qfsdp.data.chat.trained_spans import TokenizedChat
 from qfsdp.data.files.rows import Row, Rows, load_rows, require_column
-from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.data.reading import reads_rows
 from qfsdp.data.tokenized_dataset import (
     TokenizedDataset,

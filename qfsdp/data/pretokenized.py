@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.files.rows import Row, load_rows, require_column
-from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.data.reading import current, reads_rows
 from qfsdp.data.tokenized_dataset import (
     Sample,

@@ -22,7 +22,8 @@ from typing import Any
 from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.progress import moved
-from qfsdp.data.loader import Batch, MapDataset, Shares, StepLoader, collate
+from qfsdp.data.batch import Batch
+from qfsdp.data.loader import MapDataset, Shares, StepLoader, collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.data.row_stream import RowStream
 from qfsdp.data.row_tokenizer import Counts, RowTokenizer, TokenizedDataset

@@ -27,7 +27,8 @@ from qfsdp.distributed.split_vocabulary import SplitVocabulary, splits_vocabular
 from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.linears import AdaptedLinear, LowRankRouter, base_parameters
+from qfsdp.modules.adapters.linears import LowRankRouter
+from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, base_parameters
 from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizedLinear

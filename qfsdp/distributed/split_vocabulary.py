@@ -32,10 +32,10 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.loader import IGNORE_INDEX
+from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.linears import AdaptedLinear
+from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear
 from qfsdp.modules.chunk_gradients import chunk_functions
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_tokens, summed_by_sample

@@ -9,7 +9,8 @@ import torch
 from torch import nn
 
 from qfsdp.common.progress import moved
-from qfsdp.data.loader import Batch, MapDataset, StepLoader
+from qfsdp.data.batch import Batch
+from qfsdp.data.loader import MapDataset, StepLoader
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import evaluating
 

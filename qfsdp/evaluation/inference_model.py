@@ -17,9 +17,9 @@ from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.folded import fold_adapters
-from qfsdp.modules.adapters.linears import (
+from qfsdp.modules.adapters.linears import add_adapters
+from qfsdp.modules.adapters.low_rank_linear import (
     adapted_linears,
-    add_adapters,
     base_parameters,
     refresh_dora_norms,
 )

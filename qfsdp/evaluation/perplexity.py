@@ -11,9 +11,10 @@ import torch
 from torch import nn
 
 from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.encode import naming
 from qfsdp.data.files.json_lines import check_regular
-from qfsdp.data.loader import IGNORE_INDEX, MapDataset
+from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import progress_bar
 from qfsdp.evaluation.heldout_loss import batch_losses, held_out_batches

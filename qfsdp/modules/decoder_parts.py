@@ -6,7 +6,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from qfsdp.modules.norms import NormConfig
-from qfsdp.modules.rope import LongRopeScaling, RopeConfig
+from qfsdp.modules.rope import RopeConfig
+from qfsdp.modules.rope_scalings import LongRopeScaling
 
 MOST_LAYERS = 10_000  # the meta device builds them in seconds; models have a hundredth of it
 

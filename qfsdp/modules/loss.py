@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qfsdp.data.loader import ALL_POSITIONS, IGNORE_INDEX
+from qfsdp.data.batch import ALL_POSITIONS, IGNORE_INDEX
 from qfsdp.modules.chunk_gradients import chunk_functions
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 

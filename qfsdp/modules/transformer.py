@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.data.preferences.shared_prompts import SharedDocuments
-from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
+from qfsdp.modules.activation_offload import Offload
+from qfsdp.modules.activations import ActivationConfig, Checkpointing, checkpointed
 from qfsdp.modules.attention.document_lengths import document_lengths
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
 from qfsdp.modules.attention.self_attention import Attention, within_window

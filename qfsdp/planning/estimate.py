@@ -38,7 +38,7 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import copies_ahead, shard_model
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
-from qfsdp.modules.adapters.linears import dora_linears
+from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.graph_pools import captured, kept_by_graphs
@@ -51,7 +51,7 @@ from qfsdp.training.learning_rate import any_lr
 from qfsdp.training.memory_usage import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, plain_tensors
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.preference import step_options
-from qfsdp.training.throughput import StepClock
+from qfsdp.training.step_clock import StepClock
 
 __all__ = [
     "Estimate",

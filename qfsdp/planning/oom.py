@@ -40,7 +40,7 @@ from qfsdp.training.memory_usage import (
     peak_memory_bytes,
     plain_tensors,
 )
-from qfsdp.training.throughput import StepClock
+from qfsdp.training.step_clock import StepClock
 
 FOLDER = "oom"
 LARGEST_TENSORS = 30

@@ -16,7 +16,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.sizes import format_size
 from qfsdp.distributed.global_batch import split_batch
-from qfsdp.modules.adapters.linears import dora_linears
+from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.experts.mixture import expert_parameters

@@ -33,15 +33,15 @@ from torch import Tensor, nn
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
-from qfsdp.data.loader import ALL_POSITIONS, Batch
+from qfsdp.data.batch import ALL_POSITIONS, Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.linears import dora_linears, refresh_dora_norms
+from qfsdp.modules.adapters.low_rank_linear import dora_linears, refresh_dora_norms
 from qfsdp.modules.attention.documents import is_varlen_size
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.low_rank.grouped import prepare
 from qfsdp.modules.transformer import Decoder
-from qfsdp.training.throughput import StepClock
+from qfsdp.training.step_clock import StepClock
 
 CudaGraphs = bool | Literal["auto"]
 """Whether steps are captured: "auto" says nothing where there is no GPU."""

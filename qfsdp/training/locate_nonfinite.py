@@ -18,12 +18,12 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
-from qfsdp.data.loader import Batch
+from qfsdp.data.batch import Batch
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.finite import is_finite
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from qfsdp.training.optimizer import StepsInBackward
+from qfsdp.training.steps_in_backward import StepsInBackward
 
 FORWARD, BACKWARD, GRADIENT = range(3)  # the order of a step
 LISTED_SAMPLES = 8

@@ -9,12 +9,10 @@ as long as a smaller loss scale may help (`qfsdp.training.loss_scale`).
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Sequence
+from typing import Literal
 
-import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
@@ -22,9 +20,10 @@ from qfsdp.checkpoint.resume import Checkpointer, TrainState
 from qfsdp.checkpoint.state import random_state, set_random_state
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
-from qfsdp.data.loader import Batch
+from qfsdp.data.batch import Batch
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
+from qfsdp.training.finite_steps import DECIDE, are_finite, start_reading
 from qfsdp.training.locate_nonfinite import StepParts, locate_nonfinite
 from qfsdp.training.loss_scale import (
     LEAST,
@@ -33,7 +32,7 @@ from qfsdp.training.loss_scale import (
     skipped_by_overflow,
     update_loss_scale,
 )
-from qfsdp.training.optimizer import StepsInBackward
+from qfsdp.training.steps_in_backward import StepsInBackward
 
 OnNonFinite = Literal["stop", "skip"]
 """What a run does after an update with NaN or infinity, which is never applied: end with an error,
@@ -41,34 +40,6 @@ or leave it out (at most `MAX_SKIPPED` in a row)."""
 
 # One bad sample costs one update of an epoch. Weights that have diverged fail in every update.
 MAX_SKIPPED = 5
-
-DECIDE = ("loss", "grad_norm", "lr")
-
-
-def start_reading(loss: Tensor, grad_norm: Tensor, lr: float) -> Callable[[], dict[str, float]]:
-    """Starts to copy the loss and the gradient norm of an update to the host.
-
-    Args:
-        loss, grad_norm: of all ranks, `[]`.
-
-    Returns:
-        A function that waits for the copy, and for nothing that the device is given after it; it
-        returns `loss`, `grad_norm` and `lr`, the same on every rank.
-    """
-    copy = torch.stack([loss.double(), grad_norm.to(loss.device).double()])
-    ended = None
-    if copy.device.type != "cpu":
-        copy, ended = copy.to("cpu", non_blocking=True), torch.Event(copy.device)
-        ended.record()
-
-    @functools.cache
-    def read() -> dict[str, float]:
-        if ended is not None:
-            ended.synchronize()
-        numbers = copy.tolist()
-        return {"loss": numbers[0], "grad_norm": numbers[1], "lr": lr}
-
-    return read
 
 
 def step_metrics(
@@ -78,53 +49,6 @@ def step_metrics(
     `optimizer.step()`: for recipes that were copied before `optim_step` did this."""
     lr = float(optimizer.param_groups[0]["lr"])
     return start_reading(total_loss(loss, world), grad_norm, lr)()
-
-
-def step_if_finite(
-    optimizer: Optimizer, loss: Tensor, grad_norm: Tensor
-) -> Callable[[], dict[str, float]]:
-    """`optimizer.step()`, unless the loss, the gradient norm or the learning rate is not finite.
-
-    PyTorch's fused optimizers decide on the device (`found_inf`, as `torch.amp.GradScaler` tells
-    them). For others the host waits for the two numbers first.
-
-    Args:
-        loss, grad_norm: of all ranks, `[]`.
-
-    Returns:
-        As of `start_reading`.
-    """
-    lr = float(optimizer.param_groups[0]["lr"])  # a tensor in some optimizers
-    read = start_reading(loss, grad_norm, lr)
-    if decides_on_device(optimizer, loss.device) and math.isfinite(lr):
-        finite = torch.isfinite(loss) & torch.isfinite(grad_norm.to(loss.device))
-        told: Any = optimizer
-        told.found_inf = (~finite).float()
-        try:
-            optimizer.step()
-        finally:
-            del told.found_inf
-    elif are_finite(read()):
-        optimizer.step()
-    return read
-
-
-def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
-    """Whether a tensor on `device` can tell the optimizer to leave an update out.
-
-    Not if parameters lie in host memory: PyTorch copies the tensor to them without waiting, so the
-    optimizer could read an old value.
-    """
-    groups = optimizer.param_groups
-    fused = all(group.get("fused") for group in groups)
-    beside = all(param.device == device for group in groups for param in group["params"])
-    return fused and beside and getattr(optimizer, "_step_supports_amp_scaling", False)
-
-
-def are_finite(metrics: Mapping[str, float]) -> bool:
-    """Whether an update may be applied: its loss, gradient norm and learning rate are neither NaN
-    nor infinite. Other metrics, as rewards, are only logged."""
-    return all(math.isfinite(metrics[name]) for name in DECIDE)
 
 
 class NonFiniteWatch:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import math
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -19,11 +18,10 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
 from qfsdp.config.component import Component
 from qfsdp.config.component_types import check_built, kind_at
-from qfsdp.distributed.gradients import USED_GRAD_NORM, total_loss
-from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import sharded
 from qfsdp.tensor_subclasses.kernels.ability import has_compiler, why_not
-from qfsdp.training.loss_scale import loss_scale
+from qfsdp.training.steps_in_backward import StepsInBackward
+from qfsdp.training.steps_in_backward import backward as backward
 
 log = logging.getLogger("qfsdp")
 
@@ -64,84 +62,6 @@ def _is_elementwise(optimizer: Optimizer) -> bool:
     stochastic rounding raises, as it compares them with plain random numbers.
     """
     return type(optimizer) in ELEMENTWISE or type(optimizer).__module__ == "torchao.optim.adam"
-
-
-class StepsInBackward(Optimizer):
-    """Updates every parameter in backward as soon as its gradient exists, and frees the gradient.
-
-    So the gradients of a model never exist together. With fp32 weights they are a quarter of what
-    parameters, gradients and the two states of Adam take. It needs a step of one backward pass and
-    no clipping, which would need all gradients first. The norm of each gradient is kept
-    (`qfsdp.distributed.gradients.USED_GRAD_NORM`).
-
-    Groups, state and checkpoints are those of `optimizer`; `step` and `zero_grad` at the end of a
-    training step do nothing.
-
-    Args:
-        optimizer: one that updates a parameter from its own gradient and state alone.
-
-    Attributes:
-        grad_norms: parameter -> norm of this rank's rows of its last gradient, fp32 `[]`.
-    """
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self._optimizer = optimizer
-        self.grad_norms: dict[Tensor, Tensor] = {}
-        for group in optimizer.param_groups:
-            for param in group["params"]:
-                # FSDP2 calls these hooks of a sharded parameter once its gradient is reduced.
-                param.register_post_accumulate_grad_hook(self._update)
-
-    @torch.no_grad()
-    def _update(self, param: Tensor) -> None:
-        assert param.grad is not None
-        norm = torch.linalg.vector_norm(_rows(param.grad), dtype=torch.float32)
-        setattr(param, USED_GRAD_NORM, norm)
-        self.grad_norms[param] = norm
-        groups = self._optimizer.param_groups
-        group = next(group for group in groups if any(param is p for p in group["params"]))
-        every, group["params"] = group["params"], [param]
-        self._optimizer.param_groups = [group]
-        try:
-            self._optimizer.step()
-        finally:
-            group["params"], self._optimizer.param_groups = every, groups
-        param.grad = None
-
-    @property
-    def state(self) -> Any:  # type: ignore[override]
-        return self._optimizer.state
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:  # type: ignore[override]
-        return self._optimizer.param_groups
-
-    @property
-    def defaults(self) -> dict[str, Any]:  # type: ignore[override]
-        return self._optimizer.defaults
-
-    def state_dict(self) -> dict[str, Any]:
-        return self._optimizer.state_dict()
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self._optimizer.load_state_dict(state_dict)
-
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """Does nothing: backward has updated the parameters."""
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: backward has freed the gradients."""
-
-
-def backward(loss: Tensor, optimizer: Optimizer, world: World) -> None:
-    """`loss.backward()`, times the loss scale of fp16. If it would update weights
-    (`StepsInBackward`), it is left out for a loss that is NaN or infinite on some rank. To know it,
-    the host waits for the loss."""
-    if isinstance(optimizer, StepsInBackward):
-        optimizer.grad_norms.clear()
-        if not math.isfinite(total_loss(loss, world).item()):
-            return
-    (loss * loss_scale(optimizer)).backward()  # type: ignore[no-untyped-call]
 
 
 class LocalSteps:

@@ -21,7 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qfsdp.data.loader import IGNORE_INDEX, Batch, Shares
+from qfsdp.data.batch import IGNORE_INDEX, Batch
+from qfsdp.data.loader import Shares
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate_all
 from qfsdp.modules.transformer import Decoder

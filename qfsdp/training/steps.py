@@ -22,15 +22,15 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.checkpoint.adapter_files import save_adapter as save
-from qfsdp.data.loader import Batch
+from qfsdp.data.batch import Batch
 from qfsdp.distributed.gradients import clip_grad_norm, reduce_gradients, trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.linears import refresh_dora_norms
+from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.training.cuda_graphs import StepGraphs
+from qfsdp.training.finite_steps import are_finite, step_if_finite
 from qfsdp.training.loss_scale import loss_scale
-from qfsdp.training.nonfinite import are_finite, step_if_finite
-from qfsdp.training.optimizer import backward
-from qfsdp.training.throughput import StepClock
+from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps_in_backward import backward
 
 __all__ = ["forward_backward", "optim_step", "save"]
 

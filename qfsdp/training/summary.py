@@ -29,7 +29,8 @@ from qfsdp.common.printable import in_one_line, printable
 from qfsdp.common.terminal import columns, is_terminal
 from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset
-from qfsdp.data.loader import IGNORE_INDEX, Batch, MapDataset, StepLoader
+from qfsdp.data.batch import IGNORE_INDEX, Batch
+from qfsdp.data.loader import MapDataset, StepLoader
 from qfsdp.data.stream import Loader, StreamedDataset
 from qfsdp.distributed.world import World
 from qfsdp.launch.preflight_findings import estimated_memory, estimated_step_seconds

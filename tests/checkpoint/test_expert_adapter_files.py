@@ -26,7 +26,8 @@ from qfsdp.checkpoint.expert_adapter_files import to_peft
 from qfsdp.checkpoint.loftq import check_loftq
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import add_adapters, init_adapters, refresh_dora_norms
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
 from tests.models import cpu_world, randomize_adapters
 from tests.modules.test_families import ours, random_tokens, reference

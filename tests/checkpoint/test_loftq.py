@@ -18,12 +18,11 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import (
+from qfsdp.modules.adapters.linears import init_adapters, row_norms
+from qfsdp.modules.adapters.low_rank_linear import (
     LowRankLinear,
-    init_adapters,
     low_rank_linears,
     refresh_dora_norms,
-    row_norms,
 )
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import whole_tensor

@@ -10,8 +10,9 @@ import pytest
 import torch
 
 from examples.demo.arithmetic import write_splits
+from qfsdp.data.batch import IGNORE_INDEX, Batch
 from qfsdp.data.conversations import instruct_dataset
-from qfsdp.data.loader import IGNORE_INDEX, Batch, StepLoader, collate
+from qfsdp.data.loader import StepLoader, collate
 from qfsdp.data.tokenizer import hf_tokenizer
 
 PAD = 0

@@ -37,7 +37,7 @@ def config(name: str) -> str:
 
 def measured(model: Path, name: str) -> tuple[int, int]:
     """Most bytes that PyTorch's allocator held in real steps, and the bytes of all parameters."""
-    from qfsdp.data.loader import Batch
+    from qfsdp.data.batch import Batch
     from qfsdp.data.preferences.batch import full_preferences
     from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.training.preference import Objective

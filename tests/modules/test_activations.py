@@ -16,7 +16,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.common.errors import InvalidField
-from qfsdp.modules import activations
+from qfsdp.modules import activation_offload
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.transformer import Decoder
@@ -43,7 +43,7 @@ Batch = dict[str, Tensor]
 
 @pytest.fixture(autouse=True)
 def offload_everything(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 1)
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 1)
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +111,7 @@ def test_other_bases_and_bf16(format: str, folder: Path) -> None:
 
 def on_ranks(folder: Path, wrap: str) -> list[str]:
     """Names of the modes whose gradients differ; runs on every rank."""
-    activations.SMALLEST_OFFLOADED = 1
+    activation_offload.SMALLEST_OFFLOADED = 1
     model = tiny(folder, dropout=0.2, wrap=wrap)
     expected = gradients(model, ActivationConfig(), batch())
     differ = []
@@ -152,7 +152,7 @@ def counting(model: nn.Module) -> Iterator[dict[int, int]]:
             super().__init__(lambda tensor: count(pack(tensor)), unpack)
 
     with (
-        patch.object(activations, "saved_tensors_hooks", Counted),
+        patch.object(activation_offload, "saved_tensors_hooks", Counted),
         Counted(Tensor.detach, lambda tensor: tensor),
     ):
         yield kept
@@ -189,7 +189,7 @@ class Ledger:
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.to_host: list[tuple[torch.Size, torch.dtype]] = []
         self.to_device = 0
-        to_host = activations.to_host
+        to_host = activation_offload.to_host
 
         def counted(tensor: Tensor) -> Tensor:
             self.to_host.append((tensor.shape, tensor.dtype))
@@ -198,8 +198,8 @@ class Ledger:
         def moved(way: str, size: int) -> None:
             self.to_device += size
 
-        monkeypatch.setattr(activations, "to_host", counted)
-        monkeypatch.setattr(activations, "moved", moved)
+        monkeypatch.setattr(activation_offload, "to_host", counted)
+        monkeypatch.setattr(activation_offload, "moved", moved)
 
     def bytes_to_host(self) -> int:
         return sum(shape.numel() * dtype.itemsize for shape, dtype in self.to_host)
@@ -232,7 +232,7 @@ def test_with_full_checkpointing_only_inputs_travel(
 
 
 def test_parameters_and_small_tensors_stay(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 2 * 40 * 192 * 4)
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 2 * 40 * 192 * 4)
     for format in ("nf4", "none"):
         model = tiny(folder, format=format)
         of_weights = {p.numel() for p in model.parameters()}
@@ -259,7 +259,7 @@ def test_memory_leaves_with_the_graph(folder: Path) -> None:
 
 
 def kept_pieces() -> list[Any]:
-    return [o for o in gc.get_objects() if type(o) is activations._Kept]
+    return [o for o in gc.get_objects() if type(o) is activation_offload._Kept]
 
 
 def test_backward_twice(folder: Path) -> None:
@@ -334,7 +334,7 @@ def test_compiled_layers(packed: bool, folder: Path, monkeypatch: pytest.MonkeyP
 
 
 def compiled_on_ranks(folder: Path) -> bool:
-    activations.SMALLEST_OFFLOADED = 1
+    activation_offload.SMALLEST_OFFLOADED = 1
     model = tiny(folder, dropout=0.2)
     model.compile_layers()
     expected = gradients(model, ActivationConfig(), batch())
@@ -353,7 +353,7 @@ def test_compiled_on_two_ranks(folder: Path) -> None:
 
 @pytest.mark.slow
 def test_the_real_model(smollm2_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 1 << 16)
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 1 << 16)
     adapter = AdapterConfig("dora", 8, 16.0, dropout=0.1)
     model = adapted_model(smollm2_dir, adapter).train()
     randomize_adapters(model)
@@ -381,7 +381,7 @@ def test_gradients_and_peak_on_an_accelerator(
     sizes = {"hidden_size": 1024, "intermediate_size": 4096, "num_attention_heads": 16}
     sizes |= {"num_key_value_heads": 4, "num_hidden_layers": 8, "max_position_embeddings": 4096}
     model = tiny(write_tiny_model(tmp_path, **sizes), dropout=0.1, dtype="bf16").to(device)
-    monkeypatch.setattr(activations, "SMALLEST_OFFLOADED", 1 << 20)
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 1 << 20)
     if compiled:
         torch._dynamo.reset()
         model.compile_layers()

@@ -18,14 +18,8 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.config.component import Component
 from qfsdp.modules.adapters import linears as adapters
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import (
-    AdaptedLinear,
-    LowRankLinear,
-    adapted_linears,
-    init_adapters,
-    parameter_groups,
-    row_norms,
-)
+from qfsdp.modules.adapters.linears import init_adapters, parameter_groups, row_norms
+from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, LowRankLinear, adapted_linears
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import check_targets, target_modules

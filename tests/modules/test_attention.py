@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qfsdp.data.loader import Batch, collate
+from qfsdp.data.batch import Batch
+from qfsdp.data.loader import collate
 from qfsdp.data.packing import PackedDataset
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig

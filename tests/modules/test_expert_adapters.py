@@ -9,12 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import (
-    LowRankExpertLinear,
-    init_adapters,
-    refresh_dora_norms,
-    row_norms,
-)
+from qfsdp.modules.adapters.linears import LowRankExpertLinear, init_adapters, row_norms
+from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 

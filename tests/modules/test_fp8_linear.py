@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules import compute_dtype
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import LowRankLinear, low_rank_linears
+from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig, QuantizedLinear, quantize_linears
 from qfsdp.tensor_subclasses import fp8, nf4
 from tests.ranks import run_ranks
@@ -132,7 +132,7 @@ def train(folder: Path, cases: list[dict[str, Any]]) -> list[tuple[list[float], 
     from qfsdp.data import Batch
     from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.distributed.strategy import ShardingConfig
-    from qfsdp.training.throughput import StepClock
+    from qfsdp.training.step_clock import StepClock
 
     recipe, found = load_recipe(), []
     for case in cases:

@@ -15,7 +15,8 @@ from qfsdp.checkpoint.weights.load import ModelConfig, load_base
 from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import adapted_linears, add_adapters, init_adapters
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.adapters.low_rank_linear import adapted_linears
 from qfsdp.modules.hub_models import config as hub_config
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.hub_models.linears import reads_weight

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from qfsdp.modules import chunk_gradients
 from qfsdp.modules import loss as loss_module
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import LowRankLinear, row_norms
+from qfsdp.modules.adapters.linears import row_norms
+from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
 from qfsdp.modules.loss import head_loss, summed_cross_entropy
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import nf4

@@ -19,7 +19,8 @@ from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import add_adapters, base_parameters, init_adapters
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.experts.routing import (
     balance_loss,

@@ -16,7 +16,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import init_adapters, low_rank_linears, refresh_dora_norms
+from qfsdp.modules.adapters.linears import init_adapters
+from qfsdp.modules.adapters.low_rank_linear import low_rank_linears, refresh_dora_norms
 from qfsdp.modules.low_rank import autograd as adapted_linear
 from qfsdp.modules.low_rank import grouped as same_input
 from qfsdp.modules.low_rank import product as adapted_linear_ops

@@ -38,13 +38,13 @@ def train(model_dir: Path, cases: list[dict[str, Any]], steps: int = STEPS) -> l
     from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.distributed.world import init_world
     from qfsdp.modules.adapters.config import AdapterConfig
-    from qfsdp.modules.adapters.linears import base_parameters
+    from qfsdp.modules.adapters.low_rank_linear import base_parameters
     from qfsdp.modules.transformer import ActivationConfig
     from qfsdp.tensor_subclasses.dtensor import local_part, whole_tensor
     from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
     from qfsdp.training.optimizer import build_optimizer
     from qfsdp.training.preference import Objective
-    from qfsdp.training.throughput import StepClock
+    from qfsdp.training.step_clock import StepClock
 
     samples, results = random_samples(2 * PAIRS * steps), []
     for case in cases:

@@ -12,7 +12,7 @@ from bitsandbytes import functional as bnb
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.tensor_subclasses import four_bit, nf4
+from qfsdp.tensor_subclasses import four_bit, nf4, nf4_quantize
 from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
 from qfsdp.tensor_subclasses.nf4_fp32_absmax import NF4Fp32AbsmaxTensor
 from tests.tiny import needs_compiler
@@ -163,9 +163,8 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
 ) -> None:
     weight = random_weight(*shape, dtype=dtype)
     blocks = F.pad(weight, (0, -shape[1] % BLOCK))
-    for compiled, plain in zip(
-        nf4._quantize_blocks(blocks), nf4._quantize_blocks.__wrapped__(blocks), strict=True
-    ):
+    kernel = nf4_quantize._quantize_blocks
+    for compiled, plain in zip(kernel(blocks), kernel.__wrapped__(blocks), strict=True):
         assert differing_bytes(compiled, plain) == 0
     whole = nf4.quantize(weight)
     scale = torch.rand(shape[0]) + 0.5
@@ -265,7 +264,7 @@ def test_non_finite_weights_are_named(value: float) -> None:
     with pytest.raises(ValueError, match=message):
         whole.quantize_(weight, "q_proj")
     # A shard names the row of the whole weight; a shard without that row raises too.
-    absmax = nf4.quantize_rows(weight)[1]
+    absmax = nf4_quantize.quantize_rows(weight)[1]
     for rows in (slice(4, 9), slice(0, 2)):
         with pytest.raises(ValueError, match=message):
             whole[rows].quantize_(weight[rows], "q_proj", gather_rows=lambda _: absmax)
@@ -290,7 +289,7 @@ def test_row_shards_are_rows_of_the_whole(split: list[int], cols: int) -> None:
     weight = random_weight(577, cols)
     whole = nf4.quantize(weight)
     values = whole.dequantize()
-    _, absmax = nf4.quantize_rows(weight)
+    _, absmax = nf4_quantize.quantize_rows(weight)
     target = NF4Tensor.empty(577, cols, torch.float32, "cpu")
     target.qdata.fill_(255)
     start = 0

@@ -13,17 +13,18 @@ from torch import Tensor
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
-from qfsdp.data.loader import ALL_POSITIONS, Batch, collate
+from qfsdp.data.batch import ALL_POSITIONS, Batch
+from qfsdp.data.loader import collate
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import low_rank_linears
+from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
 from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not
-from qfsdp.training.throughput import StepClock
+from qfsdp.training.step_clock import StepClock
 from tests.models import adapted_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from qfsdp.data.loader import Batch
+from qfsdp.data.batch import Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import quantized_bytes
 from qfsdp.modules.adapters.config import AdapterConfig
@@ -20,7 +20,8 @@ from qfsdp.training.memory_usage import (
     peak_memory_bytes,
     reset_peak_memory,
 )
-from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.step_clock import StepClock
+from qfsdp.training.throughput import Meter
 from tests.models import adapted_model, cpu_world
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model

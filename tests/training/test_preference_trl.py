@@ -22,7 +22,7 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.reference import keep_start, set_start
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.preference import Objective
-from qfsdp.training.throughput import StepClock
+from qfsdp.training.step_clock import StepClock
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.preferences import Sample, preference_batch, random_samples
 from tests.tiny import ROOT, load_recipe, write_tiny_model

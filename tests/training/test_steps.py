@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from qfsdp.data import collate
-from qfsdp.data.loader import IGNORE_INDEX
+from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.evaluation.generation import SamplingConfig
 from qfsdp.modules.adapters.config import AdapterConfig

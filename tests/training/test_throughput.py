@@ -15,7 +15,8 @@ from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from qfsdp.common.progress import Progress
-from qfsdp.data.loader import IGNORE_INDEX, collate
+from qfsdp.data.batch import IGNORE_INDEX
+from qfsdp.data.loader import collate
 from qfsdp.distributed.world import World
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
@@ -23,9 +24,9 @@ from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
+from qfsdp.training.step_clock import StepClock
 from qfsdp.training.throughput import (
     Meter,
-    StepClock,
     StepFlops,
     document_lengths,
     matmul_rate,
@@ -248,7 +249,7 @@ def test_the_first_time_of_a_phase_is_told_if_slow(monkeypatch: pytest.MonkeyPat
         told.append(text)
         return nullcontext()
 
-    monkeypatch.setattr("qfsdp.training.throughput.long_wait", tell)
+    monkeypatch.setattr("qfsdp.training.step_clock.long_wait", tell)
     monkeypatch.setattr("qfsdp.common.progress.NOW", Progress(step=3))
     clock = StepClock(CPU)
     for _ in range(2):

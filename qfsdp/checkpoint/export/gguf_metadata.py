@@ -20,13 +20,8 @@ from torch import Tensor
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.rope import (
-    LinearScaling,
-    Llama3Scaling,
-    RopeConfig,
-    Unscaled,
-    YarnScaling,
-)
+from qfsdp.modules.rope import RopeConfig, Unscaled
+from qfsdp.modules.rope_scalings import LinearScaling, Llama3Scaling, YarnScaling
 
 if TYPE_CHECKING:
     import gguf

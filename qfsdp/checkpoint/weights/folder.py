@@ -32,7 +32,7 @@ from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_qu
 from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.common.errors import UserError
 from qfsdp.hub.download import whole_folder
-from qfsdp.modules.adapters.linears import base_parameters
+from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.hub_models.config import HubConfig, Implementation, model_config
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

@@ -21,7 +21,7 @@ from qfsdp.common.terminal import warn
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.stores import DiskStore
 from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.modules.adapters.linears import base_parameters
+from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, local_rows
 from qfsdp.tensor_subclasses.finite import is_finite

@@ -58,12 +58,8 @@ from qfsdp.checkpoint.weights.write import (
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import (
-    ScaledLinear,
-    adapted_linears,
-    add_adapters,
-    base_parameters,
-)
+from qfsdp.modules.adapters.linears import ScaledLinear, add_adapters
+from qfsdp.modules.adapters.low_rank_linear import adapted_linears, base_parameters
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig

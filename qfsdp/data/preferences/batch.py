@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from qfsdp.data.loader import IGNORE_INDEX, Batch
+from qfsdp.data.batch import IGNORE_INDEX, Batch
 from qfsdp.data.preferences.shared_prompts import SharedDocuments
 
 

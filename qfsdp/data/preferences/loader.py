@@ -10,7 +10,8 @@ from typing import Any
 
 import torch
 
-from qfsdp.data.loader import Batch, StepLoader, collate
+from qfsdp.data.batch import Batch
+from qfsdp.data.loader import StepLoader, collate
 from qfsdp.data.preferences.batch import PairBatch
 from qfsdp.data.preferences.shared_prompts import share_documents
 from qfsdp.data.preferences.tokenized import PackedPreferences, digest, is_paired

@@ -21,8 +21,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from qfsdp.common.errors import UserError, speaks_for_all
+from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.components import build_dataset
-from qfsdp.data.loader import IGNORE_INDEX
 from qfsdp.data.packing import PackedDataset
 from qfsdp.data.row_tokenizer import TokenizedDataset
 

@@ -19,7 +19,8 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from qfsdp.modules.adapters.linears import Adaptable, AdaptedLinear, LowRankLinear
+from qfsdp.modules.adapters.linears import Adaptable
+from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, LowRankLinear
 from qfsdp.modules.low_rank.product import scaled_b
 from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op

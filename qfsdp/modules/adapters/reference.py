@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import AdaptedLinear, adapted_linears
+from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, adapted_linears
 from qfsdp.tensor_subclasses.dtensor import local_part
 
 Reference = Literal["base", "start", "none"]

@@ -21,7 +21,7 @@ import math
 import torch
 from torch import Tensor
 
-from qfsdp.data.loader import IGNORE_INDEX
+from qfsdp.data.batch import IGNORE_INDEX
 
 
 def counted_tokens(labels: Tensor) -> Tensor:

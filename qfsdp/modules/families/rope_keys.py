@@ -15,14 +15,12 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.families.values import Values
-from qfsdp.modules.rope import (
+from qfsdp.modules.rope import RopeConfig, Scaling, Unscaled
+from qfsdp.modules.rope_scalings import (
     DynamicScaling,
     LinearScaling,
     Llama3Scaling,
     LongRopeScaling,
-    RopeConfig,
-    Scaling,
-    Unscaled,
     YarnScaling,
 )
 

@@ -1,0 +1,164 @@
+"""LoRA and DoRA on a linear; `linears` says what they compute."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qfsdp.modules.adapters import row_norms
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.experts.router import Router
+from qfsdp.modules.experts.stacked import ExpertLinear
+from qfsdp.modules.low_rank.grouped import Copies, low_rank_outputs
+from qfsdp.modules.quantized_linear import QuantizedLinear
+from qfsdp.tensor_subclasses.dtensor import (
+    local_part,
+    on_mesh,
+    whole_tensors,
+)
+
+Adaptable = nn.Linear | QuantizedLinear | ExpertLinear | Router
+ADAPTABLE = (nn.Linear, QuantizedLinear, ExpertLinear, Router)
+# Of a module that is adapted: what is no part of its adapter.
+BASE_FIELDS = ("weight", "bias", "e_score_correction_bias")
+
+
+class AdaptedLinear(nn.Module):
+    """A frozen linear with an adapter, which subclasses add.
+
+    Fields:
+        weight: `[out, in]`, frozen, quantized or plain.
+        bias: `[out]` or None, frozen.
+        fp8: multiply by the weight in FP8.
+        is_reference: compute what it computed at the start (`qfsdp.modules.adapters.reference`).
+        start: frozen copies of the adapter's parameters at the start, by their names; empty: at
+            the start the adapter changed nothing.
+    """
+
+    def __init__(self, base: Adaptable) -> None:
+        super().__init__()
+        self.weight = base.weight.requires_grad_(False)
+        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
+        self.fp8 = isinstance(base, QuantizedLinear) and base.fp8
+        self.is_reference = False
+        self.start = nn.ParameterDict()
+
+    def _fp32(self, *shape: int) -> nn.Parameter:
+        """An unset fp32 parameter on the weight's device."""
+        return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=self.weight.device))
+
+
+class LowRankLinear(AdaptedLinear):
+    """A linear with a LoRA or DoRA adapter.
+
+    Fields:
+        lora_A: fp32 `[rank, in]`; lora_B: fp32 `[out, rank]`.
+        magnitude: fp32 `[out]`, DoRA's trained row length; None with LoRA.
+        weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A; None with LoRA.
+        base_squares: fp32, the squared norms of this rank's rows of W; None until they are needed.
+        copies, copied, stacked_a: see `qfsdp.modules.low_rank.grouped`.
+    """
+
+    multiplies_together = True  # with others of the same input
+
+    def __init__(self, base: Adaptable, config: AdapterConfig, count: int = 1) -> None:
+        super().__init__(base)
+        out_features, in_features = base.weight.shape
+        self.scaling = config.scaling
+        self.dropout = config.dropout
+        self.lora_A = self._fp32(count * config.rank, in_features)
+        self.lora_B = self._fp32(out_features, config.rank)
+        dora = config.method == "dora"
+        self.magnitude = self._fp32(out_features) if dora else None
+        self.weight_norm = self._fp32(out_features).requires_grad_(False) if dora else None
+        self.base_squares: Tensor | None = None
+        self.copies: Copies | None = None
+        self.copied: list[tuple[int, int]] = []
+        self.stacked_a: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        return low_rank_outputs(x, [self])[0]
+
+    def _adapter(self) -> tuple[Tensor, Tensor, float, Tensor | None]:
+        """A, B, the factor of their product, and the factors of rows.
+
+        A reference without adapters multiplies by the same tensors, whose product counts nothing:
+        other operations would round differently, and the first loss would not be ln 2.
+        """
+        norm = self.weight_norm
+        ratio = None if self.magnitude is None or norm is None else self.magnitude / norm
+        if not self.is_reference:
+            return self.lora_A, self.lora_B, self.scaling, ratio
+        if not self.start:
+            ones = None if ratio is None else torch.ones_like(ratio)
+            return self.lora_A, self.lora_B, 0.0, ones
+        if ratio is not None:
+            ratio = self.start["magnitude"] / self.start["weight_norm"]
+        return self.start["lora_A"], self.start["lora_B"], self.scaling, ratio
+
+    def _dropped(self, x: Tensor) -> Tensor | None:
+        """The input of the product B A after dropout; None: x itself."""
+        return F.dropout(x, self.dropout) if self.dropout and self.training else None
+
+    @property
+    def factors(self) -> tuple[Tensor, Tensor]:
+        """A and B, with every number as often as it is multiplied."""
+        return self.lora_A, self.lora_B
+
+    def held_b(self) -> Tensor:
+        """The rows of B that belong to this rank's rows of W. Every rank must call it."""
+        return on_mesh(self.lora_B)
+
+    def norms(self, weight: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
+        """Row norms of W + scaling * B A, of the rows that this rank holds in `weight` and `b`."""
+        return row_norms.adapted_norms(weight, a, b, self.scaling, base_squares)
+
+
+def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
+    """(name, module) of every adapted linear, in model order."""
+    for name, module in model.named_modules():
+        if isinstance(module, AdaptedLinear):
+            yield name, module
+
+
+def low_rank_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
+    """(name, module) of every linear with LoRA or DoRA, in model order."""
+    for name, module in adapted_linears(model):
+        if isinstance(module, LowRankLinear):
+            yield name, module
+
+
+def dora_linears(model: nn.Module) -> list[LowRankLinear]:
+    """Every linear with DoRA's norms, in model order."""
+    return [module for _, module in low_rank_linears(model) if module.weight_norm is not None]
+
+
+@torch.no_grad()
+def refresh_dora_norms(model: nn.Module, b_is_zero: bool = False) -> None:
+    """Recomputes `weight_norm` of every DoRA linear; call it after each optimizer step.
+
+    Each rank computes its own rows. Every rank must call it, as A is gathered. With `b_is_zero`
+    (everywhere) the norms are those of W, which is then dequantized once instead of twice.
+    """
+    modules = dora_linears(model)
+    for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
+        assert module.weight_norm is not None
+        b = module.held_b()
+        weight = row_norms.held_rows(module.weight, module.weight_norm, b.device)
+        if (squares := module.base_squares) is None:
+            squares = module.base_squares = row_norms.squared_norms(weight)
+        norms = row_norms.roots(squares) if b_is_zero else module.norms(weight, a, b, squares)
+        local_part(module.weight_norm).copy_(norms)
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter) of the model without its adapters."""
+    adapted = {name for name, m in model.named_modules() if isinstance(m, AdaptedLinear)}
+    adapted |= {f"{name}.start" for name in adapted}
+    for name, param in model.named_parameters():
+        module, _, field = name.rpartition(".")
+        if module not in adapted or field in BASE_FIELDS:
+            yield name, param
