@@ -121,6 +121,7 @@ def test_peft_computes_the_same_on_a_real_model(smollm2_dir: Path, tmp_path: Pat
     compare_with_peft(smollm2_dir, ["all-linear"], tmp_path)
 
 
+@pytest.mark.long
 def test_peft_computes_the_same_with_an_adapted_output_layer(
     tiny_dir: Path, tmp_path: Path
 ) -> None:

@@ -252,6 +252,7 @@ def expand_files(model: Path, output: Path) -> None:
     expand_folder(ModelWeights(model), 3, output, cpu_world(), max_file_bytes=400_000)
 
 
+@pytest.mark.long
 def test_ranks_share_the_files_out(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "old")
     (model / "tokenizer.json").write_text("{}")

@@ -164,6 +164,7 @@ def test_a_folder_that_a_kill_left_without_a_model_is_new(source: Path, tmp_path
     assert (folder / MANIFEST).is_file() and not list(folder.glob(f"*{PARTIAL}"))
 
 
+@pytest.mark.long
 def test_a_killed_command_is_finished_by_the_same_command(source: Path, tmp_path: Path) -> None:
     words = ["recipes/quantize.py", "--config", "configs/quantize.yaml", "max_file_bytes=100000"]
     words += [f"model.path={source}", f"output_dir={tmp_path}/quantized"]

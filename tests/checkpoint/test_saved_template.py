@@ -36,6 +36,7 @@ adapter: {{method: lora, rank: 2}}
 output_dir: {folder}/run
 max_seq_len: 256
 max_steps: 1
+report: false
 preflight: false
 """
 

@@ -127,6 +127,7 @@ def export_files(model: Path, output: Path) -> None:
     exported(model, output, "max_file_bytes=100000")
 
 
+@pytest.mark.long
 def test_ranks_share_the_files_out(tmp_path: Path) -> None:
     pytest.importorskip("compressed_tensors")
     model = write_tiny_model(tmp_path / "model", **EVEN)

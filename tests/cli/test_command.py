@@ -173,6 +173,7 @@ print(json.dumps([heavy, ours, theirs]))
 """
 
 
+@pytest.mark.long
 def test_ls_cat_cp_validate(python: Path, tmp_path: Path) -> None:
     ours, bad, theirs = tmp_path / "ours.yaml", tmp_path / "bad.yaml", tmp_path / "theirs.yaml"
     ours.write_text(CONFIG + "optimizer: {_component_: torch.optim.SGD, lrr: 1}\n")

@@ -21,6 +21,7 @@ def test_every_old_path_is_gone_and_its_new_one_exists() -> None:
         assert not (ROOT / f"{old.replace('.', '/')}.py").exists(), old
 
 
+@pytest.mark.long
 def test_old_paths_hand_out_the_modules_of_today_and_say_so(tmp_path: Path) -> None:
     recipe = tmp_path / "copied.py"
     recipe.write_text(

@@ -285,6 +285,7 @@ def test_errors_of_torchtunes_templates(tmp_path: Path) -> None:
         instruct_dataset(tokenizer, source=source, system_prompt="Add.")
 
 
+@pytest.mark.long
 def test_gsm8k(tokenizer: HFTokenizer, caplog: Any) -> None:
     if not GSM8K.is_file():
         pytest.skip(f"no {GSM8K}")

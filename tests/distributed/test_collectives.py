@@ -184,6 +184,7 @@ def test_gradients_are_reduced_once_per_update(
     assert found == step(FORWARD, AGAIN, REDUCED, FORWARD, AGAIN, REDUCED)
 
 
+@pytest.mark.long
 def test_traffic_of_micro_batches(model: Path) -> None:
     """The estimate runs two micro-batches: the first stands for all but the last."""
     sent = [
@@ -229,6 +230,7 @@ def real_steps(model: Path, cases: list[list[str]]) -> list[list[Collective]]:
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("names", [["full_shard"], pytest.param([*CASES], marks=pytest.mark.long)])
 def test_real_ranks_send_what_the_dry_run_says(
     model: Path, monkeypatch: pytest.MonkeyPatch, names: list[str]

@@ -121,6 +121,7 @@ def test_batches_have_similar_lengths_and_ranks_equal_numbers() -> None:
     assert shares == [[[1, 3], [2]], [[4, 0], []]]
 
 
+@pytest.mark.long
 def test_a_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
     tokenizer = hf_tokenizer(str(smollm2_dir))
     config = ExactMatchConfig(write(tmp_path / "rows.jsonl", ROWS), max_new_tokens=12)

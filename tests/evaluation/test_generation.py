@@ -197,6 +197,7 @@ def on_rank(
     return found
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("shares", "shardings"),
     [

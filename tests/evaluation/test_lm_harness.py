@@ -172,6 +172,7 @@ def test_truthfulqa_file() -> None:
         assert sum(row["mc1_targets"]["labels"]) == row["mc1_targets"]["labels"][0] == 1
 
 
+@pytest.mark.long
 @needs_lm_eval
 @pytest.mark.parametrize(("shots", "chat"), [(None, False), (1, True)], ids=["text", "chat"])
 def test_scores_of_all_tasks(

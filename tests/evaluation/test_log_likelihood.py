@@ -108,6 +108,7 @@ def test_choices_share_their_context(tmp_path: Path) -> None:
     assert run == [100 + 8 * 2] and scores[:9] == scores[9:]
 
 
+@pytest.mark.long
 def test_ranks_give_the_values_of_one_process(tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model")
     alone = score(folder, 2)

@@ -171,6 +171,7 @@ def tiny_weights(reader: Any, config: dict[str, Any]) -> dict[str, np.ndarray]:
     return {"w": np.zeros(2, dtype=np.float32)}
 
 
+@pytest.mark.long
 def test_a_broken_conversion_leaves_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

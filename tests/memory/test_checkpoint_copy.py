@@ -103,6 +103,7 @@ def test_a_run_that_saves_only_at_its_end(tmp_path: Path) -> None:
     assert at_end.peak == during.steady == at_end.steady + copied < during.peak
 
 
+@pytest.mark.long
 def test_it_is_a_row_of_its_own(tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model")
     given = test_estimate.load(model)

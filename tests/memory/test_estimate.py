@@ -244,6 +244,7 @@ def test_offloaded_parameters_count_as_host_memory(tiny: Path) -> None:
     assert found.moved["to_host"] < found.moved["to_device"]
 
 
+@pytest.mark.long
 def test_packed_rows_and_compile(tiny: Path) -> None:
     plain, packed = estimate(*load(tiny), 1), estimate(*load(tiny, "packed=true"), 1)
     assert packed.peak == pytest.approx(plain.peak, rel=0.05)
@@ -354,6 +355,7 @@ def test_an_unknown_model(tmp_path: Path) -> None:
         find_config(str(tmp_path))
 
 
+@pytest.mark.long
 def test_compiled_kernels_count_only_their_results(tiny: Path, monkeypatch: Any) -> None:
     """Uncompiled dequantizing has intermediates of about 100 MB; these count too.
 

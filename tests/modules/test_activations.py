@@ -122,6 +122,7 @@ def on_ranks(folder: Path, wrap: str) -> list[str]:
     return differ
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("wrap", ["decoder_layer", pytest.param("linear", marks=pytest.mark.long)])
 def test_sharded_on_two_ranks(wrap: str, folder: Path) -> None:
     assert run_ranks(2, on_ranks, folder, wrap) == [[], []]

@@ -237,8 +237,8 @@ def test_packed_loss_and_gradients_are_those_of_padded_rows(
     ("name", "checkpointing"),
     [
         pytest.param("llama", "none", marks=pytest.mark.long),
-        pytest.param("llama", "full", marks=pytest.mark.long),
-        pytest.param("mistral-window", "none", marks=pytest.mark.long),
+        pytest.param("llama", "full", marks=pytest.mark.slow),
+        pytest.param("mistral-window", "none", marks=pytest.mark.slow),
         pytest.param("mistral-window", "full", marks=pytest.mark.long),
     ],
 )

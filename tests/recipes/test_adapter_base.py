@@ -30,6 +30,7 @@ adapter: {{method: dora, rank: 2, targets: [v_proj, up_proj]}}
 output_dir: {folder}/run
 max_seq_len: 256
 max_steps: 4
+report: false
 preflight: false
 """
 

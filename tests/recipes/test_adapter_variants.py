@@ -30,6 +30,7 @@ lr_scheduler:
   num_warmup_steps: 0
 max_seq_len: 64
 max_steps: 3
+report: false
 preflight: false
 checkpoint: {{every_n_steps: 2, keep_last: 99}}
 """

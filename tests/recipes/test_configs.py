@@ -34,17 +34,16 @@ TRAINERS = (
     *("recipes/qdora_distributed", "recipes/full_finetune_distributed"),
     "recipes/dpo_distributed",
 )
-# Other sizes, or families, of mixtures than those that `make test` runs.
-LONG = (
-    "gpt_oss_120b_qlora",
-    "llama2_7b_qlora",
-    "llama2_7b_qlora_guanaco",
-    "llama3_70b_qlora",
-    "llama3_8b_llama_pro_0_1",
-    "mistral_7b_qdora",
-    "mixtral_8x7b_qlora",
-    "olmoe_7b_qlora",
-    "yi_34b_qlora",
+# What `make test` runs: a method, a recipe or a family each.
+SHORT = (
+    "gemma3_27b_qlora",
+    "llama3_70b_qdora",
+    "llama3_8b_dpo",
+    "llama3_8b_full",
+    "llama3_8b_hqq_dora",
+    "llama3_8b_llama_pro",
+    "qwen3_30b_a3b_qlora",
+    "smollm2_135m_ia3",
 )
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
 FAMILIES = {
@@ -82,7 +81,7 @@ def no_process_group() -> Iterator[None]:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param(c, id=c.stem, marks=[pytest.mark.long] if c.stem in LONG else [])
+        pytest.param(c, id=c.stem, marks=[] if c.stem in SHORT else [pytest.mark.long])
         for c in TRAINING
     ],
 )

@@ -312,6 +312,7 @@ def test_as_transformers_in_a_plain_loop(
             assert "parameters_plain" not in held[0]
 
 
+@pytest.mark.long
 def test_variants_on_two_ranks(
     trained: Callable[[int], Results], references: dict[str, dict[str, Any]]
 ) -> None:

@@ -35,6 +35,7 @@ lr_scheduler:
   num_warmup_steps: 2
 batch_size: 12
 epochs: 2
+report: false
 checkpoint: {{every_n_steps: 4, keep_last: 99}}
 """
 )
@@ -113,6 +114,7 @@ def test_a_run_goes_on_with_the_same_bits(runs: dict[str, tuple[Path, Path]]) ->
         assert sorted(path.name for path in checkpoint.iterdir()) == ["facts.json", "state"]
 
 
+@pytest.mark.long
 def test_another_number_of_ranks_goes_on(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
     for way, words in WAYS.items():
         expected = {step: losses(runs[f"2 {way}"][0])[step] for step in (5, 6)}
@@ -120,6 +122,7 @@ def test_another_number_of_ranks_goes_on(folder: Path, runs: dict[str, tuple[Pat
         assert losses(folder / f"moved_{way}") == pytest.approx(expected, abs=bound)
 
 
+@pytest.mark.long
 def test_what_is_trained_may_not_change(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
     words = [f"output_dir={runs['1 full'][0]}", "resume=auto", "batch_size=12"]
     for change, told in (

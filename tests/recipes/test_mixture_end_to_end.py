@@ -52,6 +52,7 @@ optimizer: {{_component_: torch.optim.AdamW, lr: 3e-3, fused: true}}
 batch_size: 8
 max_seq_len: 192
 epochs: 99
+report: false
 preflight: false
 """
 # PEFT on transformers' model of the weights that training computed with.

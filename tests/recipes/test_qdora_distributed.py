@@ -55,7 +55,9 @@ def train_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("eager", ["1", "0"], ids=["eager", "compiled"])
+@pytest.mark.parametrize(
+    "eager", ["1", pytest.param("0", marks=pytest.mark.slow)], ids=["eager", "compiled"]
+)
 def test_two_ranks_on_the_real_model(
     eager: str, smollm2_dir: Path, train_file: Path, tmp_path: Path
 ) -> None:

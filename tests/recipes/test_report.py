@@ -64,6 +64,7 @@ def test_names_are_no_html(tmp_path: Path) -> None:
     assert "&lt;img&gt;" in page and "<img" not in page
 
 
+@pytest.mark.long
 def test_memory_beside_a_dry_run(tmp_path: Path) -> None:
     """The page has what `estimate_fast` says of the run's own config, ranks and device."""
     model = write_tiny_model(tmp_path / "model", max_position_embeddings=2048)

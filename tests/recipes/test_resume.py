@@ -45,6 +45,7 @@ lr_scheduler:
   num_warmup_steps: 2
 batch_size: 12
 epochs: 3
+report: false
 checkpoint: {{every_n_steps: 5, keep_last: 99}}
 """
 )
@@ -114,6 +115,7 @@ def test_another_number_of_ranks_resumes(folder: Path, before: int, after: int) 
     assert losses(rest) == pytest.approx({s: expected[s] for s in range(6, STEPS + 1)}, abs=1e-5)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("ranks", [1, pytest.param(3, marks=pytest.mark.long)])
 def test_a_damaged_checkpoint_is_passed_over(
     folder: Path, ranks: int, capfd: pytest.CaptureFixture[str]
@@ -312,6 +314,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(
     assert adapter_bytes(run) == adapter_bytes(folder / "reference")
 
 
+@pytest.mark.long
 def test_a_killed_rank_is_replaced(folder: Path, reference: dict[int, float]) -> None:
     """torchrun starts all ranks again, and they resume; no rank hangs in a collective."""
     run = folder / "restarted"

@@ -72,6 +72,7 @@ RANKS = [
 ]
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "methods"),
     [
@@ -131,6 +132,7 @@ def test_an_offloaded_base_trains_the_same(
                 assert result["losses"] == resident[units]["losses"], given
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("where", ["cpu", pytest.param("disk", marks=pytest.mark.long)])
 def test_a_base_that_is_not_quantized_is_offloaded_too(
     where: str, model_dir: Path, reference: dict[str, dict[str, Any]]
@@ -190,7 +192,7 @@ def plain(model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Pa
 @pytest.mark.parametrize(
     ("size", "sharding"),
     [
-        (3, {"strategy": "ddp"}),
+        pytest.param(3, {"strategy": "ddp"}, marks=pytest.mark.long),
         pytest.param(4, {"strategy": "hybrid_full_shard", "replicate": 2}, marks=pytest.mark.long),
         (1, {"cpu_offload": True}),
     ],

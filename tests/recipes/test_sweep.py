@@ -102,6 +102,7 @@ def test_cells_are_the_estimates_of_the_other_tools(model: Path, tmp_path: Path)
     assert "tokens/s over batch_size" in page and "4 cells of 4" in page
 
 
+@pytest.mark.long
 def test_what_does_not_fit_or_fails_is_a_result(model: Path, tmp_path: Path) -> None:
     grid = {"sharding.strategy": ["full_shard", "ddp"], "sharding.offload_base": ["none", "cpu"]}
     points = [{"max_seq_len": 4096}]
@@ -119,6 +120,7 @@ def test_what_does_not_fit_or_fails_is_a_result(model: Path, tmp_path: Path) -> 
     assert "does not fit: needs" in table and "failed: max_seq_len: 4096" in table
 
 
+@pytest.mark.long
 def test_the_same_command_goes_on(
     model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -240,7 +242,9 @@ def published(memory: str, figure: dict[str, Any]) -> list[dict[str, Any]]:
     return [{"source": "a paper", "date": "2024-03", "memory": memory, "figures": [figure]}]
 
 
-@pytest.mark.parametrize(("memory", "factor"), [("allocated", 1), ("reserved", 1.04)])
+@pytest.mark.parametrize(
+    ("memory", "factor"), [("allocated", 1), pytest.param("reserved", 1.04, marks=pytest.mark.long)]
+)
 def test_ours_beside_theirs(memory: str, factor: float, model: Path, tmp_path: Path) -> None:
     point = {"method": "QDoRA", "batch_size": 1}
     file = tmp_path / "published.yaml"

@@ -43,6 +43,7 @@ batch_size: 3
 gradient_accumulation_steps: 2
 max_seq_len: 64
 epochs: 99
+report: false
 max_steps: 12
 preflight: false
 checkpoint: {{keep_last: 99}}
@@ -202,6 +203,7 @@ def test_every_part_computes_in_fp16(folder: Path, tmp_path: Path, variant: str)
         assert half["loss"] == pytest.approx(whole["loss"], abs=TOLERANCE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("name", [QDORA, pytest.param(FULL, marks=pytest.mark.long)])
 def test_a_resumed_run_has_the_same_bits(folder: Path, tmp_path: Path, name: str) -> None:
     """With overflows before and after the checkpoint."""

@@ -27,6 +27,7 @@ dataset: {{_component_: tests.toy_data.Samples}}
 optimizer: {{_component_: torch.optim.AdamW, lr: auto}}
 max_seq_len: 64
 max_steps: 2
+report: false
 preflight: false
 """
 

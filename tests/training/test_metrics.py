@@ -176,6 +176,7 @@ def test_a_logger_that_cannot_be_built(tmp_path: Path) -> None:
         build_logger(logger, rank=0)
 
 
+@pytest.mark.long
 def test_tensorboard_on_a_full_disk(tmp_path: Path) -> None:
     """In a process of its own: what is printed at its end counts as well."""
     folder = str(tmp_path)

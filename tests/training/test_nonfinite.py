@@ -37,6 +37,7 @@ output_dir: {folder}/run
 batch_size: 6
 gradient_accumulation_steps: 2
 epochs: 2
+report: false
 checkpoint: {{keep_last: 99}}
 """
 )
@@ -247,6 +248,7 @@ def test_compiled_packs(folder: Path, tmp_path: Path, monkeypatch: pytest.Monkey
 # ---- nothing is applied ----------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_what_is_saved_continues_like_a_run_without_the_fault(folder: Path, tmp_path: Path) -> None:
     """The stop saves the state of the step before with its random state, so that the resumed run
     drops the same numbers."""
@@ -348,6 +350,7 @@ def test_skipping(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
 # ---- optimizer_in_backward -------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_updates_in_backward(folder: Path, tmp_path: Path) -> None:
     """A loss of NaN changes nothing. A gradient of infinity has been used: nothing is saved."""
     words = ["optimizer_in_backward=true", "clip_grad_norm=null", "gradient_accumulation_steps=1"]

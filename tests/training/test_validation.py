@@ -48,6 +48,7 @@ metric_logger:
 batch_size: 12
 max_seq_len: 64
 epochs: 3
+report: false
 preflight: false
 validation:
   eval_every: 2
@@ -360,6 +361,7 @@ def on_ranks(folder: Path, quantized: Path, cases: list[dict[str, Any]], *words:
     return differences(folder, quantized, cases)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.long), 3])
 def test_ranks(folder: Path, quantized: Path, run: Path, size: int) -> None:
     """Any number of ranks gets the same losses, also with `max_batches`, which counts all ranks;
@@ -556,6 +558,7 @@ def test_a_killed_run_continues_as_if_it_had_not_been_killed(
     assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("eager")
 def test_early_stopping_ends_like_a_finished_run(folder: Path, tmp_path: Path, capfd: Any) -> None:
     words = [f"output_dir={tmp_path}/run", "validation.patience=2", "validation.eval_every=1"]
@@ -579,6 +582,7 @@ def test_early_stopping_ends_like_a_finished_run(folder: Path, tmp_path: Path, c
     assert curves(tmp_path / "run") == found
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("eager")
 def test_the_example_in_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
     """The commented section `validation` of a shipped config works when uncommented."""
