@@ -395,16 +395,16 @@ def test_windows_are_those_of_the_layers(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "packed"),
     [
-        ("smollm3", False),
+        pytest.param("smollm3", False, marks=pytest.mark.slow),
         ("gemma3", True),
-        ("olmo3", False),
-        ("ministral3", True),
-        ("phi3-longrope", False),
+        pytest.param("olmo3", False, marks=pytest.mark.slow),
+        pytest.param("ministral3", True, marks=pytest.mark.slow),
+        pytest.param("phi3-longrope", False, marks=pytest.mark.slow),
         ("glm4", True),
-        ("qwen3-moe-dense-layers", True),
+        pytest.param("qwen3-moe-dense-layers", True, marks=pytest.mark.slow),
         ("gpt-oss", True),
-        ("gpt-oss", False),
-        ("glm4-moe", True),
+        pytest.param("gpt-oss", False, marks=pytest.mark.slow),
+        pytest.param("glm4-moe", True, marks=pytest.mark.slow),
     ],
 )
 def test_compiled_layers_are_one_graph_for_each_kind(name: str, packed: bool) -> None:
