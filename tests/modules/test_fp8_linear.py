@@ -180,7 +180,7 @@ def test_sharded_equals_unsharded(tmp_path: Path) -> None:
         assert of_wrap == pytest.approx(losses, abs=2e-3)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.usefixtures("emulated")
 def test_50_updates_learn_what_bf16_learns(tmp_path: Path) -> None:
     """The loss falls as in bf16, and ends a little higher: 0.005 to 0.010 for each of six seeds."""

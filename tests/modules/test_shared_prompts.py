@@ -139,7 +139,7 @@ def test_pairs_are_those_of_padded_rows(name: str, checkpointing: Any, tmp_path:
 
 
 @needs_compiler
-@pytest.mark.long
+@pytest.mark.slow
 def test_compiled_layers(tmp_path: Path) -> None:
     """Equal, and other pairs build nothing new."""
     model, compiled = tiny(tmp_path / "a"), tiny(tmp_path / "b")

@@ -19,6 +19,10 @@ from tests.recipes.combinations import (
 )
 
 
+# One of each kind: two windows, merged projections, shared experts, sinks, dense first layers.
+IN_CI = ("gemma3", "phi3", "qwen2-moe", "gpt-oss", "glm4-moe")
+
+
 def test_every_two_values_stand_in_a_row() -> None:
     axes = AXES | {"action": list(ACTIONS)}
     rows = covering(axes)
@@ -29,9 +33,11 @@ def test_every_two_values_stand_in_a_row() -> None:
     assert len(rows) < 1.2 * len(FAMILIES) * len(ACTIONS)
 
 
-@pytest.mark.long
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.long if f in IN_CI else pytest.mark.slow) for f in FAMILIES],
+)
 def test_a_family_with_everything(family: str, tmp_path: Path) -> None:
     shop = Shop(tmp_path)
     outcomes = [
