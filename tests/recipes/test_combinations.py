@@ -18,7 +18,6 @@ from tests.recipes.combinations import (
     table,
 )
 
-
 # One of each kind: two windows, merged projections, shared experts, sinks, dense first layers.
 IN_CI = ("gemma3", "phi3", "qwen2-moe", "gpt-oss", "glm4-moe")
 
