@@ -24,6 +24,7 @@ os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 
 # The files that take longest start first, so that both processes of `make test` end together.
 LONGEST_FILES = (
+    "tests/test_fault_slice.py",
     "recipes/test_qdora_distributed.py",
     "recipes/test_sharded_equals_unsharded.py",
     "recipes/test_strategies.py",
@@ -40,7 +41,18 @@ LONGEST_FILES = (
 )
 
 
+# Tests that `make test-slow` runs, not .ci/run: more values of what another test there shows.
+TOO_LONG = (Path(__file__).parent / "too_long_for_ci.txt").read_text().splitlines()
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest chooses by -m
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    names = {item.nodeid.removeprefix("tests/"): item for item in items}
+    for name in TOO_LONG:
+        if name in names:
+            names[name].add_marker(pytest.mark.slow)
+        elif len(items) > 4000:  # all tests are collected
+            raise pytest.UsageError(f"tests/too_long_for_ci.txt: no test {name}")
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
 
     def place(item: pytest.Item) -> int:
