@@ -140,13 +140,13 @@ class DecoderLayer(nn.Module):
         if self.compiled:  # marked here: FSDP2's hooks pass other tensors than the caller's
             _mark_lengths(x, cos, sin, mask, cu_seqlens, counted)
         args = (x, cos, sin, mask, cu_seqlens, None, counted)
-        if not torch.is_grad_enabled():
-            return self.block(*args)
-        if self.offload is None:
-            return checkpointed(self.block, self.recomputed, *args)
+        trains = torch.is_grad_enabled()
+        mode = self.recomputed if trains else "none"
+        if self.offload is None or not trains:
+            return self.block(*args) if mode == "none" else checkpointed(self.block, mode, *args)
         tables = (table for table in (cos, sin) if table is not None)
         with self.offload.layer((*self.parameters(), *copies_in(self), *tables)):
-            return checkpointed(self.block, self.recomputed, *args)
+            return checkpointed(self.block, mode, *args)
 
     def _cached_block(
         self,
@@ -386,7 +386,7 @@ class Decoder(nn.Module):
     ) -> RotaryTables:
         """The tables of every rotary embedding of the model; (None, None) for none."""
         ropes = {kind.rope for kind in self.config.layers if kind.rope}
-        if lengths is None and self.config.by_length:
+        if lengths is None and any(rope.scaling.by_length for rope in ropes):
             lengths = document_lengths(positions, labels, cu_seqlens)
         of_all = (self.config.head_dim, positions, positions if lengths is None else lengths, dtype)
         return {None: (None, None)} | {rope: rope.tables(*of_all) for rope in ropes}
