@@ -21,6 +21,7 @@ from types import ModuleType
 from typing import Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.messages import first_line
 from qfsdp.common.sizes import format_size
 from qfsdp.config.component import Component
 from qfsdp.config.load import config_of, over_defaults
@@ -35,6 +36,7 @@ from qfsdp.planning.predict import Prediction, Predictor
 from qfsdp.planning.preflight import this_machine
 from qfsdp.planning.search import candidates, search
 from qfsdp.training.learning_rate import choose_lr
+from qfsdp.training.optimizer import check_optimizer
 
 METHODS = {"lora": "LoRA", "dora": "DoRA", "ia3": "IA3"}
 LEAST_TO_DIVIDE, MOST_HELD_OUT = 20, 200  # rows
@@ -44,6 +46,7 @@ ENOUGH_STEPS, LEAST_BATCH, MOST_BATCH = 100, 2, 16
 EVALUATIONS = 6
 UNCUT = 2**20  # tokens
 PAPERS_LR, PAIRS_LR = 2e-4, 1e-5  # QLoRA's for 7B and 13B; amid published ones of DPO
+IA3_LR = 5e-3  # amid published ones
 
 
 class Choices:
@@ -154,7 +157,9 @@ class Choices:
                 choose_lr(cfg)  # prints the formula
                 lr, why = cfg.optimizer.kwargs["lr"], "of published sweeps, as above"
             except UserError:
-                lr, why = PAPERS_LR, "of QLoRA's paper; no sweep is known for this model"
+                lr, why = PAPERS_LR, "of QLoRA's paper; no sweep has this model and adapter"
+                if cfg.adapter.method == "ia3":
+                    lr, why = IA3_LR, "amid published rates of IA3"
         self.keep("optimizer.lr", lr)
         self.say("rate", f"{lr:g}, {why}")
 
@@ -165,6 +170,7 @@ class Choices:
             self.keep("model.dtype", "fp16")
             cfg = self.config()
         stored = {name.partition("_")[0] for name in cfg.model.weights().formats.values()}
+        check_optimizer(cfg.optimizer, cfg.lr_scheduler)
         formats = [min(stored - {"mxfp4"}, default="nf4")] if stored else ["none", "nf4"]
         if "quantization.format" in self.given:
             formats = [cfg.quantization.format]
@@ -220,10 +226,16 @@ def first_fit(
         predict = Predictor(*functions, base, world, local, hardware, target)
         stays = target == "cpu" or format != formats[-1]
         ways = [way for way in candidates(world) if not stays or way.offload == "none"]
-        found: Prediction | None = predict(ways[0].changes | micro_batches(samples, samples))
-        if found is not None and not found.fits(hardware):
-            tried = search(ways, predict, samples, hardware)
-            found = next((trial.prediction for trial in tried if trial.fits), None)
+        try:
+            found: Prediction | None = predict(ways[0].changes | micro_batches(samples, samples))
+            if found is not None and not found.fits(hardware):
+                tried = search(ways, predict, samples, hardware)
+                found = next((trial.prediction for trial in tried if trial.fits), None)
+        except UserError:
+            raise
+        except Exception as error:  # as in `check_memory`: of what the user has replaced
+            why = f"memory is not estimated ({type(error).__name__}: {first_line(error)})"
+            return {"quantization.format": format} | least, why
         if found is not None:
             why = f"a step takes about {format_size(found.device_bytes)} of {available} per rank"
             return {"quantization.format": format} | found.changes, why

@@ -13,9 +13,11 @@ import pytest
 
 from qfsdp.cli import finetune
 from qfsdp.cli.command import run_command
-from qfsdp.config.load import check_components, load_config
+from qfsdp.config.load import check_components, config_of, load_config, over_defaults
 from qfsdp.config.recipe_files import load_recipe, recipe_file_of
 from qfsdp.planning import choices
+from qfsdp.planning.predict import Prediction
+from qfsdp.planning.roofline import StepTime
 from tests.cli.stand_in import run
 from tests.tiny import write_tiny_model_with_tokenizer
 from tests.waiting import LIMIT_S
@@ -131,6 +133,9 @@ MISTAKES = {  # what is typed behind `finetune` -> a part of the line
     "tiny tiny/tokenizer.model": "ROWS: tiny/tokenizer.model",
     "tiny odd.jsonl": "ROWS: odd.jsonl has the columns a, b; expected messages, prompt and answer",
     "tiny wrapped.json": "inside the list 'data': jq -c '.data[]' FILE",
+    "tiny questions.jsonl dataset.answer_column=anser": (
+        "dataset.answer_column: no column 'anser' in questions.jsonl; expected one of Answer"
+    ),
     "tiny chats.jsonl --batch_size 4": "overrides are written without dashes: batch_size=4",
     "tiny chats.jsonl batch_size = 4": "overrides are written without spaces: batch_size=4",
     "tiny chats.jsonl --config x.yaml": "expected qfsdp run RECIPE --config x.yaml",
@@ -150,10 +155,18 @@ def test_a_mistake_is_one_line(
     assert line.startswith("error: ") and MISTAKES[typed] in line
 
 
-def test_an_unknown_key_is_one_line(no_dry_run: None, capsys: Any) -> None:
+@pytest.mark.parametrize(
+    ("word", "line"),
+    {
+        "adapter.rnak=8": "unknown key 'adapter.rnak'; did you mean 'adapter.rank'?",
+        "epochs=0": "epochs: 0 is not valid; expected an integer of at least 1",
+        "optimizer.lr=fast": "optimizer",
+    }.items(),
+)
+def test_a_wrong_key_is_one_line(word: str, line: str, no_dry_run: None, capsys: Any) -> None:
     with pytest.raises(SystemExit):
-        run_command("qfsdp", ["finetune", "tiny", "chats.jsonl", "adapter.rnak=8"])
-    assert "unknown key 'adapter.rnak'; did you mean 'adapter.rank'?" in capsys.readouterr().err
+        run_command("qfsdp", ["finetune", "tiny", "chats.jsonl", word])
+    assert line in capsys.readouterr().err
 
 
 def test_rows_are_looked_at_without_torch(folder: Path) -> None:
@@ -176,3 +189,30 @@ def test_the_whole_run(folder: Path) -> None:
     assert "  qfsdp chat adapter=runs/whole/adapter" in done.stdout.splitlines()
     assert (folder / "runs/whole/adapter/adapter_model.safetensors").exists()
     assert "validation/held_out/loss" in (folder / "runs/whole/metrics.jsonl").read_text()
+
+
+class Sized:
+    """A predictor: a step takes 20 GiB with 16-bit weights, and 8 GiB with 4-bit ones."""
+
+    def __init__(self, build: Any, step: Any, cfg: Any, *_: Any) -> None:
+        self.size = (20 if cfg.quantization.format == "none" else 8) << 30
+
+    def __call__(self, changes: dict[str, Any]) -> Prediction:
+        batch = changes["batch_size"] << 30
+        return Prediction(changes, self.size + batch, 0, {}, StepTime(1.0, "compute", {}), 1.0)
+
+
+@pytest.mark.parametrize(
+    ("memory", "format", "batch"), [("30GiB", "none", 4), ("10GiB", "nf4", 2), ("6GiB", "nf4", 1)]
+)
+def test_weights_have_4_bits_where_16_do_not_fit(
+    memory: str, format: str, batch: int, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr(choices, "Predictor", Sized)
+    recipe = load_recipe(recipe_file_of("configs/llama3_8b_qlora.yaml"))
+    tree = finetune.start("tiny", "chats.jsonl") | {"device_memory": memory}
+    cfg = config_of(recipe.Config, "x", over_defaults(recipe.Config, tree))
+    found, why = choices.first_fit(recipe, cfg, ["none", "nf4"], 4)
+    assert (found["quantization.format"], found["batch_size"]) == (format, batch)
+    assert ("nothing that was tried fits" in why) is (memory == "6GiB")
