@@ -35,7 +35,7 @@ test-long: venv
 test-all: venv
 	$(PYTEST) -m "not slow and not gpu"
 
-# Too long for .ci/run.
+# Too long for .ci/run: marked slow, or listed in tests/too_long_for_ci.txt.
 test-slow: venv
 	$(PYTEST) -m "slow and not gpu"
 
