@@ -179,7 +179,6 @@ class Shop:
             "epochs": 2,  # packed, all rows are one batch
             "preflight": False,
             "report": False,
-            "report": False,
         }
         if case.method in ("full", "llama-pro"):
             config["trainable"] = {"layers": trained_layers(case)}
