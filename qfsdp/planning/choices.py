@@ -75,13 +75,17 @@ class Choices:
         return config_of(self.recipe.Config, "finetune", over_defaults(self.recipe.Config, tree))
 
     def keep(self, key: str, value: Any) -> None:
-        """Sets a key, unless it is given."""
-        if key not in self.given:
+        """Sets a key, unless it or its section is given."""
+        if not self._is_given(key):
             *sections, name = key.split(".")
             node = self.tree
             for section in sections:
                 node = node.setdefault(section, {})
             node[name] = value
+
+    def _is_given(self, key: str) -> bool:
+        whole = (name for name, value in self.given.items() if value.lstrip().startswith("{"))
+        return key in self.given or any(key.startswith(f"{name}.") for name in whole)
 
     def make(self) -> None:
         """Makes all choices. Raises UserError: the rows or a key are wrong."""
@@ -101,6 +105,7 @@ class Choices:
         folder, held = Path(keys["source"]).expanduser(), min(count // 10, MOST_HELD_OUT)
         saved = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
         told = any(key.startswith("validation.sets") for key in self.given)
+        told |= self._is_given("validation.sets")
         if count < LEAST_TO_DIVIDE or saved or told or {"split", "max_rows"} & {*keys}:
             self.say("data", f"{count:,} rows")
             return count
@@ -148,7 +153,7 @@ class Choices:
 
     def _rate(self, cfg: Any) -> None:
         """The learning rate as a number."""
-        if "optimizer.lr" in self.given:
+        if self._is_given("optimizer.lr"):
             return
         lr, why = PAIRS_LR, "amid published rates of preference tuning"
         if not self.of_pairs:
@@ -172,7 +177,7 @@ class Choices:
         stored = {name.partition("_")[0] for name in cfg.model.weights().formats.values()}
         check_optimizer(cfg.optimizer, cfg.lr_scheduler)
         formats = [min(stored - {"mxfp4"}, default="nf4")] if stored else ["none", "nf4"]
-        if "quantization.format" in self.given:
+        if self._is_given("quantization.format"):
             formats = [cfg.quantization.format]
         changes, why = first_fit(self.recipe, cfg, formats, _samples(cfg, ranks))
         for key, value in changes.items():

@@ -103,6 +103,15 @@ def test_given_keys_stay(no_dry_run: None) -> None:
     assert cfg.global_batch_size is None and cfg.max_seq_len == 64
 
 
+def test_given_sections_stay(no_dry_run: None) -> None:
+    optimizer = "{_component_: torch.optim.AdamW, lr: 3e-4}"
+    words = [f"optimizer={optimizer}", "adapter={rank: 4}", "validation={eval_every: 7}"]
+    words.append("output_dir=runs/sections")
+    cfg = read(finetune.plan("tiny", "chats.jsonl", words).write())
+    assert cfg.optimizer.kwargs == {"lr": 3e-4} and cfg.adapter.rank == 4
+    assert cfg.validation.eval_every == 7 and not cfg.validation.sets
+
+
 def test_columns_that_are_named(no_dry_run: None) -> None:
     words = ["dataset.prompt_column=a", "dataset.answer_column=b"]
     cfg = read(finetune.plan("tiny", "odd.jsonl", words).write())
