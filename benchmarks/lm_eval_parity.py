@@ -19,7 +19,7 @@ from __future__ import annotations
 import sys
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
@@ -36,6 +36,7 @@ from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.lm_harness import LMEvalConfig, TaskMetric, evaluate, load_tasks
 from qfsdp.evaluation.prompts import stop_ids
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.modules.transformer import Decoder
 
 # Tasks with equal requests are in one group; ours computes these requests once.
 GROUPS = [
@@ -82,7 +83,9 @@ def models(device: str, batch_size: int) -> tuple[Any, Any]:
         ModelConfig(str(folder), "fp32"), QuantizationConfig("none"), None, ShardingConfig(), world
     )
     tokenizer = hf_tokenizer(str(folder))
-    ours = HarnessModel(model, tokenizer, stop_ids(tokenizer, folder), world, batch_size)
+    ours = HarnessModel(
+        cast(Decoder, model), tokenizer, stop_ids(tokenizer, folder), world, batch_size
+    )
     options = {"dtype": "float32", "device": device, "batch_size": batch_size}
     return ours, HFLM(pretrained=str(folder), **options)
 

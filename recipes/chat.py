@@ -35,8 +35,9 @@ from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
 from qfsdp.evaluation.text_stream import TextStream
 from qfsdp.launch.ranks import check_one_process
 from qfsdp.launch.start import launch
+from qfsdp.modules.hub_models.decoder import AnyDecoder
+from qfsdp.modules.hub_models.refused import check_hub_answers
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
@@ -65,7 +66,9 @@ def check(cfg: Config) -> None:
     tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
-    check_for_inference(cfg.model, cfg.quantization, cfg.adapter, ShardingConfig("ddp"))
+    sharding = ShardingConfig("ddp")
+    model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, sharding)
+    check_hub_answers(cfg, model.config, "ddp")
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.adapter)
     stop_ids(tokenizer, cfg.model.folder)
     prompt_tokens(tokenizer, "Hello", True, cfg.system_prompt)  # the template takes a system prompt
@@ -79,7 +82,7 @@ class Conversation:
         system: the system message, or None.
     """
 
-    def __init__(self, cfg: Config, model: Decoder, tokenizer: Any, world: World) -> None:
+    def __init__(self, cfg: Config, model: AnyDecoder, tokenizer: Any, world: World) -> None:
         self._model, self._tokenizer, self._world = model, tokenizer, world
         self._stops, self._sampling = stop_ids(tokenizer, cfg.model.folder), cfg.sampling
         self.system = cfg.system_prompt

@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
@@ -56,6 +56,8 @@ from qfsdp.evaluation.results import (
     write_results,
 )
 from qfsdp.launch.start import launch
+from qfsdp.modules.hub_models.decoder import AnyDecoder
+from qfsdp.modules.hub_models.refused import check_hub_answers
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.oom import Run, explain_out_of_memory
@@ -107,6 +109,8 @@ def check(cfg: Config) -> None:
         check_dataset(f"loss.{name}", dataset)
     check_new_file("output", Path(cfg.output).expanduser(), suffix=".json")
     model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
+    strategy = cfg.sharding.strategy if cfg.exact_match else None
+    check_hub_answers(cfg, model.config, strategy)
     positions = model.config.max_position_embeddings
     windows = {f"text.{name}.window": text.window for name, text in cfg.text.items()}
     if cfg.loss:
@@ -142,7 +146,7 @@ def read_sets(cfg: Config) -> Sets:
     )
 
 
-def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Result]:
+def evaluate(cfg: Config, model: AnyDecoder, sets: Sets, world: World) -> list[Result]:
     """Measures everything; the results are the same on every rank."""
     results: list[Result] = []
     pad_id = sets.tokenizer.pad_id
@@ -171,7 +175,13 @@ def evaluate(cfg: Config, model: Decoder, sets: Sets, world: World) -> list[Resu
         results += exact_match_results(name, found)
     if sets.tasks:
         scores, rows = run_tasks(
-            cfg.lm_eval, sets.tasks, model, sets.tokenizer, sets.stops, world, cfg.batch_size
+            cfg.lm_eval,
+            sets.tasks,
+            cast(Decoder, model),
+            sets.tokenizer,
+            sets.stops,
+            world,
+            cfg.batch_size,
         )
         for s in scores:
             results.append(Result("lm_eval", s.task, s.metric, s.value, s.interval, s.rows, "rows"))

@@ -43,8 +43,9 @@ from qfsdp.evaluation.inference_model import check_for_inference, load_for_infer
 from qfsdp.evaluation.prompts import in_context, prompt_tokens, stop_ids
 from qfsdp.evaluation.text_stream import TextStream
 from qfsdp.launch.start import launch
+from qfsdp.modules.hub_models.decoder import AnyDecoder
+from qfsdp.modules.hub_models.refused import check_hub_answers
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
 
@@ -97,6 +98,7 @@ def check(cfg: Config) -> None:
     if cfg.output is not None:
         check_new_file("output", Path(cfg.output).expanduser())
     model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
+    check_hub_answers(cfg, model.config, cfg.sharding.strategy)
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.adapter)
     stop_ids(tokenizer, cfg.model.folder)
     check_lengths(tokenized(cfg, tokenizer, rows_of(cfg)), cfg.sampling, model)
@@ -135,7 +137,7 @@ def tokenized(cfg: Config, tokenizer: Any, rows: list[dict[str, Any]]) -> list[l
 
 
 def stream(
-    model: Decoder, prompt: list[int], cfg: Config, tokenizer: Any, stops: set[int], world: World
+    model: AnyDecoder, prompt: list[int], cfg: Config, tokenizer: Any, stops: set[int], world: World
 ) -> None:
     """Answers one prompt on rank 0's terminal; the other ranks have a part in its layers."""
     text = TextStream(tokenizer)

@@ -78,6 +78,7 @@ def check(cfg: Config) -> None:
     tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
+    cfg.model.decoder()  # requests come and go in the cache of qfsdp's own
     for adapter in (None, *cfg.adapters.values()):
         check_for_inference(cfg.model, cfg.quantization, adapter, ShardingConfig("ddp"))
         stop_ids(build_tokenizer(cfg.tokenizer, adapter), cfg.model.folder)

@@ -19,7 +19,7 @@ from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.intervals import Interval, wilson
 from qfsdp.evaluation.prompts import Messages, chat_tokens, in_context
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 
 @dataclass
@@ -178,7 +178,7 @@ def _message(role: str, content: str) -> dict[str, str]:
 
 
 def exact_match(
-    model: Decoder,
+    model: AnyDecoder,
     questions: list[Question],
     config: ExactMatchConfig,
     tokenizer: Any,

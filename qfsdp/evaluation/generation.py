@@ -21,8 +21,9 @@ from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.modules.attention.kv_cache import KVCache
-from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.cache import HubCache
+from qfsdp.modules.hub_models.config import AnyConfig
+from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 
 
 @dataclass
@@ -52,7 +53,7 @@ class SamplingConfig:
 
 
 def generate(
-    model: Decoder,
+    model: AnyDecoder,
     prompts: list[list[int]],
     sampling: SamplingConfig,
     stop_ids: set[int],
@@ -94,7 +95,7 @@ def generate(
 
 
 def generate_all(
-    model: Decoder,
+    model: AnyDecoder,
     prompts: list[list[int]],
     sampling: SamplingConfig,
     stop_ids: set[int],
@@ -130,7 +131,7 @@ def generate_all(
     return [found[index] for index in range(len(prompts))]
 
 
-def check_lengths(prompts: list[list[int]], sampling: SamplingConfig, model: Decoder) -> None:
+def check_lengths(prompts: list[list[int]], sampling: SamplingConfig, model: AnyDecoder) -> None:
     """Raises the UserErrors of `generate` without generating."""
     for number, prompt in enumerate(prompts, 1):
         if not prompt:
@@ -144,7 +145,7 @@ def check_lengths(prompts: list[list[int]], sampling: SamplingConfig, model: Dec
             )
 
 
-def positions_of(config: DecoderConfig, positions: int) -> str:
+def positions_of(config: AnyConfig, positions: int) -> str:
     """The limit of a prompt and its answer, for messages."""
     if positions == config.max_position_embeddings:
         return f"the model's {positions} positions together"
@@ -155,7 +156,7 @@ def positions_of(config: DecoderConfig, positions: int) -> str:
 
 
 def _generate(
-    model: Decoder,
+    model: AnyDecoder,
     prompts: list[list[int]],
     sampling: SamplingConfig,
     stop_ids: set[int],
@@ -198,16 +199,18 @@ def _generate(
 
 
 def _start(
-    model: Decoder, prompts: list[list[int]], sampling: SamplingConfig, world: World
-) -> tuple[KVCache, Tensor]:
+    model: AnyDecoder, prompts: list[list[int]], sampling: SamplingConfig, world: World
+) -> tuple[KVCache | HubCache, Tensor]:
     """An empty cache and the prompts, padded on the right. Without prompts, a single token."""
     prompts = prompts or [[0]]
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
-    cache = KVCache(model.config, lengths, sampling.max_new_tokens, world.device)
-    return cache, tokens.to(world.device)
+    device = world.device
+    if isinstance(model, HubDecoder):
+        return HubCache(lengths), tokens.to(device)
+    return KVCache(model.config, lengths, sampling.max_new_tokens, device), tokens.to(device)
 
 
 def prompt_randoms(

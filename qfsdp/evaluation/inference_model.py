@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from typing import cast
 
 import torch
 from torch import nn
@@ -23,7 +24,7 @@ from qfsdp.modules.adapters.low_rank_linear import (
     base_parameters,
     refresh_dora_norms,
 )
-from qfsdp.modules.compute_dtype import compute_dtype
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4_by_bitsandbytes
@@ -34,7 +35,7 @@ def check_for_inference(
     quantization: QuantizationConfig,
     adapter: str | None,
     sharding: ShardingConfig,
-) -> Decoder:
+) -> AnyDecoder:
     """Checks the arguments of `load_for_inference`. Reads configs and headers but no tensors.
 
     Returns:
@@ -43,7 +44,7 @@ def check_for_inference(
     Raises:
         UserError: the model folder or the adapter is faulty, or the adapter is for another model.
     """
-    weights = ModelWeights(model.path)
+    weights = model.weights()
     decoder = _build(model, quantization, adapter, weights)
     weights.check(decoder)
     if sharding.offload_base == "disk" and model.quantize_cache is None:
@@ -59,7 +60,7 @@ def load_for_inference(
     adapter: str | None,
     sharding: ShardingConfig,
     world: World,
-) -> Decoder:
+) -> AnyDecoder:
     """Loads the model in eval mode, without gradients. Every rank must call it.
 
     With strategy "ddp" every rank holds the whole model and computes on its own. Other strategies
@@ -94,7 +95,7 @@ def load_adapters_of_one_base(
     adapters: Mapping[str, str],
     world: World,
 ) -> dict[str, Decoder]:
-    """The base and, for each adapter, a decoder that shares the base's weights.
+    """Our own decoder of the base and, for each adapter, one that shares the base's weights.
 
     The base is in memory once. Each decoder adds its own adapter to it.
 
@@ -106,7 +107,7 @@ def load_adapters_of_one_base(
         UserError: as `load_for_inference`.
     """
     base = load_for_inference(model, quantization, None, ShardingConfig(strategy="ddp"), world)
-    decoders, weights = {base_name: base}, ModelWeights(model.path)
+    decoders, weights = {base_name: cast(Decoder, base)}, model.weights()
     for name, folder in adapters.items():
         decoder = _build(model, quantization, folder, weights)
         for key, param in base_parameters(base):
@@ -122,7 +123,7 @@ def load_adapters_of_one_base(
         refresh_dora_norms(decoder)
         fold_adapters(decoder)
         nf4_by_bitsandbytes.use_for(decoder)
-        decoders[name] = decoder.eval()
+        decoders[name] = cast(Decoder, decoder.eval())
     return decoders
 
 
@@ -151,10 +152,9 @@ def _build(
     quantization: QuantizationConfig,
     adapter: str | None,
     weights: ModelWeights,
-) -> Decoder:
+) -> AnyDecoder:
     """The decoder on the meta device, with quantized linears and adapters, without gradients."""
-    with torch.device("meta"):
-        decoder = Decoder(model.decoder()).to(compute_dtype(model.dtype))
+    decoder = model.build()
     quantize_linears(decoder, quantization, weights.formats)
     if adapter is not None:
         add_adapters(decoder, read_adapter_config(adapter))

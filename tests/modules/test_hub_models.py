@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from torch import nn
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter
 from qfsdp.checkpoint.weights.load import ModelConfig, load_base
@@ -18,8 +19,8 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears
 from qfsdp.modules.hub_models import config as hub_config
-from qfsdp.modules.hub_models.decoder import HubDecoder
-from qfsdp.modules.hub_models.linears import reads_weight
+from qfsdp.modules.hub_models.decoder import HubDecoder, build_decoder
+from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models
 from tests.models import cpu_world, randomize_adapters
@@ -113,6 +114,30 @@ def test_gradients_do_not_depend_on_what_is_kept(kept: ActivationConfig, tmp_pat
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+def test_linears_of_one_name_are_taken_together() -> None:
+    """PEFT adapts them together: an `o_proj` narrow in one layer only is taken there too."""
+    layers = nn.ModuleList(
+        nn.ModuleDict({"o_proj": nn.Linear(size, 64), "router_proj": nn.Linear(64, 4)})
+        for size in (64, 2048)
+    )
+    taken, plain = linears_of_layers(layers, "layers")
+    assert taken == ["layers.0.o_proj", "layers.1.o_proj"]
+    assert plain == ["layers.0.router_proj", "layers.1.router_proj"]
+
+
+def test_a_config_may_hold_infinity() -> None:
+    given = {"architectures": ["BambaForCausalLM"], "model_type": "bamba"}
+    given["time_step_limit"] = [0.0, {"__float__": "Infinity"}]  # as transformers writes it
+    assert hub_config.hub_config(given, "config.json").hf.time_step_limit[1] == float("inf")
+
+
+def test_a_module_with_a_single_number_is_refused() -> None:
+    given: dict[str, Any] = {**hub_models.SIZES, "architectures": ["ApertusForCausalLM"]}
+    config = hub_config.hub_config(given | {"model_type": "apertus"}, "config.json")
+    with pytest.raises(UserError, match="keeps a single number, .*act_fn.* not sharded"):
+        build_decoder(config, torch.float32)
+
+
 def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
     from transformers.models.falcon_mamba.modeling_falcon_mamba import FalconMambaMixer
     from transformers.models.llama.modeling_llama import LlamaAttention
@@ -165,6 +190,11 @@ def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
                 "vocab_size": 0,
             },
             "expected integers above 0",
+        ),
+        (
+            {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
+            "GPT2LMHeadModel of transformers .* was not found to train as transformers does; "
+            r"expected one of docs/reference/models\.md, or model\.implementation=transformers",
         ),
     ],
 )

@@ -170,3 +170,32 @@ def test_what_it_does_not_have_is_refused_by_name(
     with pytest.raises(UserError) as error:
         recipe.check(load_config(recipe.Config, [*given, *words]))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("method", ["lora", "ia3"])
+def test_all_ways_to_shard_give_the_same_losses(
+    method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_models.save_hub_model("qwen3_5", tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    monkeypatch.setenv("QFSDP_EAGER_KERNELS", "1")
+    words = [f"adapter.method={method}", "max_steps=2", "batch_size=6", "validation.eval_every=2"]
+    words.append("validation.sets={held: {_component_: tests.toy_data.Samples, size: 5}}")
+    ways = ["strategy=ddp", "wrap=linear", "strategy=shard_grad_op"]
+    runs = [
+        (
+            str(tmp_path / "config.yaml"),
+            [*words, "model.implementation=transformers", f"sharding.{way}"]
+            + [f"output_dir={tmp_path}/{way}"],
+        )
+        for way in ways
+    ]
+    run_ranks(2, run_recipe, runs)
+    found = []
+    for way in ways:
+        lines = map(json.loads, (tmp_path / way / "metrics.jsonl").read_text().splitlines())
+        found.append([line.get("loss", line.get("validation/held/loss")) for line in lines])
+    assert len(found[0]) == 3 and found[0][1] != found[0][0]
+    assert found[1] == pytest.approx(found[0], abs=1e-5)
+    assert found[2] == pytest.approx(found[0], abs=1e-5)

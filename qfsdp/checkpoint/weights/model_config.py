@@ -32,7 +32,8 @@ class ModelConfig:
             there and later runs load them. null: quantize in every run.
         implementation: "native": qfsdp's own decoder, of the architectures in
             `qfsdp/modules/families`. "transformers": the module of the installed transformers, of
-            any causal language model. "auto": native where qfsdp has it, else transformers'.
+            any causal language model. "auto": native where qfsdp has it, else transformers' if
+            docs/reference/models.md lists it as equal.
         router_aux_loss: factor of the load-balancing loss of a mixture of experts in training, or
             "family": `router_aux_loss_coef` of its `config.json`. It is computed for each row of a
             batch (`qfsdp.modules.experts.routing`). null: without it.

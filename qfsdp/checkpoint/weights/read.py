@@ -103,8 +103,8 @@ class StackedTensor(StoredTensor):
     ) -> StackedTensor:
         """The stack of `parts`, all of one shape and dtype."""
         first, size = parts[0], sum(part.size for part in parts)
-        rows, cols = first.shape[::-1] if transposed else first.shape
-        shape = (rows * len(parts), cols)
+        rows, *rest = first.shape[::-1] if transposed else first.shape
+        shape = (rows * len(parts), *rest)
         return cls(name, first.file, first.dtype, shape, 0, size, tuple(parts), transposed)
 
     def split(self, row: int, into: Tensor) -> Iterator[tuple[StoredTensor, int, Tensor]]:

@@ -29,7 +29,13 @@ def stored_buffers_as_parameters(hf: nn.Module) -> None:
 
 def check_buffers(hf: nn.Module, source: str) -> None:
     """Raises `UserError` for a module that keeps a tensor which is neither parameter nor buffer:
-    nothing computes it on the rank's device."""
+    nothing computes it on the rank's device. Also for single numbers, which have no rows."""
+    for name, value in hf.state_dict(keep_vars=True).items():
+        if value.dim() == 0:
+            raise UserError(
+                f"{source}: {type(hf).__name__} keeps a single number, {name}, which is not "
+                "sharded; such a model is not trained"
+            )
     for name, module in hf.named_modules():
         for field, value in vars(module).items():
             if isinstance(value, Tensor):

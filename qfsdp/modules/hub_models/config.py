@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import json
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,6 +17,9 @@ from qfsdp.modules.decoder_config import DecoderConfig, read_config
 from qfsdp.modules.families import FAMILIES, architecture_of
 
 Implementation = Literal["auto", "native", "transformers"]
+CHECKED = Path(__file__).with_name("checked.json")
+"""Architectures that `benchmarks/any_model.py` found equal to transformers; it writes the file."""
+DECODERS = ("GPTNeoXForCausalLM", "GPTNeoXJapaneseForCausalLM")  # `is_decoder` is not read
 UNLIMITED = 1 << 30  # positions of a model whose config names no limit
 
 
@@ -43,6 +47,10 @@ class HubConfig:
     def architecture(self) -> str:
         """The class, for messages."""
         return str(_causal_models()[self.hf.model_type])
+
+    def most_positions(self, _: int) -> int:
+        """As of `DecoderConfig`: tokens of a prompt and its answer together."""
+        return self.max_position_embeddings
 
     def build(self, dtype: torch.dtype) -> Any:
         """transformers' module on the meta device. Raises `UserError`."""
@@ -75,7 +83,22 @@ def model_config(folder: str | Path, implementation: Implementation = "auto") ->
     architecture = _architecture(config)
     if implementation == "native" or (implementation == "auto" and architecture in FAMILIES):
         return DecoderConfig.from_dict(config, source)
-    return hub_config(config, source)
+    found = hub_config(config, source)
+    if implementation == "auto" and architecture not in checked_architectures():
+        from transformers import __version__
+
+        raise UserError(
+            f"{source}: {architecture} of transformers {__version__} was not found to train as "
+            "transformers does; expected one of docs/reference/models.md, or "
+            "model.implementation=transformers to train it unchecked"
+        )
+    return found
+
+
+@cache
+def checked_architectures() -> frozenset[str]:
+    """What `auto` takes of transformers."""
+    return frozenset(json.loads(CHECKED.read_text(encoding="utf-8"))["equal"])
 
 
 def _architecture(config: dict[str, Any]) -> str | None:
@@ -106,7 +129,8 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
             f"expected {expected}"
         )
     try:
-        hf = CONFIG_MAPPING[kind].from_dict(dict(config))
+        cls = CONFIG_MAPPING[kind]
+        hf = cls.from_dict(cls._decode_special_floats(dict(config)))  # infinity is no JSON
     except Exception as error:  # whatever transformers' classes raise for a value
         raise _refused(source, error) from None
     _check_kind(hf, architecture, source)
@@ -125,7 +149,8 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
 
 def _check_kind(hf: Any, architecture: str, source: str) -> None:
     """Raises `UserError` for models that do not predict the next token of a text alone."""
-    if getattr(hf, "is_encoder_decoder", False) or getattr(hf, "is_decoder", True) is False:
+    encoder = getattr(hf, "is_decoder", True) is False and architecture not in DECODERS
+    if getattr(hf, "is_encoder_decoder", False) or encoder:
         what = "an encoder and a decoder" if hf.is_encoder_decoder else "an encoder"
         raise UserError(f"{source}: {architecture} is {what}; expected a causal language model")
     if hf.get_text_config() is not hf:

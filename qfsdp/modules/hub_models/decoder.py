@@ -81,6 +81,8 @@ class HubDecoder(nn.Module):
             if isinstance(module, nn.ModuleList) and len(module) == depth
         ]
         body, output = hf.base_model, hf.get_output_embeddings()
+        if body is hf:  # Llama 4's prefix is that of its multimodal class
+            body = getattr(hf, "model", hf)
         if body is hf or not lists or output is None:
             raise UserError(f"{source}: {name} has no layers or output layer that could be found")
         named = {id(module): where for where, module in hf.named_modules()}
@@ -166,11 +168,13 @@ class HubDecoder(nn.Module):
         num_samples: int = 0,
         num_targets: int | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`, without `mask`, `cu_seqlens` and `cache`: attention is causal, so
-        rows may be padded on the right."""
-        if mask is not None or cu_seqlens is not None or cache is not None:
-            raise ValueError("models of transformers take no mask, cu_seqlens or cache")
-        hidden = self._hidden(tokens, positions)
+        """As `Decoder.forward`, without `mask` and `cu_seqlens`: attention is causal, so rows may
+        be padded on the right. `cache`: a `HubCache`."""
+        if mask is not None or cu_seqlens is not None:
+            raise ValueError("models of transformers take no mask or cu_seqlens")
+        if cache is not None:
+            return torch.cat(cache.next_tokens(tokens, self._next_logits))
+        hidden: Tensor = self._run_body(tokens, positions, use_cache=False).last_hidden_state
         head = HubHead(self.hf, self._body_name, self._output_name)
         output = self.parts.output
         if isinstance(output, FSDPModule):
@@ -182,16 +186,25 @@ class HubDecoder(nn.Module):
             output.reshard()
         return loss
 
-    def _hidden(self, tokens: Tensor, positions: Tensor | None) -> Tensor:
-        given = {"input_ids": tokens, "use_cache": False, "return_dict": True}
+    def _next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
+        """`[1, vocab]`, the logits of the token after these, and the cache with them."""
+        output = self._run_body(tokens, None, use_cache=True, past_key_values=cache)
+        if (cache := getattr(output, "past_key_values", None)) is None:
+            name, source = self.config.architecture, self.config.source
+            raise UserError(f"{source}: {name} keeps no keys and values; it is not generated from")
+        head = HubHead(self.hf, self._body_name, self._output_name)
+        return head.logits(output.last_hidden_state[:, -1:], tokens[:, -1:])[:, 0], cache
+
+    def _run_body(self, tokens: Tensor, positions: Tensor | None, **more: Any) -> Any:
+        """The output of transformers' body, which is given what it takes of `more`."""
+        given = {"input_ids": tokens, "return_dict": True} | more
         if positions is not None:
             given["position_ids"] = positions
         body = self.parts.body
         taken = inspect.signature(body.forward).parameters
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
             given = {key: value for key, value in given.items() if key in taken}
-        hidden: Tensor = body(**given).last_hidden_state
-        return hidden
+        return body(**given)
 
 
 AnyDecoder = Decoder | HubDecoder

@@ -8,6 +8,7 @@ returns given hidden states. The loss runs it on some tokens at a time (`qfsdp.m
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import cache
 from typing import Any, cast
 
 import torch
@@ -19,17 +20,27 @@ class GivenBody(nn.Module):
 
     def __init__(self, hidden: Tensor) -> None:
         super().__init__()
-        from transformers.modeling_outputs import BaseModelOutputWithPast
-
-        self.output = BaseModelOutputWithPast(last_hidden_state=hidden)
-        for field in ("router_logits", "shared_kv_states", "cross_attentions"):
-            object.__setattr__(self.output, field, None)
+        self.output = _given_output()(last_hidden_state=hidden)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self.output
 
     def __getattr__(self, name: str) -> Any:
         return self  # some classes call a part of their body, such as `model.decoder`
+
+
+@cache
+def _given_output() -> Any:
+    """transformers' class of a body's output, where every field that a class asks for is None."""
+    from transformers.modeling_outputs import BaseModelOutput
+
+    class GivenOutput(BaseModelOutput):
+        def __getattr__(self, name: str) -> Any:
+            if name.startswith("__"):
+                raise AttributeError(name)
+            return None
+
+    return GivenOutput
 
 
 class Unhooked(nn.Module):

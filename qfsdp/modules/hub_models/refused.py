@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.modules.hub_models.config import HubConfig
+from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 
 # Key of a training recipe's config -> the value that is expected.
 EXPECTED: dict[str, Any] = {
@@ -20,6 +20,7 @@ EXPECTED: dict[str, Any] = {
     "quantization.compute": "bf16",
     "adapter.init": "default",
     "validation.lm_eval.tasks": [],
+    "lm_eval.tasks": [],
 }
 
 
@@ -31,8 +32,21 @@ def check_hub_run(cfg: Any, config: HubConfig) -> None:
             value = getattr(value, part, expected)
         if value != expected:
             raise unsupported(f"{key}: {_word(value)}", _word(expected), config)
-    if cfg.sharding.vocabulary == "split":
+    if getattr(getattr(cfg, "sharding", None), "vocabulary", None) == "split":
         raise unsupported("sharding.vocabulary: split", "auto or gather", config)
+
+
+def check_hub_answers(cfg: Any, config: AnyConfig, strategy: str | None) -> None:
+    """`check_hub_run` of a recipe that evaluates or answers with any model.
+
+    Args:
+        strategy: of the ranks that generate: every row runs alone, so they would wait for each
+            other's layers. None: it does not generate.
+    """
+    if isinstance(config, HubConfig):
+        check_hub_run(cfg, config)
+        if strategy not in (None, "ddp"):
+            raise unsupported(f"sharding.strategy: {strategy}", "ddp", config)
 
 
 def unsupported(setting: str, expected: str, config: HubConfig) -> UserError:

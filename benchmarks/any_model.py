@@ -1,0 +1,326 @@
+"""Every causal language model of the installed transformers, tiny and random, as qfsdp trains it.
+
+    python benchmarks/any_model.py [MODEL_TYPE ...] [--json any_model.json] [--write]
+
+For each architecture a model of a few thousand weights is saved by transformers and built by
+`HubDecoder`. Compared are logits of the plain base with transformers' own, and logits, loss and all
+gradients over NF4 with LoRA with PEFT's over the dequantized base, in fp32. Each runs in a process
+of its own with a limit of time.
+
+`--write` writes `docs/reference/models.md`, and `qfsdp/modules/hub_models/checked.json`: what is
+equal, which is what `model.implementation: auto` takes. Half an hour on two cores.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import signal
+import sys
+import tempfile
+import textwrap
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+from qfsdp.common.quiet import quiet_torchao  # noqa: E402
+
+quiet_torchao()
+
+from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter  # noqa: E402
+from qfsdp.checkpoint.weights.load import ModelConfig, load_base  # noqa: E402
+from qfsdp.common.errors import UserError  # noqa: E402
+from qfsdp.common.messages import first_line  # noqa: E402
+from qfsdp.modules.adapters.config import AdapterConfig  # noqa: E402
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters  # noqa: E402
+from qfsdp.modules.families import FAMILIES  # noqa: E402
+from qfsdp.modules.hub_models.config import CHECKED, hub_config  # noqa: E402
+from qfsdp.modules.hub_models.decoder import HubDecoder  # noqa: E402
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears  # noqa: E402
+from tests.models import cpu_world, randomize_adapters  # noqa: E402
+from tests.peft_oracle import dequantized_base  # noqa: E402
+
+PAGE = ROOT / "docs" / "reference" / "models.md"
+SECONDS = 240  # of one architecture
+LARGEST = 100e6  # weights of a tiny model
+BOUND = 1e-5  # of logits and losses, relative to the largest; of gradients ten times that
+TOKENS = 24
+
+# Sizes by the names of configs. A config gets those that it has.
+SIZES: dict[str, Any] = {
+    **{"vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4},
+    **{"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 128},
+    **{"head_dim": 16, "global_head_dim": 16, "ffn_dim": 96, "ffn_hidden_size": 96, "d_ff": 96},
+    **{"word_embed_proj_dim": 64, "rotary_dim": 8, "moe_intermediate_size": 32, "num_experts": 4},
+    **{"num_local_experts": 4, "n_routed_experts": 4, "num_experts_per_tok": 2, "moe_topk": 2},
+    **{"shared_expert_intermediate_size": 32, "first_k_dense_replace": 1, "n_group": 1},
+    **{"topk_group": 1, "q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8},
+    **{"qk_nope_head_dim": 8, "v_head_dim": 16, "linear_num_key_heads": 2, "mamba_n_heads": 4},
+    **{"linear_num_value_heads": 4, "linear_key_head_dim": 16, "linear_value_head_dim": 16},
+    **{"vocab_size_per_layer_input": 256, "hidden_size_per_layer_input": 16, "mamba_d_head": 32},
+    **{"num_kv_shared_layers": 0, "sliding_window": 16, "mamba_d_state": 16, "state_size": 16},
+    **{"mamba_num_heads": 8, "mamba_head_dim": 16, "ssm_state_size": 16, "n_groups": 2},
+    **{"mamba_n_groups": 1, "mamba_d_ssm": 128, "lru_width": 64, "embedding_size": 64},
+    **{"index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "chunk_size": 16},
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0},
+}
+MLA = {"num_key_value_heads": 4}  # latent attention has no groups
+MORE: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), MLA),
+    **dict.fromkeys(("axk1", "axk2", "youtu", "longcat_flash", "kimi_linear", "mistral4"), MLA),
+    "lfm2": {"full_attn_idxs": [1, 3]},
+    "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
+    "dots3_note_text": MLA,
+    "dots1": {"n_shared_experts": 1},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
+    "olmo_hybrid": {"linear_num_value_heads": 2},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            kind: {"rope_type": "default", "rope_theta": 10000.0}
+            for kind in ("full_attention", "sliding_attention")
+        }
+    },
+    "mamba2": {"num_heads": 8, "head_dim": 16},
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
+}
+
+
+def tiny_config(kind: str, architecture: str) -> Any:
+    """A config of few weights; raises what transformers raises."""
+    from transformers import CONFIG_MAPPING
+
+    cls = CONFIG_MAPPING[kind]
+    usual, more = cls(), MORE.get(kind, {})
+    names = {*usual.to_dict(), *(getattr(cls, "attribute_map", None) or {})}
+    ids = ("pad_token_id", "bos_token_id", "eos_token_id")
+    sizes = {k: v for k, v in SIZES.items() if k in names or k in ids}
+    if "qk_rope_head_dim" in sizes:
+        sizes.pop("head_dim", None)  # another name of it
+    config = cls(**sizes | more)
+    config.architectures = [architecture]
+    return config
+
+
+def random_model(config: Any) -> Any:
+    """transformers' own model in fp32, with every matrix random."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+    if size > LARGEST:
+        raise ValueError(f"no tiny config: {size / 1e6:.0f} million weights")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    for param in model.parameters():
+        if param.dim() > 1:
+            nn.init.normal_(param, std=0.05)
+    return model
+
+
+def ours(folder: Path, adapter: AdapterConfig | None) -> HubDecoder:
+    """The model of a folder, over NF4 where it is adapted."""
+    config = ModelConfig(str(folder), dtype="fp32", implementation="transformers")
+    model = config.build()
+    assert isinstance(model, HubDecoder)
+    if adapter is not None:
+        quantize_linears(model, QuantizationConfig())
+        add_adapters(model, adapter)
+    load_base(model, config.weights(), torch.device("cpu"))
+    if adapter is not None:
+        init_adapters(model, seed=0)
+        randomize_adapters(model)
+    return model.train()
+
+
+def compare(kind: str, architecture: str) -> dict[str, Any]:
+    """What is found of one architecture: `status` is "equal", "differs", "refused" or "unknown"
+    (no tiny model, or transformers itself fails on it)."""
+    from transformers import CONFIG_MAPPING
+
+    try:  # encoders, and what takes more than text
+        given = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [architecture]}
+        hub_config(given | {"model_type": kind}, kind)
+    except UserError as error:
+        return {"status": "refused", "why": str(error).removeprefix(f"{kind}: ")}
+    except Exception:
+        pass  # no usual sizes; the tiny config may be right
+    tokens = torch.randint(3, 250, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    try:
+        reference = random_model(tiny_config(kind, architecture))
+        with torch.no_grad():
+            expected = reference(tokens, use_cache=False).logits
+        assert expected.shape[:2] == tokens.shape and expected.isfinite().all(), "its logits"
+    except Exception as error:
+        return {"status": "unknown", "why": f"{type(error).__name__}: {first_line(error):.120}"}
+    with tempfile.TemporaryDirectory() as scratch:
+        reference.save_pretrained(scratch)
+        try:
+            return _compared(Path(scratch), reference, tokens, expected)
+        except UserError as error:
+            why = str(error).replace(f"{scratch}/config.json: ", "").replace(scratch, "FOLDER")
+            return {"status": "refused", "why": why}
+        except Exception as error:
+            why = f"{type(error).__name__}: {first_line(error):.160}"
+            return {"status": "differs", "why": why}
+
+
+def _compared(
+    folder: Path, reference: Any, tokens: torch.Tensor, expected: torch.Tensor
+) -> dict[str, Any]:
+    from peft import PeftModel
+
+    labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
+    found: dict[str, Any] = {}
+    with torch.no_grad():
+        found["logits"] = _relative(ours(folder, None)(tokens), expected)
+    adapter = AdapterConfig("lora", rank=4, alpha=8)
+    model = ours(folder, adapter)
+    save_adapter(model, adapter, str(folder), folder / "adapter", cpu_world())
+    reference.load_state_dict(dequantized_base(model), strict=False)
+    peft: Any = PeftModel.from_pretrained(reference, str(folder / "adapter"), is_trainable=True)
+    logits = peft.eval()(tokens, use_cache=False).logits
+    loss = model(tokens, labels=labels) / (labels != -100).sum()
+    theirs = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten())
+    loss.backward()
+    theirs.backward()
+    with torch.no_grad():
+        found["nf4_logits"] = _relative(model(tokens), logits)
+    found["loss"] = _relative(loss, theirs)
+    gradients = {n: p.grad for n, p in peft.named_parameters() if p.requires_grad}
+    mine = {
+        key.replace(".weight", ".default.weight"): param.grad
+        for key, param in adapter_parameters(model).items()
+    }
+    other = sorted(mine.keys() ^ gradients.keys())
+    assert not other, f"PEFT adapts other linears, such as {other[0]}"
+    found["gradients"] = _of_gradients(mine, gradients)
+    plain = {name.rpartition(".")[2] for name in model.plain_linears}
+    only = {name.rpartition(".")[2] for name in model.not_adapted}
+    found |= {"plain": sorted(plain), "not_adapted": sorted(only)}
+    exact = all(found[key] <= BOUND for key in ("logits", "nf4_logits", "loss"))
+    found["status"] = "equal" if exact and found["gradients"] <= 10 * BOUND else "differs"
+    return found
+
+
+def _relative(ours: torch.Tensor, theirs: torch.Tensor, least: float = 1e-9) -> float:
+    """The largest difference, relative to the largest number; infinite if one is not finite."""
+    difference = float((ours - theirs).abs().max() / theirs.abs().max().clamp_min(least))
+    return difference if math.isfinite(difference) else math.inf
+
+
+def _of_gradients(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
+    """The largest of `_relative` over all tensors; rounding of those near zero does not count."""
+    given = {key: grad for key, grad in theirs.items() if grad is not None}
+    assert given.keys() == {k for k, grad in ours.items() if grad is not None}, "no gradients"
+    largest = max(float(grad.abs().max()) for grad in given.values())
+    return max(_relative(ours[key], grad, 1e-3 * largest) for key, grad in given.items())
+
+
+def in_process(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """What `task` returns in a process of its own, which is ended after `SECONDS`."""
+    with tempfile.NamedTemporaryFile("r+") as file:
+        if (child := os.fork()) == 0:
+            signal.alarm(SECONDS)
+            with open(os.devnull, "w") as quiet:
+                os.dup2(quiet.fileno(), 1)
+                os.dup2(quiet.fileno(), 2)
+                Path(file.name).write_text(json.dumps(task()))
+            os._exit(0)
+        _, status = os.waitpid(child, 0)
+        if status:
+            ended = f"its process ended with {status}"
+            why = f"took over {SECONDS} s" if status == signal.SIGALRM else ended
+            return {"status": "unknown", "why": why}
+        return dict(json.loads(file.read()))
+
+
+HEAD = """# Models
+
+Written by `python benchmarks/any_model.py --write` with transformers {version}; do not edit. Every
+causal language model that transformers has, tiny and random, was compared with transformers and
+PEFT: logits, and over NF4 with LoRA the loss and all gradients. `model.implementation: auto` takes
+the {native} architectures that qfsdp builds itself, and of the others those that are equal:
+{equal} of {all}. [How they are trained](../internals/models-of-transformers.md).
+
+## Equal
+
+`plain`: linears that are neither quantized nor adapted. `only quantized`: those whose names experts
+have too. Experts that are stacked in one tensor are not listed: they stay as they are.
+
+| architecture | also built by qfsdp | plain | only quantized |
+| --- | --- | --- | --- |
+"""
+TITLES = {
+    "differs": "Different, and refused by `auto`",
+    "refused": "Refused",
+    "unknown": "Not compared, and refused by `auto`",
+}
+
+
+def write_page(found: dict[str, dict[str, Any]]) -> None:
+    """Writes the page and the list of what is equal."""
+    from transformers import __version__
+
+    equal = sorted(name for name, row in found.items() if row["status"] == "equal")
+    lines = [
+        HEAD.format(version=__version__, native=len(FAMILIES), equal=len(equal), all=len(found))
+    ]
+    for name in equal:
+        words = [", ".join(found[name][key]) for key in ("plain", "not_adapted")]
+        lines.append(f"| {name} | {'yes' if name in FAMILIES else ''} | {' | '.join(words)} |\n")
+    for status, title in TITLES.items():
+        lines.append(f"\n## {title}\n\n")
+        reasons: dict[str, list[str]] = {}
+        for name, row in sorted(found.items()):
+            if row["status"] == status:
+                figures = ("logits", "nf4_logits", "loss", "gradients")
+                why = row.get("why") or ", ".join(f"{key} {row[key]:.0e}" for key in figures)
+                why = why.partition(";")[0].removeprefix(name).removesuffix(":").strip()
+                reasons.setdefault(why, []).append(name)
+        for why, names in reasons.items():
+            text = f"{', '.join(names)}: {why}"
+            lines.append(textwrap.fill(text, 98, initial_indent="* ", subsequent_indent="  "))
+            lines.append("\n")
+    PAGE.write_text("".join(lines))
+    CHECKED.write_text(json.dumps({"transformers": __version__, "equal": equal}, indent=1) + "\n")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("kinds", nargs="*", help="model types; default: all")
+    parser.add_argument("--json", type=Path, help="write the figures here; known ones are kept")
+    parser.add_argument("--write", action="store_true", help="write the page and the list")
+    args = parser.parse_args()
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
+
+    os.environ["QFSDP_EAGER_KERNELS"] = "1"
+    torch.set_num_threads(1)
+    compare("llama", MODELS["llama"])  # imports take longer than a model
+    found: dict[str, dict[str, Any]] = {}
+    if args.json and args.json.is_file():
+        found = json.loads(args.json.read_text())
+    for kind in args.kinds or MODELS:
+        row = in_process(partial(compare, kind, MODELS[kind]))
+        known = found.get(MODELS[kind], row)
+        # Several model types may have one class: it is equal if all of them are.
+        if args.kinds or known["status"] != "differs":
+            found[MODELS[kind]] = row if row["status"] != "refused" else known
+        print(f"{kind:28}{MODELS[kind]:36}{json.dumps(row)}", flush=True)
+        if args.json:
+            args.json.write_text(json.dumps(found, indent=1) + "\n")
+    if args.write:
+        write_page(found)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""Models of transformers that answer: the tokens of transformers' own `generate`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.distributed.strategy import ShardingConfig
+from qfsdp.evaluation.generation import SamplingConfig, generate
+from qfsdp.evaluation.inference_model import load_for_inference
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig
+from tests import hub_models
+from tests.models import cpu_world
+from tests.modules.test_hub_models import built
+from tests.peft_oracle import dequantized_base
+from tests.tiny import ROOT, load_recipe
+from tests.toy_data import Samples, Tokenizer
+
+pytestmark = pytest.mark.usefixtures("eager")
+
+PROMPTS = [[5, 9, 200, 41, 7], [33], list(range(40, 63))]
+NEW = 16
+
+
+def answers(folder: Path, adapter: Path | None, quantization: str) -> list[list[int]]:
+    config = ModelConfig(str(folder), dtype="fp32", implementation="transformers")
+    given = (QuantizationConfig(quantization), adapter and str(adapter), ShardingConfig("ddp"))
+    model = load_for_inference(config, *given, cpu_world())
+    return generate(model, PROMPTS, SamplingConfig(max_new_tokens=NEW), {2}, cpu_world())
+
+
+def theirs(model: Any) -> list[list[int]]:
+    found = []
+    for prompt in PROMPTS:
+        asked = torch.tensor([prompt])
+        given = {"attention_mask": torch.ones_like(asked), "eos_token_id": 2, "pad_token_id": 0}
+        out = model.generate(asked, max_new_tokens=NEW, do_sample=False, **given)
+        found.append([token for token in out[0, len(prompt) :].tolist() if token not in (0, 2)])
+    return found
+
+
+@pytest.mark.parametrize("name", hub_models.PARAMETERS)
+def test_greedy_answers_equal_transformers(name: str, tmp_path: Path) -> None:
+    from peft import PeftModel
+
+    reference: Any = hub_models.save_hub_model(name, tmp_path / "model")
+    assert answers(tmp_path / "model", None, "none") == theirs(reference)
+    adapter = AdapterConfig("dora", rank=4, alpha=8)
+    model = built(tmp_path / "model", adapter)
+    save_adapter(model, adapter, str(tmp_path / "model"), tmp_path / "adapter", cpu_world())
+    reference.load_state_dict(dequantized_base(model), strict=False)
+    peft = PeftModel.from_pretrained(reference, str(tmp_path / "adapter")).eval()
+    found = answers(tmp_path / "model", tmp_path / "adapter", "nf4")
+    assert found == theirs(peft) and any(map(len, found))
+
+
+def test_evaluate_measures_the_loss_of_transformers(tmp_path: Path) -> None:
+    reference: Any = hub_models.save_hub_model("lfm2", tmp_path / "model")
+    recipe = load_recipe("evaluate")
+    words = [f"model.path={tmp_path}/model", "adapter=null", f"output={tmp_path}/found.json"]
+    words += ["model.dtype=fp32", "model.implementation=transformers", "quantization.format=none"]
+    cfg = load_config(recipe.Config, ["--config", str(ROOT / "configs/evaluate.yaml"), *words])
+    held = Samples(None, 7)
+    sets = recipe.Sets(Tokenizer(), set(), {"held": held}, {}, {}, {})
+    model = load_for_inference(cfg.model, cfg.quantization, None, cfg.sharding, cpu_world())
+    found = {row.metric: row.value for row in recipe.evaluate(cfg, model, sets, cpu_world())}
+    total, targets = 0.0, 0
+    for sample in (held[at] for at in range(7)):
+        labels = sample["labels"][1:]
+        with torch.no_grad():
+            logits = reference(sample["tokens"].unsqueeze(0)).logits[0, :-1]
+        total += F.cross_entropy(logits, labels, reduction="sum").item()
+        targets += int((labels != -100).sum())
+    assert found["loss"] == pytest.approx(total / targets, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words", "message"),
+    [
+        ("generate", ["sharding.strategy=full_shard"], "sharding.strategy: full_shard; expected"),
+        ("generate", ["compile=true"], "compile: true; expected false"),
+        ("generate", ["model.quantize_cache=/tmp/x"], "model.quantize_cache: /tmp/x; expected"),
+        ("evaluate", ["lm_eval.tasks=[arc_easy]"], "lm_eval.tasks: "),
+        ("serve", [], "expected a model that qfsdp builds itself"),
+    ],
+)
+def test_what_answers_do_not_have_is_one_line(
+    recipe: str, words: list[str], message: str, tmp_path: Path
+) -> None:
+    hub_models.save_hub_model("llama", tmp_path / "model")
+    module = load_recipe(recipe)
+    given = ["--config", str(ROOT / f"configs/{recipe}.yaml"), f"model.path={tmp_path}/model"]
+    given += ["model.implementation=transformers", *words]
+    if recipe != "serve":
+        given.append("adapter=null")
+    if recipe == "generate":
+        given.append("prompt=Why?")
+    if recipe == "evaluate":
+        given.append(f"output={tmp_path}/found.json")
+    given.append("tokenizer={_component_: tests.toy_data.tokenizer}")
+    with pytest.raises(UserError) as error:
+        module.check(load_config(module.Config, given))
+    assert message in str(error.value) and "\n" not in str(error.value)
