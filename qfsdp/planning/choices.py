@@ -133,6 +133,7 @@ class Choices:
             self.keep("global_batch_size", math.ceil(2 ** int(math.log2(size)) / ranks) * ranks)
         size = _samples(self.config(), ranks) * ranks
         updates = cfg.epochs * math.ceil(samples / size)
+        updates = min(updates, cfg.max_steps or updates)
         if "validation" in self.tree:
             self.keep("validation.eval_every", max(1, updates // EVALUATIONS))
         what = "packed rows" if cfg.packed else "pairs" if self.of_pairs else "rows"

@@ -93,14 +93,17 @@ def test_rows_become_a_config_of_their_recipe(name: str, no_dry_run: None) -> No
     assert 0 < cfg.optimizer.kwargs["lr"] < 0.01
 
 
-def test_given_keys_stay(no_dry_run: None) -> None:
+def test_given_keys_stay(no_dry_run: None, capsys: Any) -> None:
     words = ["output_dir=runs/mine", "optimizer.lr=3e-4", "dataset.split=train[:7]", "epochs=2"]
-    words += ["batch_size=4", "adapter.rank=8", "max_seq_len=64"]
+    words += ["batch_size=4", "adapter.rank=8", "max_seq_len=64", "max_steps=3"]
     cfg = read(finetune.plan("tiny", "chats.jsonl", words).write())
     assert cfg.output_dir == "runs/mine" and cfg.optimizer.kwargs["lr"] == 3e-4
     assert cfg.dataset.kwargs["split"] == "train[:7]" and not cfg.validation.sets
     assert (cfg.epochs, cfg.batch_size, cfg.adapter.rank) == (2, 4, 8)
     assert cfg.global_batch_size is None and cfg.max_seq_len == 64
+    assert (
+        "updates   about 3, 4 rows each, of up to 64 tokens; epochs: 2" in capsys.readouterr().out
+    )
 
 
 def test_given_sections_stay(no_dry_run: None) -> None:
