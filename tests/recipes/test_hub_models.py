@@ -172,7 +172,7 @@ def test_what_it_does_not_have_is_refused_by_name(
     assert message in str(error.value) and "\n" not in str(error.value)
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["lora", "ia3"])
 def test_all_ways_to_shard_give_the_same_losses(
     method: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
