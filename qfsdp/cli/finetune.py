@@ -163,7 +163,7 @@ def look(source: str, given: Mapping[str, str]) -> Form | None:
     Raises UserError.
     """
     from qfsdp.data.files.rows import check_source, load_rows, no_column
-    from qfsdp.data.row_forms import LOOKED_AT, Form, first_rows, form_of, wrapped
+    from qfsdp.data.row_forms import LOOKED_AT, Form, first_rows, form_of, typical, wrapped
 
     keys = {key.partition(".")[2]: v for key, v in given.items() if key.startswith("dataset.")}
     check_source("ROWS", source)
@@ -174,13 +174,12 @@ def look(source: str, given: Mapping[str, str]) -> Form | None:
         if not rows:  # of the hub, or of `save_to_disk`
             where = keys.get("subset"), keys.get("data_files")
             rows = load_rows(source, keys.get("split", "train"), *where, max_rows=LOOKED_AT)
-        columns = list(dict.fromkeys(name for row in rows for name in row))
-        row = next(iter(rows))
+        row = typical(list(rows))
     except UserError as error:
         raise UserError(str(error).replace("dataset.source", "ROWS", 1)) from None
     for key, column in keys.items():
-        if key.endswith("_column") and column not in (*columns, "null"):
-            raise no_column(f"dataset.{key}", column, source, columns)
+        if key.endswith("_column") and column not in (*row, "null"):
+            raise no_column(f"dataset.{key}", column, source, list(row))
     named = next((BUILDERS[key] for key in keys if key in BUILDERS), None)
     form = form_of(row) or (Form("columns that you named", named) if named else None)
     if form is None:

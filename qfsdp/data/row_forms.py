@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -25,6 +25,7 @@ ANSWERS = (
     "label",
 )
 CHATS = ("messages", "conversations", "conversation", "chat", "turns", "dialog", "dialogue")
+EMPTY: tuple[Any, ...] = (None, "", [])
 _REQUIRED = (
     *("messages_column", "text_column", "chosen_column", "rejected_column", "completion_column"),
     *("label_column", "answer_column"),
@@ -59,7 +60,11 @@ class Form:
 
 
 def form_of(row: Mapping[str, Any]) -> Form | None:
-    """The form of a row, by the names of its columns and the kinds of their values."""
+    """The form of a row, by the names of its columns and the kinds of their values.
+
+    Args:
+        row: a row, or the `typical` one of several.
+    """
     lower = {name.lower(): name for name in row}
     label = row.get(lower.get("label", ""))
     if isinstance(label, bool) and "prompt" in lower and "completion" in lower:
@@ -89,7 +94,7 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
             keys["prompt_column"] = lower[prompt]
         return Form("prompts with answers", "instruct_dataset", _without(keys))
     documents = next((n for n in ("text", "content", "document", "body") if n in texts), None)
-    if documents or len(texts) == len(row) == 1:
+    if documents or (len(texts) == len(row) == 1 and texts[0] not in CHATS):
         column = lower[documents or texts[0]]
         return Form(
             "documents", "text_dataset", {} if column == "text" else {"text_column": column}
@@ -100,6 +105,15 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
 def _without(keys: dict[str, str]) -> dict[str, str]:
     """Keys that are not what a builder takes by itself."""
     return {name: value for name, value in keys.items() if value != name.removesuffix("_column")}
+
+
+def typical(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """All columns of some rows, each with its first value that is not empty: Alpaca's first rows
+    have no input, which later rows have."""
+    found: dict[str, Any] = {}
+    for row in rows:
+        found |= {name: value for name, value in row.items() if found.get(name) in EMPTY}
+    return found
 
 
 def first_rows(source: Any, most: int = LOOKED_AT) -> list[Mapping[str, Any]]:
@@ -137,7 +151,7 @@ def check_columns_of(key: str, dataset: Component) -> None:
             require_column(name, column, FileRows([FilePart(f) for f in _files(source)]), source)
         except UserError as error:
             text = str(error).replace("dataset.", f"{key}.", 1)
-            raise UserError(text + _hint(key, dataset, rows[0])) from None
+            raise UserError(text + _hint(key, dataset, typical(rows))) from None
 
 
 def _needed(dataset: Component) -> Iterator[tuple[str, str]]:
@@ -167,8 +181,23 @@ def _hint(key: str, dataset: Component, row: Mapping[str, Any]) -> str:
 
 
 def wrapped(row: Mapping[str, Any]) -> str:
-    """What to type if the rows are all inside one list of a single row; else ""."""
+    """What to type if the rows have no form because something is wrapped around or between their
+    messages; else ""."""
     name, value = next(iter(row.items()), ("", None))
-    if len(row) == 1 and isinstance(value, list) and value and isinstance(value[0], Mapping):
+    if len(row) == 1 and _holds_rows(value):
         return f"; the rows are inside the list {name!r}: jq -c '.{name}[]' FILE > rows.jsonl"
+    for name, value in row.items():
+        if name.lower() in CHATS and isinstance(value, str):
+            change = f"jq -c '.{name} |= fromjson' FILE > rows.jsonl"
+            return f"; {name!r} holds text, not messages; if it is JSON: {change}"
+    lists = [name for name, value in row.items() if _holds_rows(value)]
+    prompt = next((name for name in lists if name.lower() in PROMPTS), None)
+    answer = next((name for name in lists if name.lower() in ANSWERS), None)
+    if prompt and answer:
+        change = f"jq -c '.messages = .{prompt} + .{answer}' FILE > rows.jsonl"
+        return f"; {prompt!r} and {answer!r} hold messages: {change}"
     return ""
+
+
+def _holds_rows(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and isinstance(value[0], Mapping)

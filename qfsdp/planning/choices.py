@@ -192,7 +192,8 @@ class Choices:
 
 def with_keys(component: Component, **keys: Any) -> Component:
     """A component with other arguments; None takes one away."""
-    kwargs = {name: value for name, value in (component.kwargs | keys).items() if value is not None}
+    kept = {name: value for name, value in component.kwargs.items() if name not in keys}
+    kwargs = kept | {name: value for name, value in keys.items() if value is not None}
     return replace(component, kwargs=kwargs)
 
 

@@ -44,6 +44,11 @@ FORMS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"answer_column": "completion"},
     ),
     "pairs": ({"prompt": "2 + 3?", "chosen": "5", "rejected": "6"}, "preference_dataset", {}),
+    "dialogues": (
+        {"chosen": CHAT, "rejected": [CHAT[0], {"role": "assistant", "content": "6"}]},
+        "preference_dataset",
+        {"prompt_column": None},
+    ),
     "labels": ({"prompt": "2?", "completion": "2", "label": True}, "kto_dataset", {}),
     "documents": ({"body": "A text."}, "text_dataset", {"text_column": "body"}),
 }
@@ -58,6 +63,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
     other = json.dumps(FORMS["labels"][0] | {"label": False})
     with (folder / "labels.jsonl").open("a") as file:
         file.write(other + "\n")
+    first, rows = FORMS["alpaca"][0] | {"input": None}, (folder / "alpaca.jsonl").read_text()
+    (folder / "alpaca.jsonl").write_text(f"{json.dumps(first)}\n{rows.partition(chr(10))[2]}")
+    (folder / "text.jsonl").write_text(json.dumps({"messages": json.dumps(CHAT)}) + "\n")
+    (folder / "halves.jsonl").write_text(
+        json.dumps({"prompt": CHAT[:1], "completion": CHAT[1:]}) + "\n"
+    )
     (folder / "odd.jsonl").write_text('{"a": "1", "b": "2"}\n' * 30)
     (folder / "wrapped.json").write_text(json.dumps({"data": [FORMS["questions"][0]] * 3}))
     return folder
@@ -145,6 +156,8 @@ MISTAKES = {  # what is typed behind `finetune` -> a part of the line
     "tiny tiny/tokenizer.model": "ROWS: tiny/tokenizer.model",
     "tiny odd.jsonl": "ROWS: odd.jsonl has the columns a, b; expected messages, prompt and answer",
     "tiny wrapped.json": "inside the list 'data': jq -c '.data[]' FILE",
+    "tiny text.jsonl": "if it is JSON: jq -c '.messages |= fromjson' FILE > rows.jsonl",
+    "tiny halves.jsonl": "hold messages: jq -c '.messages = .prompt + .completion' FILE",
     "tiny questions.jsonl dataset.answer_column=anser": (
         "dataset.answer_column: no column 'anser' in questions.jsonl; expected one of Answer"
     ),
