@@ -263,6 +263,7 @@ def merge_files(model: Path, adapter: Path, output: Path) -> None:
     merged(model, adapter, output, "max_file_bytes=400000")
 
 
+@pytest.mark.long
 def test_ranks_share_the_files_out(even: tuple[Path, Path], tmp_path: Path) -> None:
     merge_files(*even, tmp_path / "one")
     run_ranks(3, merge_files, *even, tmp_path / "three")

@@ -57,6 +57,7 @@ def test_low_bit_optimizers_step(name: str) -> None:
         torch.compiler.set_stance("default")
 
 
+@pytest.mark.long
 def test_without_a_home() -> None:
     """A container whose user is not in /etc/passwd, without HOME."""
     script = (

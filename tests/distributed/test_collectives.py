@@ -269,6 +269,7 @@ def host_numbers(config: Path) -> list[Collective]:
     return recorder.seen[ends[-2] : starts[-1]]
 
 
+@pytest.mark.long
 def test_numbers_of_the_hosts_are_exchanged_once_per_update(tmp_path: Path) -> None:
     """Stop signals, failed and late checkpoints, tokens, slots, and three peaks of memory: they
     were four all-reduces on a CPU, and five on GPUs, each of which waited for the device."""

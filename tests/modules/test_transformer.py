@@ -349,6 +349,7 @@ def test_smollm2_greedy_continuation(
     assert torch.equal(tokens, expected)
 
 
+@pytest.mark.long
 @torch.no_grad()
 def test_smollm2_bf16_logits(smollm2: PreTrainedModel, smollm2_dir: Path, tokenizer: Any) -> None:
     tokens = tokenizer(TEXTS[1], return_tensors="pt").input_ids

@@ -36,7 +36,6 @@ TRAINERS = (
 )
 # What `make test` runs: a method, a recipe or a family each.
 SHORT = (
-    "gemma3_27b_qlora",
     "llama3_70b_qdora",
     "llama3_8b_dpo",
     "llama3_8b_full",

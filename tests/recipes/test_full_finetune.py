@@ -323,6 +323,7 @@ def test_variants_on_two_ranks(
             assert_same(results[f"variant {at}"], expected, f"{rank}: {variant}")
 
 
+@pytest.mark.long
 def test_packed_rows(trained: Callable[[int], Results]) -> None:
     assert_same(trained(2)[0]["packs"], trained(1)[0]["packs"], "packs")
 

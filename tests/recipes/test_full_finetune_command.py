@@ -140,6 +140,7 @@ def transformers_logits(folder: Path) -> Tensor:
         return model(TOKENS).logits
 
 
+@pytest.mark.long
 def test_the_model_that_comes_out(folder: Path, runs: dict[str, tuple[Path, Path]]) -> None:
     """Trained weights equal those of the last checkpoint, all others the base model's.
 
@@ -181,6 +182,7 @@ def quantize(model: Path, output: Path) -> Path:
     return output
 
 
+@pytest.mark.long
 def test_packed_folders_before_and_after(
     folder: Path, runs: dict[str, tuple[Path, Path]], tmp_path: Path
 ) -> None:

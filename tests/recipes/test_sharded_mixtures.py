@@ -180,6 +180,7 @@ def test_experts_that_cannot_be_divided(
         shard_model(model, ShardingConfig(expert_parallel=parts), world)
 
 
+@pytest.mark.long
 def test_experts_that_share_factors_are_not_divided(model_dir: Path) -> None:
     adapter = AdapterConfig("lora", 4, 8.0, expert_sharing="outer")
     model = adapted_model(model_dir, adapter)

@@ -72,6 +72,7 @@ def run(cfg: Any) -> list[dict[str, Any]]:
 # ---- estimates -----------------------------------------------------------------------------
 
 
+@pytest.mark.long
 def test_cells_are_the_estimates_of_the_other_tools(model: Path, tmp_path: Path) -> None:
     rows = run(config(tmp_path, samples=500))
     points = [(row["point"]["method"], row["point"]["batch_size"]) for row in rows]

@@ -278,6 +278,7 @@ def on_ranks(source: Path, folder: Path) -> dict[str, Any]:
     return {"rows": rows, "qdata": found, "error": str(error.value), "model": model, "runs": runs}
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("eager")
 def test_several_ranks_equal_one(tmp_path: Path) -> None:
     """The bytes of shards, the error for NaN on one rank, and losses with the base offloaded."""
