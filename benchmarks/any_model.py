@@ -38,16 +38,13 @@ from qfsdp.common.quiet import quiet_torchao  # noqa: E402
 quiet_torchao()
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter  # noqa: E402
-from qfsdp.checkpoint.weights.load import ModelConfig, load_base  # noqa: E402
 from qfsdp.common.errors import UserError  # noqa: E402
 from qfsdp.common.messages import first_line  # noqa: E402
 from qfsdp.modules.adapters.config import AdapterConfig  # noqa: E402
-from qfsdp.modules.adapters.linears import add_adapters, init_adapters  # noqa: E402
 from qfsdp.modules.families import FAMILIES  # noqa: E402
 from qfsdp.modules.hub_models.config import CHECKED, hub_config  # noqa: E402
-from qfsdp.modules.hub_models.decoder import HubDecoder  # noqa: E402
-from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears  # noqa: E402
-from tests.models import cpu_world, randomize_adapters  # noqa: E402
+from tests import hub_models  # noqa: E402
+from tests.models import cpu_world  # noqa: E402
 from tests.peft_oracle import dequantized_base  # noqa: E402
 
 PAGE = ROOT / "docs" / "reference" / "models.md"
@@ -127,21 +124,6 @@ def random_model(config: Any) -> Any:
     return model
 
 
-def ours(folder: Path, adapter: AdapterConfig | None) -> HubDecoder:
-    """The model of a folder, over NF4 where it is adapted."""
-    config = ModelConfig(str(folder), dtype="fp32", implementation="transformers")
-    model = config.build()
-    assert isinstance(model, HubDecoder)
-    if adapter is not None:
-        quantize_linears(model, QuantizationConfig())
-        add_adapters(model, adapter)
-    load_base(model, config.weights(), torch.device("cpu"))
-    if adapter is not None:
-        init_adapters(model, seed=0)
-        randomize_adapters(model)
-    return model.train()
-
-
 def compare(kind: str, architecture: str) -> dict[str, Any]:
     """What is found of one architecture: `status` is "equal", "differs", "refused" or "unknown"
     (no tiny model, or transformers itself fails on it)."""
@@ -182,9 +164,9 @@ def _compared(
     labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
     found: dict[str, Any] = {}
     with torch.no_grad():
-        found["logits"] = _relative(ours(folder, None)(tokens), expected)
+        found["logits"] = _relative(hub_models.built(folder, None)(tokens), expected)
     adapter = AdapterConfig("lora", rank=4, alpha=8)
-    model = ours(folder, adapter)
+    model = hub_models.built(folder, adapter)
     save_adapter(model, adapter, str(folder), folder / "adapter", cpu_world())
     reference.load_state_dict(dequantized_base(model), strict=False)
     peft: Any = PeftModel.from_pretrained(reference, str(folder / "adapter"), is_trainable=True)

@@ -10,6 +10,14 @@ import pytest
 import torch
 from torch import nn
 
+from qfsdp.checkpoint.weights.load import ModelConfig, load_base
+from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.hub_models.decoder import HubDecoder
+from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from tests.models import randomize_adapters
+
 SIZES: dict[str, Any] = {
     "vocab_size": 577,
     "hidden_size": 128,
@@ -87,3 +95,21 @@ def save_hub_model(name: str, folder: Path) -> nn.Module:
             scalar.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
     return model
+
+
+def built(
+    folder: Path, adapter: AdapterConfig | None = None, activation: ActivationConfig | None = None
+) -> HubDecoder:
+    """A loaded model of transformers, in NF4 if it is adapted."""
+    config = ModelConfig(str(folder), dtype="fp32", implementation="transformers")
+    model = config.build()
+    assert isinstance(model, HubDecoder)
+    if adapter is not None:
+        quantize_linears(model, QuantizationConfig())
+        add_adapters(model, adapter)
+    model.set_activations(activation or ActivationConfig())
+    load_base(model, config.weights(), torch.device("cpu"))
+    if adapter is not None:
+        init_adapters(model, seed=0)
+        randomize_adapters(model)
+    return model.train()

@@ -15,8 +15,9 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.config import AdapterConfig
 from tests import hub_models
+from tests.hub_models import built
 from tests.models import cpu_world
-from tests.modules.test_hub_models import batch, built
+from tests.modules.test_hub_models import batch
 from tests.peft_oracle import dequantized_base
 from tests.tiny import ROOT, load_recipe, run_recipe
 

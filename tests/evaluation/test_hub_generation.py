@@ -19,9 +19,8 @@ from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests import hub_models
-from tests.hub_models import NAMES
+from tests.hub_models import NAMES, built
 from tests.models import cpu_world
-from tests.modules.test_hub_models import built
 from tests.peft_oracle import dequantized_base
 from tests.tiny import ROOT, load_recipe
 from tests.toy_data import Samples, Tokenizer

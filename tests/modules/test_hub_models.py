@@ -12,39 +12,19 @@ import torch.nn.functional as F
 from torch import nn
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter
-from qfsdp.checkpoint.weights.load import ModelConfig, load_base
 from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears
 from qfsdp.modules.hub_models import config as hub_config
-from qfsdp.modules.hub_models.decoder import HubDecoder, build_decoder
+from qfsdp.modules.hub_models.decoder import build_decoder
 from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
-from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models
-from tests.models import cpu_world, randomize_adapters
+from tests.hub_models import built
+from tests.models import cpu_world
 from tests.peft_oracle import dequantized_base
 
 pytestmark = pytest.mark.usefixtures("eager")
-
-
-def built(
-    folder: Path, adapter: AdapterConfig | None = None, activation: ActivationConfig | None = None
-) -> HubDecoder:
-    """A loaded model of transformers, in NF4 if it is adapted."""
-    config = ModelConfig(str(folder), dtype="fp32", implementation="transformers")
-    model = config.build()
-    assert isinstance(model, HubDecoder)
-    if adapter is not None:
-        quantize_linears(model, QuantizationConfig())
-        add_adapters(model, adapter)
-    model.set_activations(activation or ActivationConfig())
-    load_base(model, config.weights(), torch.device("cpu"))
-    if adapter is not None:
-        init_adapters(model, seed=0)
-        randomize_adapters(model)
-    return model.train()
 
 
 def batch() -> tuple[torch.Tensor, torch.Tensor]:
