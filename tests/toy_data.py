@@ -19,6 +19,7 @@ dataset: {{_component_: tests.toy_data.Samples}}
 optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
 max_seq_len: 64
 preflight: false
+report: false
 """
 
 

@@ -53,7 +53,6 @@ lr_scheduler:
   _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
   num_warmup_steps: 2
 epochs: 3
-report: false
 """
 )
 RECIPES = {  # name -> what else its config has, and the file that a complete run leaves

@@ -32,7 +32,6 @@ reference: start
 loss: {{_component_: tests.recipes.test_dpo_resume.deadly}}
 packed: true
 epochs: 3
-report: false
 max_steps: 9
 checkpoint: {{every_n_steps: 1, keep_last: 2}}
 """

@@ -31,7 +31,6 @@ CONFIG = (
 output_dir: {folder}/run
 batch_size: 6
 epochs: 99
-report: false
 checkpoint: {{keep_last: 1}}
 """
 )

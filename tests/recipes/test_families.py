@@ -32,7 +32,6 @@ CONFIG = (
 output_dir: {folder}/run
 adapter: {{rank: 5, alpha: 7}}
 epochs: 2
-report: false
 max_steps: 4
 checkpoint: {{every_n_steps: 2, keep_last: 99}}
 """

@@ -35,7 +35,6 @@ lr_scheduler:
   num_warmup_steps: 2
 batch_size: 12
 epochs: 2
-report: false
 checkpoint: {{every_n_steps: 4, keep_last: 99}}
 """
 )

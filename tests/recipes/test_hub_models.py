@@ -36,7 +36,6 @@ adapter: {{rank: 4, alpha: 8}}
 max_steps: 4
 epochs: 2
 checkpoint: {{every_n_steps: 2, keep_last: 99}}
-report: false
 """
 )
 

@@ -23,7 +23,6 @@ output_dir: {folder}/run
 adapter: {{rank: 4, alpha: 8, method: dora}}
 batch_size: 12
 epochs: 3
-report: false
 checkpoint: {{every_n_steps: 5, keep_last: 99}}
 """
 )

@@ -45,7 +45,6 @@ lr_scheduler:
   num_warmup_steps: 2
 batch_size: 12
 epochs: 3
-report: false
 checkpoint: {{every_n_steps: 5, keep_last: 99}}
 """
 )

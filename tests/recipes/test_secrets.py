@@ -62,7 +62,7 @@ def test_no_file_of_a_run_has_a_secret(
     write_tiny_model(tmp_path / "model")
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
     monkeypatch.setenv("QFSDP_SECRET", SECRETS[0])
-    run, words = tmp_path / "run", ["metric_logger.access_token=token-in-a-word"]
+    run, words = tmp_path / "run", ["metric_logger.access_token=token-in-a-word", "report=true"]
     rest = [f"output_dir={tmp_path}/run/rest", f"resume={run}/checkpoints/step_00000002"]
     run_ranks(1, run_recipe, tmp_path, [words, [*words, *rest]])
     files = [path for path in run.rglob("*") if path.is_file()]

@@ -26,7 +26,6 @@ dataset:
 adapter: {{rank: 5, alpha: 7}}
 batch_size: 12
 max_steps: 9
-report: false
 checkpoint: {{every_n_steps: 5, keep_last: 99}}
 """
 )

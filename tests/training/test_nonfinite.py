@@ -37,7 +37,6 @@ output_dir: {folder}/run
 batch_size: 6
 gradient_accumulation_steps: 2
 epochs: 2
-report: false
 checkpoint: {{keep_last: 99}}
 """
 )

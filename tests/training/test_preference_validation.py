@@ -23,7 +23,6 @@ output_dir: {folder}/run
 adapter: {{rank: 5, alpha: 7}}
 global_batch_size: 6
 epochs: 3
-report: false
 validation:
   eval_every: 2
   at_start: true
