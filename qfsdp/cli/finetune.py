@@ -27,6 +27,7 @@ from qfsdp.common.secret_keys import masked_word
 from qfsdp.config import load
 from qfsdp.config.component import Component
 from qfsdp.config.right_forms import DATA_FILES
+from qfsdp.data import PREFERENCES
 from qfsdp.hub.download import previewed, split_name
 
 if TYPE_CHECKING:
@@ -34,11 +35,7 @@ if TYPE_CHECKING:
 
 USAGE = "finetune MODEL ROWS [key=value ...] [--dry-run]"
 CONFIG = "finetune.yaml"
-TUNING, PREFERENCES = "recipes/qdora_distributed", "recipes/dpo_distributed"
-OF_PREFERENCES = (
-    *("preference_dataset", "kto_dataset", "hh_dataset", "ultrafeedback_dataset"),
-    "orca_pairs_dataset",
-)
+TUNING, DPO = "recipes/qdora_distributed", "recipes/dpo_distributed"
 # An argument that names a column -> the dataset that has it, for rows of unknown columns.
 BUILDERS = {
     "answer_column": "instruct_dataset",
@@ -145,7 +142,7 @@ def plan(model: str, source: str, overrides: Sequence[str]) -> Plan:
 
         words = split(" ".join(form.words("dataset", Component("")))) if form else []
         builder = form.builder if form else given["dataset._component_"].rpartition(".")[2]
-        made = Plan(PREFERENCES if builder in OF_PREFERENCES else TUNING, start(model, source))
+        made = Plan(DPO if builder in PREFERENCES else TUNING, start(model, source))
         file = find_recipe(made.recipe)
         assert file is not None, made.recipe
         recipe = load_recipe(file)

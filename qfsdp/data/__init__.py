@@ -66,6 +66,9 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names.s
 
 __all__ = [*_MODULES]
 
+PREFERENCES = frozenset(_NAMES["preferences.datasets"].split())
+"""The datasets of preference tuning, by name."""
+
 
 def __getattr__(name: str) -> Any:
     if name not in _MODULES:

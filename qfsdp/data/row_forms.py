@@ -76,10 +76,9 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
         keys["prompt_column"] = prompt or "null"
         return Form("preference pairs", "preference_dataset", _without(keys))
     for name in CHATS:
-        value = row.get(lower.get(name, ""))
-        first = value[0] if isinstance(value, list) and value else None
-        if isinstance(first, Mapping):
-            kind = "conversations" if "role" in first else "conversations in ShareGPT's form"
+        value: Any = row.get(lower.get(name, ""))
+        if _holds_rows(value):
+            kind = "conversations" if "role" in value[0] else "conversations in ShareGPT's form"
             keys = {} if lower[name] == "messages" else {"messages_column": lower[name]}
             return Form(kind, "chat_dataset", keys)
     texts = [name for name in lower if isinstance(row[lower[name]], str)]

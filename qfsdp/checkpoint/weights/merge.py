@@ -372,8 +372,9 @@ class Merge:
 
 def _adapted(model: AnyDecoder) -> set[str]:
     """Names of the weights and biases that an adapter changes."""
-    adapted = {f"{name}.weight" for name, _ in adapted_linears(model)}
+    adapted = set()
     for name, module in adapted_linears(model):
+        adapted.add(f"{name}.weight")
         scales_output = isinstance(module, ScaledLinear) and not module.scales_input
         if scales_output and module.bias is not None:
             adapted.add(f"{name}.bias")

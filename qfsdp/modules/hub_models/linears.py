@@ -27,25 +27,22 @@ def linears_of_layers(layers: nn.ModuleList, prefix: str) -> tuple[list[str], li
         prefix: the name of `layers` in the model.
     """
     found = [
-        (f"{name}.{child}", parent, module)
+        (f"{name}.{child}", child, parent, module)
         for name, parent in layers.named_modules(prefix=prefix)
         for child, module in parent.named_children()
         if type(module) is nn.Linear
     ]
     # PEFT adapts all linears of a name, so a name is taken or stays as one.
-    last = [name.rpartition(".")[2] for name, _, _ in found]
     several = {
-        child
-        for child, (_, _, module) in zip(last, found, strict=True)
-        if module.out_features * FEW > module.in_features
+        child for _, child, _, module in found if module.out_features * FEW > module.in_features
     }
     stay = {
         child
-        for child, (_, parent, _) in zip(last, found, strict=True)
+        for _, child, parent, _ in found
         if child not in several or child in ROUTERS or reads_weight(cast(Any, type(parent)), child)
     }
-    taken = [name for child, (name, _, _) in zip(last, found, strict=True) if child not in stay]
-    plain = [name for child, (name, _, _) in zip(last, found, strict=True) if child in stay]
+    taken = [name for name, child, _, _ in found if child not in stay]
+    plain = [name for name, child, _, _ in found if child in stay]
     return taken, plain
 
 
