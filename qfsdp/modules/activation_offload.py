@@ -58,10 +58,10 @@ class Offload:
 
     Each storage is copied whole and once, even if several operations keep views of it. The storages
     of a layer leave the device when the next layer begins. Those of the last layer stay, as
-    backward needs them at once. On an accelerator a separate stream copies. The computation waits
-    for a layer's copies when the second layer after it begins: the device holds storages of at most
-    two layers, and no memory is reused before its copy is done. Backward fetches one layer ahead.
-    Copying bytes changes no bit of any gradient.
+    backward needs them at once. On an accelerator a separate stream copies. When the second layer
+    after it begins, the computation waits for a layer's copies. So the device holds storages of at
+    most two layers, and no memory is reused before its copy is done. Backward fetches one layer
+    ahead. Copying bytes changes no bit of any gradient.
 
     Not moved: parameters and views of them, as FSDP2 frees and refills their memory (a quantized
     weight is bytes of it); tensors that are not floating point; tensors smaller than

@@ -1,13 +1,14 @@
 """What `qfsdp finetune` chooses by the rows, the model and the machine.
 
 * The last tenth of the rows, 200 at most, is held out.
-* Rows may have the length of the longest of the first 1,000, as a power of two up to 2,048 tokens.
-  Prompts and documents that fill 3,000 such rows are packed.
+* `max_seq_len` is the length of the longest of the first 1,000 rows, rounded up to a power of two,
+  and at most 2,048 tokens. Prompts and documents are packed if they fill 3,000 rows of this length.
 * Fewer than 3,000 rows are trained on three times.
-* An update takes so many rows that there are 100 updates, but 2 to 16.
-* The learning rate is `optimizer.lr: auto` as a number, or QLoRA's where that is not known.
-* Weights have 16 bits if a step fits so without offload, else 4; then comes the first way of
-  `qfsdp.planning.search` that fits.
+* An update has 2 to 16 rows. Within these limits, a run has about 100 updates.
+* The learning rate is the number that `optimizer.lr: auto` gives. Where `auto` is not known for the
+  model, it is QLoRA's.
+* Weights keep 16 bits if a step fits without offload. Else they have 4 bits, and the run takes the
+  first way of `qfsdp.planning.search` that fits.
 """
 
 from __future__ import annotations

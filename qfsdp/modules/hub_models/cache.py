@@ -1,7 +1,7 @@
 """What a model of transformers keeps of the tokens that it has seen, for generation.
 
-Each row has a cache of its own, as transformers makes it for the model, and runs alone: recurrent
-layers would read the padding of rows of other lengths, and experts would be chosen for it.
+Each row has its own cache, which transformers makes, and is computed alone. In a batch, rows are
+padded to one length: recurrent layers would read the padding, and experts would be chosen for it.
 """
 
 from __future__ import annotations
