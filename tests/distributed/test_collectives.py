@@ -274,7 +274,7 @@ def test_numbers_of_the_hosts_are_exchanged_once_per_update(tmp_path: Path) -> N
     """Stop signals, failed and late checkpoints, tokens, slots, and three peaks of memory: they
     were four all-reduces on a CPU, and five on GPUs, each of which waited for the device."""
     write_tiny_model(tmp_path / "model")
-    words = "output_dir: {folder}/run\nadapter: {{rank: 4}}\nmax_steps: 4\nreport: false\n"
+    words = "output_dir: {folder}/run\nadapter: {{rank: 4}}\nmax_steps: 4\n"
     (tmp_path / "config.yaml").write_text((TOY_CONFIG + words).format(folder=tmp_path))
     for seen in run_ranks(2, host_numbers, tmp_path / "config.yaml"):
         assert seen == [("", "gather", FP64, 8 * 8)]

@@ -249,7 +249,7 @@ def test_norms_of_two_ranks_are_replayed(folder: Path, strategy: str) -> None:
 def test_graphs_are_freed_before_the_group_ends(tmp_path: Path) -> None:
     """Also by a run that fails: a graph with a collective would keep its group from ending."""
     write_tiny_model(tmp_path / "model")
-    words = "output_dir: {folder}/run\nadapter: {{method: dora, rank: 4}}\nreport: false\n"
+    words = "output_dir: {folder}/run\nadapter: {{method: dora, rank: 4}}\n"
     (tmp_path / "config.yaml").write_text((TOY_CONFIG + words).format(folder=tmp_path))
     recipe, made, steps = load_recipe(), [], []
     update = recipe.train_step
