@@ -1,9 +1,11 @@
 """What digests cost while a base is loaded: a quantized folder of 1 GB, with and without them.
 
     python benchmarks/verification.py [--quick] [--json verification.json] [--folder /dev/shm]
+                                      [--cold]
 
-Files are in the page cache (`--folder /dev/shm`: in a tmpfs). Cases run in turns. Keys of the JSON
-file, for 1 and 2 ranks:
+Files are in the page cache (`--folder /dev/shm`: in a tmpfs), with `--cold` on the disk: each
+loading begins without a page of them in memory. Cases run in turns. Keys of the JSON file, for 1
+and 2 ranks:
 
     ranksN_plain_seconds     loading without a comparison of digests
     ranksN_both_seconds      loading while they are compared, as every run does
@@ -40,10 +42,13 @@ from tests.ranks import run_ranks
 NF4 = QuantizationConfig("nf4", ["all-linear"])
 
 
-def measure(folder: Path, rounds: int) -> Times:
+def measure(folder: Path, rounds: int, cold: bool) -> Times:
     world = cpu_world()
 
     def load() -> None:
+        if cold:
+            drop_pages(folder)
+            world.sum(0)  # no rank reads before all have dropped them
         model = build_meta_model(folder)
         shard_model(model, ShardingConfig(), world)
         load_base(model, ModelWeights(folder), torch.device("cpu"))
@@ -56,6 +61,8 @@ def measure(folder: Path, rounds: int) -> Times:
             load()
 
     def verify() -> None:
+        if cold:
+            drop_pages(folder)
         WeightVerification(folder, ModelWeights(folder).weight_files).damage(None)
         if world.size > 1:
             dist.barrier()
@@ -63,8 +70,17 @@ def measure(folder: Path, rounds: int) -> Times:
     return in_turns({"plain": plain, "both": load, "verify": verify}, rounds, calls=1)
 
 
+def drop_pages(folder: Path) -> None:
+    """Takes the files of a folder out of the page cache."""
+    for path in folder.iterdir():
+        with path.open("rb") as file:
+            os.fsync(file.fileno())  # a page that is not written yet cannot be dropped
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+
+
 def main() -> None:
     parser = arguments(__doc__)
+    parser.add_argument("--cold", action="store_true", help="read from the disk in each round")
     parser.add_argument("--folder", type=Path, help="where to write; default: the temporary folder")
     args = parser.parse_args()
     os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -75,7 +91,7 @@ def main() -> None:
         source, size = ModelWeights(folder / "plain"), 256 << 20
         quantize_folder(source, NF4, folder / "nf4", ALONE, max_file_bytes=size)
         for ranks in (1, 2):
-            times = run_ranks(ranks, measure, folder / "nf4", args.repeat)[0]
+            times = run_ranks(ranks, measure, folder / "nf4", args.repeat, args.cold)[0]
             part: Figures = {
                 f"{case}_seconds": sorted(seconds)[len(seconds) // 2]
                 for case, seconds in times.items()
