@@ -40,6 +40,7 @@ class Endpoint:
 
     def __init__(self, answer: Callable[[str, list[dict[str, str]]], str]) -> None:
         self.asked: list[str] = []
+        self.fields: list[dict[str, Any]] = []  # of the requests, without their messages
         self.raw: tuple[str, bytes] | None = None  # content type and bytes of every answer
         self.drips = False  # answers a byte in 0.05 s, without end
         endpoint = self
@@ -49,6 +50,7 @@ class Endpoint:
                 body = self.rfile.read(int(self.headers["Content-Length"]))
                 given = json.loads(body)
                 endpoint.asked.append(json.dumps([given["model"], given["messages"]]))
+                endpoint.fields.append({k: v for k, v in given.items() if k != "messages"})
                 if endpoint.drips:
                     return self.drip()
                 text = answer(given["model"], given["messages"])
@@ -194,6 +196,8 @@ def test_verdicts_are_read_strictly() -> None:
         ("[[11]]", None),
         ("[[0]]", None),
         ("[[five]]", None),
+        ("<think>[[4]]? No.</think>\nRating: [[7]]", 7.0),
+        ("<think>[[4]]", 4.0),
         ("", None),
     ):
         assert rating(text) == expected, text
@@ -204,6 +208,7 @@ def test_verdicts_are_read_strictly() -> None:
         ("[[A]] or [[B]]", None),
         ("A is better", None),
         ("[[D]]", None),
+        ("<think>Is it [[A]]?</think> [[B]]", "second"),
     ):
         assert winner(text) == verdict, text
 
@@ -255,6 +260,7 @@ def test_questions(tmp_path: Path, questions: Path) -> None:
         ("baseline=none", "baseline: 'none' is not valid; expected a candidate"),
         ("judge.url=localhost", "judge.url: 'localhost' is not valid; .* http"),
         ("in_flight=0", "in_flight: 0 is not valid"),
+        ("judge.options.max_tokens=5", "judge.options.max_tokens: 5 is not valid; .* no own key"),
         ("candidates={}", "candidates: {} is not valid; expected at least one"),
         ("questions=nowhere", "questions: 'nowhere': No such file"),
     ],
@@ -264,6 +270,23 @@ def test_mistakes_are_told_before_anything_is_asked(
 ) -> None:
     with pytest.raises(UserError, match=message):
         recipe.check(config(recipe, "http://127.0.0.1:9/v1", tmp_path / "run", word))
+
+
+def test_fields_for_models_that_reason(
+    recipe: ModuleType, endpoint: Endpoint, questions: Path, tmp_path: Path
+) -> None:
+    """They refuse max_tokens and any temperature; all others get what they got before."""
+    words = ["judge.max_tokens=null", "judge.temperature=null", f"questions={questions}"]
+    words += ["judge.options={max_completion_tokens: 64, reasoning_effort: low}"]
+    folder = tmp_path / "run"
+    judge(recipe, config(recipe, endpoint.url, folder, *words), folder)
+    fields = {given["model"]: given for given in endpoint.fields}
+    more = {"max_completion_tokens": 64, "reasoning_effort": "low"}
+    assert fields["judge"] == {"model": "judge", **more}
+    assert fields["good"] == {"model": "good", "max_tokens": 512, "temperature": 0.0}
+    asked = len(endpoint.fields)
+    judge(recipe, config(recipe, endpoint.url, folder, *words), folder)
+    assert len(endpoint.fields) == asked  # the same requests: nothing is asked twice
 
 
 def test_an_endpoint_that_is_not_there(recipe: ModuleType, tmp_path: Path) -> None:

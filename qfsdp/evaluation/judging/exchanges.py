@@ -14,7 +14,7 @@ import hashlib
 import json
 import os
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -33,21 +33,27 @@ class EndpointConfig:
         url: such as http://127.0.0.1:8000/v1, or https://api.openai.com/v1.
         model: its name there.
         key_variable: environment variable with the API key; a server without keys needs none.
-        max_tokens: of an answer.
-        temperature: 0 is greedy.
+        max_tokens: of an answer. None: not sent.
+        temperature: 0 is greedy. None: not sent.
+        options: further fields of a request, sent as they are. Models that reason may take no
+            `max_tokens` and no temperature, but `max_completion_tokens` and `reasoning_effort`.
     """
 
     url: str
     model: str
     key_variable: str = "OPENAI_API_KEY"
-    max_tokens: int = 512
-    temperature: float = 0.0
+    max_tokens: int | None = 512
+    temperature: float | None = 0.0
+    options: dict[str, Any] = field(default_factory=dict)
 
     def check(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise InvalidField("url", self.url, "one that begins with http:// or https://")
-        if self.max_tokens < 1:
-            raise InvalidField("max_tokens", self.max_tokens, "an integer of at least 1")
+        if self.max_tokens is not None and self.max_tokens < 1:
+            raise InvalidField("max_tokens", self.max_tokens, "an integer of at least 1, or null")
+        own = {"model", "messages", "max_tokens", "temperature", "stream"}
+        for name in own & set(self.options):
+            raise InvalidField(f"options.{name}", self.options[name], "a field that has no own key")
 
 
 class Exchanges:
@@ -80,12 +86,13 @@ class Exchanges:
             UserError: the endpoint cannot be reached or refuses the request, three times; takes too
                 long; or what it answers is no answer.
         """
+        limits = {"max_tokens": endpoint.max_tokens, "temperature": endpoint.temperature}
         request = {
             "url": endpoint.url,
             "model": endpoint.model,
             "messages": messages,
-            "max_tokens": endpoint.max_tokens,
-            "temperature": endpoint.temperature,
+            **{name: value for name, value in limits.items() if value is not None},
+            **endpoint.options,
         }
         digest = hashlib.sha256(json.dumps(request, sort_keys=True).encode()).hexdigest()
         async with self._asked[digest]:  # an equal request waits for this one's answer
@@ -113,8 +120,11 @@ class Exchanges:
         """The body of the endpoint's answer."""
         import openai
 
-        given = {name: value for name, value in request.items() if name != "url"}
-        asking = self._client(endpoint).chat.completions.with_streaming_response.create(**given)
+        body = {name: value for name, value in request.items() if name != "url"}
+        # The client checks names of fields, and knows fewer than some endpoints; not in extra_body.
+        ours = {name: body.pop(name) for name in ("model", "messages")}
+        chats = self._client(endpoint).chat.completions.with_streaming_response
+        asking = chats.create(**ours, extra_body=body)
         data = b""
         try:
             # The client's own limit is for each read: an answer that drips would never end.

@@ -2,7 +2,8 @@
 
 Single answer: `Rating: [[N]]`, N from 1 to 10. Pair: `[[A]]`, `[[B]]`, or `[[C]]` for a tie; a pair
 is judged in both orders. A verdict counts only if it stands there once, or several times the same:
-all else is "no verdict", which enters no mean and is counted.
+all else is "no verdict", which enters no mean and is counted. What a judge thinks before `</think>`
+is not read.
 """
 
 from __future__ import annotations
@@ -68,15 +69,20 @@ def _conversation(who: str, turns: Sequence[Turn]) -> str:
     return "\n\n".join([*parts, f"<end of the conversation with {who}>"])
 
 
+def _said(text: str) -> str:
+    """The judge's text without its thoughts, in which it may weigh several verdicts."""
+    return text.rpartition("</think>")[2]
+
+
 def rating(text: str) -> float | None:
     """The judge's rating, 1 to 10; None if there is none, or several that differ."""
-    found = {float(number) for number in _RATING.findall(text)}
+    found = {float(number) for number in _RATING.findall(_said(text))}
     return found.pop() if len(found) == 1 and 1 <= min(found) <= 10 else None
 
 
 def winner(text: str) -> Winner | None:
     """The judge's verdict on a pair; None if there is none, or several that differ."""
-    found = set(_WINNER.findall(text))
+    found = set(_WINNER.findall(_said(text)))
     return _WINNERS[found.pop()] if len(found) == 1 else None
 
 
