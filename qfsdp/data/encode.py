@@ -17,9 +17,6 @@ from qfsdp.common.terminal import say
 if TYPE_CHECKING:
     from tokenizers import Encoding, Tokenizer
 
-WATCHED = 4096
-"""Characters from which on a text is watched. A thread costs 0.1 ms, such a text 3 ms."""
-
 AGAIN_S = 15.0
 LIMIT_S = 60.0
 SLOWEST_PER_S = 50_000  # characters; 1,000,000 are usual, 600,000 in one word without a space
@@ -47,18 +44,16 @@ def naming(place: Place) -> Iterator[None]:
 def encode(backend: Tokenizer, text: str) -> Encoding:
     """The tokens of a text, without those that the post-processor adds.
 
-    Nothing is checked ahead: only a text that cannot be tokenized costs more. A long text that
-    takes over 5 s is named on stderr. Each may take 60 s, and 1 s more per 50,000 characters.
+    Nothing is checked ahead: only a text that cannot be tokenized costs more. A text that takes
+    over 5 s is named on stderr. Each may take 60 s, and 1 s more per 50,000 characters.
 
     Raises:
         UserError: the text has half of a surrogate pair, or the tokenizer fails on it, as a regular
             expression of `tokenizer.json` does that tries too many ways (a Rust panic).
-        TooSlow: a text of at least `WATCHED` characters takes longer than its limit.
+        TooSlow: a text takes longer than its limit.
     """
     try:
-        if len(text) >= WATCHED:
-            return _watched(backend, text)
-        return backend.encode(text, add_special_tokens=False)
+        return _watched(backend, text)
     except TypeError:
         half = next((at for at, c in enumerate(text) if "\ud800" <= c <= "\udfff"), None)
         if half is None:
@@ -75,25 +70,45 @@ def encode(backend: Tokenizer, text: str) -> Encoding:
         ) from None
 
 
+class _Encoder:
+    """A thread that encodes one text after another. `encode` borrows one for each text: a queue
+    there and back takes some 30 us, a new thread 100 us, a text of 500 characters 400 us."""
+
+    def __init__(self) -> None:
+        # `Tokenizer.encode` holds Python's lock, and no other thread would run; `encode_batch`
+        # frees it. Its own threads have nothing to do for one text, and would not outlive a fork.
+        os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+        self.asked: SimpleQueue[tuple[Tokenizer, str]] = SimpleQueue()
+        self.answers: SimpleQueue[Any] = SimpleQueue()
+        threading.Thread(target=self._work, name="encode", daemon=True).start()
+
+    def _work(self) -> None:
+        while True:
+            backend, text = self.asked.get()
+            try:
+                self.answers.put(backend.encode_batch([text], add_special_tokens=False)[0])
+            except BaseException as error:  # a panic is no Exception
+                self.answers.put(error)
+            del backend, text
+
+
+_idle: list[_Encoder] = []
+os.register_at_fork(after_in_child=_idle.clear)  # a fork has none of its parent's threads
+
+
 def _watched(backend: Tokenizer, text: str) -> Encoding:
     """Encodes in a thread. Rust code cannot be interrupted: a text that is given up goes on there,
     until the process ends."""
-    # `encode` holds Python's lock, and no other thread would run; `encode_batch` frees it. Its own
-    # threads have nothing to do for one text, and would not outlive a fork.
-    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-    answer: SimpleQueue[Any] = SimpleQueue()
-
-    def work() -> None:
-        try:
-            answer.put(backend.encode_batch([text], add_special_tokens=False)[0])
-        except BaseException as error:  # a panic is no Exception
-            answer.put(error)
-
-    threading.Thread(target=work, name="encode", daemon=True).start()
     try:
-        found = answer.get(timeout=SLOW_S)
+        encoder = _idle.pop()
+    except IndexError:
+        encoder = _Encoder()
+    encoder.asked.put((backend, text))
+    try:
+        found = encoder.answers.get(timeout=SLOW_S)
     except Empty:
-        found = _slow(answer, text)
+        found = _slow(encoder.answers, text)
+    _idle.append(encoder)
     if isinstance(found, BaseException):
         raise found
     return found  # type: ignore[no-any-return]

@@ -130,7 +130,7 @@ class HFTokenizer:
 
     def _added_around(self) -> tuple[list[int], list[int]]:
         """The ids that the post-processor of `tokenizer.json` puts before and after every text."""
-        plain = self._backend.encode("a", add_special_tokens=False).ids
+        plain = encode(self._backend, "a").ids
         whole = self._backend.encode("a").ids
         for at in range(len(whole) - len(plain) + 1):
             if whole[at : at + len(plain)] == plain:

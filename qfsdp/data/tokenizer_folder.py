@@ -4,18 +4,15 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.data.normalizer_check import check_normalizer
 from qfsdp.hub.download import local_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
-
-
-LARGEST_GROWTH = 100  # of a text in a normalizer
 
 
 class TokenizerFolder:
@@ -42,11 +39,7 @@ class TokenizerFolder:
         from tokenizers import Tokenizer
 
         file = self.path / "tokenizer.json"
-        # Before it is loaded, which applies the normalizer to the added tokens.
-        for part, growth in _growths(file):
-            if growth > LARGEST_GROWTH:
-                found = f"its {part} makes a text over {growth:.0f} times longer"
-                raise UserError(f"{file}: {found}; expected at most {LARGEST_GROWTH} times")
+        check_normalizer(file)  # before it is loaded, which normalizes the added tokens
         try:
             return Tokenizer.from_file(str(file))
         except BaseException as error:  # Exception itself, or a panic of Rust code
@@ -170,68 +163,3 @@ def eos_ids(folder: Path) -> set[int]:
                 raise UserError(f"{file}: eos_token_id: {ids!r:.50}; expected ids of tokens")
             found |= set(listed) - {None}
     return found
-
-
-def _growths(file: Path) -> Iterator[tuple[str, float]]:
-    """How many times longer the normalizer and the decoder of a `tokenizer.json` make a text, as
-    far as is known before it is loaded. Nothing of a file that cannot be read: loading says why."""
-    try:
-        settings = json.loads(file.read_bytes())
-        parts = {name: settings.get(name) for name in ("normalizer", "decoder")}
-    except (OSError, ValueError, AttributeError, RecursionError):
-        return
-    for name, part in parts.items():
-        replacements = list(_replacements(part))
-        if not replacements:
-            continue
-        rules = {"type": "Sequence", "normalizers": replacements}  # all that can grow in a decoder
-        try:
-            growth = _growth(_normalizer(part if name == "normalizer" else rules), replacements)
-        except BaseException as error:  # Exception itself, or a panic of Rust code
-            if isinstance(error, KeyboardInterrupt | SystemExit):
-                raise
-        else:
-            yield name, growth
-
-
-def _normalizer(settings: dict[str, Any]) -> Any:
-    """The normalizer of `tokenizers` with these settings, alone."""
-    from tokenizers import Tokenizer, models
-
-    empty = json.loads(Tokenizer(models.BPE({}, [])).to_str())
-    return Tokenizer.from_str(json.dumps(empty | {"normalizer": settings})).normalizer
-
-
-def _growth(normalizer: Any, replacements: list[dict[str, Any]]) -> float:
-    """How many times longer a normalizer makes a text of all that its replacements find and write;
-    its steps are followed only until it is more than `LARGEST_GROWTH`."""
-    found = [str(next(iter(rule["pattern"].values()))) for rule in replacements]
-    text = " ".join({*found, *(str(rule["content"]) for rule in replacements)})
-    before = max(len(text), 1)
-    for step in _steps(normalizer):
-        text = step.normalize_str(text)
-        if len(text) > LARGEST_GROWTH * before:
-            break
-    return len(text) / before
-
-
-def _steps(normalizer: Any) -> Iterator[Any]:
-    from tokenizers.normalizers import Sequence
-
-    if not isinstance(normalizer, Sequence):
-        yield normalizer
-        return
-    for index in range(len(normalizer)):
-        yield from _steps(normalizer[index])
-
-
-def _replacements(value: Any) -> Iterator[dict[str, Any]]:
-    """The rules of a normalizer or decoder that replace a pattern by a text, at any depth."""
-    if isinstance(value, dict):
-        if "content" in value and isinstance(value.get("pattern"), dict) and value["pattern"]:
-            yield value
-        for inner in value.values():
-            yield from _replacements(inner)
-    elif isinstance(value, list):
-        for inner in value:
-            yield from _replacements(inner)

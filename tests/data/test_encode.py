@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from tokenizers import Regex, Tokenizer, models, pre_tokenizers
 
 from qfsdp.common.errors import UserError
 from qfsdp.data import encode as module
-from qfsdp.data.encode import WATCHED, TooSlow, encode, naming
+from qfsdp.data.encode import TooSlow, encode, naming
 from qfsdp.data.row_tokenizer import RowTokenizer, one_by_one
 from qfsdp.evaluation.perplexity import TextConfig, text_windows
 
@@ -38,7 +39,7 @@ def test_a_panic_is_one_line() -> None:
 
 
 def test_a_long_text_is_the_same() -> None:
-    text = "abaab" * WATCHED
+    text = "abaab" * 4096
     assert encode(tokenizer(), text).ids == tokenizer().encode(text).ids
     with pytest.raises(UserError, match="at character 20481, half of a surrogate pair"):
         encode(tokenizer(), text + "\ud800")
@@ -79,6 +80,23 @@ def test_a_text_without_end(stuck: Any, monkeypatch: pytest.MonkeyPatch) -> None
         encode(stuck, "b" * 9000)
     line = "tokenizing prompt 3 of 7, a text of 9,000 characters that begins with 'bbbbbbbb"
     assert said[0].startswith(line)
+
+
+def test_a_short_text_without_end(stuck: Any) -> None:
+    """Thousands of patterns that look ahead need minutes for 2,000 letters."""
+    for _ in range(2):
+        with pytest.raises(TooSlow, match="needs over 0 s for a text of 3 characters"):
+            encode(stuck, "bbb")
+    assert encode(stuck, "aaa").ids == [0]  # by another thread
+
+
+def test_a_fork_encodes() -> None:
+    """It has none of its parent's threads."""
+    assert encode(tokenizer(), "ab").ids == [0, 1]
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if encode(tokenizer(), "ab").ids == [0, 1] else 1)
+    assert os.waitpid(child, 0)[1] == 0
 
 
 def test_its_row_is_named(stuck: Any, monkeypatch: pytest.MonkeyPatch) -> None:

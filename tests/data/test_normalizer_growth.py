@@ -10,6 +10,7 @@ import pytest
 from tokenizers import Regex, Tokenizer, decoders, models, normalizers
 
 from qfsdp.common.errors import UserError
+from qfsdp.data import normalizer_check
 from qfsdp.data.tokenizer_folder import TokenizerFolder
 
 
@@ -47,6 +48,19 @@ def test_a_bomb_for_added_tokens(tmp_path: Path) -> None:
     settings["added_tokens"] = [{"id": 2, "content": "a", "normalized": True, **flags}]
     file.write_text(json.dumps(settings))
     with pytest.raises(UserError, match="its normalizer makes a text over 1.. times longer"):
+        found.backend()
+
+
+def test_patterns_that_never_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading them cannot be interrupted: it is tried in another process first."""
+    monkeypatch.setattr(normalizer_check, "LIMIT_S", 3.0)
+    found = folder(tmp_path, normalizers.Replace(Regex("(?=(a+)+b)" * 2000), "c"))
+    file = tmp_path / "tokenizer.json"
+    settings = json.loads(file.read_text())
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
+    settings["added_tokens"] = [{"id": 2, "content": "a" * 9000 + "b", "normalized": True, **flags}]
+    file.write_text(json.dumps(settings))
+    with pytest.raises(UserError, match="tokenizer.json: its normalizer needs over 3 s for the"):
         found.backend()
 
 
