@@ -21,7 +21,7 @@ import signal
 import sys
 import tempfile
 import textwrap
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -71,11 +71,26 @@ SIZES: dict[str, Any] = {
     **{"index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "chunk_size": 16},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0},
 }
+# The same of vision and audio models.
+PICTURES: dict[str, Any] = {
+    **{"hidden_size": 32, "embed_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2},
+    **{"depth": 2, "num_heads": 2, "num_attention_heads": 2, "num_key_value_heads": 2},
+    **{"head_dim": 16, "image_size": 28, "patch_size": 14, "out_hidden_size": 64, "d_model": 32},
+    **{"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64},
+    **{"projection_dim": 64, "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [0, 1]},
+}
 MLA = {"num_key_value_heads": 4}  # latent attention has no groups
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
 MORE: dict[str, dict[str, Any]] = {
     **dict.fromkeys(("deepseek_v3", "deepseek_v32", "glm4_moe_lite", "glm_moe_dsa"), MLA),
     **dict.fromkeys(("axk1", "axk2", "youtu", "longcat_flash", "kimi_linear", "mistral4"), MLA),
     "lfm2": {"full_attn_idxs": [1, 3]},
+    **dict.fromkeys(
+        ("qwen2_vl_text", "qwen2_5_vl_text", "qwen2_5_omni_text", "paddleocr_vl_text")
+        + ("glm4v_text", "glm46v_text", "glm_ocr_text"),
+        {"rope_parameters": MROPE},
+    ),
+    "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2]}},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
     "dots3_note_text": MLA,
     "dots1": {"n_shared_experts": 1},
@@ -98,26 +113,46 @@ def tiny_config(kind: str, architecture: str) -> Any:
 
     cls = CONFIG_MAPPING[kind]
     usual, more = cls(), MORE.get(kind, {})
-    names = {*usual.to_dict(), *(getattr(cls, "attribute_map", None) or {})}
-    ids = ("pad_token_id", "bos_token_id", "eos_token_id")
-    sizes = {k: v for k, v in SIZES.items() if k in names or k in ids}
-    if "qk_rope_head_dim" in sizes:
-        sizes.pop("head_dim", None)  # another name of it
-    config = cls(**sizes | more)
+    if usual.get_text_config() is usual:
+        config = cls(**_sizes(usual, SIZES) | more)
+    else:
+        config = cls(**dict(_parts(usual)) | more)
     config.architectures = [architecture]
     return config
 
 
+def _sizes(usual: Any, sizes: dict[str, Any]) -> dict[str, Any]:
+    """Those of `sizes` that a config has."""
+    names = {*usual.to_dict(), *(getattr(type(usual), "attribute_map", None) or {})}
+    ids = ("pad_token_id", "bos_token_id", "eos_token_id")
+    found = {k: v for k, v in sizes.items() if k in names or k in ids}
+    if "qk_rope_head_dim" in found:
+        found.pop("head_dim", None)  # another name of it
+    return found
+
+
+def _parts(usual: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The configs of a whole model's parts: all of few weights."""
+    for name in type(usual).sub_configs:
+        part = getattr(usual, name, None)
+        if part is not None:
+            of_text = part is usual.get_text_config()
+            more = MORE.get(part.model_type, {}) if of_text else {}
+            kind = {"model_type": part.model_type}
+            yield name, kind | _sizes(part, SIZES if of_text else PICTURES) | more
+
+
 def random_model(config: Any) -> Any:
     """transformers' own model in fp32, with every matrix random."""
-    from transformers import AutoModelForCausalLM
+    import transformers
 
+    cls = getattr(transformers, config.architectures[0])
     with torch.device("meta"):
-        size = sum(p.numel() for p in AutoModelForCausalLM.from_config(config).parameters())
+        size = sum(p.numel() for p in cls(config).parameters())
     if size > LARGEST:
         raise ValueError(f"no tiny config: {size / 1e6:.0f} million weights")
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config).float().eval()
+    model = cls(config).float().eval()
     for param in model.parameters():
         if param.dim() > 1:
             nn.init.normal_(param, std=0.05)
@@ -208,6 +243,21 @@ def _of_gradients(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
     return max(_relative(ours[key], grad, 1e-3 * largest) for key, grad in given.items())
 
 
+def architectures() -> list[tuple[str, str]]:
+    """(`model_type`, class): models of text, then those that take pictures too."""
+    from transformers.models.auto import modeling_auto
+
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
+    return list(dict.fromkeys([*causal, *multimodal().items()]))
+
+
+def multimodal() -> dict[str, str]:
+    """The second of them."""
+    from transformers.models.auto import modeling_auto
+
+    return dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+
+
 def in_process(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """What `task` returns in a process of its own, which is ended after `SECONDS`."""
     with tempfile.NamedTemporaryFile("r+") as file:
@@ -229,16 +279,18 @@ def in_process(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
 HEAD = """# Models
 
 Written by `python benchmarks/any_model.py --write` with transformers {version}; do not edit. Every
-causal language model that transformers has, tiny and random, was compared with transformers and
-PEFT: logits, and over NF4 with LoRA the loss and all gradients. `model.implementation: auto` takes
-the {native} architectures that qfsdp builds itself, and of the others those that are equal:
-{equal} of {all}. [How they are trained](../internals/models-of-transformers.md).
+causal language model that transformers has, and the text part of every model that takes pictures,
+tiny and random, was compared with transformers and PEFT: logits, and over NF4 with LoRA the loss
+and all gradients. `model.implementation: auto` takes the {native} architectures that qfsdp builds
+itself, and of the others those that are equal: {text}, and of those that take pictures
+{whole}. [How they are trained](../internals/models-of-transformers.md).
 
 ## Equal
 
 `plain`: linears that are neither quantized nor adapted. `only quantized`: those whose names experts
 have too. Experts that are stacked in one tensor are not listed: they stay as they are.
-
+"""
+TABLE = """
 | architecture | also built by qfsdp | plain | only quantized |
 | --- | --- | --- | --- |
 """
@@ -254,12 +306,16 @@ def write_page(found: dict[str, dict[str, Any]]) -> None:
     from transformers import __version__
 
     equal = sorted(name for name, row in found.items() if row["status"] == "equal")
-    lines = [
-        HEAD.format(version=__version__, native=len(FAMILIES), equal=len(equal), all=len(found))
-    ]
-    for name in equal:
-        words = [", ".join(found[name][key]) for key in ("plain", "not_adapted")]
-        lines.append(f"| {name} | {'yes' if name in FAMILIES else ''} | {' | '.join(words)} |\n")
+    whole = set(multimodal().values()) & found.keys()
+    parts = {"text": found.keys() - whole, "whole": whole}
+    words = {key: f"{len(set(equal) & those)} of {len(those)}" for key, those in parts.items()}
+    lines = [HEAD.format(version=__version__, native=len(FAMILIES), **words)]
+    for key, those in parts.items():
+        lines += ["\nThe text part of:\n"] if key == "whole" else []
+        lines.append(TABLE)
+        for name in (name for name in equal if name in those):
+            kept = [", ".join(found[name][key]) for key in ("plain", "not_adapted")]
+            lines.append(f"| {name} | {'yes' if name in FAMILIES else ''} | {' | '.join(kept)} |\n")
     for status, title in TITLES.items():
         lines.append(f"\n## {title}\n\n")
         reasons: dict[str, list[str]] = {}
@@ -283,21 +339,21 @@ def main() -> None:
     parser.add_argument("--json", type=Path, help="write the figures here; known ones are kept")
     parser.add_argument("--write", action="store_true", help="write the page and the list")
     args = parser.parse_args()
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as MODELS
-
     os.environ["QFSDP_EAGER_KERNELS"] = "1"
     torch.set_num_threads(1)
-    compare("llama", MODELS["llama"])  # imports take longer than a model
+    compare("llama", "LlamaForCausalLM")  # imports take longer than a model
     found: dict[str, dict[str, Any]] = {}
     if args.json and args.json.is_file():
         found = json.loads(args.json.read_text())
-    for kind in args.kinds or MODELS:
-        row = in_process(partial(compare, kind, MODELS[kind]))
-        known = found.get(MODELS[kind], row)
+    for kind, name in architectures():
+        if args.kinds and kind not in args.kinds:
+            continue
+        row = in_process(partial(compare, kind, name))
+        known = found.get(name, row)
         # Several model types may have one class: it is equal if all of them are.
         if args.kinds or known["status"] != "differs":
-            found[MODELS[kind]] = row if row["status"] != "refused" else known
-        print(f"{kind:28}{MODELS[kind]:36}{json.dumps(row)}", flush=True)
+            found[name] = row if row["status"] != "refused" else known
+        print(f"{kind:28}{name:36}{json.dumps(row)}", flush=True)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")
     if args.write:

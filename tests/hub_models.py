@@ -8,9 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qfsdp.checkpoint.weights.load import ModelConfig, load_base
+from qfsdp.checkpoint.weights.read import SINGLE
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
@@ -71,20 +73,63 @@ def _configs() -> dict[str, Callable[[], Any]]:
         ),
         "lfm2": lambda: t.Lfm2Config(**SIZES, full_attn_idxs=[1, 3]),
         "llama": lambda: t.LlamaConfig(**SIZES),
+        **_multimodal(t),
     }
 
 
+def _multimodal(t: Any) -> dict[str, Callable[[], Any]]:
+    """Whole models: a text model beside a vision model whose linears have names of its linears."""
+    siglip = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    siglip |= {"num_attention_heads": 2, "image_size": 28, "patch_size": 14}
+    qwen = {"depth": 2, "hidden_size": 32, "intermediate_size": 64, "num_heads": 2}
+    qwen |= {"out_hidden_size": 128}
+    rope = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [6, 5, 5]}
+    sizes = SIZES | {"head_dim": 32}
+    shared = ("bos_token_id", "eos_token_id", "pad_token_id")
+    no_ids = {key: value for key, value in sizes.items() if key not in shared}
+    linear = {f"linear_{which}_head_dim": 32 for which in ("key", "value")}
+    linear |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
+    return {
+        "gemma3": lambda: t.Gemma3Config(
+            text_config=sizes | {"sliding_window": 16, "query_pre_attn_scalar": 32},
+            vision_config=siglip,
+            mm_tokens_per_image=4,
+        ),
+        "gemma4_whole": lambda: t.Gemma4Config(
+            text_config=_configs()["gemma4"]().to_dict(),
+            vision_config=siglip | {"head_dim": 16, "num_key_value_heads": 2},
+            audio_config=None,
+        ),
+        "qwen3_5_whole": lambda: t.Qwen3_5Config(
+            text_config=no_ids | linear | {"tie_word_embeddings": False}, vision_config=qwen
+        ),
+        "qwen3_vl": lambda: t.Qwen3VLConfig(
+            text_config=no_ids | {"rope_parameters": rope},
+            vision_config=qwen | {"deepstack_visual_indexes": [0, 1]},
+        ),
+        "mistral3": lambda: t.Mistral3Config(
+            text_config={"model_type": "mistral", **sizes},
+            vision_config={"model_type": "pixtral", **siglip, "head_dim": 16},
+        ),
+    }
+
+
+MULTIMODAL = ["gemma3", "gemma4_whole", "qwen3_5_whole", "qwen3_vl", "mistral3"]
 NAMES = ["qwen3_5", "gemma4", "deepseek_v3", "lfm2", "llama"]
 # Recurrent layers, shared keys and values, and experts are in the short suite.
-PARAMETERS = [*NAMES[:3], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[3:])]
+PARAMETERS = [
+    *(*NAMES[:3], MULTIMODAL[0]),
+    *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[3:] + MULTIMODAL[1:]),
+]
 
 
 def save_hub_model(name: str, folder: Path) -> nn.Module:
     """Writes a random model; returns it, in fp32."""
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(_configs()[name]()).float().eval()
+    auto: Any = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
+    model = auto.from_config(_configs()[name]()).float().eval()
     for param in model.parameters():
         if param.dim() > 1:
             nn.init.normal_(param, std=0.05)
@@ -94,6 +139,9 @@ def save_hub_model(name: str, folder: Path) -> nn.Module:
         if (scalar := getattr(module, "layer_scalar", None)) is not None:
             scalar.uniform_(0.5, 1.5)
     model.save_pretrained(folder)
+    if name == "qwen3_5_whole":  # a layer that predicts further tokens, which transformers ignores
+        more = {"mtp.fc.weight": torch.randn(8, 16)}
+        save_file(load_file(folder / SINGLE) | more, folder / SINGLE, {"format": "pt"})
     return model
 
 

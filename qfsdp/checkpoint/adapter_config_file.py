@@ -7,7 +7,8 @@ qfsdp/modules/adapters/linears.py does not; those that would change the results 
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +43,8 @@ IGNORED_KEYS = {
     *("feedforward_modules", "init_ia3_weights"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see UNCHANGED_BASE_INIT
 }
+# A name in layers that stand deeper than "model.layers".
+_IN_DEEP_LAYER = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*){2,})\.\d+\.")
 # Initializations that leave the base unchanged. PiSSA, LoftQ and others change it.
 UNCHANGED_BASE_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica")
 
@@ -65,6 +68,7 @@ def peft_config(
         "fan_in_fan_out": False,
         "inference_mode": True,
         "modules_to_save": None,
+        **excluded_modules(tensors),
     }
     if config.method == "ia3":
         scaled = [name for name in linears if name in SCALED_INPUTS]
@@ -80,6 +84,22 @@ def peft_config(
         "bias": "none",
         "init_lora_weights": True,
     } | (settings | target_settings(config, linears, tensors))
+
+
+def excluded_modules(keys: Iterable[str]) -> dict[str, str]:
+    """PEFT's `exclude_modules` for an adapter of the text model in a larger one: a pattern of all
+    names but those of its layers, since a vision model may have linears of the same last names.
+
+    Empty if layers stand right below the body ("model.layers").
+
+    Args:
+        keys: of the adapters' tensors.
+    """
+    names = [key.removeprefix("base_model.model.") for key in keys]
+    deep = {match[1] for name in names if (match := _IN_DEEP_LAYER.match(name))}
+    if len(deep) != 1:
+        return {}
+    return {"exclude_modules": rf"(?!{re.escape(deep.pop())}\.\d|lm_head).*"}
 
 
 def read_peft_config(folder: Path) -> dict[str, Any]:

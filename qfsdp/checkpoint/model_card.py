@@ -19,12 +19,14 @@ from typing import Any
 import yaml
 
 from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE
+from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, write_text
 from qfsdp.common.terminal import warn
 from qfsdp.config.load import get_key, to_yaml
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import hub_name, local_folder
 from qfsdp.hub.upload import KEY, push_later
+from qfsdp.modules.hub_models.config import HubConfig
 
 CARD_FILE = "README.md"
 
@@ -80,7 +82,7 @@ def model_card(cfg: Any, folder: Path) -> str:
     ]
     lines += ["", "| | |", "|---|---|"]
     lines += [f"| {_text(key)} | {_text(value)} |" for key, value in _facts(trained, run, folder)]
-    lines += ["", "## Load it", "", *_how_to_load(shown, is_adapter)]
+    lines += ["", "## Load it", "", *_how_to_load(shown, is_adapter, _sees(cfg))]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
 
@@ -182,19 +184,31 @@ def _figures(run: Path) -> Iterator[tuple[str, str]]:
             yield f"held-out loss, {name}", f"{value:.4g} (update {step})"
 
 
-def _how_to_load(base: str, is_adapter: bool) -> list[str]:
+def _sees(cfg: Any) -> bool:
+    """Whether the result belongs to a model that takes more than text."""
+    with suppress(UserError):
+        config = cfg.model.any_config()
+        return isinstance(config, HubConfig) and config.takes_more_than_text
+    return False
+
+
+def _how_to_load(base: str, is_adapter: bool, sees: bool) -> list[str]:
     """The section on loading: transformers or PEFT, and qfsdp."""
     where = "FOLDER"
-    library, kind = "transformers", "AutoModelForCausalLM"
-    if is_adapter:
-        library, kind = "peft", "AutoPeftModelForCausalLM"
+    kind = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
+    code = [f"from transformers import {kind}", "", f'model = {kind}.from_pretrained("{where}")']
+    if is_adapter and sees:
+        code = ["from peft import PeftModel", *code[:2]]
+        code.append(f"base = {kind}.from_pretrained({json.dumps(base)})")
+        code.append(f'model = PeftModel.from_pretrained(base, "{where}")')
+    elif is_adapter:
+        code = [line.replace(kind, "AutoPeftModelForCausalLM") for line in code]
+        code[0] = code[0].replace("transformers", "peft")
     lines = [
         f"`{where}` is this folder, or its name on the hub.",
         "",
         "```python",
-        f"from {library} import {kind}",
-        "",
-        f'model = {kind}.from_pretrained("{where}")',
+        *code,
         "```",
         "",
         "```sh",

@@ -18,9 +18,14 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.batch import IGNORE_INDEX
-from qfsdp.data.chat.context_columns import check_columns, history_of, system_of, with_system
+from qfsdp.data.chat.context_columns import (
+    check_columns,
+    check_text_alone,
+    history_of,
+    system_of,
+    with_system,
+)
 from qfsdp.data.chat.messages import (
-    NotText,
     as_message,
     as_tools,
     from_json,
@@ -76,7 +81,7 @@ def instruct_dataset(
         tokenizer: `hf_tokenizer(...)` or one of torchtune's.
         source: a .jsonl, .json, .parquet, .csv or .tsv file, also with .gz behind it, a folder of
             them, or a hub name.
-        split, subset, data_files: as in `load_rows`.
+        split, subset, data_files, max_rows: as in `load_rows`.
         prompt_column: column with the prompt. Ignored if `prompt_template` is given.
         answer_column: column with the answer.
         system_column: column with a system message. Rows may have none.
@@ -88,7 +93,6 @@ def instruct_dataset(
         prompt_template: format string that makes the prompt from columns, such as
             "{instruction}\\n{input}". White space around the result is removed.
         train_on_input: train on the prompt as well, but never on the system message.
-        max_rows: use only the first `max_rows` rows.
 
     Raises:
         UserError: the source, a column or the template is wrong, or no row can be used.
@@ -100,10 +104,11 @@ def instruct_dataset(
     if tools_column == "tools" and tools_column in (*columns, answer_column):
         tools_column = None  # the default: the column is text of the prompt
     named = {"system_column": system_column, "history_column": history_column}
-    named["tools_column"] = tools_column
-    check_columns(rows, source, named | {"prompt_template": None}, {*columns, answer_column})
+    named, read = named | {"tools_column": tools_column}, {*columns, answer_column}
+    check_columns(rows, source, named | {"prompt_template": None}, read)
 
     def to_chat(row: Row) -> Chat:
+        check_text_alone(row, read)
         prompt, history = _prompt(row, prompt_template, columns), history_of(row, history_column)
         messages = _pair(prompt, text_of(row[answer_column]), history, train_on_input)
         messages = with_system(system_of(row, system_column) or system_prompt, messages)
@@ -180,6 +185,7 @@ def tokenize_conversations(
         )
 
     def to_chat(row: Row) -> Chat:
+        check_text_alone(row)
         turns = turns_of(row)
         if isinstance(turns, str) and turns.lstrip().startswith("["):
             turns = from_json("messages", turns)
@@ -269,10 +275,7 @@ def check_answer(message: Mapping[str, Any]) -> None:
 
 def _to_message(turn: Any, train_on_input: bool) -> dict[str, Any]:
     """A message of the data as a message for the template, with the key `masked`."""
-    try:
-        message = as_message(turn)
-    except NotText as reason:
-        raise Unusable(str(reason)) from None
+    message = as_message(turn)
     answers = message["role"] == "assistant"
     if answers:
         check_answer(message)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -35,7 +36,6 @@ def words(recipe: str, folder: Path, *more: str) -> list[str]:
 @pytest.mark.parametrize("name", hub_models.PARAMETERS)
 def test_a_merged_folder_equals_pefts_merge(name: str, method: Any, tmp_path: Path) -> None:
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
 
     reference: Any = hub_models.save_hub_model(name, tmp_path / "model")
     adapter = AdapterConfig(method, rank=4, alpha=8)
@@ -52,7 +52,7 @@ def test_a_merged_folder_equals_pefts_merge(name: str, method: Any, tmp_path: Pa
     reference.load_state_dict(held, strict=False)
     peft: Any = PeftModel.from_pretrained(reference, str(tmp_path / "adapter"))
     expected = peft.merge_and_unload().eval()
-    merged, info = AutoModelForCausalLM.from_pretrained(
+    merged, info = type(reference).from_pretrained(
         tmp_path / "out", dtype=torch.float32, output_loading_info=True
     )
     assert not any(info[key] for key in ("missing_keys", "unexpected_keys", "mismatched_keys"))
@@ -67,7 +67,11 @@ def test_a_merged_folder_equals_pefts_merge(name: str, method: Any, tmp_path: Pa
     before, after = (load_file(tmp_path / folder / SINGLE) for folder in ("model", "out"))
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    assert changed == {f"{linear}.weight" for linear in model.linears}
+    published = ("language_model.model.", "model.language_model.")
+    assert {key.replace(*published) for key in changed} == {f"{n}.weight" for n in model.linears}
+    written = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("model", "out")]
+    assert written[0]["architectures"] == written[1]["architectures"]
+    assert written[0].get("text_config") == written[1].get("text_config")
 
 
 def test_a_merge_of_a_plain_base_keeps_the_bytes_of_all_others(tmp_path: Path) -> None:

@@ -375,14 +375,33 @@ def test_weights_that_are_not_0_or_1(
         chat_dataset(tokenizer, source=write(tmp_path / "a.jsonl", [{"messages": turns}]))
 
 
-def test_unread_columns_of_alpaca_and_of_pictures_are_named(
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"images": ["a.jpg"]}, r"row 2: column 'images' holds .*expected rows of text alone"),
+        ({"image": "a.jpg"}, "row 2: column 'image' holds 'a.jpg'"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}, *CHAT[1:]]},
+            r"row 2: content that is not text \('image_url'\); expected text alone",
+        ),
+    ],
+)
+def test_rows_with_pictures_are_refused_by_number(
+    tokenizer: HFTokenizer, tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    chats: list[Any] = [{"messages": CHAT, "images": [], "image": None}, {"messages": CHAT} | row]
+    with pytest.raises(UserError, match=message):
+        chat_dataset(tokenizer, source=write(tmp_path / "a.jsonl", chats))
+
+
+def test_unread_columns_of_alpaca_are_named(
     tokenizer: HFTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    row = {"instruction": "Translate.", "input": "Haus", "output": "house", "images": ["a.jpg"]}
+    row = {"instruction": "Translate.", "input": "Haus", "output": "house"}
     source, unread = write(tmp_path / "a.jsonl", [row]), "column 'input' is not read; "
     given = {"source": source, "answer_column": "output"}
     instruct_dataset(tokenizer, **given, prompt_template="{instruction} {input}")
-    assert unread not in caplog.text and "column 'images' is not read" in caplog.text
+    assert unread not in caplog.text
     instruct_dataset(tokenizer, **given, prompt_column="instruction")
     assert f"{unread}dataset.prompt_template='...{{input}}...' reads it" in caplog.text
     caplog.clear()

@@ -30,7 +30,8 @@ pytestmark = pytest.mark.usefixtures("eager")
 PROMPTS = [[33], list(range(40, 63))]
 NEW = 6
 # One model with recurrent layers in the short suite.
-MODELS = [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[1:])]
+MORE = [*NAMES[1:], "qwen3_5_whole"]
+MODELS = [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in MORE)]
 
 
 def answers(folder: Path, adapter: Path | None, quantization: str) -> list[list[int]]:

@@ -43,7 +43,7 @@ checkpoint: {{every_n_steps: 2, keep_last: 99}}
 # `make test-long` runs two models, `make test-slow` the others; tests/modules compares all of them.
 RUN = [
     *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[:2]),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in NAMES[2:]),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in [*NAMES[2:], "gemma3"]),
 ]
 
 

@@ -170,7 +170,9 @@ class ModelWeights:
                 raise UserError(f"{file}: tensor {name!r} is not part of this architecture")
 
     def _check_tied(self) -> None:
-        head, embeddings = self.plain.get(HEAD), self.plain.get(EMBEDDINGS)
+        ends = EMBEDDINGS.removeprefix("model.")  # a text model stands deeper
+        name = next((n for n in self.plain if n.endswith(f".{ends}")), EMBEDDINGS)
+        head, embeddings = self.plain.get(HEAD), self.plain.get(name)
         if head is None or embeddings is None or not same_values(head, embeddings):
             file = self.files.tensors[HEAD].file
             raise UserError(

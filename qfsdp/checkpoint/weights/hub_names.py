@@ -9,6 +9,7 @@ from qfsdp.checkpoint.weights.read import SafetensorsFolder, StackedTensor, Stor
 from qfsdp.common.errors import UserError
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.names import Source, parameter_sources
+from qfsdp.modules.hub_models.text_part import used_names
 
 
 def tensors_of_hub_model(files: SafetensorsFolder, config: HubConfig) -> dict[str, StoredTensor]:
@@ -24,7 +25,8 @@ def tensors_of_hub_model(files: SafetensorsFolder, config: HubConfig) -> dict[st
             f"{config.architecture} is quantized while it is loaded"
         )
     shapes = {name: tuple(param.shape) for name, param in config.meta.state_dict().items()}
-    sources = parameter_sources(config.meta, files.tensors, str(files.folder))
+    names = used_names(config)
+    sources = parameter_sources(config.meta, files.tensors, str(files.folder), names)
     return {name: _rows(name, source, shapes.get(name), files) for name, source in sources.items()}
 
 

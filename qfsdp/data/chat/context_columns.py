@@ -20,10 +20,25 @@ _OF_OTHERS = {
     "tools": "tools_column",
     "instruction": "prompt_template",
     "input": "prompt_template",
-    **dict.fromkeys(("images", "videos", "audios", "documents", "chat_template_kwargs")),
+    **dict.fromkeys(("documents", "chat_template_kwargs")),
 }
 """Columns that hold parts of conversations in data of other projects -> the key that names them.
 None: nothing reads them. The columns of Alpaca's rows are named only where a prompt is made."""
+
+_NOT_TEXT = ("images", "videos", "audios", "image", "video", "audio")
+
+
+def check_text_alone(row: Row, read: Collection[str] = ()) -> None:
+    """Raises UserError for a row with pictures or sound: text about them alone would mislead.
+
+    Args:
+        read: columns that are read as text, whatever their names.
+    """
+    for column in _NOT_TEXT:
+        if column not in read and row.get(column) not in (None, "", [], {}):
+            raise UserError(
+                f"column {column!r} holds {str(row[column])[:60]!r}; expected rows of text alone"
+            )
 
 
 def check_columns(

@@ -43,10 +43,6 @@ _CHOOSES = ("weight", "train", "training", "loss")
 _CHOOSES_PARTS = ("train_detail", "loss_scale")
 
 
-class NotText(UserError):
-    """A message has a picture or sound."""
-
-
 def as_message(turn: Any) -> dict[str, Any]:
     """A message in OpenAI's or ShareGPT's format, in the form of chat templates.
 
@@ -56,8 +52,7 @@ def as_message(turn: Any) -> dict[str, Any]:
     (whose value is a call, or a list of them, in JSON) and `observation`.
 
     Raises:
-        NotText: the content has parts that are not text.
-        UserError: it is no message.
+        UserError: it is no message, or its content has parts that are not text.
     """
     if not isinstance(turn, Mapping):
         kind = type(turn).__name__
@@ -193,8 +188,9 @@ def from_json(place: str, value: Any) -> Any:
 def _content(content: Any) -> str | None:
     if isinstance(content, list):  # OpenAI's list of parts
         parts = [part if isinstance(part, Mapping) else {} for part in content]
-        if any(part.get("type") != "text" for part in parts):
-            raise NotText("content that is not text")
+        kinds = [part.get("type") for part in parts]
+        if others := [kind for kind in kinds if kind != "text"]:
+            raise UserError(f"content that is not text ({others[0]!r}); expected text alone")
         return "".join(text_of(part.get("text")) for part in parts)
     return None if content is None else text_of(content)
 

@@ -13,8 +13,8 @@ from itertools import pairwise
 from typing import Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.chat.context_columns import history_of, system_of, with_system
-from qfsdp.data.chat.messages import NotText, as_message, as_tools, may_train, text_of, unfilled
+from qfsdp.data.chat.context_columns import check_text_alone, history_of, system_of, with_system
+from qfsdp.data.chat.messages import as_message, as_tools, may_train, text_of, unfilled
 from qfsdp.data.conversations import Chat, ChatRows, Tokenizer, check_answer
 from qfsdp.data.files.rows import Row
 from qfsdp.data.row_tokenizer import TokenizedRow, Unusable
@@ -195,11 +195,8 @@ def _turns(value: Any, column: str, has_prompt: bool) -> Messages:
 
 
 def _message(turn: Any) -> dict[str, Any]:
-    try:
-        message = as_message(turn)
-        return message if may_train(turn) else message | {"masked": True}
-    except NotText as reason:
-        raise Unusable(str(reason)) from None
+    message = as_message(turn)
+    return message if may_train(turn) else message | {"masked": True}
 
 
 def _check_prompt(given: Messages, found: Messages) -> None:
@@ -217,6 +214,7 @@ def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Cha
         Unusable: roles do not alternate, an answer is empty, or none may be trained.
         UserError: the history is no list of pairs or messages.
     """
+    check_text_alone(row)
     prompt = [*(_message(turn) for turn in history_of(row, columns.history)), *prompt]
     prompt = with_system(system_of(row, columns.system) or columns.system_prompt, prompt)
     _check_roles([*prompt, *answer])

@@ -28,14 +28,16 @@ class HubConfig:
     """A model that transformers builds.
 
     Fields:
-        hf: transformers' config.
+        hf: transformers' config; of a model that takes more than text, that of the whole model.
         source: names the file in errors.
+        architecture: the class.
         vocab_size: rows of the embedding; the other sizes are named as in `config.json`.
         experts, predictors: as of `DecoderParts`; a run does not see them.
     """
 
     hf: Any
     source: str
+    architecture: str
     vocab_size: int
     hidden_size: int
     num_hidden_layers: int
@@ -44,21 +46,23 @@ class HubConfig:
     predictors: int = 0
 
     @property
-    def architecture(self) -> str:
-        """The class, for messages."""
-        return str(_causal_models()[self.hf.model_type])
+    def takes_more_than_text(self) -> bool:
+        """Whether only a part of the model, its text model, is trained."""
+        return self.hf.get_text_config() is not self.hf
 
     def most_positions(self, _: int) -> int:
         """As of `DecoderConfig`: tokens of a prompt and its answer together."""
         return self.max_position_embeddings
 
     def build(self, dtype: torch.dtype) -> Any:
-        """transformers' module on the meta device. Raises `UserError`."""
-        from transformers import AutoModelForCausalLM
+        """transformers' module on the meta device, with all its parts. Raises `UserError`."""
+        from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+        of_text = _models()[0].get(self.hf.model_type) == self.architecture
+        auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
         try:
             with torch.device("meta"):
-                return AutoModelForCausalLM.from_config(self.hf, dtype=dtype)
+                return auto.from_config(self.hf, dtype=dtype)
         except Exception as error:  # whatever transformers' classes raise for a config
             raise _refused(self.source, error) from None
 
@@ -119,44 +123,46 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
             "installed; expected `pip install 'qfsdp[transformers]'`, or one of "
             f"{', '.join(FAMILIES)}"
         ) from None
-    models = _causal_models()
+    causal, multimodal = _models()
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
-        return _unknown(architecture, source, config, [*FAMILIES, *models.values()])
-    if models.get(kind) != architecture:
-        expected = models.get(kind, "a causal language model of text")
+        known = [*FAMILIES, *causal.values(), *multimodal.values()]
+        return _unknown(architecture, source, config, known)
+    if architecture not in (causal.get(kind), multimodal.get(kind)):
+        expected = causal.get(kind) or multimodal.get(kind, "a causal language model of text")
         raise UserError(
-            f"{source}: architecture {architecture!r} is no causal language model of text; "
-            f"expected {expected}"
+            f"{source}: architecture {architecture!r} is no causal language model; expected "
+            f"{expected}"
         )
     try:
         cls = CONFIG_MAPPING[kind]
         hf = cls.from_dict(cls._decode_special_floats(dict(config)))  # infinity is no JSON
+        text = hf if hf.is_encoder_decoder else hf.get_text_config()
     except Exception as error:  # whatever transformers' classes raise for a value
         raise _refused(source, error) from None
-    _check_kind(hf, architecture, source)
-    positions = getattr(hf, "max_position_embeddings", None)
+    _check_kind(hf, text, architecture, source)
+    positions = getattr(text, "max_position_embeddings", None)
     keys = ("vocab_size", "hidden_size", "num_hidden_layers")
-    sizes: list[Any] = [getattr(hf, key, None) for key in keys]
+    sizes: list[Any] = [getattr(text, key, None) for key in keys]
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise UserError(
             f"{source}: {architecture} has no vocab_size, hidden_size or num_hidden_layers; "
             "expected integers above 0"
         )
     # What a loss of experts would need is not asked for.
-    hf.output_router_logits = False
-    return HubConfig(hf, source, sizes[0], sizes[1], sizes[2], positions or UNLIMITED)
+    hf.output_router_logits = text.output_router_logits = False
+    return HubConfig(hf, source, architecture, sizes[0], sizes[1], sizes[2], positions or UNLIMITED)
 
 
-def _check_kind(hf: Any, architecture: str, source: str) -> None:
-    """Raises `UserError` for models that do not predict the next token of a text alone."""
+def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
+    """Raises `UserError` for models that do not predict the next token of a text."""
     encoder = getattr(hf, "is_decoder", True) is False and architecture not in DECODERS
-    if getattr(hf, "is_encoder_decoder", False) or encoder:
-        what = "an encoder and a decoder" if hf.is_encoder_decoder else "an encoder"
+    both = any(getattr(one, "is_encoder_decoder", False) for one in (hf, of_text))
+    if both or encoder:
+        what = "an encoder and a decoder" if both else "an encoder"
         raise UserError(f"{source}: {architecture} is {what}; expected a causal language model")
-    if hf.get_text_config() is not hf:
-        raise UserError(
-            f"{source}: {architecture} takes more than text; expected the text model alone"
-        )
+    known = _models()[1].get(hf.model_type, "the text model alone")
+    if of_text is not hf and known != architecture:
+        raise UserError(f"{source}: {architecture} takes more than text; expected {known}")
 
 
 def _unknown(
@@ -185,8 +191,11 @@ def _refused(source: str, error: Exception) -> UserError:
     return UserError(f"{source}: transformers cannot build this model ({what})")
 
 
-def _causal_models() -> dict[str, str]:
-    """`model_type` -> class, of the causal language models that transformers has."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+def _models() -> tuple[dict[str, str], dict[str, str]]:
+    """`model_type` -> class: causal language models that transformers has, and those that take
+    pictures too."""
+    from transformers.models.auto import modeling_auto
 
-    return dict(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    multimodal = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return dict(causal), dict(multimodal)

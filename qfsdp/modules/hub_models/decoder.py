@@ -26,6 +26,7 @@ from qfsdp.modules.hub_models.head import HubHead
 from qfsdp.modules.hub_models.linears import linears_of_layers
 from qfsdp.modules.hub_models.names import names_of_experts
 from qfsdp.modules.hub_models.refused import unsupported
+from qfsdp.modules.hub_models.text_part import take_text_model
 from qfsdp.modules.loss import head_loss
 from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.model_parts import ModelParts
@@ -53,6 +54,7 @@ class HubDecoder(nn.Module):
     def __init__(self, config: HubConfig, dtype: torch.dtype) -> None:
         super().__init__()
         hf = config.build(dtype)
+        text_model = take_text_model(hf, config) if config.takes_more_than_text else None
         self.__dict__["hf"] = hf
         self._modules, self._parameters, self._buffers = hf._modules, hf._parameters, hf._buffers
         self.config = config
@@ -63,7 +65,7 @@ class HubDecoder(nn.Module):
         stored_buffers_as_parameters(hf)
         _keep_fp32(hf, dtype)
         self._shared = list(_shared_names(hf))
-        self._check_parts()
+        self._find_parts(text_model)
         self.recomputes = False
         self.linears, self.plain_linears = linears_of_layers(self.parts.layers, self._layers_name)
         taken = names_of_experts(hf)
@@ -72,7 +74,7 @@ class HubDecoder(nn.Module):
             raise UserError(f"{config.source}: the layers of {config.architecture} have no linears")
         self.eval()
 
-    def _check_parts(self) -> None:
+    def _find_parts(self, text_model: str | None) -> None:
         hf, source, name = self.hf, self.config.source, self.config.architecture
         depth = self.config.num_hidden_layers
         lists = [
@@ -86,7 +88,8 @@ class HubDecoder(nn.Module):
         if body is hf or not lists or output is None:
             raise UserError(f"{source}: {name} has no layers or output layer that could be found")
         named = {id(module): where for where, module in hf.named_modules()}
-        self._layers_name, self._body_name = lists[0], named[id(body)]
+        self._layers_name, self._body_name = lists[0], text_model or named[id(body)]
+        self._replaced_name = named[id(body)]  # in the class's `forward`, see `HubHead`
         self._embedding_name = named[id(hf.get_input_embeddings())]
         self._output_name = named[id(output)]
 
@@ -175,7 +178,7 @@ class HubDecoder(nn.Module):
         if cache is not None:
             return torch.cat(cache.next_tokens(tokens, self._next_logits))
         hidden: Tensor = self._run_body(tokens, positions, use_cache=False).last_hidden_state
-        head = HubHead(self.hf, self._body_name, self._output_name)
+        head = HubHead(self.hf, self._replaced_name, self._output_name)
         output = self.parts.output
         if isinstance(output, FSDPModule):
             output.unshard()
@@ -192,7 +195,7 @@ class HubDecoder(nn.Module):
         if (cache := getattr(output, "past_key_values", None)) is None:
             name, source = self.config.architecture, self.config.source
             raise UserError(f"{source}: {name} keeps no keys and values; it is not generated from")
-        head = HubHead(self.hf, self._body_name, self._output_name)
+        head = HubHead(self.hf, self._replaced_name, self._output_name)
         return head.logits(output.last_hidden_state[:, -1:], tokens[:, -1:])[:, 0], cache
 
     def _run_body(self, tokens: Tensor, positions: Tensor | None, **more: Any) -> Any:

@@ -8,7 +8,7 @@ are computed here; rows are read by `qfsdp.checkpoint.weights`.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -29,13 +29,17 @@ class Source(NamedTuple):
     parts: int = 1
 
 
-def parameter_sources(hf: Any, stored: Iterable[str], where: str) -> dict[str, Source]:
+def parameter_sources(
+    hf: Any, stored: Iterable[str], where: str, used: Collection[str]
+) -> dict[str, Source]:
     """Parameter name -> what holds it; a tensor that belongs to no parameter keeps its name.
 
-    Left out are tensors that transformers ignores, such as layers that predict further tokens.
+    Left out are tensors that transformers ignores, such as layers that predict further tokens, and
+    those of parameters that are not used.
 
     Args:
         hf: transformers' module, as it was built.
+        used: names of the parameters that are trained or frozen here.
         stored: names of a folder's tensors.
         where: the folder, for errors.
 
@@ -61,7 +65,8 @@ def parameter_sources(hf: Any, stored: Iterable[str], where: str) -> dict[str, S
         name, pattern = rename_source_key(key, renamings, converters, prefix, known)
         if name not in known and key in known:
             name, pattern = rename_source_key(key, [], [], prefix, known)
-        if name in known or not any(ignored.search(name) for ignored in unread):
+        unknown = name not in known and not any(ignored.search(name) for ignored in unread)
+        if name in used or unknown:
             groups.setdefault(name, {}).setdefault(pattern, []).append(key)
     found: dict[str, Source] = {}
     for name, of_pattern in groups.items():
