@@ -1,12 +1,15 @@
 """Time to dequantize NF4 weights to bf16: ours, torchao's, bitsandbytes', and a plain copy.
 
     python benchmarks/dequantize.py [--quick] [--json dequantize.json] [--device cpu]
+    python benchmarks/dequantize.py --before CHECKOUT [--shapes ...] [--json dequantize.json]
 
 All write into new memory. Bits are compared with bitsandbytes' before anything is timed.
 Shapes on a CPU: the linears of SmolLM2-135M and Llama-3-8B and two of Llama-3-70B; with --quick
 those of SmolLM2 and two of 8B. On a GPU: those of 70B. torchao needs sizes that 16,384 divides;
 with --quick it gets none above 16 M weights, because it quantizes 7 M a second. `--shapes
-8192x8192 ...` takes others.
+8192x8192 ...` takes others. With `--before`, the code of another checkout and of this one take
+turns in processes of their own: whoever changes `tensor_subclasses/` compares with the commit
+before.
 
 Keys of the JSON file; on a GPU the prefix is `gpu_`. A ratio is the geometric mean over shapes of
 the medians over rounds; its `_min` and `_max` are over all shapes and rounds:
@@ -20,13 +23,18 @@ the medians over rounds; its `_min` and `_max` are over all shapes and rounds:
     cpu_elements_per_second            weights a second, over all shapes
     gpu_two_kernels_over_one           seconds of ours over those with QFSDP_ONE_KERNEL=1
     gpu_temporaries_over_output        peak of temporary bytes over the bytes of the output
+    before_over_now_quantize           seconds of the other checkout over ours (--before), and
+    before_over_now_dequantize         the same for bf16 and fp32 results
     cpu_ROWSxCOLS_...                  the same for one shape, and NAME_seconds, medians
 """
 
 from __future__ import annotations
 
 import ctypes
+import json
+import os
 import statistics
+import subprocess
 import sys
 import warnings
 from collections.abc import Callable
@@ -174,6 +182,61 @@ def temporaries(quantized: QuantizedTensor) -> int:
     return torch.cuda.max_memory_allocated() - before - out.nbytes
 
 
+# Runs in both checkouts: what it calls has had these names since the first release.
+WORKER = """
+import json, sys, time
+import torch
+from qfsdp.tensor_subclasses import nf4
+
+def seconds(call, least=0.3):
+    call()
+    calls, since = 0, time.perf_counter()
+    while time.perf_counter() - since < least:
+        call()
+        calls += 1
+    return (time.perf_counter() - since) / calls
+
+found = {}
+for rows, cols in json.loads(sys.argv[1]):
+    torch.manual_seed(0)
+    weight = torch.randn(rows, cols).mul_(0.02).bfloat16()
+    quantized, shape = nf4.quantize(weight), f"{rows}x{cols}"
+    found[f"{shape} quantize"] = seconds(lambda: nf4.quantize(weight))
+    for name in ("bfloat16", "float32"):
+        dtype = getattr(torch, name)
+        found[f"{shape} dequantize {name}"] = seconds(lambda: quantized.dequantize(dtype))
+print(json.dumps(found))
+"""
+
+
+def against(
+    before: Path, shapes: list[tuple[int, int]], rounds: int, json_file: Path | None
+) -> None:
+    """Prints seconds of `WORKER`'s calls in another checkout and in this one, and their ratios."""
+    checkouts = {"before": before.resolve(), "now": Path(__file__).resolve().parent.parent}
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in checkouts}
+    for _ in range(rounds):
+        for name, folder in checkouts.items():
+            env = os.environ | {"PYTHONPATH": str(folder)}
+            command = [sys.executable, "-P", "-c", WORKER, json.dumps(shapes)]
+            output = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
+            for case, seconds in json.loads(output.stdout.splitlines()[-1]).items():
+                times[name].setdefault(case, []).append(seconds)
+    rows = [["milliseconds", *checkouts, "before / now"]]
+    parts: dict[str, list[Figures]] = {"quantize": [], "dequantize": []}
+    for case, seconds in times["now"].items():
+        found = ratios("ratio", times["before"][case], seconds)
+        parts[case.split()[1]].append(found)
+        medians = [1e3 * statistics.median(times[name][case]) for name in checkouts]
+        spread = f"{found['ratio']:.3f} ({found['ratio_min']:.2f} to {found['ratio_max']:.2f})"
+        rows.append([case, *(f"{value:.3f}" for value in medians), spread])
+    table(rows)
+    figures: Figures = {}
+    for name, part in parts.items():
+        figures |= geometric(f"before_over_now_{name}", part, "ratio")
+    tell(figures, json_file)
+
+
 def shape_of(text: str) -> tuple[int, int]:
     rows, cols = map(int, text.split("x"))
     return rows, cols
@@ -182,7 +245,11 @@ def shape_of(text: str) -> tuple[int, int]:
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="ROWSxCOLS")
+    parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with its code")
     args = parser.parse_args()
+    if args.before:
+        against(args.before, args.shapes or SMOLLM2 + LLAMA_8B[:1], args.repeat, args.json)
+        return
     warnings.filterwarnings("ignore", module="torchao|bitsandbytes")
     torch._dynamo.config.recompile_limit = 64  # torchao compiles once per shape
     prefix, shapes = "cpu", SMOLLM2 + (LLAMA_8B[:2] if args.quick else LLAMA_8B + LLAMA_70B[:2])
