@@ -14,7 +14,21 @@ TYPE_CHECKING = False  # that of `typing`, which takes time to import
 if TYPE_CHECKING:
     from importlib.machinery import ModuleSpec
 
+    from qfsdp.cli.api import Model, Run, estimate, evaluate, generate, load, train
+    from qfsdp.common.errors import UserError
+
+# docs/guide/python.md; imported when they are first used.
+__all__ = ["Model", "Run", "UserError", "estimate", "evaluate", "generate", "load", "train"]
+
 __version__ = "0.1.0"
+
+
+def __getattr__(name: str) -> object:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import import_module  # the top, which what lies below does not import
+
+    return getattr(import_module("qfsdp.cli.api"), name)
 
 
 class _OldPaths:

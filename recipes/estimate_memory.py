@@ -22,6 +22,7 @@ from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.long_waits import long_wait
 from qfsdp.config.tool_config import Training, run_tool
 from qfsdp.distributed.global_batch import split_batch
+from qfsdp.planning.estimate import Estimate
 from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import check_bf16, device_memory_of, known_gpu, known_name
 from qfsdp.planning.report import draw, lines
@@ -58,15 +59,21 @@ def device_memory(cfg: Config, train: Any) -> int | None:
     return given
 
 
-def main(cfg: Config, training: Training) -> None:
-    began, train = time.perf_counter(), training.cfg
+def estimate(cfg: Config, training: Training) -> Estimate:
+    """The memory of a step; raises UserError if the training config is wrong."""
+    train = training.cfg
     split_batch(train, cfg.world_size)
     check_bf16(cfg.gpu, train.model.dtype)
     check_optimizer(any_lr(train.optimizer), train.lr_scheduler)
-    limit = device_memory(cfg, train)
     functions = (training.recipe.build_model, training.recipe.train_step)
     with long_wait("memory: the training step runs dry"):
-        found = estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)
+        return estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)
+
+
+def main(cfg: Config, training: Training) -> None:
+    began, train = time.perf_counter(), training.cfg
+    limit = device_memory(cfg, train)
+    found = estimate(cfg, training)
     title = f"{Path(train.model.path).name}, {cfg.world_size} ranks"
     print(
         f"{title}, {train.batch_size} x {train.max_seq_len} tokens per micro-batch, "

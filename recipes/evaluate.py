@@ -204,13 +204,8 @@ def write_parts(cfg: Config, name: str, loss: MeanLoss, world: World) -> None:
         append_rows(file, [{"loss": total, "targets": targets} for total, targets in loss.parts])
 
 
-@explain_out_of_memory
-def main(cfg: Config, run: Run) -> None:
-    world = init_world(cfg.sharding)
-    sets = read_sets(cfg)
-    run.model = model = load_for_inference(
-        cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world
-    )
+def measure(cfg: Config, model: AnyDecoder, sets: Sets, world: World) -> list[Result]:
+    """Measures everything, prints a table, and writes it to `output`."""
     started = time.perf_counter()
     results = evaluate(cfg, model, sets, world)
     if world.rank == 0:
@@ -224,6 +219,17 @@ def main(cfg: Config, run: Run) -> None:
         print(format_table(results), flush=True)  # first: the disk may be full
         write_results(Path(cfg.output).expanduser(), results, about)
         print(f"evaluation: {cfg.output}")
+    return results
+
+
+@explain_out_of_memory
+def main(cfg: Config, run: Run) -> None:
+    world = init_world(cfg.sharding)
+    sets = read_sets(cfg)
+    run.model = model = load_for_inference(
+        cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world
+    )
+    measure(cfg, model, sets, world)
 
 
 if __name__ == "__main__":

@@ -30,6 +30,10 @@ class UserError(Exception):
     Recipes print it as `error: <message>` and exit with status 2, without a traceback.
     """
 
+    def _render_traceback_(self) -> list[str]:
+        """What notebooks (IPython) show in place of a traceback."""
+        return [f"error: {self}"]
+
 
 class InvalidField(ValueError):
     """A config section's own check failed; `qfsdp.config.load` adds the section's name.
@@ -76,7 +80,7 @@ def user_errors() -> Iterator[None]:
     A limit of the system is one too, wherever it is met: on names of files, on address space.
     """
     try:
-        with _limits_of_the_system():
+        with limits_of_the_system():
             yield
     except UserError as error:
         rank = os.environ.get("RANK", "0")
@@ -92,7 +96,8 @@ def user_errors() -> Iterator[None]:
 
 
 @contextmanager
-def _limits_of_the_system() -> Iterator[None]:
+def limits_of_the_system() -> Iterator[None]:
+    """Raises UserError where the system's error says that one of its limits is met."""
     try:
         yield
     except (OSError, UnicodeEncodeError, MemoryError, ImportError, RuntimeError) as error:

@@ -98,7 +98,7 @@ def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     Neither keys nor values are checked, and interpolations are not resolved. Raises UserError.
     """
     path, overrides = _split_argv(argv, schema)
-    tree = _read_yaml(path)
+    tree = read_yaml(path)
     change(schema, tree, overrides)
     return path, over_defaults(schema, tree)
 
@@ -144,7 +144,8 @@ def split_words(argv: Sequence[str], schema: type) -> tuple[str | None, list[str
     return path, overrides
 
 
-def _read_yaml(path: str) -> dict[str, Any]:
+def read_yaml(path: str) -> dict[str, Any]:
+    """The keys of a config file, neither checked nor resolved. Raises UserError."""
     try:
         with open(path, encoding="utf-8") as file:
             text = file.read(MOST_CHARACTERS + 1)

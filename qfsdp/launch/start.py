@@ -75,7 +75,7 @@ def launch(
         config = load_config(schema, argv)
         _keep_output(config)
         if "LOCAL_RANK" not in os.environ:
-            _checked(check, config)
+            checked(check, config)
             if not _trains(config) and (line := unused_driver()) is not None:
                 say(line)  # a run's summary tells it
             if not one_process and (count := local_world_size()) > 1:
@@ -142,8 +142,8 @@ def _typed_words(argv: Sequence[str], key: str) -> list[str]:
     return [*kept, f"{key}={quoted.strip()}"] if typed else kept
 
 
-def _checked(check: Callable[[T], None], config: T) -> None:
-    """Runs a recipe's `check`; what it names on the hub is then downloaded."""
+def checked(check: Callable[[T], None], config: T) -> None:
+    """Runs a recipe's `check`; what it names on the hub is then downloaded. Raises UserError."""
     with previewed(config):
         check(config)
         check_push(config)
@@ -184,7 +184,7 @@ def check_recipe(recipe_file: str | Path, argv: Sequence[str]) -> None:
     if hasattr(recipe, "check"):
         config = load_config(recipe.Config, argv)
         _keep_output(config)
-        _checked(recipe.check, config)
+        checked(recipe.check, config)
 
 
 def validate_config(config_file: str | Path, recipe_file: str | Path) -> None:

@@ -24,7 +24,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component
 from qfsdp.hub import download as hub
 from qfsdp.hub.download import download, local_folder, split_name
-from qfsdp.launch.start import _checked as check_and_download
+from qfsdp.launch.start import checked as check_and_download
 from tests.hub_server import HubServer, files_of
 from tests.tiny import write_tiny_model
 

@@ -109,7 +109,7 @@ def test_commands_run(guide: Path, folder: Path) -> None:
     if guide.stem == "first-finetune":
         shutil.rmtree(folder / "runs")
     for block, why in blocks(guide.read_text()):
-        block = re.sub(r"meta-llama/[\w.-]+", "tiny", block)
+        block = re.sub(r"(meta-llama|Qwen)/[\w.-]+", "tiny", block)
         if why is None and is_python(block):
             exec(block, {})
         for words in () if why else commands(block):
