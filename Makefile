@@ -65,6 +65,7 @@ lint: venv
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python tests/check_layout.py
 	$(BIN)/python docs/check.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:
 	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache

@@ -17,5 +17,7 @@ with user_errors():
 
 
 def cache_dir() -> Path:
-    """The folder of the demo's model and data: `$QFSDP_CACHE`, or `~/.cache/qfsdp`."""
-    return Path(os.environ.get("QFSDP_CACHE") or Path.home() / ".cache" / "qfsdp")
+    """The folder of the demo's model and data: `$QFSDP_CACHE`, `$XDG_CACHE_HOME/qfsdp`, or
+    `~/.cache/qfsdp`."""
+    caches = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("QFSDP_CACHE") or Path(caches) / "qfsdp")

@@ -4,6 +4,7 @@ environment, whose values may be secrets.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -30,6 +31,8 @@ def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
         UserError: they multiply beyond `MOST_STEPS` or `MOST_LENGTH`.
         OmegaConfBaseException, RecursionError: as OmegaConf raises.
     """
+    if home := os.environ.get("XDG_CACHE_HOME"):  # the shipped configs read this variable
+        os.environ.setdefault("QFSDP_CACHE", os.path.join(home, "qfsdp"))
     config = OmegaConf.create(tree)
     with _watched() as seen:
         resolved = _plain(config, [0])

@@ -113,7 +113,8 @@ def host(case: Case) -> str:
 
 @check("cache of models", "set HF_HOME to a folder that you can write to")
 def models_cache(case: Case) -> str:
-    folder = Path(os.environ.get("HF_HOME") or "~/.cache/huggingface").expanduser()
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache")
+    folder = Path(os.environ.get("HF_HOME") or caches / "huggingface").expanduser()
     text = f"HF_HOME on {_file_system(case, folder)}"
     try:
         with tempfile.TemporaryDirectory(dir=nearest_existing(folder)):
