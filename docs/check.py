@@ -6,6 +6,7 @@
 * Files in backticks exist.
 * Commands exist: `tune` and `qfsdp` with their recipe, config and keys, `make` with its target,
   `python` with its script. A command that is followed by "error: ..." must give that error.
+* Commands mean the same in bash and zsh: `~key` and brackets are quoted.
 * Config keys in backticks exist, such as `adapter.rank` or `sharding.wrap: linear`.
 * Lines are at most 100 columns, but for those of tables. README.md, CHANGELOG.md and the files of
   docs/ have line limits; a version of CHANGELOG.md and log.md has at most 60 lines.
@@ -170,6 +171,8 @@ def check_command(command: str, copies: dict[str, str]) -> str | None:
     words = [word for word in words if word not in ("...", "…")]
     if len(words) < 2:
         return None
+    if words[0] in ("tune", "qfsdp", "pip") and (word := unquoted(command)) is not None:
+        return f"zsh takes {word} as its own; expected quotes"
     if words[0] == "make":
         return check_make(words[1:])
     if words[0] in ("python", "python3"):
@@ -177,6 +180,12 @@ def check_command(command: str, copies: dict[str, str]) -> str | None:
     if words[0] in ("tune", "qfsdp"):
         return check_tune(words[1:], copies)
     return None
+
+
+def unquoted(command: str) -> str | None:
+    """The first word that zsh would expand, or refuse as a pattern; None without one."""
+    bare = re.sub(r"""'[^']*'|"[^"]*"|\\.|\[[^\]]*\.\.\.\]""", "", command)
+    return next((word for word in bare.split() if re.search(r"^~\w|[][*?]|\{.*,", word)), None)
 
 
 def check_make(words: list[str]) -> str | None:

@@ -10,7 +10,7 @@ Four kinds of measurements, each for any number of sets in the config:
     loss          held-out loss of training datasets, over their target tokens
     text          perplexity of text files, in windows
     exact_match   answers to questions, compared as numbers (GSM8K, Orca-Math)
-    lm_eval       tasks of lm-eval (ARC, HellaSwag, TruthfulQA, ...): pip install qfsdp[eval]
+    lm_eval       tasks of lm-eval (ARC, HellaSwag, TruthfulQA, ...): pip install lm-eval
 
 Prints a table with confidence intervals, and writes it to `output` as JSON. Every question with its
 answer, and the loss of every batch, go to .jsonl files in the same folder. Several ranks share the

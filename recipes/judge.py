@@ -76,7 +76,7 @@ def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before anything is asked."""
     check_one_process()
     if importlib.util.find_spec("openai") is None:
-        raise UserError("judge: openai is not installed; expected `pip install qfsdp[judge]`")
+        raise UserError("judge: openai is not installed; expected `pip install openai`")
     questions_of(cfg)
     try:
         Path(cfg.output_dir).expanduser().mkdir(parents=True, exist_ok=True)

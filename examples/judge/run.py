@@ -10,7 +10,7 @@ compares their answers to our questions by `recipes/judge`, each pair in both or
     model   the base itself: too small to judge well, as its refusals and contradictions show
 
 The first comparison is killed after some exchanges and goes on. An adapter that is there already is
-used again. Needs `pip install qfsdp[serve,judge]`; about a quarter of an hour of one core.
+used again. Needs `pip install starlette uvicorn openai`; about a quarter of an hour of one core.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
-            "lm_eval.tasks: the package lm-eval is missing; expected pip install qfsdp[eval]"
+            "lm_eval.tasks: the package lm-eval is missing; expected pip install lm-eval"
         )
     check_tasks(config.tasks)
     names = _with_subjects(config)

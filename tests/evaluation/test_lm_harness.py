@@ -250,5 +250,5 @@ def test_the_line_of_a_broken_row_is_named(tmp_path: Path) -> None:
 
 def test_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"is missing; expected pip install qfsdp\[eval\]$"):
+    with pytest.raises(UserError, match=r"is missing; expected pip install lm-eval$"):
         load_tasks(LMEvalConfig(["arc_easy"]))

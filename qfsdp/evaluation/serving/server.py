@@ -29,7 +29,7 @@ def check_packages() -> None:
     """Raises UserError if a package of the server is missing."""
     for name in ("starlette", "uvicorn"):
         if importlib.util.find_spec(name) is None:
-            raise UserError(f"serve: {name} is not installed; expected `pip install qfsdp[serve]`")
+            raise UserError(f"serve: {name} is not installed; expected `pip install {name}`")
 
 
 def open_socket(host: str, port: int) -> socket.socket:
