@@ -165,7 +165,8 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "8 bits": (lambda f: method(f, load_in_8bit=True), "8-bit weights; expected 4-bit NF4"),
     "another method": (
         lambda f: method(f, quant_method="gptq"),
-        "config.json: quant_method 'gptq'; expected qfsdp, bitsandbytes, mxfp4, or weights",
+        "config.json: quant_method 'gptq'; expected qfsdp, bitsandbytes, mxfp4, fp8, fbgemm_fp8, "
+        "compressed-tensors with format float-quantized, or weights",
     ),
     "another block size": (
         lambda f: edit(f, state_with(blocksize=128)),

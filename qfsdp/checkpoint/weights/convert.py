@@ -283,4 +283,6 @@ def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for key in ("quantization_config", "dtype"):
         config.pop(key, None)
+    if isinstance(text := config.get("text_config"), dict):
+        text.pop("quantization_config", None)
     return config | {"torch_dtype": str(dtype).removeprefix("torch.")}  # any version reads it

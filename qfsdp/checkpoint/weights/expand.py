@@ -151,6 +151,7 @@ def expand_folder(
     """
     check_plain(weights)
     config = json.loads((weights.folder / "config.json").read_text(encoding="utf-8"))
+    config.pop("quantization_config", None)  # of FP8, which is written in bf16
     new_config = expanded_config(config, new_blocks)
     parts, conversions = DecoderConfig.from_dict(new_config), {}
     for name, (source, zero) in _tensor_sources(config, new_blocks).items():

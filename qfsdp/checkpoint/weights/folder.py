@@ -19,6 +19,7 @@ from torch import nn
 
 from qfsdp.checkpoint.weights.bnb_layout import read_bnb
 from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_experts
+from qfsdp.checkpoint.weights.fp8_layout import FP8_METHODS, is_fp8, quantization_of, without_scales
 from qfsdp.checkpoint.weights.hub_names import tensors_of_hub_model
 from qfsdp.checkpoint.weights.identity import sampled_digest, whole_digest
 from qfsdp.checkpoint.weights.other_names import (
@@ -48,6 +49,7 @@ class ModelWeights:
     Attributes:
         folder: its path.
         files: all tensors of the folder.
+        tensors: the same as they are read: those in FP8 as bf16 (`fp8_layout.py`).
         quantized: name -> weight, of the weights that are stored quantized.
         write_again: where the folder is a cache: `write_again(damage)` writes what is damaged anew
             and returns the weights; every rank must call it.
@@ -68,13 +70,15 @@ class ModelWeights:
         self.implementation, self.config = implementation, None
         with suppress(UserError):  # those who build the model report it
             self.config = model_config(self.folder, implementation)
-        parts = self.config
-        if isinstance(parts, HubConfig):
-            self.plain = tensors_of_hub_model(self.files, parts)
-            return
-        if parts is not None:
+        parts, config = self.config, self._quantization_config()
+        if parts is not None and not isinstance(parts, HubConfig):
             self.files.tensors = with_our_names(self.files.tensors, parts)
-        config = self._quantization_config()
+        self.tensors = self.files.tensors
+        if config is not None and is_fp8(config):
+            self.tensors, config = without_scales(self.tensors, config), None
+        if isinstance(parts, HubConfig):
+            self.plain = tensors_of_hub_model(self.tensors, self.folder, parts, config)
+            return
         if config is not None:
             if not isinstance(config, dict):
                 found = f"quantization_config {config!r:.50}; expected a JSON object"
@@ -83,11 +87,11 @@ class ModelWeights:
             if not isinstance(method, str) or method not in _LAYOUTS:
                 raise UserError(
                     f"{self.folder / 'config.json'}: quant_method {method!r}; expected "
-                    f"{', '.join(_LAYOUTS)}, or weights that are not quantized"
+                    f"{', '.join(_LAYOUTS)}, {FP8_METHODS}, or weights that are not quantized"
                 )
             self.quantized = _LAYOUTS[method](self.files, config)
         used = {name for weight in self.quantized.values() for name in weight.tensor_names}
-        self.plain = {n: tensor for n, tensor in self.files.tensors.items() if n not in used}
+        self.plain = {n: tensor for n, tensor in self.tensors.items() if n not in used}
         if single := next((name for name in self.quantized if OF_SINGLE.search(name)), None):
             raise UserError(
                 f"{self.folder}: {single!r} is quantized by itself; expected the model in 16 bits: "
@@ -107,7 +111,7 @@ class ModelWeights:
         file = self.folder / "config.json"
         try:
             text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
-            return json.loads(text).get("quantization_config")
+            return quantization_of(json.loads(text))
         except (OSError, ValueError, AttributeError, RecursionError):
             return None  # DecoderConfig reports the error
 

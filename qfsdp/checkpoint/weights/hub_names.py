@@ -2,39 +2,56 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from math import prod
+from pathlib import Path
+from typing import Any
 
-from qfsdp.checkpoint.weights.read import SafetensorsFolder, StackedTensor, StoredTensor
+from qfsdp.checkpoint.weights.fp8_layout import FP8_METHODS
+from qfsdp.checkpoint.weights.read import ComputedTensor, StackedTensor, StoredTensor
 from qfsdp.common.errors import UserError
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.names import Source, parameter_sources
 from qfsdp.modules.hub_models.text_part import used_names
 
 
-def tensors_of_hub_model(files: SafetensorsFolder, config: HubConfig) -> dict[str, StoredTensor]:
+def tensors_of_hub_model(
+    tensors: Mapping[str, StoredTensor], folder: Path, config: HubConfig, quantization: Any
+) -> dict[str, StoredTensor]:
     """Parameter name -> the rows that hold it; tensors of no parameter keep their names.
+
+    Args:
+        tensors: of the folder, as they are read.
+        quantization: its `quantization_config`; None if they are plain or FP8.
 
     Raises:
         UserError: the folder is quantized, or a tensor is stored in a form that is not read.
     """
-    if (quantized := getattr(config.hf, "quantization_config", None)) is not None:
-        method = quantized.get("quant_method") if isinstance(quantized, dict) else quantized
+    if quantization is not None:
+        method = quantization.get("quant_method") if isinstance(quantization, dict) else None
         raise UserError(
-            f"{config.source}: quantization_config ({method}); expected weights in 16 or 32 bits: "
-            f"{config.architecture} is quantized while it is loaded"
+            f"{config.source}: quantization_config ({method}); expected {FP8_METHODS}, or plain "
+            f"weights: {config.architecture} is quantized while it is loaded"
         )
     shapes = {name: tuple(param.shape) for name, param in config.meta.state_dict().items()}
     names = used_names(config)
-    sources = parameter_sources(config.meta, files.tensors, str(files.folder), names)
-    return {name: _rows(name, source, shapes.get(name), files) for name, source in sources.items()}
+    sources = parameter_sources(config.meta, tensors, str(folder), names)
+    return {name: _rows(name, one, shapes.get(name), tensors) for name, one in sources.items()}
 
 
 def _rows(
-    name: str, source: Source, shape: tuple[int, ...] | None, files: SafetensorsFolder
+    name: str,
+    source: Source,
+    shape: tuple[int, ...] | None,
+    tensors: Mapping[str, StoredTensor],
 ) -> StoredTensor:
-    parts = [files.tensors[one] for one in source.names]
+    parts = [tensors[one] for one in source.names]
     first = parts[0]
+    if source.parts > 1 and isinstance(first, ComputedTensor):
+        raise UserError(
+            f"{first.file}: {name!r} is a part of tensor {first.name!r}; expected it in 16 bits"
+        )
     if source.parts > 1:
         rows, size = first.rows // source.parts, first.size // source.parts
         start = first.start + source.part * size

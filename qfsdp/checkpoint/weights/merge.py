@@ -213,7 +213,7 @@ class Merge:
             found = self.weights.plain[name]
             parts = found.parts if isinstance(found, StackedTensor) else (found,)
             stored = {part.name: part.shape for part in parts}
-            if any(self.weights.files.tensors[n].shape != shape for n, shape in stored.items()):
+            if any(self.weights.tensors[n].shape != shape for n, shape in stored.items()):
                 raise UserError(f"{found.file}: {name!r} is a part of a tensor; it is not merged")
             held, one = formats.get(name), StoredAs(stored)
             plan.append(MergedWeight(name, name, shapes[name], held, None, name in adapted, one))
@@ -226,7 +226,7 @@ class Merge:
         written = {name for weight in plan for name in weight.stored.shapes}
         return {
             name: copied(name, stored, StoredAs({name: stored.shape}))
-            for name, stored in self.weights.files.tensors.items()
+            for name, stored in self.weights.tensors.items()
             if name not in written
         }
 

@@ -44,6 +44,7 @@ STORED_DTYPES = {
     "BOOL": torch.bool,
     "F8_E4M3": torch.float8_e4m3fn,
     "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 """safetensors' name -> dtype. A tensor of another type can be listed but not read."""
 
@@ -83,6 +84,15 @@ class StoredTensor:
         """The same bytes as a uint8 matrix of `rows` rows."""
         shape = (rows, self.size // rows)
         return StoredTensor(self.name, self.file, "U8", shape, self.start, self.size)
+
+
+@dataclass(frozen=True)
+class ComputedTensor(StoredTensor):
+    """A tensor whose rows are computed from others; `start` is not used."""
+
+    def fill(self, files: OpenFiles, row: int, into: Tensor) -> None:
+        """Fills a contiguous CPU tensor with the rows from `row` on."""
+        raise NotImplementedError
 
 
 @dataclass(frozen=True)
@@ -220,6 +230,8 @@ class OpenFiles:
         """
         if not into.numel():
             return
+        if isinstance(tensor, ComputedTensor):
+            return tensor.fill(self, row, into)
         if isinstance(tensor, StackedTensor):
             for part, first, some in tensor.split(row, into):
                 if tensor.transposed:
