@@ -3,8 +3,8 @@
     tune run recipes/export --config configs/export.yaml \\
         model.path=meta-llama/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter output_dir=models/x
 
-* `format=gguf`: one file for llama.cpp, Ollama and others; `gguf_type` says how its matrices are
-  stored. Families Llama, Mistral, Qwen2 and Qwen3.
+* `format=gguf`: one file for llama.cpp and others; `gguf_type` says how its matrices are stored.
+  Beside it a Modelfile for Ollama. Families Llama, Mistral, Qwen2 and Qwen3.
 * `format=w4a16`: a folder with 4-bit integers in groups for the Marlin kernels of vLLM, in the
   layout of compressed-tensors. Each weight is rounded to the nearest number; nothing is calibrated.
 * `format=lora`: the adapter as vLLM serves it beside its base, checked. vLLM loads no DoRA.
@@ -22,17 +22,20 @@ from typing import Literal
 
 from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base
 from qfsdp.checkpoint.adapter_config_file import WEIGHTS_FILE
-from qfsdp.checkpoint.export.gguf_file import GgufType, plan_gguf
+from qfsdp.checkpoint.export.gguf_file import GgufExport, GgufType, plan_gguf
 from qfsdp.checkpoint.export.gguf_metadata import warn_of_window
 from qfsdp.checkpoint.export.vllm_adapter import VllmAdapter, plan_adapter
 from qfsdp.checkpoint.export.w4a16 import GROUP_SIZES, plan_w4a16
-from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
+from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, chat_tokenizer
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.checkpoint.weights.output_folder import check_output
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.files import not_written, write_text
+from qfsdp.data.chat.ollama import modelfile
 from qfsdp.distributed.world import init_world
+from qfsdp.evaluation.prompts import stop_ids
 from qfsdp.hub.download import local_folder
 from qfsdp.launch.start import launch
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
@@ -82,6 +85,22 @@ def gguf_file(cfg: Config) -> Path:
     return folder / f"{folder.absolute().name}-{cfg.gguf_type.upper()}.gguf"
 
 
+def write_modelfile(cfg: Config, export: GgufExport) -> None:
+    """Writes a Modelfile for Ollama: the chat template, and the tokens that end an answer."""
+    from gguf import SpecialVocab
+
+    file, folder = gguf_file(cfg), cfg.model.weights().folder
+    tokenizer = chat_tokenizer(export.template, folder)
+    special = SpecialVocab(folder, load_merges=False).add_special_token
+    adds_bos = special.get("bos", bool(export.tokenizer.scores))  # sentencepiece's default
+    stops = set() if tokenizer is None else stop_ids(tokenizer, folder)
+    text = modelfile(file.name, tokenizer, adds_bos, stops)
+    try:
+        write_text(file.with_suffix(".Modelfile"), text)
+    except OSError as error:
+        raise UserError(f"output_dir: {not_written(file, error)}") from None
+
+
 def adapter_of(cfg: Config) -> VllmAdapter:
     """The adapter of `format=lora`."""
     assert cfg.adapter is not None
@@ -117,6 +136,8 @@ def main(cfg: Config, _: Run) -> None:
     elif cfg.format == "gguf":
         export = plan_gguf(merge_of(cfg), cfg.gguf_type)
         export.write(gguf_file(cfg), world)
+        if world.rank == 0:
+            write_modelfile(cfg, export)
         told = f"GGUF ({export.size / 2**30:.2f} GiB, {cfg.gguf_type}): {gguf_file(cfg)}"
     else:
         plan_w4a16(merge_of(cfg), cfg.group_size).write(output, world, cfg.max_file_bytes)

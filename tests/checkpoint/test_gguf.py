@@ -286,6 +286,12 @@ def test_byte_level_tokenizers(name: str, tmp_path: Path) -> None:
     assert fields["tokenizer.ggml.merges"] == [" ".join(pair) for pair in merges]
     assert fields["tokenizer.ggml.model"] == "gpt2" and fields["tokenizer.ggml.pre"] == name
     assert not fields["tokenizer.ggml.add_bos_token"]
+    modelfile = (tmp_path / "out/out-Q8_0.Modelfile").read_text()
+    assert "FROM ./out-Q8_0.gguf\n" in modelfile and "<|im_start|>user\n{{ .C" in modelfile
+    assert [line for line in modelfile.splitlines() if line.startswith("PARAMETER")] == [
+        'PARAMETER stop "</s>"',
+        'PARAMETER stop "<|im_end|>"',
+    ]
     assert not fields["tokenizer.ggml.add_space_prefix"]
     assert fields["tokenizer.ggml.bos_token_id"] == 0
     assert fields["tokenizer.ggml.eos_token_id"] == 1
@@ -404,7 +410,8 @@ def test_an_existing_file_and_a_missing_package(
 ) -> None:
     model = write_model(tmp_path / "model")
     file = exported(model, tmp_path / "out")
-    assert {f.name for f in file.parent.iterdir()} == {"out-Q8_0.gguf", LOCK_FILE}
+    names = {"out-Q8_0.gguf", "out-Q8_0.Modelfile", LOCK_FILE}
+    assert {f.name for f in file.parent.iterdir()} == names
     with (
         FolderLock(tmp_path / "out", "output_dir"),
         pytest.raises(UserError, match="being written"),
