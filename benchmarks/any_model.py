@@ -4,8 +4,9 @@
 
 For each architecture a model of a few thousand weights is saved by transformers and built by
 `HubDecoder`. Compared are logits of the plain base with transformers' own, and logits, loss and all
-gradients over NF4 with LoRA with PEFT's over the dequantized base, in fp32. Each runs in a process
-of its own with a limit of time.
+gradients over NF4 with LoRA with PEFT's over the dequantized base, in fp32; and the logits of a row
+of three samples with those of each sample alone. Each runs in a process of its own with a limit of
+time.
 
 `--write` writes `docs/reference/models.md`, and `qfsdp/modules/hub_models/checked.json`: what is
 equal, which is what `model.implementation: auto` takes. Half an hour on two cores.
@@ -14,6 +15,7 @@ equal, which is what `model.implementation: auto` takes. Half an hour on two cor
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import os
@@ -43,6 +45,7 @@ from qfsdp.common.messages import first_line  # noqa: E402
 from qfsdp.modules.adapters.config import AdapterConfig  # noqa: E402
 from qfsdp.modules.families import FAMILIES  # noqa: E402
 from qfsdp.modules.hub_models.config import CHECKED, hub_config  # noqa: E402
+from qfsdp.modules.hub_models.packing import module_names  # noqa: E402
 from tests import hub_models  # noqa: E402
 from tests.models import cpu_world  # noqa: E402
 from tests.peft_oracle import dequantized_base  # noqa: E402
@@ -52,6 +55,7 @@ SECONDS = 240  # of one architecture
 LARGEST = 100e6  # weights of a tiny model
 BOUND = 1e-5  # of logits and losses, relative to the largest; of gradients ten times that
 TOKENS = 24
+SAMPLES = [9, 1, 14]  # of the packed row
 
 # Sizes by the names of configs. A config gets those that it has.
 SIZES: dict[str, Any] = {
@@ -199,7 +203,10 @@ def _compared(
     labels = F.pad(tokens[:, 1:], (0, 1), value=-100)
     found: dict[str, Any] = {}
     with torch.no_grad():
-        found["logits"] = _relative(hub_models.built(folder, None)(tokens), expected)
+        plain_model = hub_models.built(folder, None)
+        found["logits"] = _relative(plain_model(tokens), expected)
+        found["packed"] = _packed_apart(plain_model, tokens[:1])
+        found["modules"] = sorted(module_names(reference))
     adapter = AdapterConfig("lora", rank=4, alpha=8)
     model = hub_models.built(folder, adapter)
     save_adapter(model, adapter, str(folder), folder / "adapter", cpu_world())
@@ -227,6 +234,18 @@ def _compared(
     exact = all(found[key] <= BOUND for key in ("logits", "nf4_logits", "loss"))
     found["status"] = "equal" if exact and found["gradients"] <= 10 * BOUND else "differs"
     return found
+
+
+def _packed_apart(model: Any, tokens: torch.Tensor) -> float:
+    """How far the logits of a row of samples are from those of each sample alone."""
+    parts = tokens.split(SAMPLES, 1)
+    alone = torch.cat([model(part) for part in parts], 1)
+    positions = torch.cat([torch.arange(length) for length in SAMPLES])[None]
+    borders = torch.tensor([0, *itertools.accumulate(SAMPLES)], dtype=torch.int32)
+    try:
+        return _relative(model(tokens, positions, cu_seqlens=borders), alone)
+    except Exception:  # transformers fails on such positions
+        return math.inf
 
 
 def _relative(ours: torch.Tensor, theirs: torch.Tensor, least: float = 1e-9) -> float:
@@ -287,12 +306,13 @@ itself, and of the others those that are equal: {text}, and of those that take p
 
 ## Equal
 
-`plain`: linears that are neither quantized nor adapted. `only quantized`: those whose names experts
-have too. Experts that are stacked in one tensor are not listed: they stay as they are.
+`packed`: the samples of a row do not see each other, so `packed: true` is allowed. `plain`: linears
+that are neither quantized nor adapted. `only quantized`: those whose names experts have too.
+Experts that are stacked in one tensor are not listed: they stay as they are.
 """
 TABLE = """
-| architecture | also built by qfsdp | plain | only quantized |
-| --- | --- | --- | --- |
+| architecture | also built by qfsdp | packed | plain | only quantized |
+| --- | --- | --- | --- | --- |
 """
 TITLES = {
     "differs": "Different, and refused by `auto`",
@@ -306,6 +326,8 @@ def write_page(found: dict[str, dict[str, Any]]) -> None:
     from transformers import __version__
 
     equal = sorted(name for name, row in found.items() if row["status"] == "equal")
+    apart = [name for name in equal if found[name].get("packed", 1) <= BOUND]
+    packed = {name: " ".join(found[name]["modules"]) for name in apart}
     whole = set(multimodal().values()) & found.keys()
     parts = {"text": found.keys() - whole, "whole": whole}
     words = {key: f"{len(set(equal) & those)} of {len(those)}" for key, those in parts.items()}
@@ -314,8 +336,9 @@ def write_page(found: dict[str, dict[str, Any]]) -> None:
         lines += ["\nThe text part of:\n"] if key == "whole" else []
         lines.append(TABLE)
         for name in (name for name in equal if name in those):
-            kept = [", ".join(found[name][key]) for key in ("plain", "not_adapted")]
-            lines.append(f"| {name} | {'yes' if name in FAMILIES else ''} | {' | '.join(kept)} |\n")
+            cells = ["yes" if yes else "" for yes in (name in FAMILIES, name in packed)]
+            cells += [", ".join(found[name][key]) for key in ("plain", "not_adapted")]
+            lines.append(f"| {name} | {' | '.join(cells)} |\n")
     for status, title in TITLES.items():
         lines.append(f"\n## {title}\n\n")
         reasons: dict[str, list[str]] = {}
@@ -330,7 +353,8 @@ def write_page(found: dict[str, dict[str, Any]]) -> None:
             lines.append(textwrap.fill(text, 98, initial_indent="* ", subsequent_indent="  "))
             lines.append("\n")
     PAGE.write_text("".join(lines))
-    CHECKED.write_text(json.dumps({"transformers": __version__, "equal": equal}, indent=1) + "\n")
+    checked = {"transformers": __version__, "equal": equal, "packed": packed}
+    CHECKED.write_text(json.dumps(checked, indent=1) + "\n")
 
 
 def main() -> None:

@@ -123,13 +123,27 @@ PARAMETERS = [
 ]
 
 
-def save_hub_model(name: str, folder: Path) -> nn.Module:
-    """Writes a random model; returns it, in fp32."""
+def _class(config: Any) -> Any:
+    """The Auto class that has the model of a config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    whole = config.get_text_config() is not config
+    return AutoModelForImageTextToText if whole else AutoModelForCausalLM
+
+
+def config(name: str) -> Any:
+    """transformers' config of a model, as its folder has it."""
+    found = _configs()[name]()
+    with torch.device("meta"):
+        found.architectures = [type(_class(found).from_config(found)).__name__]
+    return found
+
+
+def save_hub_model(name: str, folder: Path) -> nn.Module:
+    """Writes a random model; returns it, in fp32."""
     torch.manual_seed(0)
-    auto: Any = AutoModelForImageTextToText if name in MULTIMODAL else AutoModelForCausalLM
-    model = auto.from_config(_configs()[name]()).float().eval()
+    given = _configs()[name]()
+    model: Any = _class(given).from_config(given).float().eval()
     for param in model.parameters():
         if param.dim() > 1:
             nn.init.normal_(param, std=0.05)

@@ -146,7 +146,6 @@ def test_a_resumed_run_ends_with_the_same_bits(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["packed=true"], "packed: true; expected false: transformers' LlamaForCausalLM does not"),
         (["compile=true"], "compile: true; expected false"),
         (["sharding.offload_base=cpu"], "sharding.offload_base: cpu; expected none"),
         (["sharding.cpu_offload=true"], "sharding.cpu_offload: true; expected false"),
@@ -197,3 +196,19 @@ def test_all_ways_to_shard_give_the_same_losses(
     assert len(found[0]) == 3 and found[0][1] != found[0][0]
     assert found[1] == pytest.approx(found[0], abs=1e-5)
     assert found[2] == pytest.approx(found[0], abs=1e-5)
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("eager")
+def test_packed_rows_have_the_loss_of_their_samples(tmp_path: Path) -> None:
+    """A step with every sample, on two ranks: packed, and each sample in a row of its own."""
+    hub_models.save_hub_model("deepseek_v3", tmp_path / "model")
+    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    words = ["batch_size=13", "max_steps=1", "epochs=1", "checkpoint.every_n_steps=null"]
+    runs = [
+        (str(tmp_path / "config.yaml"), [*words, f"output_dir={tmp_path}/{packed}", more])
+        for packed, more in (("false", "packed=false"), ("true", "packed=true"))
+    ]
+    run_ranks(2, run_recipe, runs)
+    apart, packed = losses(tmp_path / "false"), losses(tmp_path / "true")
+    assert packed == pytest.approx(apart, abs=1e-6) and len(packed) == 1

@@ -171,10 +171,11 @@ class HubDecoder(nn.Module):
         num_samples: int = 0,
         num_targets: int | None = None,
     ) -> Tensor:
-        """As `Decoder.forward`, without `mask` and `cu_seqlens`: attention is causal, so rows may
-        be padded on the right. `cache`: a `HubCache`."""
-        if mask is not None or cu_seqlens is not None:
-            raise ValueError("models of transformers take no mask or cu_seqlens")
+        """As `Decoder.forward`, without `mask`: attention is causal, so rows may be padded on the
+        right. `cu_seqlens` need `positions`, which begin again with each sample of a row: by them
+        transformers finds the samples (see `packing.py`). `cache`: a `HubCache`."""
+        if mask is not None or (cu_seqlens is not None and positions is None):
+            raise ValueError("models of transformers take no mask, and positions with cu_seqlens")
         if cache is not None:
             return torch.cat(cache.next_tokens(tokens, self._next_logits))
         hidden: Tensor = self._run_body(tokens, positions, use_cache=False).last_hidden_state

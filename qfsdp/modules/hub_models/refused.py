@@ -6,10 +6,10 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
+from qfsdp.modules.hub_models.packing import check_packed
 
 # Key of a training recipe's config -> the value that is expected.
 EXPECTED: dict[str, Any] = {
-    "packed": False,
     "compile": False,
     "cuda_graphs": False,
     "sharding.offload_base": "none",
@@ -32,6 +32,8 @@ def check_hub_run(cfg: Any, config: HubConfig) -> None:
             value = getattr(value, part, expected)
         if value != expected:
             raise unsupported(f"{key}: {_word(value)}", _word(expected), config)
+    if getattr(cfg, "packed", False):
+        check_packed(config)
     if getattr(getattr(cfg, "sharding", None), "vocabulary", None) == "split":
         raise unsupported("sharding.vocabulary: split", "auto or gather", config)
 

@@ -1,0 +1,65 @@
+"""Which models of transformers keep the samples of a packed row apart.
+
+transformers' masks let a token see those of its own sample only: they find samples by positions
+that do not follow each other. Recurrent layers, convolutions along the row and layers that make
+their own mask do not, so a model is taken only if `benchmarks/any_model.py` found that a pack's
+logits are those of its samples alone, and if it has no other modules than were compared there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+from torch import nn
+
+from qfsdp.common.errors import UserError
+from qfsdp.modules.hub_models.config import CHECKED, HubConfig
+
+OF_A_ROW = ("dynamic", "longrope")
+"""Kinds of rotary embedding whose angles depend on the longest position in the batch."""
+
+
+def check_packed(config: HubConfig) -> None:
+    """Raises `UserError` unless the samples of a row do not see each other in `config`'s model."""
+    why = next(_why_not(config), None)
+    if why is not None:
+        raise UserError(
+            f"packed: true; expected false: in transformers' {config.architecture} the samples of "
+            f"a row are not known to be apart ({why})"
+        )
+
+
+def _why_not(config: HubConfig) -> Iterator[str]:
+    compared = packed_modules().get(config.architecture)
+    if compared is None:
+        yield "see docs/reference/models.md"
+        return
+    more = sorted(module_names(config.meta) - compared)
+    if more:
+        yield f"{more[0]} was not compared"
+    text = config.hf.get_text_config()
+    yield from (f"rope of the kind {kind}" for kind in OF_A_ROW if kind in _rope_kinds(text))
+    if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
+        yield "chunked attention"
+
+
+@cache
+def packed_modules() -> dict[str, frozenset[str]]:
+    """Architecture -> the modules with which a pack was compared with its samples."""
+    found = json.loads(CHECKED.read_text(encoding="utf-8")).get("packed", {})
+    return {name: frozenset(modules.split()) for name, modules in found.items()}
+
+
+def module_names(model: nn.Module) -> set[str]:
+    """The names of the classes of a model's modules."""
+    return {type(module).__name__ for module in model.modules()}
+
+
+def _rope_kinds(text: Any) -> set[str]:
+    """The kinds of rotary embedding of a config: one, or one for each kind of layer."""
+    given = getattr(text, "rope_parameters", None) or {}
+    each = [given, *(part for part in given.values() if isinstance(part, dict))]
+    return {str(part["rope_type"]) for part in each if "rope_type" in part}

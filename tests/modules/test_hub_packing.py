@@ -1,0 +1,98 @@
+"""Samples of a packed row in models of transformers: apart, or the row is refused."""
+
+from __future__ import annotations
+
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from qfsdp.checkpoint.adapter_files import adapter_parameters
+from qfsdp.common.errors import UserError
+from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.hub_models.config import hub_config
+from qfsdp.modules.hub_models.packing import check_packed
+from tests import hub_models
+
+LENGTHS = [[9, 1, 30], [40], [3, 21, 16]]  # of the samples of each row; the last one is padding
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", ["gemma3", "deepseek_v3", "llama"])
+def test_a_pack_equals_its_samples_alone(name: str, tmp_path: Path) -> None:
+    """Loss and all gradients of DoRA over NF4; Gemma 3's window of 16 tokens ends in samples."""
+    hub_models.save_hub_model(name, tmp_path)
+    tokens = torch.randint(3, 577, (3, 40), generator=torch.Generator().manual_seed(1))
+    positions = torch.cat([torch.arange(n) for row in LENGTHS for n in row]).view(3, 40)
+    labels = tokens.roll(-1, 1)
+    labels[positions.roll(-1, 1) == 0] = -100  # the last token of each sample
+    labels[2, -16:] = -100
+    borders = torch.tensor([0, *accumulate(n for row in LENGTHS for n in row)], dtype=torch.int32)
+
+    found: list[tuple[Any, dict[str, Any]]] = []
+    for packed in (True, False):
+        model = hub_models.built(tmp_path, AdapterConfig("dora", rank=4, alpha=8))
+        if packed:
+            loss = model(tokens, positions, labels=labels, cu_seqlens=borders)
+        else:
+            pairs = [
+                (part[None], label[None])
+                for row, lengths in enumerate(LENGTHS)
+                for part, label in zip(
+                    tokens[row].split(lengths), labels[row].split(lengths), strict=True
+                )
+                if (label != -100).any()
+            ]
+            loss = torch.stack([model(part, labels=label) for part, label in pairs]).sum()
+        loss.backward()
+        found.append((loss, {key: p.grad for key, p in adapter_parameters(model).items()}))
+    (loss, gradients), (expected, of_samples) = found
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=0)
+    for key, grad in of_samples.items():
+        atol = 1e-5 * float(grad.abs().max())
+        torch.testing.assert_close(gradients[key], grad, rtol=1e-4, atol=atol, msg=key)
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("gemma3", {}, None),
+        ("llama", {}, None),
+        ("qwen3_5", {}, "not known to be apart .see docs/reference/models.md"),
+        ("lfm2", {}, "not known to be apart"),
+        (
+            "llama",
+            {
+                "rope_parameters": {
+                    "rope_type": "dynamic",
+                    "factor": 2.0,
+                    "original_max_position_embeddings": 128,
+                    "rope_theta": 1e4,
+                }
+            },
+            "rope of the kind dynamic",
+        ),
+    ],
+)
+def test_what_would_mix_samples_is_refused(
+    name: str, changes: dict[str, Any], message: str | None
+) -> None:
+    """Layers that carry a state along the row, and angles that depend on the longest position."""
+    config = hub_models.config(name)
+    given = config.to_dict() | changes
+    found = hub_config(given, "config.json")
+    if message is None:
+        check_packed(found)
+        return
+    with pytest.raises(UserError, match=f"^packed: true; expected false: .*{message}"):
+        check_packed(found)
+
+
+def test_modules_that_were_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A config may have kinds of layers that the tiny model of its architecture did not have."""
+    seen = {"LlamaForCausalLM": frozenset({"LlamaAttention"})}
+    monkeypatch.setattr("qfsdp.modules.hub_models.packing.packed_modules", lambda: seen)
+    with pytest.raises(UserError, match="[(]Embedding was not compared[)]"):
+        check_packed(hub_config(hub_models.config("llama").to_dict(), "config.json"))
