@@ -249,7 +249,7 @@ def generate(model: Model, text: Prompt | Sequence[Prompt], **sampling: float) -
     one = isinstance(text, str) or (bool(text) and isinstance(text[0], dict) and "role" in text[0])
     from qfsdp.evaluation.generation import check_lengths, generate_all
 
-    cfg, recipe = model.config, _recipe("recipes/generate")
+    cfg, recipe = _loaded(model).config, _recipe("recipes/generate")
     if sampling:
         tree = {"model": {"path": cfg.model.path}, "sampling": vars(cfg.sampling) | sampling}
         cfg = replace(cfg, sampling=_read(recipe.Config, tree, ()).sampling)
@@ -281,7 +281,7 @@ def evaluate(model: Model, config: Config, *words: str) -> list[Result]:
     with TemporaryDirectory() as folder:
         from qfsdp.launch.start import checked
 
-        recipe, of = _recipe("recipes/evaluate"), model.config
+        recipe, of = _recipe("recipes/evaluate"), _loaded(model).config
         tree = {"output": f"{folder}/results.json", "model": {"path": of.model.path}}
         cfg = _read(recipe.Config, config, words, below=tree)
         same = ("model", "tokenizer", "quantization", "sharding", "adapter")
@@ -320,6 +320,12 @@ def estimate(config: Config, *words: str, recipe: str | None = None, **keys: Any
 
 
 # ---- recipes and configs -------------------------------------------------------------------------
+
+
+def _loaded(model: Any) -> Model:
+    if not isinstance(model, Model):
+        raise UserError(f"model: {str(model)!r}; expected a loaded one: qfsdp.load(...)")
+    return model
 
 
 def _recipe(name: str) -> ModuleType:

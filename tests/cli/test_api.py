@@ -103,6 +103,10 @@ WRONG: dict[str, tuple[Callable[[], Any], str]] = {
     "recipe": (lambda: qfsdp.train(config(), recipe="recipes/lora"), "recipes/lora"),
     "tool": (lambda: qfsdp.train(config(), recipe="recipes/merge"), "recipes/merge: it trains"),
     "model": (lambda: qfsdp.load("tinny"), "model.path: "),
+    "not loaded": (
+        lambda: qfsdp.generate("run/adapter", "Why?"),  # type: ignore[arg-type]
+        "model: 'run/adapter'; expected a loaded one: qfsdp.load(...)",
+    ),
     "estimate": (lambda: qfsdp.estimate(config(), world_sise=2), "unknown key 'world_sise'"),
     "rows": (
         lambda: qfsdp.train(config(dataset=rows() | {"answer_column": "answr"})),
