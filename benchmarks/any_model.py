@@ -327,6 +327,8 @@ def write_page(found: dict[str, dict[str, Any]]) -> None:
 
     equal = sorted(name for name, row in found.items() if row["status"] == "equal")
     apart = [name for name in equal if found[name].get("packed", 1) <= BOUND]
+    # An indexer chooses the keys that a token sees; of 24 tokens it chooses all.
+    apart = [name for name in apart if "Indexer" not in " ".join(found[name]["modules"])]
     packed = {name: " ".join(found[name]["modules"]) for name in apart}
     whole = set(multimodal().values()) & found.keys()
     parts = {"text": found.keys() - whole, "whole": whole}
