@@ -1,4 +1,4 @@
-"""Checks the Markdown files of the project; `make lint` runs it.
+"""Checks the Markdown files of the project, and the commands of docstrings; `make lint` runs it.
 
     python docs/check.py            prints one line per mistake; status 1 if there is any
 
@@ -19,6 +19,7 @@ Keys are checked by the recipe's own schema. Neither models nor data are read.
 
 from __future__ import annotations
 
+import ast
 import os
 import re
 import shlex
@@ -55,6 +56,7 @@ def main() -> int:
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     problems = [problem for file in markdown_files() for problem in check_file(file)]
+    problems += check_docstrings()
     problems += check_counts()
     problems += check_results()
     problems += check_reference()
@@ -64,8 +66,15 @@ def main() -> int:
 
 
 def markdown_files() -> list[Path]:
-    found = [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"), *ROOT.glob("benchmarks/*.md")]
-    return sorted(found)
+    patterns = ("*.md", "docs/**/*.md", "benchmarks/*.md", "examples/**/*.md")
+    return sorted(file for pattern in patterns for file in ROOT.glob(pattern))
+
+
+def check_docstrings() -> Iterator[str]:
+    """The commands above recipes and examples, which `--help` prints."""
+    for file in sorted([*ROOT.glob("recipes/*.py"), *ROOT.glob("examples/**/*.py")]):
+        text = ast.get_docstring(ast.parse(file.read_text())) or ""
+        yield from (f"{file.relative_to(ROOT)}: {found}" for found in check_commands(text))
 
 
 def check_file(file: Path) -> Iterator[str]:
@@ -222,7 +231,7 @@ def check_tune(words: list[str], copies: dict[str, str]) -> str | None:
 def check_run(words: list[str], copies: dict[str, str]) -> str | None:
     at = next((i for i, word in enumerate(words) if word == "--config"), len(words))
     recipe = words[at - 1] if at else ""
-    if at == len(words) or is_placeholder(recipe) or is_placeholder(words[at + 1]):
+    if at + 1 >= len(words) or is_placeholder(recipe) or is_placeholder(words[at + 1]):
         return None  # part of a command
     recipe, config = copies.get(recipe, recipe), copies.get(words[at + 1], words[at + 1])
     if find(recipe) is None:

@@ -1,6 +1,7 @@
 """Tell within a minute what works on this machine: one table, one line of advice per red row.
 
-    qfsdp doctor [output=doctor.json] [ranks=2] [seconds=300]
+    qfsdp doctor
+    qfsdp doctor output=doctor.json ranks=2 seconds=300
 
 Versions, cards, links with their measured rates, caches, compiled kernels against plain functions,
 a tiny QDoRA on one rank, an all-gather of all ranks (NCCL, or gloo without cards), and the same
