@@ -48,7 +48,7 @@ def _rows(
 ) -> StoredTensor:
     parts = [tensors[one] for one in source.names]
     first = parts[0]
-    if source.parts > 1 and isinstance(first, ComputedTensor):
+    if (source.parts > 1 or source.transposed) and isinstance(first, ComputedTensor):
         raise UserError(
             f"{first.file}: {name!r} is a part of tensor {first.name!r}; expected it in 16 bits"
         )
@@ -56,6 +56,8 @@ def _rows(
         rows, size = first.rows // source.parts, first.size // source.parts
         start = first.start + source.part * size
         return replace(first, shape=(rows, *first.shape[1:]), start=start, size=size)
+    if source.transposed and first.shape != shape:
+        return _transposed(first, name)
     if len(parts) == 1:
         return first
     for part in parts:
@@ -68,3 +70,14 @@ def _rows(
     if shape is not None and prod(shape) == prod(stacked.shape):
         return replace(stacked, shape=shape)
     return stacked
+
+
+def _transposed(stored: StoredTensor, name: str) -> StoredTensor:
+    """`[experts, in, out]` as `[experts, out, in]`."""
+    experts, rows, cols = stored.shape
+    size = stored.size // experts
+    parts = [
+        replace(stored, shape=(rows, cols), start=stored.start + index * size, size=size)
+        for index in range(experts)
+    ]
+    return replace(StackedTensor.of(name, parts, transposed=True), shape=(experts, cols, rows))

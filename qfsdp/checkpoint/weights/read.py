@@ -235,7 +235,7 @@ class OpenFiles:
         if isinstance(tensor, StackedTensor):
             for part, first, some in tensor.split(row, into):
                 if tensor.transposed:
-                    self._read_columns(part, first, some)
+                    self._read_columns(part, first, some.flatten(0, -2))
                 else:
                     self.read_rows(part, first, some)
             return

@@ -22,11 +22,13 @@ class Source(NamedTuple):
     Fields:
         names: in the order of the rows.
         part, parts: the parameter is this one of so many equal parts of the one tensor.
+        transposed: matrices of another shape than the parameter's are transposed.
     """
 
     names: tuple[str, ...]
     part: int = 0
     parts: int = 1
+    transposed: bool = False
 
 
 def parameter_sources(
@@ -116,6 +118,10 @@ def _converted(
         return {name: Source(tuple(key for expert in of_experts for key in expert))}
     if whole and steps == [("Concatenate", 0)]:
         return {name: Source(tuple(key for group in groups for key in group))}
+    if steps == [("Transpose", None)] and len(groups) == 1 and len(groups[0]) == 1:
+        (op,) = converter.operations
+        if op.check_dims and (op.dim0, op.dim1) == (1, 2):
+            return {name: Source((groups[0][0],), transposed=True)}
     if steps == [("Chunk", 0)] and len(groups) == 1 and len(groups[0]) == 1:
         first, *others = converter.target_patterns
         names = [name, *(name.replace(first, other, 1) for other in others)]
