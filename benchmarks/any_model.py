@@ -82,6 +82,7 @@ PICTURES: dict[str, Any] = {
     **{"head_dim": 16, "image_size": 28, "patch_size": 14, "out_hidden_size": 64, "d_model": 32},
     **{"encoder_layers": 2, "encoder_attention_heads": 2, "encoder_ffn_dim": 64},
     **{"projection_dim": 64, "deepstack_visual_indexes": [0, 1], "fullatt_block_indexes": [0, 1]},
+    **{"base_channels": 32},
 }
 MLA = {"num_key_value_heads": 4}  # latent attention has no groups
 MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
@@ -96,7 +97,12 @@ MORE: dict[str, dict[str, Any]] = {
     ),
     "glm4v_moe_text": {"rope_parameters": MROPE | {"mrope_section": [1, 1, 2]}},
     "gemma4_text": {"layer_types": ["sliding_attention", "full_attention"] * 2},
-    "dots3_note_text": MLA,
+    **dict.fromkeys(("dots3_note_text", "mistral_large4_text"), MLA),
+    "glm5_next_text": MLA | {"index_kpool": 4, "qk_rope_head_dim": 0},
+    "cosmos3_edge_text": {"rope_parameters": MROPE},
+    "ernie4_5_vl_moe_text": {"rope_parameters": MROPE | {"mrope_section": [3, 3, 2]}},
+    "hunyuan_vl_text": {"rope_parameters": MROPE | {"mrope_section": [2, 2, 2, 2]}},
+    **dict.fromkeys(("chameleon", "emu3"), {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}}),
     "dots1": {"n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "olmo_hybrid": {"linear_num_value_heads": 2},
@@ -130,6 +136,9 @@ def _sizes(usual: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     names = {*usual.to_dict(), *(getattr(type(usual), "attribute_map", None) or {})}
     ids = ("pad_token_id", "bos_token_id", "eos_token_id")
     found = {k: v for k, v in sizes.items() if k in names or k in ids}
+    for name, size in found.items():
+        if isinstance(several := getattr(usual, name, None), list) and isinstance(size, int):
+            found[name] = [size] * len(several)
     if "qk_rope_head_dim" in found:
         found.pop("head_dim", None)  # another name of it
     return found
