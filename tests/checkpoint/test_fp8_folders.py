@@ -93,13 +93,10 @@ def merged(folder: Path, implementation: str) -> dict[str, Tensor]:
     return load_file(out / SINGLE)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "implementation"),
-    [
-        ("llama", "native"),
-        pytest.param("deepseek_v3", "transformers", marks=pytest.mark.long),
-        pytest.param("gemma3", "transformers", marks=pytest.mark.long),
-    ],
+    [("llama", "native"), ("deepseek_v3", "transformers"), ("gemma3", "transformers")],
 )
 def test_weights_and_merges_equal_those_of_the_dequantized_model(
     name: str, implementation: str, tmp_path: Path
