@@ -421,9 +421,7 @@ def test_an_existing_file_and_a_missing_package(
         exported(model, tmp_path / "out")
     with monkeypatch.context() as patch:
         patch.setitem(sys.modules, "gguf", None)
-        with pytest.raises(
-            UserError, match=r"needs the package gguf; expected `pip install 'qfsdp"
-        ):
+        with pytest.raises(UserError, match=r"needs the package gguf; expected `pip install gguf"):
             exported(model, tmp_path / "other")
 
 

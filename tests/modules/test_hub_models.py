@@ -199,5 +199,5 @@ def test_a_missing_transformers_is_one_line(
     monkeypatch.setitem(__import__("sys").modules, "transformers", None)
     config = {"architectures": ["Lfm2ForCausalLM"], "model_type": "lfm2"}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=r"expected `pip install 'qfsdp\[transformers\]'`"):
+    with pytest.raises(UserError, match=r"expected `pip install 'transformers>=5.23,<6'`"):
         hub_config.model_config(tmp_path)

@@ -169,7 +169,7 @@ def plan_gguf(merge: Merge, type: GgufType) -> GgufExport:
         import gguf
     except ImportError:
         raise UserError(
-            "format: gguf needs the package gguf; expected `pip install 'qfsdp[export]'`"
+            "format: gguf needs the package gguf; expected `pip install gguf`"
         ) from None
     folder = merge.weights.folder
     model = gguf_model(folder)

@@ -128,7 +128,7 @@ def plan_w4a16(merge: Merge, group_size: int) -> W4A16Export:
     except ImportError:
         raise UserError(
             "format: w4a16 needs the package compressed-tensors; expected `pip install "
-            "'qfsdp[export]'`"
+            "compressed-tensors`"
         ) from None
     plan = merge.plan()
     every_linear = quantized_model(merge.weights, QuantizationConfig("nf4", "all-linear"))

@@ -120,7 +120,7 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
     except ImportError:
         raise UserError(
             f"{source}: architecture {architecture!r} comes from transformers, which is not "
-            "installed; expected `pip install 'qfsdp[transformers]'`, or one of "
+            "installed; expected `pip install 'transformers>=5.23,<6'`, or one of "
             f"{', '.join(FAMILIES)}"
         ) from None
     causal, multimodal = _models()
