@@ -20,7 +20,7 @@ from typing import Any
 
 from torch.distributed.checkpoint.filesystem import FileSystem
 
-from qfsdp.common.files import sha256
+from qfsdp.common.files import sha256, xxh3
 from qfsdp.common.progress import moved
 from qfsdp.common.sealed import Damaged
 
@@ -51,12 +51,13 @@ def check_size(path: Path, name: str, expected: Mapping[str, Any]) -> None:
 
 def _check_content(path: Path, name: str, expected: Mapping[str, Any]) -> None:
     try:
-        found = describe_file(path)
+        found = {"xxh3": xxh3(path)} if "xxh3" in expected else describe_file(path)
         moved()
     except OSError as error:
         raise Damaged(f"{name}: unreadable ({error.strerror})") from None
     if any(found[key] != value for key, value in expected.items()):
-        raise Damaged(f"{name}: content changed (SHA-256)")
+        kind = "XXH3" if "xxh3" in found else "SHA-256"
+        raise Damaged(f"{name}: content changed ({kind})")
 
 
 class Verification:
@@ -65,8 +66,8 @@ class Verification:
     Reading and hashing leave Python's lock, so that the rank reads the files meanwhile.
 
     Args:
-        files: name -> size and digest (`describe_file`), or the digest alone; in the order of
-            their names if the sizes are not known.
+        files: name -> size and digest (`describe_file`), or a digest alone ("sha256" or "xxh3");
+            in the order of their names if the sizes are not known.
     """
 
     def __init__(

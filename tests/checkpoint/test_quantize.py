@@ -24,7 +24,7 @@ from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.quantize import open_weights, quantize_folder
 from qfsdp.checkpoint.weights.write import PlannedFile
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import PARTIAL, sha256
+from qfsdp.common.files import PARTIAL, sha256, xxh3
 from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
@@ -108,6 +108,7 @@ def test_the_files_are_what_the_documentation_says(source: Path, tmp_path: Path)
     manifest = json.loads((folder / MANIFEST).read_text())
     assert manifest["weights"][name] == {"format": "nf4", "shape": [192, 577]}
     assert manifest["files"] == {file: sha256(folder / file) for file in files}
+    assert manifest["xxh3"] == {file: xxh3(folder / file) for file in files}
     assert manifest["source"]["path"] == str(source)
     config = json.loads((folder / "config.json").read_text())
     assert config.pop("quantization_config")["quant_method"] == "qfsdp"

@@ -77,7 +77,7 @@ def test_a_changed_bit_of_a_quantized_folder_is_refused(
     folder = quantized(source, tmp_path / "q")
     load_model(folder)
     change(folder / SINGLE, at)
-    expected = rf"^{folder}: {SINGLE}: content changed \(SHA-256\); expected it as recipes/quantize"
+    expected = rf"^{folder}: {SINGLE}: content changed \(XXH3\); expected it as recipes/quantize"
     with pytest.raises(UserError, match=expected):
         load_model(folder)
     quantized(source, folder)  # the command that made the folder repairs it

@@ -13,11 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.checkpoint.lock import LOCK_FILE
-from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST, SETTINGS_DIGESTS
+from qfsdp.checkpoint.weights.qfsdp_layout import FAST_DIGESTS, MANIFEST, SETTINGS_DIGESTS
 from qfsdp.checkpoint.weights.read import INDEX
 from qfsdp.checkpoint.weights.write import COPIED, PlannedFile, is_complete
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import PARTIAL, sha256, write_json, write_text
+from qfsdp.common.files import PARTIAL, sha256, write_json, write_text, xxh3
 from qfsdp.common.sealed import Damaged, read_sealed, sealed_json
 
 BEGUN = "qfsdp_model.begun"
@@ -185,6 +185,7 @@ class ResumableFolder(OutputFolder):
         others = [*(pattern for pattern in COPIED if pattern != "*.md"), "config.json"]
         copied = {f.name for pattern in others for f in self.path.glob(pattern)}
         names = sorted(copied - {MANIFEST})
+        manifest[FAST_DIGESTS] = {name: xxh3(self.path / name) for name in sorted(checksums)}
         manifest[SETTINGS_DIGESTS] = {name: sha256(self.path / name) for name in names}
         write_text(self.path / MANIFEST, sealed_json(manifest))
         (self.path / RESUMABLE_BEGUN).unlink(missing_ok=True)

@@ -23,6 +23,7 @@ from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 MANIFEST = "qfsdp_packed.json"
 VERSION = 1
+FAST_DIGESTS = "xxh3"  # in the manifest: of each file of weights
 SETTINGS_DIGESTS = "settings"  # in the manifest: SHA-256 of config.json, tokenizer.json, ...
 
 
