@@ -202,7 +202,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     ),
     "changed scales": (
         lambda f: edit(f, lambda t: t[f"{GATE}.nested_absmax"].fill_(float("nan"))),
-        f"{SINGLE}: content changed (SHA-256)",
+        f"{SINGLE}: content changed (XXH3)",
     ),
     "NaN in the scales of a folder without digests": (
         lambda f: (
