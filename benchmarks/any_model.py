@@ -44,7 +44,7 @@ from qfsdp.common.errors import UserError  # noqa: E402
 from qfsdp.common.messages import first_line  # noqa: E402
 from qfsdp.modules.adapters.config import AdapterConfig  # noqa: E402
 from qfsdp.modules.families import FAMILIES  # noqa: E402
-from qfsdp.modules.hub_models.config import CHECKED, hub_config  # noqa: E402
+from qfsdp.modules.hub_models.config import CHECKED, hub_config, known_models  # noqa: E402
 from qfsdp.modules.hub_models.packing import module_names  # noqa: E402
 from tests import hub_models  # noqa: E402
 from tests.models import cpu_world  # noqa: E402
@@ -273,17 +273,7 @@ def _of_gradients(ours: dict[str, Any], theirs: dict[str, Any]) -> float:
 
 def architectures() -> list[tuple[str, str]]:
     """(`model_type`, class): models of text, then those that take pictures too."""
-    from transformers.models.auto import modeling_auto
-
-    causal = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.items()
-    return list(dict.fromkeys([*causal, *multimodal().items()]))
-
-
-def multimodal() -> dict[str, str]:
-    """The second of them."""
-    from transformers.models.auto import modeling_auto
-
-    return dict(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    return list(dict.fromkeys(pair for models in known_models() for pair in models.items()))
 
 
 def in_process(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -339,7 +329,7 @@ def write_page(found: dict[str, dict[str, Any]]) -> None:
     # An indexer chooses the keys that a token sees; of 24 tokens it chooses all.
     apart = [name for name in apart if "Indexer" not in " ".join(found[name]["modules"])]
     packed = {name: " ".join(found[name]["modules"]) for name in apart}
-    whole = set(multimodal().values()) & found.keys()
+    whole = set(known_models()[1].values()) & found.keys()
     parts = {"text": found.keys() - whole, "whole": whole}
     words = {key: f"{len(set(equal) & those)} of {len(those)}" for key, those in parts.items()}
     lines = [HEAD.format(version=__version__, native=len(FAMILIES), **words)]

@@ -38,7 +38,7 @@ class _OldPaths:
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:
         if not name.startswith("qfsdp."):
             return None
-        from qfsdp.moved import spec_of
+        from qfsdp.common.moved import spec_of
 
         return spec_of(name)
 

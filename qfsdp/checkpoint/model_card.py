@@ -195,15 +195,18 @@ def _sees(cfg: Any) -> bool:
 def _how_to_load(base: str, is_adapter: bool, sees: bool) -> list[str]:
     """The section on loading: transformers or PEFT, and qfsdp."""
     where = "FOLDER"
-    kind = "AutoModelForImageTextToText" if sees else "AutoModelForCausalLM"
-    code = [f"from transformers import {kind}", "", f'model = {kind}.from_pretrained("{where}")']
-    if is_adapter and sees:
-        code = ["from peft import PeftModel", *code[:2]]
-        code.append(f"base = {kind}.from_pretrained({json.dumps(base)})")
-        code.append(f'model = PeftModel.from_pretrained(base, "{where}")')
+    library, kind = "transformers", "AutoModelForCausalLM"
+    if sees:
+        kind = "AutoModelForImageTextToText"
     elif is_adapter:
-        code = [line.replace(kind, "AutoPeftModelForCausalLM") for line in code]
-        code[0] = code[0].replace("transformers", "peft")
+        library, kind = "peft", "AutoPeftModelForCausalLM"
+    code = [f"from {library} import {kind}", "", f'model = {kind}.from_pretrained("{where}")']
+    if is_adapter and sees:  # PEFT has no Auto class for it
+        code[:1] = ["from peft import PeftModel", code[0]]
+        code[-1:] = [
+            f"base = {kind}.from_pretrained({json.dumps(base)})",
+            f'model = PeftModel.from_pretrained(base, "{where}")',
+        ]
     lines = [
         f"`{where}` is this folder, or its name on the hub.",
         "",

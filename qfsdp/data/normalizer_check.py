@@ -23,11 +23,9 @@ def check_normalizer(file: Path) -> None:
     times longer, or if the file cannot be loaded within `LIMIT_S`."""
     from qfsdp.common.errors import UserError
 
-    if any("Regex" in rule["pattern"] for rule in _replacements(_parts(file))):
-        growths = _tried(file)
-    else:
-        growths = list(_growths(file))
-    for part, growth in growths:
+    parts = _parts(file)
+    with_regex = any("Regex" in rule["pattern"] for rule in _replacements(parts))
+    for part, growth in _tried(file) if with_regex else _growths(parts):
         if growth > LARGEST_GROWTH:
             found = f"its {part} makes a text over {growth:.0f} times longer"
             raise UserError(f"{file}: {found}; expected at most {LARGEST_GROWTH} times")
@@ -60,10 +58,10 @@ def _parts(file: Path) -> dict[str, Any]:
         return {}  # loading says why
 
 
-def _growths(file: Path) -> Iterator[tuple[str, float]]:
+def _growths(parts: dict[str, Any]) -> Iterator[tuple[str, float]]:
     """How many times longer the normalizer and the decoder of a `tokenizer.json` make a text, as
     far as is known before it is loaded."""
-    for name, part in _parts(file).items():
+    for name, part in parts.items():
         replacements = list(_replacements(part))
         if not replacements:
             continue
@@ -123,5 +121,5 @@ def _replacements(value: Any) -> Iterator[dict[str, Any]]:
 if __name__ == "__main__":
     from tokenizers import Tokenizer
 
-    print(json.dumps(list(_growths(Path(sys.argv[1])))), flush=True)
+    print(json.dumps(list(_growths(_parts(Path(sys.argv[1]))))), flush=True)
     Tokenizer.from_file(sys.argv[1])

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.moved import MOVED, spec_of
+from qfsdp.common.moved import MOVED, spec_of
 from tests.tiny import ROOT
 
 MOVED_INTO_A_PACKAGE = sorted(old for old, new in MOVED.items() if new.startswith(f"{old}."))

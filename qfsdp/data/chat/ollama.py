@@ -4,9 +4,9 @@ Formats: https://docs.ollama.com/modelfile and https://docs.ollama.com/template.
 Ollama takes one of its own if it knows the chat template of the GGUF file, and else none.
 
 The Go template is made of what the chat template writes around the messages of three
-conversations. It is taken if it then writes other conversations as the chat template does, so it is
-right or there is none: templates that put the system message into the last question, or change
-earlier turns, have none. Functions that the model may call are left out.
+conversations. It is kept only if it writes other conversations as the chat template does. So the
+Modelfile of some models has no TEMPLATE: those whose chat template puts the system message into the
+last question, or changes earlier turns. Functions that the model may call are left out.
 """
 
 from __future__ import annotations
@@ -84,9 +84,11 @@ def go_template(tokenizer: HFTokenizer, adds_bos: bool) -> GoTemplate | None:
     except UserError:
         return None
     with_system = _rendered(render, [("system", SYSTEM), ("user", USER)])
+    talk = [("user", USER), ("assistant", ANSWER), ("user", AGAIN)]
+    answered = _rendered(render, talk)
     common = os.path.commonprefix([asked, with_system or bos])
     for start in ("", bos, common):
-        found = _found(render, start) if asked.startswith(start) else None
+        found = _found(start, asked, answered, with_system) if asked.startswith(start) else None
         if found is not None and _is_right(found, render):
             return found
     return None
@@ -109,11 +111,15 @@ def _is_right(found: GoTemplate, render: Callable[[list[Turn]], str]) -> bool:
     )
 
 
-def _found(render: Callable[[list[Turn]], str], start: str) -> GoTemplate | None:
-    """The template that three conversations suggest, if all of them begin with `start`."""
-    talk = [("user", USER), ("assistant", ANSWER), ("user", AGAIN)]
-    asked, answered = render([("user", USER)]), _rendered(render, talk)
-    with_system = _rendered(render, [("system", SYSTEM), ("user", USER)])
+def _found(
+    start: str, asked: str, answered: str | None, with_system: str | None
+) -> GoTemplate | None:
+    """The template that three rendered conversations suggest, if all of them begin with `start`.
+
+    Args:
+        asked, answered, with_system: a question; with its answer and a second question; with a
+            system message before it. None: the chat template refuses the conversation.
+    """
     try:
         before, header = _split(asked.removeprefix(start), USER)
         between, after = _split(_split(answered or "", USER)[1], ANSWER)

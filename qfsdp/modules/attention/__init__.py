@@ -10,6 +10,6 @@ from typing import Any
 
 
 def __getattr__(name: str) -> Any:  # what the module of this name had in version 0.1
-    from qfsdp.moved import name_in_package
+    from qfsdp.common.moved import name_in_package
 
     return name_in_package(__name__, name)

@@ -58,7 +58,7 @@ class HubConfig:
         """transformers' module on the meta device, with all its parts. Raises `UserError`."""
         from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
-        of_text = _models()[0].get(self.hf.model_type) == self.architecture
+        of_text = known_models()[0].get(self.hf.model_type) == self.architecture
         auto = AutoModelForCausalLM if of_text else AutoModelForImageTextToText
         try:
             with torch.device("meta"):
@@ -102,7 +102,14 @@ def model_config(folder: str | Path, implementation: Implementation = "auto") ->
 @cache
 def checked_architectures() -> frozenset[str]:
     """What `auto` takes of transformers."""
-    return frozenset(json.loads(CHECKED.read_text(encoding="utf-8"))["equal"])
+    return frozenset(checked()["equal"])
+
+
+@cache
+def checked() -> dict[str, Any]:
+    """The content of `CHECKED`."""
+    found: dict[str, Any] = json.loads(CHECKED.read_text(encoding="utf-8"))
+    return found
 
 
 def _architecture(config: dict[str, Any]) -> str | None:
@@ -123,7 +130,7 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
             "installed; expected `pip install 'transformers>=5.23,<6'`, or one of "
             f"{', '.join(FAMILIES)}"
         ) from None
-    causal, multimodal = _models()
+    causal, multimodal = known_models()
     if not isinstance(kind, str) or kind not in CONFIG_MAPPING:
         known = [*FAMILIES, *causal.values(), *multimodal.values()]
         return _unknown(architecture, source, config, known)
@@ -160,7 +167,7 @@ def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
     if both or encoder:
         what = "an encoder and a decoder" if both else "an encoder"
         raise UserError(f"{source}: {architecture} is {what}; expected a causal language model")
-    known = _models()[1].get(hf.model_type, "the text model alone")
+    known = known_models()[1].get(hf.model_type, "the text model alone")
     if of_text is not hf and known != architecture:
         raise UserError(f"{source}: {architecture} takes more than text; expected {known}")
 
@@ -191,7 +198,7 @@ def _refused(source: str, error: Exception) -> UserError:
     return UserError(f"{source}: transformers cannot build this model ({what})")
 
 
-def _models() -> tuple[dict[str, str], dict[str, str]]:
+def known_models() -> tuple[dict[str, str], dict[str, str]]:
     """`model_type` -> class: causal language models that transformers has, and those that take
     pictures too."""
     from transformers.models.auto import modeling_auto

@@ -8,7 +8,6 @@ logits are those of its samples alone, and if it has no other modules than were 
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from functools import cache
 from typing import Any
@@ -16,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from qfsdp.common.errors import UserError
-from qfsdp.modules.hub_models.config import CHECKED, HubConfig
+from qfsdp.modules.hub_models.config import HubConfig, checked
 
 OF_A_ROW = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on the longest position in the batch."""
@@ -49,8 +48,7 @@ def _why_not(config: HubConfig) -> Iterator[str]:
 @cache
 def packed_modules() -> dict[str, frozenset[str]]:
     """Architecture -> the modules with which a pack was compared with its samples."""
-    found = json.loads(CHECKED.read_text(encoding="utf-8")).get("packed", {})
-    return {name: frozenset(modules.split()) for name, modules in found.items()}
+    return {name: frozenset(modules.split()) for name, modules in checked()["packed"].items()}
 
 
 def module_names(model: nn.Module) -> set[str]:
