@@ -21,9 +21,9 @@ class ModelConfig:
     """Section `model`: the base model.
 
     Fields:
-        path: a Hugging Face model folder (`config.json` and safetensors), an FP8 or a bitsandbytes
-            4-bit one, or one that `recipes/quantize` wrote; or the name of such a model on the
-            Hugging Face hub, `org/model` or `org/model@revision`. A folder wins.
+        path: a Hugging Face model folder (`config.json` and safetensors), or the name of one on the
+            hub, `org/model` or `org/model@revision`. A folder wins. Its weights have 16 or 32 bits,
+            FP8 or bitsandbytes' 4 bits, or `recipes/quantize` wrote them.
         dtype: the compute dtype, and the dtype of weights that are not quantized. Adapters and
             the optimizer are always fp32. The files may have any dtype. "fp16" is for GPUs without
             bf16 (V100, T4); gradients are computed times a loss scale

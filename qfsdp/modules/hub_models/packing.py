@@ -2,8 +2,9 @@
 
 transformers' masks let a token see those of its own sample only: they find samples by positions
 that do not follow each other. Recurrent layers, convolutions along the row and layers that make
-their own mask do not, so a model is taken only if `benchmarks/any_model.py` found that a pack's
-logits are those of its samples alone, and if it has no other modules than were compared there.
+their own mask do not look at positions. So `benchmarks/any_model.py` compares a pack's logits with
+those of its samples alone. A model may be packed if its architecture was equal there, and if it has
+only modules that were compared.
 """
 
 from __future__ import annotations
