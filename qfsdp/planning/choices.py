@@ -186,7 +186,7 @@ class Choices:
             if key != "gradient_accumulation_steps" or cfg.global_batch_size is None:
                 self.keep(key, value)
         cfg = self.config()
-        bits = f"{cfg.quantization.format} weights".replace("none", "16-bit")
+        bits = f"{cfg.quantization.format} weights".replace("none", "unquantized")
         method = METHODS.get(cfg.adapter.method, cfg.adapter.method)
         self.say("method", f"{method} of rank {cfg.adapter.rank} over {bits}: {why}")
 
