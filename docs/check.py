@@ -12,7 +12,7 @@
   docs/ have line limits; a version of CHANGELOG.md and log.md has at most 60 lines.
 * The tables of architecture.md have the lines of their files; `docs/traced.py` writes them.
 * results.md is what `benchmarks/results.py` writes, reference/configuration.md what
-  `docs/reference.py` writes.
+  `docs/reference.py` writes, and the table of guide/models.md what `docs/models.py` writes.
 
 Keys are checked by the recipe's own schema. Neither models nor data are read.
 """
@@ -59,7 +59,7 @@ def main() -> int:
     problems += check_docstrings()
     problems += check_counts()
     problems += check_results()
-    problems += check_reference()
+    problems += [*check_reference(), *check_models()]
     for problem in problems:
         print(problem)
     return 1 if problems else 0
@@ -344,6 +344,13 @@ def check_reference() -> Iterator[str]:
 
     if not is_up_to_date():
         yield "docs/reference: not up to date; run `python docs/reference.py`"
+
+
+def check_models() -> Iterator[str]:
+    from docs.models import PAGE, with_table
+
+    if PAGE.read_text() != with_table():
+        yield "docs/guide/models.md: not up to date; run `python docs/models.py`"
 
 
 if __name__ == "__main__":
