@@ -13,6 +13,7 @@ from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.attention import kv_cache
 from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.transformer import Decoder
 from tests.modules.test_transformer import SEQ, TINY, max_difference, ours, random_tokens, reference
@@ -80,6 +81,19 @@ def test_the_window_is_looked_at() -> None:
         last = [step_by_step(decoder, t)[1, -1] for t in (tokens, changed)]
         # Three layers of windows reach 19 tokens back; row 1 is at token 24 by then.
         assert (max_difference(*last) > 1e-3) == differs
+
+
+def test_attention_sees_few_numbers_of_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU's attention library plans anew for each number of keys."""
+    monkeypatch.setattr(kv_cache, "SEEN_STEP", 8)
+    decoder = ours(reference("llama3.1"))
+    cache = KVCache(decoder.config, LENGTHS, NEW, CPU)
+    widths = []
+    for _ in range(NEW):
+        cache.advance()
+        widths.append(cache.mask().shape[3])
+        assert (cache.mask()[:, 0, 0].sum(1) == cache.lengths + 1).all()
+    assert sorted({*widths}) == [16, 24, FIRST + NEW]
 
 
 @pytest.mark.parametrize("name", TINY)

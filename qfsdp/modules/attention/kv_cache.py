@@ -19,6 +19,10 @@ from torch import Tensor
 if TYPE_CHECKING:
     from qfsdp.modules.decoder_config import DecoderConfig
 
+SEEN_STEP = 128
+"""Attention of new tokens reads a multiple of this many slots: a GPU's attention library may plan
+anew, for 20 to 40 ms, each time the number of keys changes, which would be at every token."""
+
 
 class LayerCache(NamedTuple):
     """The cache of one layer.
@@ -87,8 +91,10 @@ class KVCache:
 
     def mask(self, window: int | None = None) -> Tensor:
         """Bool `[batch, 1, 1, seen]`: the slots that each row's new token attends to, its own slot
-        included. `seen` ends with the longest row. `window`: maximum number of these slots."""
-        slots = torch.arange(self._longest + 1, device=self.lengths.device)
+        included. `seen` ends up to `SEEN_STEP` slots after the longest row's token, or with the
+        cache. `window`: maximum number of the slots that are attended to."""
+        count = min(-(-(self._longest + 1) // SEEN_STEP) * SEEN_STEP, self._shape[2])
+        slots = torch.arange(count, device=self.lengths.device)
         at = self.lengths.unsqueeze(1)
         seen = slots <= at
         if window is not None:
