@@ -1,15 +1,18 @@
-"""Instructions of an H100 for each weight, of the kernels that read NF4. Needs no GPU, but Triton.
+"""Instructions of a GPU for each weight, of the kernels that read NF4. Needs no GPU, but Triton.
 
-    python benchmarks/instructions.py [--json instructions.json]
+    python benchmarks/instructions.py [--gpu a100 | rtx4090 | h100] [--json instructions.json]
 
 Inductor generates its Triton code for tensors that exist in name only, Triton compiles it for
-sm_90, and nvdisasm, which comes with Triton, takes it apart. Instructions are counted, not timed.
+sm_80, sm_89 or sm_90, and nvdisasm, which comes with Triton, takes it apart. Instructions are
+counted, not timed.
 
     two_kernels_weights, two_kernels_absmax     the kernels of `nf4.py`
     one_kernel                                  that of `nf4_one_kernel.py`
     fp8_weights                                 two_kernels_weights, for e4m3
     norms_RANK_ROWS                             the loop of `nf4_norm_kernel.py`, by ROWS rows
     NAME_fused                                  fused multiply-adds; 0: bits are those of a CPU
+    NAME_registers, NAME_shared                 registers of a thread, bytes of shared memory
+    NAME_spilled                                bytes of a thread that did not fit into registers
 """
 
 from __future__ import annotations
@@ -24,7 +27,7 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 from unittest import mock
 
 import torch
@@ -33,48 +36,68 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, tell
 from qfsdp.tensor_subclasses import nf4, nf4_one_kernel
+from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS
 
 ROWS, COLS = 8192, 8192
 TILE, WARPS = 1024, 4  # outputs and warps of a program, as inductor chooses for such kernels
-H100 = SimpleNamespace(
-    name="H100",
-    major=9,
-    minor=0,
-    multi_processor_count=132,
-    regs_per_multiprocessor=65536,
-    max_threads_per_multi_processor=2048,
-    max_threads_per_block=1024,
-    warp_size=32,
-    total_memory=80 << 30,
-    shared_memory_per_block_optin=232448,
-)
+# Compute capability, multiprocessors, shared memory of a program in bytes.
+GPUS = {
+    "a100": (8, 0, 108, 166912),
+    "rtx4090": (8, 9, 128, 101376),
+    "h100": (9, 0, 132, 232448),
+}
+
+
+def properties(gpu: str) -> Any:
+    """What inductor asks of a GPU."""
+    major, minor, processors, shared = GPUS[gpu]
+    return SimpleNamespace(
+        name=gpu,
+        major=major,
+        minor=minor,
+        multi_processor_count=processors,
+        regs_per_multiprocessor=65536,
+        max_threads_per_multi_processor=1536 if minor == 9 else 2048,
+        max_threads_per_block=1024,
+        warp_size=32,
+        total_memory=80 << 30,
+        shared_memory_per_block_optin=shared,
+    )
+
+
 Shape = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]
 
 
 @contextmanager
-def pretended_h100() -> Iterator[None]:
-    """Makes inductor and Triton generate code for an H100 where there is none."""
+def pretended(gpu: str) -> Iterator[None]:
+    """Makes inductor and Triton generate code for a GPU that is not there."""
     from torch._dynamo.device_interface import CudaInterface
     from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
 
+    card = properties(gpu)
+    capability = (card.major, card.minor)
+    number = 10 * card.major + card.minor
     stub = SimpleNamespace(
-        get_current_target=lambda: GPUTarget("cuda", 90, 32),
+        get_current_target=lambda: GPUTarget("cuda", number, 32),
         get_current_device=lambda: 0,
         get_active_torch_device=lambda: torch.device("cuda", 0),
     )
     driver.set_active(stub)
     of_worker: dict[str, Any] = {
-        "get_device_properties": lambda d=None: H100,
+        "get_device_properties": lambda d=None: card,
         "current_device": lambda: 0,
     }
-    of_device = of_worker | {"get_compute_capability": lambda d=None: 90}
+    of_device = of_worker | {"get_compute_capability": lambda d=None: number}
     of_device |= {"is_triton_capable": lambda d=None: True}
     of_device |= {"raise_if_triton_unavailable": lambda d=None: None}
-    of_torch = {"get_device_properties": lambda d=None: H100, "current_device": lambda: 0}
+    of_torch: dict[str, Any] = {
+        "get_device_properties": lambda d=None: card,
+        "current_device": lambda: 0,
+    }
     of_torch |= {"is_available": lambda: True, "device_count": lambda: 1}
-    of_torch |= {"get_device_capability": lambda d=None: (9, 0)}
+    of_torch |= {"get_device_capability": lambda d=None: capability}
     with ExitStack() as stack:
         for owner, functions in ((CudaInterface, of_device), (CudaInterface.Worker, of_worker)):
             for name, function in functions.items():
@@ -100,8 +123,8 @@ def generated(fn: Callable[..., Any], options: dict[str, Any], shapes: list[Shap
 
     init_backend_registration()
     pure = functionalize(fn, remove="mutations_and_views")
-    # Traced on the CPU: PyTorch without CUDA cannot index tensors of a GPU.
-    with FakeTensorMode() as mode:
+    # Traced on the CPU, where PyTorch without CUDA can index tensors, but as if for a GPU.
+    with FakeTensorMode() as mode, dry_run.following(cast(Any, SimpleNamespace(target="cuda"))):
         on_cpu = [torch.empty_strided(s, stride, dtype=t) for s, stride, t in shapes]
         graph = make_fx(pure, decomposition_table=select_decomp_table())(*on_cpu)
         gpu = torch.device("cuda", 0)
@@ -136,22 +159,33 @@ def only_kernel(code: str, folder: Path) -> tuple[Any, dict[str, str]]:
     return getattr(module, name), eval(kinds[1])  # a dictionary of words
 
 
-def machine_code(kernel: Any, kinds: dict[str, str], values: dict[str, Any], fused: bool) -> str:
-    """The kernel for sm_90, disassembled."""
+def machine_code(
+    kernel: Any, kinds: dict[str, str], values: dict[str, Any], fused: bool
+) -> tuple[str, Figures]:
+    """The kernel for the pretended GPU, disassembled, and what a thread or program of it takes."""
     import triton
-    from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
+    from triton.runtime import driver
 
     aligned = [i for i, (k, kind) in enumerate(kinds.items()) if kind[0] == "*" or "numel" in k]
     attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
     source = ASTSource(fn=kernel, signature=kinds, constexprs=values, attrs=attributes)
     options = {"num_warps": WARPS, "enable_fp_fusion": fused}
-    built = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    nvdisasm = Path(triton.__file__).parent / "backends/nvidia/bin/nvdisasm"
+    built = triton.compile(source, target=driver.active.get_current_target(), options=options)
+    tools = Path(triton.__file__).parent / "backends/nvidia/bin"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         Path(file.name).write_bytes(built.asm["cubin"])
-        done = subprocess.run([nvdisasm, "-c", file.name], capture_output=True, text=True)
-    return done.stdout
+        listing, usage = (
+            subprocess.run([tools / tool, option, file.name], capture_output=True, text=True).stdout
+            for tool, option in (("nvdisasm", "-c"), ("cuobjdump", "-res-usage"))
+        )
+    taken = {name: int(number) for name, number in re.findall(r"(REG|LOCAL|STACK):(\d+)", usage)}
+    spilled = float(taken["LOCAL"] + taken["STACK"])
+    shared = float(built.metadata.shared)
+    card: Any = torch.cuda.get_device_properties(0)
+    most = card.shared_memory_per_block_optin
+    assert shared <= most, f"{kernel.__name__}: {shared:.0f} bytes of shared memory of {most}"
+    return listing, {"registers": float(taken["REG"]), "shared": shared, "spilled": spilled}
 
 
 def instructions(listing: str) -> list[str]:
@@ -207,7 +241,7 @@ def pointwise(folder: Path) -> Figures:
         traced(nf4_one_kernel._write_at_once)(c, a, s, o, None, d, table, 0, out)
 
     cases: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Shape], int]] = {
-        "two_kernels_weights": (write, FLAT_ON_GPUS, [codes, products, offset, levels, bf16], 2),
+        "two_kernels_weights": (write, nf4.ONE_KERNEL, [codes, products, offset, levels, bf16], 2),
         "two_kernels_absmax": (
             traced(nf4.absmax_products, 0),
             {},
@@ -227,31 +261,37 @@ def pointwise(folder: Path) -> Figures:
             2,
         ),
     }
+    if torch.cuda.get_device_capability() < (8, 9):
+        del cases["fp8_weights"]  # no numbers of 8 bits; qfsdp refuses them there
     found: Figures = {}
     for name, (fn, options, shapes, weights) in cases.items():
         kernel, kinds = only_kernel(generated(fn, options, shapes), folder)
         values = {key: TILE for key, kind in kinds.items() if kind == "constexpr"}
         fused = not options.get("emulate_precision_casts", False)
-        lines = instructions(machine_code(kernel, kinds, values, fused))
+        listing, taken = machine_code(kernel, kinds, values, fused)
+        lines = instructions(listing)
         found[name] = len(lines) * 32 * WARPS / (TILE * weights)
         found[f"{name}_fused"] = sum("FFMA" in line for line in lines)
+        found |= {f"{name}_{key}": number for key, number in taken.items()}
     return found
 
 
 def norms() -> Figures:
     import triton.language as tl
 
-    from qfsdp.tensor_subclasses.nf4_norm_kernel import _products
+    from qfsdp.tensor_subclasses.nf4_norm_kernel import _products, rows_of_program
 
     found: Figures = {}
-    for rank in (16, 64):
-        for rows in (16, 32, 64):
+    for rank in (16, 64, 128):  # the kernel takes no more
+        for rows in sorted({rows_of_program(rows, rank) for rows in (2048, 8192, 14336)}):
             values = {"COLS": 4096, "ROWS": rows, "RANK": rank, "HALF": 32, "SCALE_BLOCK": 256}
             values |= {"DTYPE": tl.bfloat16, "FACTOR": tl.bfloat16}
             kinds = ["*u8", *["*fp32"] * 6, *["i32"] * 4, *["constexpr"] * 7]
             signature = dict(zip(_products.arg_names, kinds, strict=True))
-            listing = machine_code(_products, signature, values, fused=False)
-            found[f"norms_{rank}_{rows}"] = in_loop(listing) * 32 * WARPS / (rows * 64)
+            listing, taken = machine_code(_products, signature, values, fused=False)
+            name = f"norms_{rank}_{rows}"
+            found[name] = in_loop(listing) * 32 * WARPS / (rows * 64)
+            found |= {f"{name}_{key}": number for key, number in taken.items()}
     return found
 
 
@@ -259,11 +299,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
+    parser.add_argument("--gpu", choices=GPUS, default="h100")
     parser.add_argument("--json", type=Path)
     args = parser.parse_args()
     if importlib.util.find_spec("triton") is None:
         raise SystemExit("error: no Triton here; expected one, from `pip install triton`")
-    with tempfile.TemporaryDirectory() as folder, pretended_h100():
+    with tempfile.TemporaryDirectory() as folder, pretended(args.gpu):
         found = pointwise(Path(folder)) | norms()
     tell(found, args.json)
 

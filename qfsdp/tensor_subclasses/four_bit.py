@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.tensor_subclasses.kernels import compiled as kernels
+from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
 
 BLOCK = 64
 KERNEL_CHUNK = 1 << 21  # weights computed at a time: temporaries of 30 MB, 110 uncompiled
@@ -111,7 +112,7 @@ def write_pairs(first: Tensor, second: Tensor, out: Tensor) -> None:
             half.to(torch.float8_e4m3fn).view(torch.uint8).int() for half in (first, second)
         )
         pair = ((high << 8) | low).to(torch.int16)
-    elif out.dtype == torch.int32 and first.device.type == "cpu":
+    elif out.dtype == torch.int32 and on_cpu(first):
         # Rounding to bf16 vectorizes on CPUs in integers only.
         low, high = (_rounded_to_bf16(half.view(torch.int32)) for half in (first, second))
         pair = (high & -65536) | ((low >> 16) & 65535)

@@ -35,6 +35,7 @@ from qfsdp.tensor_subclasses.four_bit import (
     write_uncompiled,
 )
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
+from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
 from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, NF4_PAIRS, SCALE_BLOCK
 from qfsdp.tensor_subclasses.nf4_quantize import check_finite, quantize_absmax, write_codes
 from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
@@ -177,7 +178,7 @@ def _write_weights(
         return write_uncompiled(NF4_PAIRS, codes, absmax, out)
     code = codes.unflatten(1, (products.size(1), BLOCK // 2)).int()
     # Selections of fp16 and fp8 do not vectorize: 0.07 G weights/s, 0.9 with the table.
-    selects = code.device.type == "cpu" and out.dtype in (torch.int32, torch.int64)
+    selects = on_cpu(code) and out.dtype in (torch.int32, torch.int64)
     level = _selected_level if selects else levels.__getitem__
     write_pairs(level(code >> 4) * absmax, level(code & 15) * absmax, out)
 
