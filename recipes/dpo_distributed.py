@@ -166,6 +166,7 @@ def build_loader(cfg: Config, world: World) -> PreferenceLoader:
         pad_id=tokenizer.pad_id,
         max_seq_len=cfg.max_seq_len,
         fill_rows=cfg.compile,  # compiled code serves batches of any length, but of one size
+        context_parallel=cfg.sharding.context_parallel,
     )
 
 
@@ -218,7 +219,6 @@ def main(cfg: Config, run: Run) -> None:
     state = TrainState(model, optimizer, scheduler, loader.keep_in(validation.progress))
     first_step = checkpoints.load(origin, state)  # 0 without one
     watch = NonFiniteWatch(cfg.on_nonfinite, state, checkpoints, world, objective.parts)
-
     log = RunLog(output_dir, logger, first_step, total_steps, world.rank)
     log.introduce(cfg, model, loader, world, validation.sets)
     run.clock = clock = StepClock(world.device)

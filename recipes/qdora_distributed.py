@@ -161,6 +161,7 @@ def build_loader(cfg: Config, world: World) -> Loader:
         pad_id=tokenizer.pad_id,
         max_seq_len=cfg.max_seq_len,
         fill_rows=cfg.compile,  # compiled code serves batches of any length, but of one size
+        context_parallel=cfg.sharding.context_parallel,
     )
 
 

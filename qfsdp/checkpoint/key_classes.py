@@ -29,7 +29,7 @@ _SAME = """
 _TOLD = """
     epochs max_steps clip_grad_norm on_nonfinite compile cuda_graphs
     sharding.strategy sharding.cpu_offload sharding.vocabulary sharding.reduce_gradients
-    sharding.expert_parallel
+    sharding.expert_parallel sharding.context_parallel
     validation.metric validation.patience
 """
 
@@ -74,6 +74,7 @@ ABSENT: dict[str, Any] = {
     "sharding.vocabulary": "auto",
     "sharding.reduce_gradients": "auto",
     "sharding.expert_parallel": 1,
+    "sharding.context_parallel": 1,
     "model.implementation": "auto",
     "validation.metric": None,
     "validation.patience": None,

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-IGNORE_INDEX = -100
-"""Label of a position that is not trained. Also the default of `F.cross_entropy`."""
+from qfsdp.data.cut_rows import IGNORE_INDEX, CutRows, row_borders, used_lengths
 
 ALL_POSITIONS = -1
 """`Batch.targets` for shapes that do not depend on labels: the output layer sees every position."""
@@ -28,7 +27,7 @@ class Batch:
         cu_seqlens: int32 `[documents + 1]`, the borders of the documents among the `batch * seq`
             tokens. A document is a sample, or the padding of a row. The last border is repeated
             until the length is a multiple of 64, so compiled code sees few lengths. None if no row
-            is a pack.
+            is a pack. `CutRows` if ranks share the rows.
         samples: for each row, the indices of its samples in the dataset, as `StepLoader` sets them;
             rows of padding are left out.
         targets: number of positions that are trained, if it is known; see `num_targets`.
@@ -38,7 +37,7 @@ class Batch:
     labels: torch.Tensor
     num_tokens: int
     positions: torch.Tensor | None = None
-    cu_seqlens: torch.Tensor | None = None
+    cu_seqlens: torch.Tensor | CutRows | None = None
     samples: tuple[tuple[int, ...], ...] = ()
     targets: int | None = None
 
@@ -67,7 +66,30 @@ class Batch:
             for field in fields(self)
             if isinstance(value := getattr(self, field.name), torch.Tensor)
         }
+        if isinstance(cut := self.cu_seqlens, CutRows):
+            borders, lengths = to_device(cut.cu_seqlens, device), to_device(cut.lengths, device)
+            moved["cu_seqlens"] = cut._replace(cu_seqlens=borders, lengths=lengths)
         return replace(self, targets=self.num_targets, **moved)
+
+    def cut(self, part: int, parts: int) -> Self:
+        """One of `parts` equal parts of every row, for ranks that share them. The width of the rows
+        must be a multiple of `parts`. Tokens without padding are counted in equal shares."""
+        rows, width = self.tokens.shape
+        lengths, borders = used_lengths(self.labels), self.cu_seqlens
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(width).expand(rows, -1)
+        if borders is None:
+            borders = row_borders(lengths, width)
+        assert isinstance(borders, torch.Tensor)
+        return replace(
+            self,
+            tokens=self.tokens.chunk(parts, 1)[part].contiguous(),
+            labels=self.labels.chunk(parts, 1)[part].contiguous(),
+            num_tokens=self.num_tokens // parts + (part < self.num_tokens % parts),
+            positions=positions.chunk(parts, 1)[part].contiguous(),
+            cu_seqlens=CutRows(borders, lengths, part, parts),
+        )
 
 
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:

@@ -36,6 +36,7 @@ def collate(
     max_seq_len: int | None = None,
     pad_to_multiple_of: int = 8,
     min_rows: int = 1,
+    parts: int = 1,
 ) -> Batch:
     """Shifts, cuts and pads samples or packs into a batch, one per row.
 
@@ -49,6 +50,7 @@ def collate(
             length and must not be longer.
         pad_to_multiple_of: samples are padded to a multiple of this, but not beyond `max_seq_len`.
         min_rows: rows of padding without targets are added up to this number.
+        parts: rows are padded further, to a multiple of this, so that they can be cut.
 
     Returns:
         A batch with at least one row. `positions` and `cu_seqlens` are set for packs only.
@@ -63,6 +65,7 @@ def collate(
     seq = -(-longest // pad_to_multiple_of) * pad_to_multiple_of
     if max_seq_len is not None:
         seq = max_seq_len if packs else min(seq, max_seq_len)
+    seq = -(-seq // parts) * parts
     shape = (max(len(rows), min_rows), seq)
     num_tokens = sum(len(tokens) for tokens, _ in rows)
     batch = Batch(torch.full(shape, pad_id), torch.full(shape, IGNORE_INDEX), num_tokens)
@@ -123,7 +126,8 @@ class Shares:
 
     A rank takes every `world_size`-th item of a micro-batch. All ranks get the same number of
     micro-batches, because forward and backward passes contain collectives. A rank without items
-    gets one row of padding without targets.
+    gets one row of padding without targets. With context parallelism, neighbouring ranks count as
+    one: they get the same items, and a part of each row.
 
     Attributes:
         global_batch_size: items per global step, over all ranks and micro-batches.
@@ -142,6 +146,7 @@ class Shares:
         fill_rows: bool = False,
         empty_pack: Mapping[str, Any] | None = None,
         collate: Callable[..., Batch] = collate,
+        context_parallel: int = 1,
     ) -> None:
         """Args: as in `StepLoader`; `empty_pack` as in `PackedDataset`, None for samples."""
         if min(batch_size, gradient_accumulation_steps, world_size) < 1:
@@ -151,7 +156,10 @@ class Shares:
             )
         if not 0 <= rank < world_size:
             raise ValueError(f"rank {rank}; expected 0 to {world_size - 1}")
-        self._rank, self._world_size = rank, world_size
+        if world_size % context_parallel:
+            raise ValueError(f"context_parallel {context_parallel} does not divide {world_size}")
+        self._rank, self._part = divmod(rank, context_parallel)
+        self._world_size, self._parts = world_size // context_parallel, context_parallel
         self._no_items = [] if empty_pack is None else [empty_pack]
         self._collate = partial(
             collate,
@@ -159,8 +167,9 @@ class Shares:
             max_seq_len=max_seq_len,
             pad_to_multiple_of=pad_to_multiple_of,
             min_rows=batch_size if fill_rows or self._no_items else 1,
+            parts=context_parallel,
         )
-        self._micro_batch = batch_size * world_size
+        self._micro_batch = batch_size * self._world_size
         self.global_batch_size = self._micro_batch * gradient_accumulation_steps
 
     def of_rank(
@@ -181,6 +190,8 @@ class Shares:
             # Every world_size-th item: a short micro-batch is spread over the ranks.
             mine = chosen[begin : begin + self._micro_batch][self._rank :: self._world_size]
             batch = self._collate([item(one) for one in mine] or self._no_items)
+            if self._parts > 1:
+                batch = batch.cut(self._part, self._parts)
             batches.append(replace(batch, samples=tuple(map(samples, mine))))
         return batches
 
@@ -217,6 +228,7 @@ class StepLoader:
         pad_to_multiple_of: int = 8,
         fill_rows: bool = False,
         collate: Callable[..., Batch] = collate,
+        context_parallel: int = 1,
     ) -> None:
         """
         Args:
@@ -224,6 +236,7 @@ class StepLoader:
             pad_id, max_seq_len, pad_to_multiple_of: as in `collate`.
             fill_rows: add rows of padding to short batches, up to `batch_size`.
             collate: makes a batch of items, like the function of that name.
+            context_parallel: neighbouring ranks that share each row (`sharding.context_parallel`).
 
         Raises:
             UserError: the items are torchtune's packs.
@@ -248,6 +261,7 @@ class StepLoader:
             fill_rows=fill_rows,
             empty_pack=getattr(dataset, "empty_pack", None),
             collate=collate,
+            context_parallel=context_parallel,
         )
         self.global_batch_size = self._shares.global_batch_size
         self._order: tuple[int, list[int]] | None = None

@@ -5,6 +5,7 @@ the micro-batches per update follow from it, so the run goes on with the same up
 
     gradient_accumulation_steps = global_batch_size / (batch_size * ranks)
 
+Ranks that share rows (`sharding.context_parallel`) count as one.
 A config's own `gradient_accumulation_steps` counts only where `global_batch_size` is null.
 """
 
@@ -19,8 +20,8 @@ SHOWN = 4  # numbers in an error message
 
 
 def check_global_batch(cfg: Any) -> None:
-    """Checks that the global batch divides for every number of ranks that the run may have, and
-    sets `gradient_accumulation_steps` for the planned one.
+    """Checks that the global batch and the ranks divide for every number of ranks that the run may
+    have, and sets `gradient_accumulation_steps` for the planned one.
 
     Raises:
         UserError: it does not divide, or the result contradicts another key.
@@ -40,6 +41,11 @@ def split_batch(cfg: Any, ranks: int) -> int:
     Raises:
         UserError: as `check_global_batch`.
     """
+    parts = cfg.sharding.context_parallel
+    if ranks % parts:
+        expected = f"expected a divisor of {ranks}, the number of ranks"
+        raise UserError(f"sharding.context_parallel: {parts}; {expected}")
+    ranks, who = ranks // parts, "ranks" if parts == 1 else f"groups of {parts} ranks"
     size: int | None = getattr(cfg, "global_batch_size", None)
     if size is None:
         return int(cfg.gradient_accumulation_steps)
@@ -51,19 +57,19 @@ def split_batch(cfg: Any, ranks: int) -> int:
     if rest:
         raise UserError(
             f"global_batch_size: {size} is no multiple of batch_size {cfg.batch_size} x {ranks} "
-            f"ranks; expected {_what_fits(size, cfg.batch_size, ranks)}"
+            f"{who}; expected {_what_fits(size, cfg.batch_size, ranks, who)}"
         )
     try:
         cfg.check()
     except InvalidField as error:
-        raise UserError(f"global_batch_size: {size} on {ranks} ranks gives {error}") from None
+        raise UserError(f"global_batch_size: {size} on {ranks} {who} gives {error}") from None
     return int(cfg.gradient_accumulation_steps)
 
 
-def _what_fits(size: int, batch: int, ranks: int) -> str:
+def _what_fits(size: int, batch: int, ranks: int, who: str) -> str:
     ways = [f"global_batch_size={max(1, round(size / (batch * ranks))) * batch * ranks}"]
     if size % batch == 0:
-        ways.insert(0, f"{_divisors(size // batch, ranks)} ranks")
+        ways.insert(0, f"{_divisors(size // batch, ranks)} {who}")
     if size % ranks == 0:
         ways.insert(0, f"batch_size={_divisors(size // ranks, batch)}")
     return ", or ".join(ways)

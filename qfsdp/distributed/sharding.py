@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from qfsdp.distributed.context_parallel import share_rows
 from qfsdp.distributed.expert_parallel import (
     check_expert_parallel,
     expert_mesh,
@@ -53,7 +54,7 @@ def shard_model(
     weights are cast to `model.compute_dtype`, and their gradients are reduced in fp32.
 
     With expert parallelism the experts of a layer, or their linears, are units of their own,
-    gathered over fewer ranks.
+    gathered over fewer ranks. With context parallelism nothing is sharded in another way.
 
     A single process that offloads and casts nothing wraps nothing: FSDP2 would copy every
     parameter. With strategy "ddp" the units have trained parameters only.
@@ -68,6 +69,8 @@ def shard_model(
         check_expert_parallel(cast(Any, model), config, world.size)
     if not needs_fsdp(config, world.size, _casts(model)):
         return
+    if config.context_parallel > 1:
+        share_rows(cast(Any, model), config.context_parallel, world)
     if config.offload_base != "none":
         _offload_base(model, config, world)
     unit = _unit_options(model, config, world)

@@ -36,6 +36,7 @@ from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear
+from qfsdp.modules.attention.cut_rows import all_gather, reduce_scatter
 from qfsdp.modules.chunk_gradients import chunk_functions
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_tokens, summed_by_sample
@@ -52,9 +53,6 @@ from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
-# torch 2.13 renamed the functions and warns about the old names.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 # Embedded tokens of all ranks that exist at once: 64 MB, 2,048 tokens of a 70B model on 2 ranks.
 CHUNK_EMBEDDED_BYTES = 1 << 26
 
@@ -254,13 +252,13 @@ class SplitVocabulary:
     def gathered(self, mine: Tensor) -> Tensor:
         """`mine` of every rank, `[ranks, ...]`."""
         everyone = mine.new_empty(self.ranks, *mine.shape)
-        _all_gather(everyone.flatten(0, 1), mine.contiguous(), group=self.group)
+        all_gather(everyone.flatten(0, 1), mine.contiguous(), group=self.group)
         return everyone
 
     def scattered(self, parts: Tensor) -> Tensor:
         """The sum over ranks of this rank's share of `parts` `[ranks * n, ...]`: `[n, ...]`."""
         mine = parts.new_empty(len(parts) // self.ranks, *parts.shape[1:])
-        _reduce_scatter(mine, parts.contiguous(), group=self.group)
+        reduce_scatter(mine, parts.contiguous(), group=self.group)
         return mine
 
 

@@ -43,6 +43,9 @@ class ShardingConfig:
             an equal number of experts and of ranks, which gather these experts only; tokens travel
             to the ranks of their experts and back. 1: every rank gathers all experts. A divisor of
             the number of ranks and of the number of experts.
+        context_parallel: how many neighbouring ranks share each row: a rank has one part of its
+            tokens, and attention gathers keys and values of the others. For rows that are too long
+            for one rank. 1: every rank has rows of its own. A divisor of the number of ranks.
     """
 
     strategy: Literal[
@@ -58,6 +61,7 @@ class ShardingConfig:
     vocabulary: Literal["auto", "gather", "split"] = "auto"
     reduce_gradients: Literal["auto", "every_update", "every_micro_batch"] = "auto"
     expert_parallel: int = 1
+    context_parallel: int = 1
 
     def check(self) -> None:
         for name in ("replicate", "shard"):
@@ -75,8 +79,9 @@ class ShardingConfig:
             raise InvalidField("strategy", "ddp", "full_shard, if anything is offloaded")
         if self.vocabulary == "split" and self.cpu_offload:
             raise InvalidField("vocabulary", "split", "auto or gather with cpu_offload")
-        if self.expert_parallel < 1:
-            raise InvalidField("expert_parallel", self.expert_parallel, "an integer of at least 1")
+        for name in ("expert_parallel", "context_parallel"):
+            if getattr(self, name) < 1:
+                raise InvalidField(name, getattr(self, name), "an integer of at least 1")
         if self.expert_parallel > 1 and self.strategy not in ("full_shard", "shard_grad_op"):
             why = "full_shard or shard_grad_op with expert_parallel"
             raise InvalidField("strategy", self.strategy, why)

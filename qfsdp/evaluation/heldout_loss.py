@@ -22,6 +22,7 @@ def held_out_batches(
     pad_id: int,
     max_seq_len: int | None,
     fill_rows: bool = False,
+    context_parallel: int = 1,
 ) -> Iterator[Batch]:
     """This rank's batches of one pass over `dataset`, in order. Every rank gets the same number.
 
@@ -29,7 +30,7 @@ def held_out_batches(
         dataset: a dataset of samples or packs for `StepLoader`.
         batch_size: samples per rank and batch. A rank without samples gets a row without targets.
         pad_id, max_seq_len: as in `collate`.
-        fill_rows: as in `StepLoader`.
+        fill_rows, context_parallel: as in `StepLoader`.
     """
     loader = StepLoader(
         dataset,
@@ -42,6 +43,7 @@ def held_out_batches(
         max_seq_len=max_seq_len,
         shuffle=False,
         fill_rows=fill_rows,
+        context_parallel=context_parallel,
     )
     for step in range(loader.steps_per_epoch):
         yield from loader.step(step)

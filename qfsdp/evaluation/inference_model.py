@@ -14,6 +14,7 @@ from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter, read_ada
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
+from qfsdp.common.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
@@ -44,6 +45,8 @@ def check_for_inference(
     Raises:
         UserError: the model folder or the adapter is faulty, or the adapter is for another model.
     """
+    if (parts := sharding.context_parallel) > 1:
+        raise UserError(f"sharding.context_parallel: {parts}; expected 1, as nothing is trained")
     weights = model.weights()
     decoder = _build(model, quantization, adapter, weights)
     weights.check(decoder)

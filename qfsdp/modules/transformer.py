@@ -13,46 +13,25 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.data.preferences.shared_prompts import SharedDocuments
+from qfsdp.data.cut_rows import CutRows, counted_tokens
 from qfsdp.modules.activation_offload import Offload
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, checkpointed
-from qfsdp.modules.attention.document_lengths import document_lengths
+from qfsdp.modules.attention.cut_rows import over_parts
+from qfsdp.modules.attention.document_lengths import Documents, document_lengths
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
 from qfsdp.modules.attention.self_attention import Attention, within_window
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.experts.mixture import MixtureMLP
-from qfsdp.modules.experts.routing import Routing, counted_tokens
+from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.loss import OutputLayer, head_loss
 from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.mlp import MLP
 from qfsdp.modules.model_parts import ModelParts
 from qfsdp.modules.rope import RopeConfig
+from qfsdp.modules.varying_lengths import mark_lengths
 
-Documents = Tensor | SharedDocuments | None
 RotaryTables = dict[RopeConfig | None, tuple[Tensor | None, Tensor | None]]
-
-
-def _mark_lengths(
-    x: Tensor,
-    cos: Tensor | None,
-    sin: Tensor | None,
-    mask: Tensor | None,
-    cu_seqlens: Documents,
-    counted: Tensor | None,
-) -> None:
-    """Tells the compiler which sizes vary. Without it the compiler builds everything for the first
-    batch, and again for the first batch of another length (20 s each for SmolLM2 on a CPU)."""
-    if cu_seqlens is not None:  # packed rows have one length, but any number of documents
-        shared = isinstance(cu_seqlens, SharedDocuments)
-        for tensor in cu_seqlens[:2] if shared else (cu_seqlens,):  # and tokens written out
-            torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        return
-    for tensor in (x, cos, sin, counted):
-        if tensor is not None:
-            torch._dynamo.maybe_mark_dynamic(tensor, 1)
-    if mask is not None:
-        torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
 
 
 class DecoderLayer(nn.Module):
@@ -138,7 +117,7 @@ class DecoderLayer(nn.Module):
         if cache is not None:
             return self._cached_block(x, cos, sin, mask, cache)
         if self.compiled:  # marked here: FSDP2's hooks pass other tensors than the caller's
-            _mark_lengths(x, cos, sin, mask, cu_seqlens, counted)
+            mark_lengths(x, cos, sin, mask, cu_seqlens, counted)
         args = (x, cos, sin, mask, cu_seqlens, None, counted)
         trains = torch.is_grad_enabled()
         mode = self.recomputed if trains else "none"
@@ -190,6 +169,8 @@ class Decoder(nn.Module):
         routing: what the routers of a mixture of experts do in training.
         split: computes embedding and output layer where ranks share their rows
             (`qfsdp.distributed.split_vocabulary`); None: this rank has all rows.
+        group: name of the ranks that share rows, in `GROUPS`; "": none do. With labels it takes
+            `CutRows` only.
     """
 
     def __init__(self, config: DecoderConfig) -> None:
@@ -197,6 +178,7 @@ class Decoder(nn.Module):
         self.config = config
         self.compute_dtype: torch.dtype | None = None
         self.split: Any = None
+        self.group = ""
         self.routing = Routing(config.experts.router.aux_loss if config.experts else 0.0)
         self.model = Backbone(config)
         self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
@@ -261,7 +243,8 @@ class Decoder(nn.Module):
                 comes after every real token; the loss must ignore its logits.
             labels: int64 `[batch, seq]`, -100 for none.
             cu_seqlens: int32 bounds of the samples packed into rows, see `attend_documents`, or
-                `SharedDocuments`. `positions` must then start at 0 in each sample.
+                `SharedDocuments`. `positions` must then start at 0 in each sample. `CutRows`: all
+                other arguments are this rank's part of each row.
             cache: for generation, without gradients; only `tokens` may be given with it.
             sample_ids: with `labels`: int64 `[batch, seq]`, the sample of each position.
             num_samples: `sample_ids` are below it.
@@ -270,14 +253,18 @@ class Decoder(nn.Module):
         Returns:
             `[batch, seq, vocab]` in the dtype of the weights. With `labels`: their summed cross
             entropy, an fp32 scalar, or of each sample, fp32 `[num_samples]`; the logits never exist
-            whole. With a `cache`: `[batch, vocab]`, the logits of the token after each row's last.
+            whole. Of `CutRows`: the scalar of this part, the samples' sums over the whole rows.
+            With a `cache`: `[batch, vocab]`, the logits of the token after each row's last.
 
         Raises:
-            ValueError: `cu_seqlens` is given with a mask or without positions, or a mask to a model
-                with attention sinks.
+            ValueError: `cu_seqlens` is given with a mask or without positions, a mask to a model
+                with attention sinks, or whole rows with labels to ranks that share rows.
         """
         if cache is not None:
             return self._next_logits(tokens, cache)
+        cut = cu_seqlens if isinstance(cu_seqlens, CutRows) else None
+        if self.group and labels is not None and cut is None:
+            raise ValueError("sharding.context_parallel: whole rows; expected those of `Batch.cut`")
         if cu_seqlens is not None and (mask is not None or positions is None):
             raise ValueError("cu_seqlens takes positions with it, and no mask")
         if mask is not None and self.config.attention.sinks:
@@ -291,13 +278,17 @@ class Decoder(nn.Module):
             masks = self._within_windows(mask, tokens)
         # Routing is followed in training only.
         followed = self.config.experts and self.training and torch.is_grad_enabled()
-        counted = counted_tokens(labels) if followed and labels is not None else None
+        counted = counted_tokens(labels, cut) if followed and labels is not None else None
         x, routed = self._layers(x, tables, masks, cu_seqlens, counted)
         x = self._final(x)
         if labels is None:
             return self._logits(x)
         loss = self._loss(x, labels, sample_ids, num_samples, num_targets)
-        return loss if counted is None else self.routing.follow(loss, routed, counted, labels)
+        if cut is not None and sample_ids is not None:
+            loss = over_parts(loss, self.group)
+        if counted is None or labels is None:
+            return loss
+        return self.routing.follow(loss, routed, counted, labels, cut, self.group)
 
     def _layers(
         self,

@@ -290,7 +290,8 @@ def _mark_parameters(model: nn.Module, tracker: MemoryTracker) -> None:
 
 def _batches(cfg: Any) -> list[Batch]:
     """Micro-batches of full rows; a packed row holds one sample, of the largest possible length."""
-    rows, seq = rows_of(cfg), cfg.max_seq_len
+    parts = cfg.sharding.context_parallel
+    rows, seq = rows_of(cfg), -(-cfg.max_seq_len // parts) * parts
     tokens = torch.zeros(rows, seq, dtype=torch.int64)
     batch = Batch(tokens, tokens.clone(), rows * seq, targets=rows * seq)
     if cfg.packed:
@@ -298,6 +299,8 @@ def _batches(cfg: Any) -> list[Batch]:
         batch = replace(batch, positions=tokens.clone(), cu_seqlens=ends)
     for objective in step_options(cfg).values():
         batch = full_preferences(batch, paired=objective.takes(labels=False))
+    if parts > 1:
+        batch = batch.cut(parts - 1, parts)  # the last part sees the most keys
     return [batch] * min(cfg.gradient_accumulation_steps, MICRO_BATCHES)
 
 
@@ -309,7 +312,9 @@ def rows_of(cfg: Any) -> int:
 
 def micro_batch_tokens(cfg: Any) -> int | None:
     """The most tokens of a micro-batch; None if the config (of a loop of your own) does not say."""
-    return rows_of(cfg) * int(cfg.max_seq_len) if hasattr(cfg, "max_seq_len") else None
+    if not hasattr(cfg, "max_seq_len"):
+        return None
+    return rows_of(cfg) * -(-int(cfg.max_seq_len) // cfg.sharding.context_parallel)
 
 
 @dataclass(frozen=True)

@@ -190,10 +190,12 @@ class StepGraphs:
             forward_backward: of a batch on the device; adds gradients and returns the loss.
             clock: takes the time of the phase "graph".
         """
+        if not self._on:
+            return None
         tensors = (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)
-        inputs = [value for value in tensors if value is not None]
+        inputs = [value for value in tensors if isinstance(value, Tensor)]
         shapes = [value.shape for value in inputs]
-        if not self._on or (self._pass is not None and not self._fits(shapes)):
+        if self._pass is not None and not self._fits(shapes):
             return None
         if self._pass is None:
             self._seen[str(shapes)] += 1

@@ -59,6 +59,7 @@ class PreferenceValidation(Validation):
             max_seq_len=self._cfg.max_seq_len,
             shuffle=False,
             fill_rows=self._cfg.compile,
+            context_parallel=self._cfg.sharding.context_parallel,
         )
         if self._cfg.reference != "none":
             known = torch.full((len(loader.items), 2), torch.nan)

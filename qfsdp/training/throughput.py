@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from typing import cast
 
 import torch
@@ -26,6 +27,7 @@ from torch.optim import Optimizer
 from qfsdp.common import progress
 from qfsdp.common.long_waits import long_wait
 from qfsdp.data.batch import Batch
+from qfsdp.data.cut_rows import CutRows
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import ScaledLinear
 from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
@@ -65,12 +67,20 @@ def document_lengths(batch: Batch) -> list[int]:
     """Tokens of each row, or of each document of packed rows: the parts that attend to themselves.
 
     Padding is included, as it is computed like other tokens. A prompt that two documents share
-    counts in both, as attention computes it.
+    counts in both, as attention computes it. Of a document that is cut: its tokens up to the end of
+    this part and, as a negative number, those of earlier parts.
     """
+    rows, seq = batch.tokens.shape
     if batch.cu_seqlens is None:
-        rows, seq = batch.tokens.shape
         return [seq] * rows
-    return [n for n in batch.cu_seqlens.diff().tolist() if n]
+    if not isinstance(cut := batch.cu_seqlens, CutRows):
+        return [n for n in cut.diff().tolist() if n]
+    found = []
+    for begin, end in pairwise(cut.cu_seqlens.tolist()):
+        first = begin // (seq * cut.parts) * seq * cut.parts + cut.part * seq
+        if max(begin, first) < min(end, first + seq):
+            found += [min(end, first + seq) - begin, min(begin - first, 0)]
+    return [n for n in found if n]
 
 
 def step_flops(
@@ -162,11 +172,12 @@ class _Work:
 
 def _attended(lengths: list[int], window: int | None) -> int:
     """Number of pairs of a token and a token that it attends to, itself included."""
-    pairs = sum(n * (n + 1) // 2 for n in lengths)
-    if window is not None:
-        hidden = (n - window for n in lengths if n > window)
-        pairs -= sum(n * (n + 1) // 2 for n in hidden)
-    return pairs
+
+    def of_document(tokens: int) -> int:
+        hidden = 0 if window is None else max(0, tokens - window)
+        return (tokens * (tokens + 1) - hidden * (hidden + 1)) // 2
+
+    return sum(of_document(n) if n > 0 else -of_document(-n) for n in lengths)
 
 
 class Meter:

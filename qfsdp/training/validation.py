@@ -261,6 +261,7 @@ class Validation:
             self._pad_id,
             self._cfg.max_seq_len,
             fill_rows=self._cfg.compile,
+            context_parallel=self._cfg.sharding.context_parallel,
         )
         total, targets = held_out_loss(model, batches, self._world)
         if targets == 0:

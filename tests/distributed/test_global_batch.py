@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import pytest
 
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
+from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import init_world
 from qfsdp.launch.ranks import torchrun_flags
 
@@ -18,6 +19,7 @@ class Config:
     batch_size: int = 4
     gradient_accumulation_steps: int = 7
     in_backward: bool = False
+    sharding: ShardingConfig = field(default_factory=ShardingConfig)
 
     def check(self) -> None:
         if self.in_backward and self.gradient_accumulation_steps > 1:
@@ -29,6 +31,19 @@ def test_the_micro_batches_follow_from_the_ranks() -> None:
         config = Config(24)
         assert split_batch(config, ranks) == config.gradient_accumulation_steps == steps
     assert split_batch(Config(None), 5) == 7
+
+
+def test_ranks_that_share_rows_count_as_one() -> None:
+    shared = ShardingConfig(context_parallel=2)
+    assert split_batch(Config(24, sharding=shared), 6) == 2
+    with pytest.raises(UserError) as error:
+        split_batch(Config(24, sharding=shared), 5)
+    expected = "2; expected a divisor of 5, the number of ranks"
+    assert str(error.value) == f"sharding.context_parallel: {expected}"
+    with pytest.raises(UserError, match="8 is no multiple of batch_size 4 x 3 groups of 2 ranks;"):
+        split_batch(Config(8, sharding=shared), 6)
+    with pytest.raises(InvalidField, match="context_parallel: 0"):
+        ShardingConfig(context_parallel=0).check()
 
 
 @pytest.mark.parametrize(

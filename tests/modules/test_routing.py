@@ -17,6 +17,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss
 from qfsdp.checkpoint.adapter_start import check_start
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.data.cut_rows import counted_tokens
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
@@ -24,7 +25,6 @@ from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.experts.routing import (
     balance_loss,
-    counted_tokens,
     routing_metrics,
     routing_sums,
 )

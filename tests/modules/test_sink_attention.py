@@ -78,12 +78,12 @@ def test_one_new_token_with_a_cache(window: int | None) -> None:
 def test_operator_contract() -> None:
     q, k, v, grad = (t.detach().transpose(1, 2).flatten(0, 1).contiguous() for t in heads())
     for window in (None, 7):
-        given = (cu_seqlens(), SEQ, window, 0.3)
+        given = (cu_seqlens(), None, SEQ, SEQ, window, 0.3)
         sinks = logits().detach()
-        torch.library.opcheck(sink_attention._attend, (q, k, v, sinks, *given))
-        out, total = sink_attention._attend(q, k, v, sinks, *given)
+        torch.library.opcheck(sink_attention.attention, (q, k, v, sinks, *given))
+        out, total = sink_attention.attention(q, k, v, sinks, *given)
         backward = (grad, q, k, v, cu_seqlens(), out, total, *given[1:])
-        torch.library.opcheck(sink_attention._attend_backward, backward)
+        torch.library.opcheck(sink_attention.attention_backward, backward)
 
 
 # ---- FlashAttention's kernels, which know of no sink --------------------------------------------

@@ -97,6 +97,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             pad_id=0,
             max_seq_len=64,
             fill_rows=cfg.compile,
+            context_parallel=sharding.context_parallel,
         )
         history, graphs = [], []
         for step in range(case.get("steps", STEPS)):

@@ -29,6 +29,7 @@ class PairBatch(Batch):
             decide which answer, not the ranks or micro-batches.
         reference_logprobs: fp32 `[num_samples]`, the reference's log-probabilities if they are
             known ahead; None: the model computes them.
+        target_counts: of cut rows, `targets_of_samples` of the whole rows.
         sources, places: of packed pairs, see `SharedDocuments`; `cu_seqlens` is then the one there.
     """
 
@@ -37,15 +38,17 @@ class PairBatch(Batch):
     desirable: torch.Tensor | None = field(default=None, kw_only=True)
     mismatched: PairBatch | None = field(default=None, kw_only=True)
     reference_logprobs: torch.Tensor | None = field(default=None, kw_only=True)
+    target_counts: torch.Tensor | None = field(default=None, kw_only=True)
     sources: torch.Tensor | None = field(default=None, kw_only=True)
     places: torch.Tensor | None = field(default=None, kw_only=True)
 
     @property
     def documents(self) -> Any:
         """As of `Batch`; of packed pairs `SharedDocuments`."""
-        if self.cu_seqlens is None or self.sources is None or self.places is None:
-            return self.cu_seqlens
-        return SharedDocuments(self.cu_seqlens, self.sources, self.places)
+        borders = self.cu_seqlens
+        if not isinstance(borders, torch.Tensor) or self.sources is None or self.places is None:
+            return borders
+        return SharedDocuments(borders, self.sources, self.places)
 
     @property
     def num_pairs(self) -> int:
@@ -60,8 +63,20 @@ class PairBatch(Batch):
             return moved
         return replace(moved, mismatched=self.mismatched.to(device))
 
+    def cut(self, part: int, parts: int) -> PairBatch:
+        """As of `Batch`; not of packed pairs."""
+        assert self.sources is None
+        return replace(
+            super().cut(part, parts),
+            sample_ids=self.sample_ids.chunk(parts, 1)[part].contiguous(),
+            target_counts=self.targets_of_samples(),
+            mismatched=None if self.mismatched is None else self.mismatched.cut(part, parts),
+        )
+
     def targets_of_samples(self) -> torch.Tensor:
         """Number of targets of each sample, int64 `[num_samples]`."""
+        if self.target_counts is not None:
+            return self.target_counts
         counts = self.sample_ids.new_zeros(max(self.num_samples, 1))
         is_target = (self.labels != IGNORE_INDEX).long()
         return counts.index_add_(0, self.sample_ids.flatten(), is_target.flatten())[

@@ -5,13 +5,14 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from qfsdp.data.cut_rows import CutRows, counted_tokens
 from qfsdp.data.preferences.shared_prompts import SharedDocuments
-from qfsdp.modules.experts.routing import counted_tokens
+
+Documents = Tensor | SharedDocuments | CutRows | None
+"""What `Decoder.forward` takes as `cu_seqlens`."""
 
 
-def document_lengths(
-    positions: Tensor, labels: Tensor | None, documents: Tensor | SharedDocuments | None
-) -> Tensor:
+def document_lengths(positions: Tensor, labels: Tensor | None, documents: Documents) -> Tensor:
     """The length of every token's document, whatever stands beside it in a batch.
 
     A row that is no pack ends with its last target, or without labels with its largest position:
@@ -31,6 +32,10 @@ def document_lengths(
         return counted_tokens(labels).sum(1, keepdim=True).clamp(min=1)
     if isinstance(documents, SharedDocuments):
         bounds, places = documents.cu_seqlens, documents.places
+    elif isinstance(documents, CutRows):
+        rows, own = positions.shape
+        first = torch.arange(rows, device=positions.device).unsqueeze(1) * own * documents.parts
+        bounds, places = documents.cu_seqlens, (first + documents.places(own)).flatten()
     else:
         bounds, places = documents, torch.arange(positions.numel(), device=positions.device)
     after = torch.searchsorted(bounds.long(), places, right=True)

@@ -9,7 +9,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qfsdp.data.cut_rows import CutRows
 from qfsdp.data.preferences.shared_prompts import SharedDocuments
+from qfsdp.modules.attention.cut_rows import attend_cut_rows
+from qfsdp.modules.attention.document_lengths import Documents
 from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.kv_cache import LayerCache
 from qfsdp.modules.attention.shared_prompts import attend_shared
@@ -69,13 +72,14 @@ class Attention(nn.Module):
         widths: numbers of a token's queries, keys and values.
         window: how many positions a token sees; None for all before it.
         sinks: `[heads]`, a logit of each head that no token stands for, or None.
+        group: name of the ranks that share rows (`sharding.context_parallel`); "": none do.
     """
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
         super().__init__()
         c, part = config, config.attention
         self.head_dim, self.window, self.scale = c.head_dim, layer.window, part.scale
-        self.inner = part.inner
+        self.inner, self.group = part.inner, ""
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.widths = (q_size, kv_size, kv_size)
@@ -96,7 +100,7 @@ class Attention(nn.Module):
         cos: Tensor | None,
         sin: Tensor | None,
         mask: Tensor | None,
-        cu_seqlens: Tensor | SharedDocuments | None,
+        cu_seqlens: Documents,
         cache: LayerCache | None = None,
     ) -> Tensor:
         rows, heads = x.shape[:2], (*x.shape[:2], -1, self.head_dim)
@@ -116,6 +120,9 @@ class Attention(nn.Module):
                 y = attend_cached(q, *cached, mask, self.scale)
             else:
                 y = attend_cached_with_sinks(q, *cached, self.sinks, mask, self.scale)
+        elif isinstance(cu_seqlens, CutRows):
+            kind = (self.window, self.scale, self.group)
+            y = attend_cut_rows(q, k, v, self.sinks, cu_seqlens, *kind)
         elif isinstance(cu_seqlens, SharedDocuments):
             size = (x.shape[1], self.window, self.scale)
             y = attend_shared(q, k, v, self.sinks, cu_seqlens, *size)

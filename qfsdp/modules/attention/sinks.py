@@ -13,11 +13,15 @@ A kernel for the backward pass of usual attention takes o and L, and computes ex
 scaled o and `total`. GPUs in fp16 and bf16 run FlashAttention's kernels for sequences of different
 lengths (arXiv:2307.08691) that way, windows included. Elsewhere the formulas are computed for one
 block of queries after the other.
+
+Without sinks the formulas are those of usual attention. The two ops also serve queries that are
+only the last of their document, see `cut_rows`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -93,8 +97,8 @@ class _AttendWithSinks(torch.autograd.Function):
         window: int | None,
         scale: float,
     ) -> Tensor:
-        out, total = _attend(q, k, v, sinks, cu_seqlens, max_len, window, scale)
-        ctx.how = max_len, window, scale
+        ctx.how = None, max_len, max_len, window, scale
+        out, total = attention(q, k, v, sinks, cu_seqlens, *ctx.how)
         ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, total)
         return out
 
@@ -102,48 +106,65 @@ class _AttendWithSinks(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         q, k, v, sinks, cu_seqlens, out, total = ctx.saved_tensors
-        grads = _attend_backward(grad, q, k, v, cu_seqlens, out, total, *ctx.how)
+        grads = attention_backward(grad, q, k, v, cu_seqlens, out, total, *ctx.how)
         of_sinks = None
         if ctx.needs_input_grad[3]:
-            share = torch.exp(sinks.to(total.dtype).unsqueeze(1) - total)
-            products = (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
-            of_sinks = -(share * products.T).sum(1).to(sinks.dtype)
+            of_sinks = gradient_of_sinks(grad, sinks, out, total)
         return *grads, of_sinks, None, None, None, None
 
 
+def gradient_of_sinks(grad: Tensor, sinks: Tensor, out: Tensor, total: Tensor) -> Tensor:
+    """`[heads]`; `out` and `total` are the results of `attention`."""
+    share = torch.exp(sinks.to(total.dtype).unsqueeze(1) - total)
+    products = (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
+    return -(share * products.T).sum(1).to(sinks.dtype)
+
+
 @custom_op("qfsdp::attend_with_sinks")
-def _attend(
+def attention(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    sinks: Tensor,
+    sinks: Tensor | None,
     cu_seqlens: Tensor,
+    cu_keys: Tensor | None,
     max_len: int,
+    max_keys: int,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor]:
-    """The result `[tokens, heads, head_dim]` and `total` `[heads, tokens]`, fp32 (or fp64)."""
+    """The result `[tokens, heads, head_dim]` and `total` `[heads, tokens]`, fp32 (or fp64).
+
+    Args:
+        cu_keys: as `cu_seqlens`, among the keys. A document's queries are then its last tokens.
+            None: documents have as many keys as queries.
+        max_len, max_keys: upper bounds of a document's queries and keys.
+    """
     if _has_kernel(q):
+        cu_keys = cu_seqlens if cu_keys is None else cu_keys
         out, total, *_ = torch.ops.aten._flash_attention_forward(
-            *(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True, False),
+            *(q, k, v, cu_seqlens, cu_keys, max_len, max_keys, 0.0, True, False),
             **_options(window, scale),
         )
+        if sinks is None:
+            return out, total
         of_tokens, total = total, torch.logaddexp(total, sinks.to(total.dtype).unsqueeze(1))
         return out.mul_((of_tokens - total).exp().T.unsqueeze(-1).to(out.dtype)), total
     exact = _exact(q)
     out, total = q.new_empty(q.shape), q.new_empty(q.shape[1::-1], dtype=exact)
-    for document in documents(cu_seqlens, len(q)):
-        for queries, keys in _blocks(document, window):
+    for document in _documents(cu_seqlens, cu_keys, len(q)):
+        for queries, keys in _blocks(*document, window):
             scores = _scores(q, k, queries, keys, window, scale)
-            of_heads = sinks.to(exact).view(*scores.shape[:2], 1)
-            whole = torch.logaddexp(scores.logsumexp(-1), of_heads)
+            whole = scores.logsumexp(-1)
+            if sinks is not None:
+                whole = torch.logaddexp(whole, sinks.to(exact).view(*scores.shape[:2], 1))
             y = _grouped_product(scores.sub_(whole.unsqueeze(-1)).exp_(), v[keys])
             out[queries], total[:, queries] = y.to(q.dtype), whole.flatten(0, 1)
     return out, total
 
 
 @custom_op("qfsdp::attend_with_sinks_backward")
-def _attend_backward(
+def attention_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -151,23 +172,26 @@ def _attend_backward(
     cu_seqlens: Tensor,
     out: Tensor,
     total: Tensor,
+    cu_keys: Tensor | None,
     max_len: int,
+    max_keys: int,
     window: int | None,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
     if _has_kernel(q):
+        cu_keys = cu_seqlens if cu_keys is None else cu_keys
         unused = q.new_empty(2, dtype=torch.uint64)  # of random numbers for dropout
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
-            *(grad, q, k, v, out, total, cu_seqlens, cu_seqlens, max_len, max_len, 0.0, True),
+            *(grad, q, k, v, out, total, cu_seqlens, cu_keys, max_len, max_keys, 0.0, True),
             *(unused, q.new_empty(0)),
             **_options(window, scale),
         )
         return dq, dk, dv
     exact = _exact(q)
     dq, dk, dv = (torch.zeros_like(t, dtype=exact) for t in (q, k, v))
-    for document in documents(cu_seqlens, len(q)):
-        for queries, keys in _blocks(document, window):
+    for document in _documents(cu_seqlens, cu_keys, len(q)):
+        for queries, keys in _blocks(*document, window):
             p = _scores(q, k, queries, keys, window, scale)
             p = p.sub_(total[:, queries].view(*p.shape[:3], 1)).exp_()
             g, of_values = _by_group(grad[queries], k), v[keys].to(exact).transpose(0, 1)
@@ -210,12 +234,24 @@ def _exact(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
-def _blocks(document: slice, window: int | None) -> Iterator[tuple[slice, slice]]:
-    """Blocks of a document's queries, and the keys that they may see."""
-    for start in range(document.start, document.stop, BLOCK):
-        stop = min(start + BLOCK, document.stop)
-        first = document.start if window is None else max(document.start, start - window + 1)
-        yield slice(start, stop), slice(first, stop)
+def _documents(
+    cu_seqlens: Tensor, cu_keys: Tensor | None, tokens: int
+) -> Iterator[tuple[slice, slice]]:
+    """The queries and keys of each document that has queries."""
+    if cu_keys is None:
+        yield from ((document, document) for document in documents(cu_seqlens, tokens))
+        return
+    both = zip(pairwise(cu_seqlens.tolist()), pairwise(cu_keys.tolist()), strict=True)
+    yield from ((slice(a, b), slice(c, d)) for (a, b), (c, d) in both if a < b)
+
+
+def _blocks(queries: slice, keys: slice, window: int | None) -> Iterator[tuple[slice, slice]]:
+    """Blocks of a document's queries, and the keys that they may see: up to the last query's."""
+    shift = keys.stop - queries.stop
+    for start in range(queries.start, queries.stop, BLOCK):
+        stop = min(start + BLOCK, queries.stop)
+        first = keys.start if window is None else max(keys.start, start + shift - window + 1)
+        yield slice(start, stop), slice(first, stop + shift)
 
 
 def _by_group(x: Tensor, k: Tensor) -> Tensor:
@@ -231,7 +267,8 @@ def _scores(
     of_keys = k[keys].to(of_queries.dtype).transpose(0, 1)
     scores = of_queries.flatten(1, 2) @ of_keys.mT
     scores = scores.unflatten(1, of_queries.shape[1:3]).mul_(scale)
-    at = torch.arange(queries.start, queries.stop, device=q.device).unsqueeze(1)
+    first = keys.stop - (queries.stop - queries.start)  # the first query's own key
+    at = torch.arange(first, keys.stop, device=q.device).unsqueeze(1)
     seen = torch.arange(keys.start, keys.stop, device=q.device)
     hidden = seen > at if window is None else (seen > at) | (seen <= at - window)
     return scores.masked_fill_(hidden, -torch.inf)

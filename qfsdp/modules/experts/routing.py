@@ -22,14 +22,8 @@ import torch
 from torch import Tensor
 
 from qfsdp.data.batch import IGNORE_INDEX
-
-
-def counted_tokens(labels: Tensor) -> Tensor:
-    """bool `[batch, seq]`: the tokens of each row up to its last target. That target is the token
-    after its label, so one more than the labels say."""
-    places = torch.arange(1, labels.size(1) + 1, device=labels.device)
-    last = ((labels != IGNORE_INDEX) * places).amax(1, keepdim=True)
-    return (places <= last + 1) & (last > 0)
+from qfsdp.data.cut_rows import CutRows
+from qfsdp.modules.attention.cut_rows import over_parts
 
 
 def routing_sums(scores: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
@@ -75,9 +69,18 @@ class Routing:
         self._totals: Tensor | None = None  # [mixture layers, 3, experts]
 
     def follow(
-        self, loss: Tensor, of_layers: list[Tensor], counted: Tensor, labels: Tensor
+        self,
+        loss: Tensor,
+        of_layers: list[Tensor],
+        counted: Tensor,
+        labels: Tensor,
+        cut: CutRows | None = None,
+        group: str = "",
     ) -> Tensor:
         """Adds the `routing_sums` of all mixtures in one micro-batch.
+
+        Args:
+            cut: `counted` and `labels` are parts of these rows, shared with the ranks of `group`.
 
         Returns:
             `loss`, the summed cross entropy, plus `factor` times the balancing loss of each row
@@ -88,7 +91,10 @@ class Routing:
         self._totals = totals if self._totals is None else self._totals + totals
         if not self.factor:
             return loss
-        of_rows = balance_loss(sums.sum(0), counted.sum(1) * len(of_layers))
+        sums, tokens = sums.sum(0), counted.sum(1)
+        if cut is not None:  # a row's loss is no sum over its parts; its targets here weigh it
+            sums, tokens = over_parts(sums, group), cut.lengths
+        of_rows = balance_loss(sums, tokens * len(of_layers))
         targets = (labels != IGNORE_INDEX).sum(1)
         return loss + self.factor * (of_rows * targets).sum()
 

@@ -15,6 +15,7 @@ EXPECTED: dict[str, Any] = {
     "sharding.offload_base": "none",
     "sharding.cpu_offload": False,
     "sharding.expert_parallel": 1,
+    "sharding.context_parallel": 1,
     "model.quantize_cache": None,
     "model.router_aux_loss": None,
     "quantization.compute": "bf16",

@@ -1,0 +1,68 @@
+"""Rows that several ranks share: each rank has one part of every row (context parallelism).
+
+    rank 0   tokens 0 .. 3     The rows are cut after labels were shifted: the target of token 3 is
+    rank 1   tokens 4 .. 7     token 4, and stands on rank 0.
+
+Parts are contiguous and of equal width. Linears, norms and the loss run over a rank's part.
+Attention gathers keys and values (`attend_cut_rows`).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+IGNORE_INDEX = -100
+"""Label of a position that is not trained. Also the default of `F.cross_entropy`."""
+
+
+class CutRows(NamedTuple):
+    """The documents of rows that are cut into parts, and what a part cannot know of its rows.
+
+    Fields:
+        cu_seqlens: int32 `[documents + 1]`, the borders of the documents among the tokens of the
+            whole rows, as in `Batch`. In rows that are no packs, all tokens up to the last target
+            and its label are one document, and the rest is another.
+        lengths: int64 `[batch]`, for each row the number of tokens up to the label of its last
+            target; 0 without a target.
+        part: which part of each row this is, from 0.
+        parts: into how many parts the rows are cut.
+    """
+
+    cu_seqlens: Tensor
+    lengths: Tensor
+    part: int
+    parts: int
+
+    def places(self, own: int) -> Tensor:
+        """The places in a whole row of the `own` tokens of this part, int64 `[own]`."""
+        first = self.part * own
+        return torch.arange(first, first + own, device=self.lengths.device)
+
+
+def used_lengths(labels: Tensor) -> Tensor:
+    """`CutRows.lengths` of the labels of whole rows, int64 `[batch, seq]`."""
+    width = labels.size(1)
+    places = torch.arange(1, width + 1, device=labels.device)
+    last = ((labels != IGNORE_INDEX) * places).amax(1)
+    return torch.where(last > 0, (last + 1).clamp(max=width), 0)
+
+
+def counted_tokens(labels: Tensor, cut: CutRows | None = None) -> Tensor:
+    """bool, like `labels`: the tokens of each row up to its last target. That target is the token
+    after its label, so one more than the labels say."""
+    if cut is not None:
+        return cut.places(labels.size(1)) < cut.lengths.unsqueeze(1)
+    places = torch.arange(labels.size(1), device=labels.device)
+    return places < used_lengths(labels).unsqueeze(1)
+
+
+def row_borders(lengths: Tensor, width: int) -> Tensor:
+    """`CutRows.cu_seqlens` of rows that are no packs."""
+    rows = torch.arange(len(lengths)) * width
+    borders = torch.stack([rows + lengths, rows + width], 1).flatten()
+    filled = torch.full((-(-(len(borders) + 1) // 64) * 64,), len(lengths) * width)
+    filled[0], filled[1 : len(borders) + 1] = 0, borders
+    return filled.int()

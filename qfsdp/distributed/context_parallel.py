@@ -1,0 +1,38 @@
+"""Context parallelism: neighbouring ranks share rows, each with one part of their tokens.
+
+Where they share is decided in few places: `Batch.cut` gives a rank its part, `attend_cut_rows`
+gathers keys and values, and `Decoder.forward` sums what belongs to a whole row. Parameters,
+gradients and the optimizer see ranks as without it: FSDP2 shards over all of them.
+
+No gradient needs a factor. The loss of an update is the sum over all ranks, divided by the target
+tokens of all ranks, and each target stands on exactly one rank.
+"""
+
+from __future__ import annotations
+
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from qfsdp.distributed.world import World
+from qfsdp.modules.attention.cut_rows import GROUPS
+from qfsdp.modules.attention.self_attention import Attention
+from qfsdp.modules.transformer import Decoder
+
+
+def share_rows(model: Decoder, parts: int, world: World) -> None:
+    """Has every `parts` neighbouring ranks share the rows that `model` gets. Collective.
+
+    Args:
+        parts: a divisor of the number of ranks.
+    """
+    shape = (world.size // parts, parts)
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("rows", "parts"))
+    if world.timeout is not None:
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(world.timeout, group)  # a new group has PyTorch's limit
+    group = mesh["parts"].get_group()
+    GROUPS[group.group_name] = group
+    model.group = group.group_name
+    for module in model.modules():
+        if isinstance(module, Attention):
+            module.group = group.group_name

@@ -1,0 +1,244 @@
+"""Attention of rows that ranks share: each rank has the queries of its part of a row.
+
+Keys and values of the group are gathered, and a part's queries attend to those up to its own end:
+
+    rank 0   queries 0 .. 3   keys 0 .. 3
+    rank 1   queries 4 .. 7   keys 0 .. 7
+
+A document that is cut has all its keys here, and its last queries. The ops of `sinks` compute
+that, on GPUs by FlashAttention's kernel. Of a layer with a sliding window, the window before a part
+is gathered only, where it is shorter than a part.
+
+Autograd keeps a rank's own keys and values. Backward gathers again, and the gradients of gathered
+keys and values are summed where they belong (reduce-scatter). Exchange is inside of the two custom
+ops: it is repeated where a layer is computed again, and compiled layers have no break. Every rank
+of a group runs every exchange, whatever its part holds.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qfsdp.data.cut_rows import CutRows
+from qfsdp.modules.attention.sinks import attention, attention_backward, gradient_of_sinks
+from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
+
+# torch 2.13 renamed the functions and warns about the old names.
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+GROUPS: dict[str, dist.ProcessGroup] = {}
+"""Groups by name: a custom op takes no group."""
+
+
+def attend_cut_rows(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    rows: CutRows,
+    window: int | None,
+    scale: float | None,
+    group: str,
+) -> Tensor:
+    """Causal grouped-query attention within the documents of whole rows. Collective, and so is its
+    backward.
+
+    Args:
+        q: `[batch, heads, own, head_dim]`, the queries of this rank's part of each row.
+        k, v: the same with `kv_heads` heads, a divisor of `heads`.
+        sinks: `[heads]`, logits, or None.
+        window, scale: as of `attend_documents`.
+        group: name of the ranks that share the rows, in `GROUPS`; rank i has part i.
+
+    Returns:
+        q's shape and dtype.
+    """
+    batch, _, own, head_dim = q.shape
+    scale = head_dim**-0.5 if scale is None else scale
+    q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    how = (batch, rows.part, window, scale, group)
+    out = _AttendCutRows.apply(q, k, v, sinks, rows.cu_seqlens, *how)
+    return out.unflatten(0, (batch, own)).transpose(1, 2)
+
+
+class _AttendCutRows(torch.autograd.Function):
+    """Attention `[tokens, heads, head_dim]`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        sinks: Tensor | None,
+        cu_seqlens: Tensor,
+        batch: int,
+        part: int,
+        window: int | None,
+        scale: float,
+        group: str,
+    ) -> Tensor:
+        ctx.how = batch, part, window, scale, group
+        out, total = _attend(q, k, v, sinks, cu_seqlens, *ctx.how)
+        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, total)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        q, k, v, sinks, cu_seqlens, out, total = ctx.saved_tensors
+        grads = _attend_backward(grad, q, k, v, cu_seqlens, out, total, *ctx.how)
+        of_sinks = None
+        if ctx.needs_input_grad[3]:
+            of_sinks = gradient_of_sinks(grad, sinks, out, total)
+        return *grads, of_sinks, None, None, None, None, None, None
+
+
+@custom_op("qfsdp::attend_cut_rows")
+def _attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    sinks: Tensor | None,
+    cu_seqlens: Tensor,
+    batch: int,
+    part: int,
+    window: int | None,
+    scale: float,
+    group: str,
+) -> tuple[Tensor, Tensor]:
+    """The results of `sinks.attention` for a part's queries."""
+    reach = _Reach(batch, len(q) // batch, part, window, group)
+    keys, values = reach.gathered(k, v)
+    how = reach.how(cu_seqlens, len(keys))
+    return attention(q, keys, values, sinks, *how, window, scale)
+
+
+@custom_op("qfsdp::attend_cut_rows_backward")
+def _attend_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cu_seqlens: Tensor,
+    out: Tensor,
+    total: Tensor,
+    batch: int,
+    part: int,
+    window: int | None,
+    scale: float,
+    group: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of q, k and v of this part, over the queries of all parts."""
+    reach = _Reach(batch, len(q) // batch, part, window, group)
+    keys, values = reach.gathered(k, v)
+    bounds, *how = reach.how(cu_seqlens, len(keys))
+    of_q, of_keys, of_values = attention_backward(
+        grad, q, keys, values, bounds, out, total, *how, window, scale
+    )
+    del keys, values  # of_keys and of_values are as large
+    return of_q, *reach.scattered(of_keys, of_values)
+
+
+class _Reach:
+    """The keys that the queries of a part see: some of earlier parts, and its own.
+
+    Args:
+        own: tokens of this part in each of `batch` rows.
+
+    Fields:
+        sent: how many of its last tokens in a row every part sends: all, or the window before the
+            next part.
+        first: the first part whose tokens are seen.
+    """
+
+    def __init__(self, batch: int, own: int, part: int, window: int | None, group: str) -> None:
+        self.batch, self.own, self.part, self.group = batch, own, part, GROUPS[group]
+        self.parts = self.group.size()
+        before = own * self.parts if window is None else window - 1
+        self.sent = min(own, before)
+        self.first = max(0, part - -(-before // own))
+
+    def gathered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Keys and values that are seen, each `[batch * seen, kv_heads, head_dim]`. Collective."""
+        both = torch.cat([k, v], 1).unflatten(0, (self.batch, self.own))
+        if self.sent:
+            sent = both[:, self.own - self.sent :].contiguous()
+            received = sent.new_empty(self.parts, *sent.shape)
+            all_gather(received.flatten(0, 1), sent, group=self.group)
+            if self.sent == self.own:  # a view where there is one row
+                both = received[self.first : self.part + 1].transpose(0, 1).flatten(1, 2)
+            else:
+                before = received[self.first : self.part].transpose(0, 1).flatten(1, 2)
+                both = torch.cat([before, both], 1)
+        keys, values = both.flatten(0, 1).split(k.size(1), 1)
+        return keys, values
+
+    def scattered(self, of_keys: Tensor, of_values: Tensor) -> tuple[Tensor, Tensor]:
+        """The gradients of this part's keys and values, summed over the ranks that see them."""
+        heads, earlier = of_keys.size(1), self.part - self.first
+        given = [grad.unflatten(0, (self.batch, -1)) for grad in (of_keys, of_values)]
+        mine = torch.cat([grad[:, -self.own :] for grad in given], 2)
+        if self.sent:
+            shape = (self.parts, self.batch, self.sent, *mine.shape[2:])
+            sent = mine.new_zeros(shape)
+            for grad, of_heads in zip(given, sent.split(heads, 3), strict=True):
+                before = grad[:, : -self.own].unflatten(1, (earlier, self.sent))
+                of_heads[self.first : self.part] = before.transpose(0, 1)
+            received = mine.new_empty(shape[1:])
+            reduce_scatter(received, sent.flatten(0, 1), group=self.group)
+            mine[:, self.own - self.sent :] += received
+        of_keys, of_values = mine.flatten(0, 1).split(heads, 1)
+        return of_keys.contiguous(), of_values.contiguous()
+
+    def how(self, cu_seqlens: Tensor, seen: int) -> tuple[Tensor, Tensor, int, int]:
+        """The arguments of `sinks.attention` that say which queries and keys are whose."""
+        width, stop = self.own * self.parts, (self.part + 1) * self.own
+        rows, keys = cu_seqlens // width, seen // self.batch
+
+        def borders(tokens: int) -> Tensor:
+            """How many of the last `tokens` before `stop` in each row stand before a border."""
+            within = (cu_seqlens - rows * width - (stop - tokens)).clamp(0, tokens)
+            return (rows * tokens + within).int()
+
+        return borders(self.own), borders(keys), self.own, keys
+
+
+@torch.library.register_fake("qfsdp::attend_cut_rows")
+def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    exact = torch.promote_types(q.dtype, torch.float32)
+    return q.new_empty(q.shape), q.new_empty(q.shape[1::-1], dtype=exact)
+
+
+@torch.library.register_fake("qfsdp::attend_cut_rows_backward")
+def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class _OverParts(torch.autograd.Function):
+    """The sum over a group. Each of its ranks uses the sum in its loss, so the gradient of a rank's
+    own numbers is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
+        ctx.group, y = GROUPS[group], x.clone()
+        dist.all_reduce(y, group=ctx.group)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        grad = grad.clone()
+        dist.all_reduce(grad, group=ctx.group)
+        return grad, None
+
+
+def over_parts(x: Tensor, group: str) -> Tensor:
+    """The sum of `x` over the ranks that share rows. Collective, and so is its backward."""
+    y: Tensor = _OverParts.apply(x, group)
+    return y

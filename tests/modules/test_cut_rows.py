@@ -1,0 +1,94 @@
+"""Rows cut into parts for several ranks: batches, and attention against that of whole rows."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from qfsdp.data.batch import Batch
+from qfsdp.data.cut_rows import CutRows, counted_tokens, used_lengths
+from qfsdp.data.loader import collate
+from qfsdp.modules.attention.cut_rows import GROUPS, attend_cut_rows
+from qfsdp.modules.attention.documents import attend_documents
+from qfsdp.modules.attention.sinks import attend_with_sinks
+from tests.ranks import run_ranks
+
+PARTS, ROWS, WIDTH = 3, 2, 24
+# Documents of two rows: cut by one border, by both, by none; empty ones; one that ends at a border.
+ENDS = torch.tensor([0, 5, 5, 20, 24, 32, 35, 48, 48, 48], dtype=torch.int32)
+# A part has 8 tokens: windows that hide all others, are shorter, as long, longer, and unlimited.
+WINDOWS = (1, 4, 9, 10, 19, None)
+
+
+def tensors() -> list[Tensor]:
+    """q, k, v, sinks, and a gradient of the result."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(ROWS, n, WIDTH, 16) for n in (6, 2, 2)] + [(6,), (ROWS, 6, WIDTH, 16)]
+    return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
+
+
+def whole_rows(window: int | None, has_sinks: bool) -> list[Tensor]:
+    """The result and the gradients of q, k, v and, if it has some, the sinks."""
+    *given, grad = tensors()
+    q, k, v, sinks = (t.requires_grad_() for t in given)
+    if has_sinks:
+        y = attend_with_sinks(q, k, v, sinks, ENDS, WIDTH, window)
+    else:
+        y = attend_documents(q, k, v, ENDS, WIDTH, window)
+    wanted = [q, k, v, sinks] if has_sinks else [q, k, v]
+    return [y.detach(), *torch.autograd.grad(y, wanted, grad)]
+
+
+def own_parts(cases: list[tuple[int | None, bool]]) -> list[list[Tensor]]:
+    """The same of this rank's part."""
+    group = dist.group.WORLD
+    assert group is not None
+    GROUPS[group.group_name] = group
+    part, found = dist.get_rank(), []
+    for window, has_sinks in cases:
+        *qkv, sinks, grad = tensors()
+        q, k, v = (t.chunk(PARTS, 2)[part].clone().requires_grad_() for t in qkv)
+        given = sinks.requires_grad_() if has_sinks else None
+        rows = CutRows(ENDS, torch.zeros(ROWS, dtype=torch.int64), part, PARTS)
+        y = attend_cut_rows(q, k, v, given, rows, window, None, group.group_name)
+        wanted = [q, k, v, sinks] if has_sinks else [q, k, v]
+        grads = torch.autograd.grad(y, wanted, grad.chunk(PARTS, 2)[part])
+        found.append([y.detach(), *grads])
+    return found
+
+
+def test_attention_of_parts_is_that_of_whole_rows() -> None:
+    cases = [(window, sinks) for window in WINDOWS for sinks in (False, True)]
+    by_rank = run_ranks(PARTS, own_parts, cases)
+    for at, case in enumerate(cases):
+        expected = whole_rows(*case)
+        of_parts = list(zip(*(found[at] for found in by_rank), strict=True))
+        found = [torch.cat(parts, 2) for parts in of_parts[:4]]
+        found += [torch.stack(parts).sum(0) for parts in of_parts[4:]]  # of sinks
+        for mine, theirs in zip(found, expected, strict=True):
+            assert (mine - theirs).abs().max() < 1e-12, case
+
+
+def test_parts_of_a_batch() -> None:
+    """Labels are shifted before the cut; nothing is lost; all parts know the row's last target."""
+    samples = [{"tokens": list(range(1, 8)), "labels": [-100, 2, 3, -100, 5, -100, -100]}]
+    samples += [{"tokens": [9, 9], "labels": [-100, -100]}]
+    whole = collate(samples, pad_id=0, parts=3)
+    assert whole.tokens.shape == (2, 9)
+    parts = [whole.cut(part, 3) for part in range(3)]
+    assert torch.cat([part.tokens for part in parts], 1).equal(whole.tokens)
+    assert torch.cat([part.labels for part in parts], 1).equal(whole.labels)
+    assert parts[0].labels.tolist() == [[2, 3, -100], [-100] * 3]
+    assert parts[1].positions is not None and parts[1].positions.tolist() == [[3, 4, 5]] * 2
+    assert sum(part.num_tokens for part in parts) == whole.num_tokens
+    assert sum(part.num_targets for part in parts) == whole.num_targets
+    counted = [counted_tokens(part.labels, cut_of(part)) for part in parts]
+    assert torch.cat(counted, 1).equal(counted_tokens(whole.labels))
+    assert used_lengths(whole.labels).tolist() == [5, 0]
+    assert cut_of(parts[0]).cu_seqlens[:6].tolist() == [0, 5, 9, 9, 18, 18]
+
+
+def cut_of(batch: Batch) -> CutRows:
+    assert isinstance(batch.cu_seqlens, CutRows)
+    return batch.cu_seqlens
