@@ -252,9 +252,9 @@ class Decoder(nn.Module):
 
         Returns:
             `[batch, seq, vocab]` in the dtype of the weights. With `labels`: their summed cross
-            entropy, an fp32 scalar, or of each sample, fp32 `[num_samples]`; the logits never exist
-            whole. Of `CutRows`: the scalar of this part, the samples' sums over the whole rows.
-            With a `cache`: `[batch, vocab]`, the logits of the token after each row's last.
+            entropy, an fp32 scalar, or of each sample (over whole rows), fp32 `[num_samples]`; the
+            logits never exist whole. With a `cache`: `[batch, vocab]`, the logits of the token
+            after each row's last.
 
         Raises:
             ValueError: `cu_seqlens` is given with a mask or without positions, a mask to a model
@@ -262,20 +262,13 @@ class Decoder(nn.Module):
         """
         if cache is not None:
             return self._next_logits(tokens, cache)
+        self._check(positions, mask, labels, cu_seqlens)
         cut = cu_seqlens if isinstance(cu_seqlens, CutRows) else None
-        if self.group and labels is not None and cut is None:
-            raise ValueError("sharding.context_parallel: whole rows; expected those of `Batch.cut`")
-        if cu_seqlens is not None and (mask is not None or positions is None):
-            raise ValueError("cu_seqlens takes positions with it, and no mask")
-        if mask is not None and self.config.attention.sinks:
-            raise ValueError("attention with sinks takes no mask")
         x = self._embedded(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         tables = self._rotary_tables(positions, x.dtype, labels, cu_seqlens)
-        masks = {kind.window: mask for kind in self.config.layers}
-        if cu_seqlens is None:
-            masks = self._within_windows(mask, tokens)
+        masks = self._within_windows(mask, tokens, cu_seqlens)
         # Routing is followed in training only.
         followed = self.config.experts and self.training and torch.is_grad_enabled()
         counted = counted_tokens(labels, cut) if followed and labels is not None else None
@@ -286,9 +279,23 @@ class Decoder(nn.Module):
         loss = self._loss(x, labels, sample_ids, num_samples, num_targets)
         if cut is not None and sample_ids is not None:
             loss = over_parts(loss, self.group)
-        if counted is None or labels is None:
+        if counted is None:
             return loss
         return self.routing.follow(loss, routed, counted, labels, cut, self.group)
+
+    def _check(
+        self,
+        positions: Tensor | None,
+        mask: Tensor | None,
+        labels: Tensor | None,
+        cu_seqlens: Documents,
+    ) -> None:
+        if self.group and labels is not None and not isinstance(cu_seqlens, CutRows):
+            raise ValueError("sharding.context_parallel: whole rows; expected those of `Batch.cut`")
+        if cu_seqlens is not None and (mask is not None or positions is None):
+            raise ValueError("cu_seqlens takes positions with it, and no mask")
+        if mask is not None and self.config.attention.sinks:
+            raise ValueError("attention with sinks takes no mask")
 
     def _layers(
         self,
@@ -326,11 +333,11 @@ class Decoder(nn.Module):
         return self._logits(self._final(x[rows, last]))
 
     def _within_windows(
-        self, mask: Tensor | None, tokens: Tensor
+        self, mask: Tensor | None, tokens: Tensor, documents: Documents = None
     ) -> dict[int | None, Tensor | None]:
-        """The mask of every window; attention with sinks needs none."""
+        """The mask of every window; attention with sinks or within documents needs none."""
         windows = {kind.window for kind in self.config.layers}
-        if self.config.attention.sinks:
+        if self.config.attention.sinks or documents is not None:
             return dict.fromkeys(windows)
         return {window: within_window(mask, window, tokens) for window in windows}
 
