@@ -32,7 +32,7 @@ def share_rows(model: Decoder, parts: int, world: World) -> None:
             _set_pg_timeout(world.timeout, group)  # a new group has PyTorch's limit
     group = mesh["parts"].get_group()
     GROUPS[group.group_name] = group
-    model.group = group.group_name
+    model.group = model.routing.group = group.group_name
     for module in model.modules():
         if isinstance(module, Attention):
             module.group = group.group_name

@@ -262,8 +262,7 @@ class Decoder(nn.Module):
         """
         if cache is not None:
             return self._next_logits(tokens, cache)
-        self._check(positions, mask, labels, cu_seqlens)
-        cut = cu_seqlens if isinstance(cu_seqlens, CutRows) else None
+        cut = self._cut(positions, mask, labels, cu_seqlens)
         x = self._embedded(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
@@ -279,23 +278,24 @@ class Decoder(nn.Module):
         loss = self._loss(x, labels, sample_ids, num_samples, num_targets)
         if cut is not None and sample_ids is not None:
             loss = over_parts(loss, self.group)
-        if counted is None:
-            return loss
-        return self.routing.follow(loss, routed, counted, labels, cut, self.group)
+        return loss if counted is None else self.routing.follow(loss, routed, counted, labels, cut)
 
-    def _check(
+    def _cut(
         self,
         positions: Tensor | None,
         mask: Tensor | None,
         labels: Tensor | None,
         cu_seqlens: Documents,
-    ) -> None:
-        if self.group and labels is not None and not isinstance(cu_seqlens, CutRows):
+    ) -> CutRows | None:
+        """Checks the arguments of `forward`; the documents of cut rows, None for others."""
+        cut = cu_seqlens if isinstance(cu_seqlens, CutRows) else None
+        if self.group and labels is not None and cut is None:
             raise ValueError("sharding.context_parallel: whole rows; expected those of `Batch.cut`")
         if cu_seqlens is not None and (mask is not None or positions is None):
             raise ValueError("cu_seqlens takes positions with it, and no mask")
         if mask is not None and self.config.attention.sinks:
             raise ValueError("attention with sinks takes no mask")
+        return cut
 
     def _layers(
         self,

@@ -62,10 +62,11 @@ class Routing:
 
     Fields:
         factor: of the balancing loss in the loss of training; 0: it is not trained.
+        group: name of the ranks that share rows, as of `Decoder`.
     """
 
     def __init__(self, factor: float) -> None:
-        self.factor = factor
+        self.factor, self.group = factor, ""
         self._totals: Tensor | None = None  # [mixture layers, 3, experts]
 
     def follow(
@@ -75,12 +76,11 @@ class Routing:
         counted: Tensor,
         labels: Tensor,
         cut: CutRows | None = None,
-        group: str = "",
     ) -> Tensor:
         """Adds the `routing_sums` of all mixtures in one micro-batch.
 
         Args:
-            cut: `counted` and `labels` are parts of these rows, shared with the ranks of `group`.
+            cut: `counted` and `labels` are parts of these rows.
 
         Returns:
             `loss`, the summed cross entropy, plus `factor` times the balancing loss of each row
@@ -93,7 +93,7 @@ class Routing:
             return loss
         sums, tokens = sums.sum(0), counted.sum(1)
         if cut is not None:  # a row's loss is no sum over its parts; its targets here weigh it
-            sums, tokens = over_parts(sums, group), cut.lengths
+            sums, tokens = over_parts(sums, self.group), cut.lengths
         of_rows = balance_loss(sums, tokens * len(of_layers))
         targets = (labels != IGNORE_INDEX).sum(1)
         return loss + self.factor * (of_rows * targets).sum()
