@@ -71,7 +71,7 @@ def summary(
         "linears": getattr(model, "linears_in_words", ""),
         "trained": _trained(model),
         "data": _data(loader.dataset, cfg.max_seq_len),
-        "steps": _steps(cfg.batch_size, loader, world.size, first, total),
+        "steps": _steps(cfg, loader, world.size, first, total),
         "warm-up": _warm_up(getattr(cfg, "lr_scheduler", None), total),
         "advice": advice(cfg, loader, total, held_out or {}, positions),
         "device": device_words(),
@@ -135,15 +135,16 @@ def _data(dataset: MapDataset | StreamedDataset, max_seq_len: int) -> str:
     return "; ".join(parts)
 
 
-def _steps(batch_size: int, loader: Loader, ranks: int, first: int, total: int) -> str:
-    size = loader.global_batch_size
-    micro_batches = size // (batch_size * ranks)
+def _steps(cfg: Any, loader: Loader, ranks: int, first: int, total: int) -> str:
+    size, parts = loader.global_batch_size, cfg.sharding.context_parallel
+    micro_batches = size // (cfg.batch_size * ranks // parts)
+    who = f"ranks {ranks}" if parts == 1 else f"groups {ranks // parts} of {parts} ranks"
     steps = f"{total:,} in all"
     if isinstance(loader, StepLoader):
         steps = f"{loader.steps_per_epoch:,} per epoch, {steps}"
     if first:
         steps += f", {first:,} of them done"
-    split = f"batch_size {batch_size} x accumulation {micro_batches} x ranks {ranks}"
+    split = f"batch_size {cfg.batch_size} x accumulation {micro_batches} x {who}"
     return f"{steps}; global batch {size:,} = {split}"
 
 

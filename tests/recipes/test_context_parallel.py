@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,9 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.recipes.test_sharded_equals_unsharded import assert_same, train
-from tests.tiny import write_tiny_model
+from tests.recipes.test_sharded_mixtures import MIXTURE, train_traced
+from tests.tiny import needs_compiler, run_recipe, write_tiny_model
+from tests.toy_data import TOY_CONFIG
 
 # A row has 64 tokens; two ranks have 32 each, three have 22.
 MODELS: dict[str, dict[str, Any]] = {
@@ -29,22 +33,38 @@ MODELS: dict[str, dict[str, Any]] = {
         "head_dim": 32,
         "sliding_window": 9,
     },
+    "balanced experts": MIXTURE,
 }
+# In what layers run, and where weights lie: the same updates.
+VARIANTS: list[dict[str, Any]] = [
+    {"checkpointing": "full"},
+    {"checkpointing": "selective", "packs": True},
+    {"wrap": "linear", "sharding": {"strategy": "ddp"}},
+    {"sharding": {"strategy": "hybrid_full_shard", "replicate": 2}, "packs": True},
+    {"sharding": {"vocabulary": "split", "offload_base": "cpu"}},
+]
 
 
-def compare(folder: Path, size: int, parts: int, cases: list[dict[str, Any]]) -> None:
+GIVEN = {"wrap": "decoder_layer", "quantized": "all-linear", "adapted": "all-linear"}
+GIVEN |= {"steps": 10, "method": "dora"}
+
+
+def compare(
+    folder: Path, size: int, parts: int, cases: list[dict[str, Any]], run: Any = train
+) -> list[list[dict[str, Any]]]:
     """Ten updates of every case on `size` ranks, `parts` of which share rows, and on one rank with
     as many rows per update."""
-    given = {"wrap": "decoder_layer", "quantized": "all-linear", "adapted": "all-linear"}
-    given |= {"steps": 10, "method": "dora"}
-    cases = [given | case for case in cases]
-    alone = [case | {"split": (12, 1)} for case in cases]
-    split = {"split": (12 * parts // size // 2, 2), "sharding": {"context_parallel": parts}}
+    alone, shared, half = [], [], 12 * parts // size // 2
+    for case in cases:
+        alone.append(GIVEN | case | {"split": (12, 1), "sharding": {}, "compile": False})
+        sharding = case.get("sharding", {}) | {"context_parallel": parts}
+        shared.append(GIVEN | {"split": (half, 2)} | case | {"sharding": sharding})
     one = run_ranks(1, train, folder, alone)[0]
-    several = run_ranks(size, train, folder, [case | split for case in cases])
+    several = run_ranks(size, run, folder, shared)
     for rank, results in enumerate(several):
         for case, result, reference in zip(cases, results, one, strict=True):
             assert_same(result, reference, f"rank {rank} of {size} in {parts}s: {case}")
+    return several
 
 
 def test_packed_rows_on_two_ranks(tmp_path: Path) -> None:
@@ -60,11 +80,100 @@ def test_packed_rows_on_two_ranks(tmp_path: Path) -> None:
         ("window of 9", 3, 3),
         ("window of 40, and none", 3, 3),
         ("sinks, experts", 2, 2),
+        ("balanced experts", 2, 2),
     ],
 )
 def test_ten_updates_are_those_of_one_rank(
     name: str, size: int, parts: int, tmp_path: Path
 ) -> None:
-    """Samples in rows, among them a rank whose part is all padding; and packed, cut documents."""
+    """Samples in rows, and packed samples that are cut."""
     folder = write_tiny_model(tmp_path, **MODELS[name])
-    compare(folder, size, parts, [{}, {"packs": True, "method": "lora"}])
+    balanced = {"router_aux_loss": 0.5} if name == "balanced experts" else {}
+    compare(folder, size, parts, [balanced, balanced | {"packs": True, "method": "lora"}])
+
+
+@pytest.mark.long
+def test_a_part_of_padding_alone(tmp_path: Path) -> None:
+    """Rows one by one: parts of short ones hold nothing, and still join every exchange."""
+    compare(write_tiny_model(tmp_path), 3, 3, [{"split": (1, 12), "steps": 3}])
+
+
+@pytest.mark.long
+def test_variants(tmp_path: Path) -> None:
+    compare(write_tiny_model(tmp_path), 4, 2, [{"steps": 4} | case for case in VARIANTS])
+
+
+@pytest.mark.long
+@needs_compiler
+def test_compiled_layers(tmp_path: Path) -> None:
+    """Without a break, and nothing is built after the second step."""
+    case = {"compile": True, "steps": 4, "packs": True}
+    for (result,) in compare(write_tiny_model(tmp_path), 2, 2, [case], train_traced):
+        assert result["recompiled"] == 0
+
+
+# ---- commands -----------------------------------------------------------------------------------
+
+SAMPLES, PAIRS = "tests.toy_data.Samples", "tests.preferences.preferences"
+EVALUATED = "validation.sets.held._component_="
+# Name -> recipe, dataset and words of a run.
+RUNS: dict[str, tuple[str, str, list[str]]] = {
+    "lora": ("qdora_distributed", SAMPLES, ["adapter.method=lora", "batch_size=6", "packed=true"]),
+    "dpo": ("dpo_distributed", PAIRS, ["batch_size=4", "loss=[sigmoid,{name: simpo, weight: 0.5}]"]),
+    "kto": (
+        "dpo_distributed",
+        PAIRS,
+        ["batch_size=2", "loss=[kto]", "dataset.labels=true", "packed=true", "max_seq_len=81"]
+        + ["validation.sets.held.labels=true"],
+    ),
+    "full": ("full_finetune_distributed", SAMPLES, ["batch_size=6", "model.dtype=fp32"]),
+}
+KEPT = ("loss", "grad_norm", "rewards/", "logps/", "kl", "validation/")
+
+
+def run_commands(folder: Path, kind: str, words: list[str]) -> None:
+    """Six updates of every run, into the folder `kind`; runs on every rank."""
+    for name, (recipe, dataset, own) in RUNS.items():
+        text = TOY_CONFIG.format(folder=folder).replace(SAMPLES, dataset)
+        config = folder / f"{name}.yaml"
+        if os.environ.get("RANK", "0") == "0":
+            config.write_text(text)
+        common = [f"output_dir={folder}/{kind}/{name}", "max_steps=6", "epochs=9"]
+        common += [
+            f"{EVALUATED}{dataset}",
+            "validation.sets.held.seed=5",
+            "validation.eval_every=3",
+        ]
+        common += ["checkpoint.every_n_steps=3"]
+        more = ["sharding.vocabulary=split"] if name == "full" and "shared" in kind else []
+        if kind == "shared_resumed":
+            more += [f"resume={folder}/alone/{name}/checkpoints/step_00000003"]
+        run_recipe(recipe, ["--config", str(config), *common, *own, *words, *more])
+
+
+def numbers(run: Path) -> dict[int, dict[str, float]]:
+    found: dict[int, dict[str, float]] = {}
+    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+        kept = {key: value for key, value in line.items() if key.startswith(KEPT)}
+        found.setdefault(line["step"], {}).update(kept)
+    return found
+
+
+@pytest.mark.long
+def test_commands(tmp_path: Path) -> None:
+    """Adapters, pairs, labelled answers and full finetuning with a split vocabulary: what one rank
+    logs of training and validation; and runs of one rank go on."""
+    write_tiny_model(tmp_path / "model")
+    run_ranks(1, run_commands, tmp_path, "alone", [])
+    shared = ["sharding.context_parallel=2"]
+    run_ranks(2, run_commands, tmp_path, "shared", shared)
+    run_ranks(2, run_commands, tmp_path, "shared_resumed", shared)
+    for name in RUNS:
+        expected = numbers(tmp_path / "alone" / name)
+        assert len(expected) == 6 and any("validation" in key for key in expected[3])
+        for kind in ("shared", "shared_resumed"):
+            found = numbers(tmp_path / kind / name)
+            assert sorted(found) == (list(range(1, 7)) if kind == "shared" else [4, 5, 6])
+            for step, metrics in found.items():
+                wanted = pytest.approx(expected[step], rel=2e-5, abs=2e-5)
+                assert metrics == wanted, f"{kind}, {name}, step {step}"

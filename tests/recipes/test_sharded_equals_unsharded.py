@@ -60,7 +60,9 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         cfg = recipe.Config(
             output_dir="unused",
             model=recipe.ModelConfig(
-                str(case.get("folder", model_dir)), dtype=case.get("dtype", "fp32")
+                str(case.get("folder", model_dir)),
+                dtype=case.get("dtype", "fp32"),
+                router_aux_loss=case.get("router_aux_loss"),
             ),
             tokenizer=None,
             dataset=None,
