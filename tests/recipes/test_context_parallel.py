@@ -119,7 +119,7 @@ EVALUATED = "validation.sets.held._component_="
 # Name -> recipe, dataset and words of a run.
 RUNS: dict[str, tuple[str, str, list[str]]] = {
     "lora": ("qdora_distributed", SAMPLES, ["adapter.method=lora", "batch_size=6", "packed=true"]),
-    "dpo": ("dpo_distributed", PAIRS, ["batch_size=4", "loss=[sigmoid,{name: simpo, weight: 0.5}]"]),
+    "dpo": ("dpo_distributed", PAIRS, ["batch_size=4", "loss=[sigmoid,{name: simpo}]"]),
     "kto": (
         "dpo_distributed",
         PAIRS,
