@@ -223,10 +223,6 @@ def first_fit(
     world, local = planned_ranks()
     hardware, target = this_machine(cfg, local)
     least: Changes = {"activation.checkpointing": "full"} | micro_batches(1, samples)
-    if isinstance(model := cfg.model.any_config(), HubConfig):
-        format = formats[0] if target == "cpu" else formats[-1]
-        why = f"transformers computes {model.architecture}, whose memory is not estimated"
-        return {"quantization.format": format} | least, why
     available = format_size(hardware.device_memory)
     for format in formats:
         functions = (recipe.build_model, recipe.train_step)

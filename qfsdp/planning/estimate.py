@@ -40,6 +40,8 @@ from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import planned_for
+from qfsdp.modules.hub_models.depth import with_layers
+from qfsdp.modules.hub_models.dry_run import as_in_a_run
 from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.graph_pools import captured, kept_by_graphs
 from qfsdp.planning.kernel_memory import CUBLAS_WORKSPACES, Target
@@ -137,7 +139,7 @@ def estimate(
     """
     compiled, cfg = cfg.compile, replace(cfg, compile=False)
     with ExitStack() as stack:
-        folder, formats = stack.enter_context(model_folder(cfg.model.path, layers))
+        folder, formats = stack.enter_context(model_folder(cfg.model, layers))
         cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
         world = stack.enter_context(_fake_world(world_size, local_world_size or world_size))
         with planned_for(target):
@@ -148,6 +150,7 @@ def estimate(
             tracker.workspace(CUBLAS_WORKSPACES, keep=True)
         stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
         stack.enter_context(tracker.following(model))
+        stack.enter_context(as_in_a_run(model, cfg.packed))
         # torchao's optimizers compile their step; here it runs uncompiled.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
         found = _run(train_step, cfg, model, world, tracker)
@@ -329,13 +332,15 @@ class StoredFormats:
 
 
 @contextmanager
-def model_folder(path: str, layers: int | None) -> Iterator[tuple[Path, StoredFormats]]:
-    """A folder with the model's `config.json`, with `layers` layers if given, and its formats."""
-    config = find_config(path)
-    folder = local_folder(path)
-    weights = ModelWeights(folder) if any(folder.glob("*.safetensors")) else None
+def model_folder(model: Any, layers: int | None) -> Iterator[tuple[Path, StoredFormats]]:
+    """A folder with the `config.json` of a section `model`, with `layers` layers if given, and its
+    formats."""
+    config = find_config(model.path)
+    folder = local_folder(model.path)
+    stored = any(folder.glob("*.safetensors"))
+    weights = ModelWeights(folder, model.implementation) if stored else None
     if layers is not None:
-        config = config | {"num_hidden_layers": layers}
+        config = with_layers(config, layers)
     with tempfile.TemporaryDirectory() as temporary:
         (Path(temporary) / "config.json").write_text(json.dumps(config))
         formats = stored_formats(config) if weights is None else weights.formats

@@ -14,7 +14,8 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import get_key
 from qfsdp.distributed.gradients import reduces_every_update
 from qfsdp.modules.compute_dtype import planned_for
-from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
+from qfsdp.modules.hub_models.depth import begins_alike, layer_kinds, pattern_of
 from qfsdp.modules.loss import CHUNK_LOGITS
 from qfsdp.planning.estimate import (
     BuildModel,
@@ -26,7 +27,7 @@ from qfsdp.planning.estimate import (
     model_folder,
     reserved_bytes,
 )
-from qfsdp.planning.known_models import find_config
+from qfsdp.planning.known_models import find_config, planned_config
 from qfsdp.planning.tracker import Point
 
 _LAYER = re.compile(r"(?<=layers\.)-?\d+")
@@ -48,7 +49,7 @@ def estimate_fast(
     """
     cfg = _with_reduction(build_model, cfg, target)
     given = (build_model, train_step, cfg, world_size, local_world_size, target)
-    config = DecoderConfig.from_dict(find_config(cfg.model.path), f"{cfg.model.path}/config.json")
+    config = planned_config(cfg.model)
     if cfg.max_seq_len > (positions := config.max_position_embeddings):
         limit = f"at most {positions}, the model's positions"
         raise UserError(f"max_seq_len: {cfg.max_seq_len}; expected {limit}")
@@ -60,7 +61,8 @@ def estimate_fast(
             for few in small
         ]
         return _more_rows(ends[0], ends[1], rows, cfg.batch_size, depth)
-    first, pattern = config.pattern
+    kinds = layer_kinds(config) if isinstance(config, HubConfig) else []
+    first, pattern = pattern_of(kinds) if isinstance(config, HubConfig) else config.pattern
     every = math.lcm(cfg.activation.every_n_layers, pattern)
     # Both models have all first layers in their first half.
     # Offloaded activations of three layers are on the way: their growth is not that of depth.
@@ -68,7 +70,7 @@ def estimate_fast(
     shallow = max(2 * every, 2 * cfg.sharding.prefetch + 2, least) + 2 * first
     shallow += (depth - shallow) % every
     sizes = (shallow, shallow + every)
-    if depth <= sizes[1] or not _layers_are_equal(cfg):
+    if depth <= sizes[1] or not _layers_are_equal(cfg, config, sizes):
         return estimate(*given)
     return _extrapolate(estimate(*given, sizes[0]), estimate(*given, sizes[1]), sizes, depth)
 
@@ -78,14 +80,14 @@ def _with_reduction(build_model: BuildModel, cfg: Any, target: Target) -> Any:
     sharding = cfg.sharding
     if sharding.reduce_gradients != "auto" or cfg.gradient_accumulation_steps == 1:
         return cfg
-    with model_folder(cfg.model.path, None) as (folder, formats), planned_for(target):
+    with model_folder(cfg.model, None) as (folder, formats), planned_for(target):
         whole = replace(cfg, compile=False, model=replace(cfg.model, path=str(folder)))
         once = reduces_every_update(build_model(whole, formats), sharding)
     chosen = "every_update" if once else "every_micro_batch"
     return replace(cfg, sharding=replace(sharding, reduce_gradients=chosen))
 
 
-def _few_rows(cfg: Any, config: DecoderConfig) -> tuple[int, int]:
+def _few_rows(cfg: Any, config: AnyConfig) -> tuple[int, int]:
     """Two micro-batches between which memory is linear in the rows.
 
     The loss has the logits of a chunk of tokens at a time, and a dry run goes through all chunks:
@@ -110,9 +112,15 @@ def _more_rows(
     return _between(one, two, share, points)
 
 
-def _layers_are_equal(cfg: Any) -> bool:
-    """Whether the config trains the same parameters in every layer."""
-    return get_key(cfg, "trainable.layers") in (None, "all")
+def _layers_are_equal(cfg: Any, config: AnyConfig, sizes: tuple[int, int]) -> bool:
+    """Whether the config trains the same parameters in every layer, and models of `sizes` layers
+    are the beginning of the whole one."""
+    if get_key(cfg, "trainable.layers") not in (None, "all"):
+        return False
+    if not isinstance(config, HubConfig):
+        return True
+    content = find_config(cfg.model.path)
+    return all(begins_alike(config, content, size) for size in sizes)
 
 
 def _extrapolate(one: Estimate, two: Estimate, sizes: tuple[int, int], depth: int) -> Estimate:

@@ -18,7 +18,7 @@ Target = Literal["cpu", "cuda"]
 aten = torch.ops.aten
 
 
-# ---- data-dependent operations: fake tensors hold no values ------------------------------------
+# ---- operations that fake tensors do not run: they hold no values ------------------------------
 
 
 def _scalar(tensor: Tensor) -> bool | int | float | None:
@@ -47,9 +47,20 @@ def _nonzero(mask: Tensor) -> Tensor:
     return mask.new_empty((mask.numel(), mask.dim()), dtype=torch.int64)
 
 
+def _grouped(x: Tensor, other: Tensor, offs: Tensor | None = None, *_: Any) -> Tensor | None:
+    """A product for each group of rows; fake tensors of fp32 refuse what real ones compute. None
+    for bf16, and for forms that do not occur here."""
+    if x.dtype == torch.bfloat16 or x.dim() != 2 or offs is None:
+        return None
+    if other.dim() == 3:
+        return x.new_empty(len(x), other.size(-1))
+    return x.new_empty(len(offs), len(x), other.size(-1))  # gradients of the groups' matrices
+
+
 DATA_DEPENDENT: dict[Any, Callable[..., Any]] = {
     aten._local_scalar_dense.default: _scalar,
     aten.nonzero.default: _nonzero,
+    aten._grouped_mm.default: _grouped,
     aten.index.Tensor: _masked,
     aten.index_put.default: _put_masked,
     aten.index_put_.default: _put_masked,

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.hub.download import find_model_file, local_folder
+from qfsdp.modules.hub_models.config import AnyConfig, Implementation, model_config_of
 
 _FILE = (
     Path(__file__).parent / "known_models.json"
@@ -44,6 +46,18 @@ def find_config(path: str) -> dict[str, Any]:
             f"a known model: {', '.join(known)}"
         )
     return known[name]
+
+
+def planned_config(model: Any) -> AnyConfig:
+    """What a section `model` builds; raises UserError as `find_config` and `model_config`."""
+    content = json.dumps(find_config(model.path))
+    return _parsed(content, f"{model.path}/config.json", model.implementation)
+
+
+@lru_cache(maxsize=4)
+def _parsed(content: str, source: str, implementation: Implementation) -> AnyConfig:
+    """One object for each model, as those of transformers keep the module that they built."""
+    return model_config_of(json.loads(content), source, implementation)
 
 
 def stored_formats(config: dict[str, Any]) -> dict[str, str]:

@@ -33,11 +33,29 @@ def patched(
     ]
     if target == "cuda":
         replacements.append((F, "rms_norm", _fused_rms_norm))
+        replacements.append((F, "scaled_dot_product_attention", _fused_attention))
     with ExitStack() as undo:
         for owner, name, value in replacements:
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+_attention = F.scaled_dot_product_attention
+
+
+def _fused_attention(
+    q: Tensor, k: Tensor, v: Tensor, attn_mask: Tensor | None = None, **more: Any
+) -> Tensor:
+    """Attention whose values are wider or narrower than its keys (latent attention): CUDA has a
+    kernel for it; a CPU computes, and keeps, all scores."""
+    if q.size(-1) == v.size(-1):
+        return _attention(q, k, v, attn_mask, **more)
+    if attn_mask is not None and attn_mask.dtype == torch.bool:
+        attn_mask = torch.zeros_like(attn_mask, dtype=q.dtype).masked_fill(~attn_mask, -torch.inf)
+    given = (more.get("dropout_p", 0.0), more.get("is_causal", False))
+    kernel = torch.ops.aten._scaled_dot_product_efficient_attention
+    return kernel(q, k, v, attn_mask, True, *given, scale=more.get("scale"))[0]  # type: ignore[no-any-return]
 
 
 class _FusedRMSNorm(torch.autograd.Function):

@@ -20,6 +20,8 @@ from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.experts.mixture import expert_parameters
+from qfsdp.modules.hub_models.config import HubConfig
+from qfsdp.modules.hub_models.refused import check_hub_run
 from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.changes import Changes, as_words, changed, differing
 from qfsdp.planning.estimate import (
@@ -32,7 +34,7 @@ from qfsdp.planning.estimate import (
 )
 from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import Hardware
-from qfsdp.planning.known_models import find_config
+from qfsdp.planning.known_models import planned_config
 from qfsdp.planning.roofline import Load, StepTime, step_time
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.preference import step_options
@@ -139,8 +141,7 @@ class Predictor:
     @property
     def experts(self) -> int:
         """Experts of a layer; 1: the model is no mixture."""
-        path = self.cfg.model.path
-        config = DecoderConfig.from_dict(find_config(path), f"{path}/config.json")
+        config = planned_config(self.cfg.model)
         return 1 if config.experts is None else config.experts.count
 
     @property
@@ -159,6 +160,8 @@ class Predictor:
 
     def _predict(self, changes: Changes) -> Prediction:
         cfg = changed(self.cfg, changes)
+        if isinstance(config := planned_config(cfg.model), HubConfig):
+            check_hub_run(cfg, config)
         with suppress(UserError):  # on another number of ranks it may not divide
             split_batch(cfg, self.world_size)
         ranks = self.local_world_size
@@ -181,7 +184,7 @@ class Predictor:
         key = repr(cfg.activation)
         if key not in self._models:
             cfg = replace(cfg, compile=False)
-            with model_folder(cfg.model.path, None) as (folder, formats):
+            with model_folder(cfg.model, None) as (folder, formats):
                 cfg = replace(cfg, model=replace(cfg.model, path=str(folder)))
                 with planned_for(self.target):
                     self._models[key] = self.build_model(cfg, formats)
@@ -223,8 +226,10 @@ def check_micro_batch(cfg: Any, available: int) -> None:
     Raises:
         UserError: they do not fit.
     """
-    config = DecoderConfig.from_dict(find_config(cfg.model.path), f"{cfg.model.path}/config.json")
-    width = config.hidden_size + 2 * _inner_width(config)
+    config = planned_config(cfg.model)
+    width = config.hidden_size
+    if not isinstance(config, HubConfig):
+        width += 2 * _inner_width(config)
     tokens = available // (width * COMPUTE_DTYPES[cfg.model.dtype].itemsize)
     if cfg.max_seq_len > tokens:
         what, most = f"max_seq_len: {cfg.max_seq_len}", f"{tokens} tokens"

@@ -17,7 +17,6 @@ from qfsdp.common.sizes import format_size
 from qfsdp.common.terminal import say
 from qfsdp.launch.preflight_findings import note_estimates
 from qfsdp.launch.ranks import planned_ranks
-from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.planning.advice import SUGGESTIONS, options
 from qfsdp.planning.changes import Changes, as_words, strategy_over_all_ranks
 from qfsdp.planning.estimate import BuildModel, TrainStep
@@ -49,7 +48,7 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
     A dry run finds what the step needs, for the number of ranks that will start
     (`qfsdp.launch.ranks.planned_ranks`). Available are `cfg.device_memory`, else the memory of this
     machine's GPUs, else a rank's share of its host memory. Prints one line. Does nothing if
-    `cfg.preflight` is false; of models of transformers it only says that they are not estimated.
+    `cfg.preflight` is false.
 
     Args:
         cfg: the recipe's config.
@@ -59,9 +58,6 @@ def check_memory(cfg: Any, build_model: BuildModel, train_step: TrainStep) -> No
         UserError: the step does not fit; the message names the cheapest changes with which it does.
     """
     if not cfg.preflight:
-        return
-    if isinstance(model := cfg.model.any_config(), HubConfig):
-        say(f"memory: not estimated, as transformers computes {model.architecture}")
         return
     world_size, local = planned_ranks()
     hardware, target = this_machine(cfg, local)

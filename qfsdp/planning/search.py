@@ -134,8 +134,8 @@ def search(
         try:
             least = predict(useful[-1].changes | micro_batches(1, samples))
         except UserError:
-            if useful[-1].offload in ("base_to_cpu", "base_to_disk"):
-                continue  # nothing is frozen: there is no base to offload
+            if useful[-1].offload != "none":
+                continue  # nothing is frozen, or the model does not have it
             raise
         if not least.fits(hardware):
             tried.append(Trial(useful[-1], 1, least, fits=False, whole=False))

@@ -83,7 +83,13 @@ def model_config(folder: str | Path, implementation: Implementation = "auto") ->
         UserError: the file is missing or broken; or neither we nor the installed transformers have
             the architecture, or it is no causal language model.
     """
-    config, source = read_config(folder)
+    return model_config_of(*read_config(folder), implementation)
+
+
+def model_config_of(
+    config: dict[str, Any], source: str, implementation: Implementation = "auto"
+) -> AnyConfig:
+    """`model_config` of the parsed `config.json` that `source` names."""
     architecture = _architecture(config)
     if implementation == "native" or (implementation == "auto" and architecture in FAMILIES):
         return DecoderConfig.from_dict(config, source)
