@@ -40,10 +40,9 @@ from qfsdp.launch.start import launch
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, parameter_groups
 from qfsdp.modules.adapters.reference import keep_start
-from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
-from qfsdp.modules.transformer import ActivationConfig, Decoder
+from qfsdp.modules.transformer import ActivationConfig
 from qfsdp.planning.estimate import micro_batch_tokens
 from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.planning.preflight import check_memory
@@ -116,7 +115,7 @@ def check(cfg: Config) -> None:
     choose_lr(cfg)
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
     check_global_batch(cfg)
-    weights = ModelWeights(cfg.model.path)
+    weights = cfg.model.weights()
     model = build_model(cfg, weights)
     weights.check(model)
     if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
@@ -129,10 +128,9 @@ def check(cfg: Config) -> None:
     check_memory(cfg, build_model, train_step)
 
 
-def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
+def build_model(cfg: Config, weights: ModelWeights) -> AnyDecoder:
     """Builds the decoder on the meta device, without storage: linears quantized, adapters added."""
-    with torch.device("meta"):
-        model = Decoder(cfg.model.decoder()).to(compute_dtype(cfg.model.dtype))
+    model = cfg.model.build()
     quantize_linears(model, cfg.quantization, weights.formats)
     add_adapters(model, cfg.adapter)
     keep_start(model, cfg.reference, cfg.adapter)

@@ -23,7 +23,8 @@ from qfsdp.data.preferences.batch import PairBatch
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.reference import Reference, as_reference
-from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
+from qfsdp.modules.hub_models.refused import unsupported
 from qfsdp.training.locate_nonfinite import Part
 from qfsdp.training.preference_losses import Answers, Loss
 
@@ -32,9 +33,12 @@ Losses = Component | list[Any]
 LOSSES = ("sigmoid", "robust", "ipo", "hinge", "simpo", "orpo", "kto", "sft")
 
 
-def check_packed(packed: bool, max_seq_len: int, config: DecoderConfig) -> None:
+def check_packed(packed: bool, max_seq_len: int, config: AnyConfig) -> None:
     """Raises UserError where the answers of a pair could not share their prompt in a row: LongRoPE
-    would turn it in one way for a short answer and in another for a long one."""
+    would turn it in one way for a short answer and in another for a long one, and transformers'
+    masks do not have such rows."""
+    if packed and isinstance(config, HubConfig):
+        raise unsupported("packed: true", "false for pairs", config)
     context = config.most_positions(1)
     if packed and context < max_seq_len:
         raise UserError(
