@@ -203,12 +203,17 @@ def _offload_base(model: AnyDecoder, config: ShardingConfig, world: World) -> No
     """Moves the frozen weights of the linears to host memory or disk.
 
     Weights that are not quantized become rows of bytes too (`PlainRows`). Embeddings, norms and
-    the output layer stay on the device, except a quantized output layer.
+    the output layer stay on the device, except a quantized output layer; so do linears whose weight
+    a module of transformers reads by itself.
     """
     store = HostStore if config.offload_base == "cpu" else DiskStore
     ahead = DeviceAhead(world.device) if copies_ahead(config, world) else None
+    parts, plain = model.parts, set(getattr(model, "plain_linears", ()))
+    names = {module: name for name, module in model.named_modules()}
+    output, layer = names[parts.output], names[parts.layers[0]].split(".")
     for name, module in list(model.named_modules()):
-        if isinstance(module, nn.Linear) and name != "lm_head" and not module.weight.requires_grad:
+        inside = name.split(".")[: len(layer) - 1] == layer[:-1] and name not in plain
+        if isinstance(module, nn.Linear) and inside and not module.weight.requires_grad:
             module = QuantizedLinear(module.weight, module.bias)
             replace_module(model, name, module)
         if not isinstance(module, AdaptedLinear | QuantizedLinear | ExpertLinear):
@@ -217,13 +222,13 @@ def _offload_base(model: AnyDecoder, config: ShardingConfig, world: World) -> No
             continue
         weight = module.weight.data
         if not isinstance(weight, QuantizedTensor):
-            if name == "lm_head":
+            if name == output:
                 continue
             rows, cols = weight.shape
             weight = PlainRows.empty(rows, cols, weight.dtype, weight.device)
         unit = name
         if config.wrap == "decoder_layer":
-            unit = ".".join(name.split(".")[:3])  # model.layers.7
+            unit = ".".join(name.split(".")[: len(layer)])  # model.layers.7
         module.weight = nn.Parameter(weight.keep_in(store(unit, ahead)), requires_grad=False)
 
 

@@ -100,5 +100,5 @@ def test_a_search_leaves_out_what_such_a_model_does_not_have(tmp_path: Path) -> 
     hub_models.save_hub_model("llama", tmp_path)
     build, step, cfg = load(tmp_path, HUB)
     predict = Predictor(build, step, cfg, 2, 2, known_gpu("rtx4090"))
-    with pytest.raises(UserError, match="cpu_offload: true; expected false"):
-        predict({"sharding.cpu_offload": True})
+    with pytest.raises(UserError, match="offload_base: disk; expected none or cpu"):
+        predict({"sharding.offload_base": "disk"})

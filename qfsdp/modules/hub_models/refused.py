@@ -12,8 +12,6 @@ from qfsdp.modules.hub_models.packing import check_packed
 EXPECTED: dict[str, Any] = {
     "compile": False,
     "cuda_graphs": False,
-    "sharding.offload_base": "none",
-    "sharding.cpu_offload": False,
     "sharding.expert_parallel": 1,
     "sharding.context_parallel": 1,
     "model.quantize_cache": None,
@@ -35,8 +33,12 @@ def check_hub_run(cfg: Any, config: HubConfig) -> None:
             raise unsupported(f"{key}: {_word(value)}", _word(expected), config)
     if getattr(cfg, "packed", False):
         check_packed(config)
-    if getattr(getattr(cfg, "sharding", None), "vocabulary", None) == "split":
-        raise unsupported("sharding.vocabulary: split", "auto or gather", config)
+    for key, value, expected in (
+        ("vocabulary", "split", "auto or gather"),
+        ("offload_base", "disk", "none or cpu"),
+    ):
+        if getattr(getattr(cfg, "sharding", None), key, None) == value:
+            raise unsupported(f"sharding.{key}: {value}", expected, config)
 
 
 def check_hub_answers(cfg: Any, config: AnyConfig, strategy: str | None) -> None:
