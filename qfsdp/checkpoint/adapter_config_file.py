@@ -9,12 +9,13 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
-from qfsdp.checkpoint.expert_adapter_files import patterns_of_experts, target_settings
+from qfsdp.checkpoint.expert_adapter_files import target_settings
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import why
 from qfsdp.hub.download import hub_name
@@ -55,7 +56,7 @@ def peft_config(
     """The content of `adapter_config.json`.
 
     Args:
-        linears: names of the adapted linears, without experts.
+        linears: names of the adapted linears, without experts; whole names if `config.selects`.
         base: a folder or a hub name.
         tensors: the adapters, by our keys.
     """
@@ -71,7 +72,7 @@ def peft_config(
         **excluded_modules(tensors),
     }
     if config.method == "ia3":
-        scaled = [name for name in linears if name in SCALED_INPUTS]
+        scaled = [name for name in linears if name.rpartition(".")[2] in SCALED_INPUTS]
         more = {"peft_type": "IA3", "feedforward_modules": scaled, "init_ia3_weights": True}
         return more | settings
     return {
@@ -134,6 +135,28 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     return written
 
 
+def config_of(written: Mapping[str, Any]) -> AdapterConfig:
+    """The section `adapter` of a checked LoRA or DoRA config, without `targets`."""
+    return AdapterConfig(
+        method="dora" if written.get("use_dora") else "lora",
+        rank=int(written["r"]),
+        alpha=float(written["lora_alpha"]),
+        rank_pattern=dict(written.get("rank_pattern") or {}),
+        alpha_pattern={n: float(v) for n, v in (written.get("alpha_pattern") or {}).items()},
+        rslora=bool(written.get("use_rslora")),
+    )
+
+
+def selects_some(written: Mapping[str, Any]) -> bool:
+    """Whether some linears of a name may have an adapter and others none."""
+    if written.get("layers_to_transform") is not None or written.get("exclude_modules"):
+        return True
+    named = [written.get(key) or [] for key in ("target_modules", "target_parameters")]
+    targets = [str(t) for some in named for t in (some if isinstance(some, list) else [some])]
+    usual = re.compile(r"(experts\.)?\w+(\.weight)?|all-linear")
+    return not all(map(usual.fullmatch, targets))
+
+
 def _check_types(file: Path, written: dict[str, Any]) -> None:
     """Checks the values that `read_adapter_config` uses."""
 
@@ -162,15 +185,21 @@ def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
         kept = value in UNCHANGED_BASE_INIT
         return None if kept else "this initialization changed the base that the adapter belongs to"
     if key in ("rank_pattern", "alpha_pattern"):
-        usual = written.get("r" if key == "rank_pattern" else "lora_alpha")
-        same = not value or (isinstance(value, dict) and all(v == usual for v in value.values()))
-        of_experts = isinstance(value, dict) and patterns_of_experts(written, value)
-        numbers = of_experts and all(type(v) in (int, float) and v > 0 for v in value.values())
-        return None if same or numbers else f"qfsdp has one {key.partition('_')[0]} for all linears"
+        return None if not value or _is_pattern(key, value) else "expected a number for each name"
     # Switches, lists and sections turn options on; numbers and names are their parameters.
     turned_on = value is True or (bool(value) and isinstance(value, list | dict))
     known = {*IGNORED_KEYS, *SHARED_FIELDS.values()}
     return "qfsdp does not have this option" if turned_on and key not in known else None
+
+
+def _is_pattern(key: str, value: Any) -> bool:
+    """Whether a value is of the form of `adapter.rank_pattern` or `adapter.alpha_pattern`."""
+    types = (int,) if key == "rank_pattern" else (int, float)
+    if not isinstance(value, dict) or not all(type(v) in types for v in value.values()):
+        return False
+    with suppress(re.error):
+        return all(re.compile(name) and 0 < v < LARGEST_ALPHA for name, v in value.items())
+    return False
 
 
 def why_unread(key: str) -> str:

@@ -30,19 +30,21 @@ from torch import Tensor, nn
 from qfsdp.checkpoint.adapter_config_file import (
     CONFIG_FILE,
     KEY_ENDS,
-    SHARED_FIELDS,
     WEIGHTS_FILE,
+    config_of,
     missing_files,
     peft_config,
     read_peft_config,
+    selects_some,
     why_unread,
 )
 from qfsdp.checkpoint.adapter_digests import check_digests, digests
+from qfsdp.checkpoint.adapter_settings import check_settings
 from qfsdp.checkpoint.expert_adapter_files import (
     StoredTensor,
-    expert_rank,
     from_peft,
     is_of_experts,
+    module_of,
     to_peft,
 )
 from qfsdp.checkpoint.tensor_file import save_tensors
@@ -53,7 +55,7 @@ from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
-from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES, ROUTER_NAMES, linears_of
+from qfsdp.modules.adapters.places import ends_with
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite
 
@@ -123,7 +125,8 @@ def write_adapter(
     for key, tensor in tensors.items():
         if not is_finite(tensor):
             raise UserError(f"'{folder}': tensor {key!r} holds NaN or infinity; nothing is written")
-    linears = _adapted_names(key for key in tensors if not is_of_experts(key))
+    linears = _adapted_modules(key for key in tensors if not is_of_experts(key))
+    linears = linears if config.selects else _last_names(linears)
     settings = peft_config(config, linears, base, tensors)
     tensors = to_peft(tensors, config)
     try:
@@ -148,11 +151,16 @@ def adapter_export(
     return lambda tensors, folder: write_adapter(tensors, config, base, folder / "adapter", files)
 
 
-def _adapted_names(keys: Iterable[str]) -> list[str]:
-    """Names such as "q_proj" of the linears that these adapter keys belong to, sorted."""
+def _adapted_modules(keys: Iterable[str]) -> list[str]:
+    """Names of the linears that these adapter keys belong to, sorted."""
     ends = tuple(KEY_ENDS.values())
     stems = {key.removesuffix(end) for key in keys for end in ends if key.endswith(end)}
-    return sorted({stem.rpartition(".")[2] for stem in stems})
+    return sorted(stem.removeprefix("base_model.model.") for stem in stems)
+
+
+def _last_names(modules: Iterable[str]) -> list[str]:
+    """Names such as "q_proj", sorted."""
+    return sorted({name.rpartition(".")[2] for name in modules})
 
 
 # ---- reading -------------------------------------------------------------------------------------
@@ -167,31 +175,28 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     """
     folder = local_folder(folder)
     written, tensors = read_peft_config(folder), read_adapter_header(folder)
-    targets = _adapted_names(tensors)
-    if not targets:
+    modules = _adapted_modules(tensors)
+    if not modules:
         raise UserError(f"{folder / WEIGHTS_FILE}: no tensor of a LoRA, DoRA or IA3 adapter")
+    targets = modules if selects_some(written) else _last_names(modules)
     if written["peft_type"] == "IA3":
         return AdapterConfig("ia3", targets=targets)
-    rank = int(written["r"])
+    config = config_of(written)
+    for pattern in (config.rank_pattern, config.alpha_pattern):
+        for end in [end for end in pattern if not any(ends_with(end, name) for name in modules)]:
+            del pattern[end]  # PEFT warns of it
+    config.targets = targets
     for key, stored in tensors.items():
         if is_of_experts(key) or not key.endswith(KEY_ENDS["LORA"]):
             continue
+        rank = config.of(module_of(key)).rank
         if stored.shape[:1] != (rank,):
-            shape = list(stored.shape)
+            shape, key = list(stored.shape), "r" if rank == config.rank else "rank_pattern"
             raise UserError(
-                f"{folder / CONFIG_FILE}: r {rank}, but tensor {stored.name!r} has shape {shape}; "
-                f"expected [{rank}, in]"
+                f"{folder / CONFIG_FILE}: {key} {rank}, but tensor {stored.name!r} has "
+                f"shape {shape}; expected [{rank}, in]"
             )
-    has_experts = any(map(is_of_experts, tensors))
-    experts = expert_rank(folder / CONFIG_FILE, written) if has_experts else rank
-    return AdapterConfig(
-        method="dora" if written.get("use_dora") else "lora",
-        rank=rank,
-        alpha=float(written["lora_alpha"]),
-        targets=targets,
-        rslora=bool(written.get("use_rslora")),
-        expert_rank=experts if experts != rank else None,
-    )
+    return config
 
 
 def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -> None:
@@ -207,22 +212,7 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
             its tensors from those of the model's adapters; or a number is not finite; or a
             tensor is not as qfsdp has written it (`adapter_digests`).
     """
-    theirs = read_adapter_config(folder)
-    fields = ["method"] if "ia3" in (config.method, theirs.method) else list(SHARED_FIELDS)
-    differing = [field for field in fields if getattr(config, field) != getattr(theirs, field)]
-    if differing:
-        mine = ", ".join(f"adapter.{field}: {_as_yaml(config, field)}" for field in differing)
-        trained = ", ".join(_as_peft(theirs, field) for field in differing)
-        fix = " ".join(f"adapter.{field}={_as_yaml(theirs, field)}" for field in differing)
-        raise UserError(f"{mine}, but {folder} was trained with {trained}; expected {fix}")
-    _check_expert_rank(theirs, folder, model)
-    adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
-    found, known = set(theirs.linears), linears_of(model)
-    if found != adapted and found <= {*LINEAR_NAMES, *ROUTER_NAMES}:
-        raise UserError(
-            f"adapter.targets: {_as_targets(adapted, known)}, but {folder} adapts "
-            f"{_as_targets(found, known)}; expected adapter.targets={_as_targets(found, known)}"
-        )
+    check_settings(config, read_adapter_config(folder), folder, model)
     file = local_folder(folder) / WEIGHTS_FILE
     names, params = _matching_tensors(model, file.parent), adapter_parameters(model)
     with _opened(file) as tensors:
@@ -238,16 +228,6 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
                 )
 
 
-def _check_expert_rank(theirs: AdapterConfig, folder: str | Path, model: nn.Module) -> None:
-    rank = theirs.of_experts(1).rank
-    for _, module in low_rank_linears(model):
-        if isinstance(module, LowRankExpertLinear) and module.lora_B.size(1) != rank:
-            raise UserError(
-                f"adapter.expert_rank: experts get rank {module.lora_B.size(1)}, but those of "
-                f"{folder} have {rank}; expected adapter.expert_rank={rank}"
-            )
-
-
 @torch.no_grad()
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
     """Fills the adapters of `model` from a folder in PEFT's format; each rank keeps only its rows.
@@ -261,10 +241,12 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
     folder = local_folder(folder)
     names = _matching_tensors(model, folder)
     config = read_adapter_config(folder)
+    factors = {}  # of B, whose experts' is written for one scaling
     for name, module in low_rank_linears(model):
-        of_experts = isinstance(module, LowRankExpertLinear)
-        scaling = (config.of_experts(1) if of_experts else config).scaling
-        if module.scaling != scaling:
+        scaling = config.of(name).scaling
+        if isinstance(module, LowRankExpertLinear):
+            factors[f"base_model.model.{name}.lora_B.weight"] = scaling / module.scaling
+        elif module.scaling != scaling:
             raise UserError(
                 f"{folder / CONFIG_FILE}: lora_alpha and r make a scaling of {scaling:g}; expected "
                 f"{module.scaling:g}, as in this model ({name})"
@@ -275,6 +257,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
         for key, param in adapter_parameters(model).items():
             local = local_part(param)
             local.copy_(names[key].rows(tensors, local_rows(param)))
+            if factors.get(key, 1.0) != 1.0:
+                local.mul_(factors[key])
             _check_finite(file, names[key].name, local)
 
 
@@ -319,8 +303,10 @@ def read_adapter_header(folder: Path) -> dict[str, StoredTensor]:
             if (kind := part.get_dtype()) not in STORED_FLOATS:
                 raise UserError(f"{file}: tensor {name!r} is of type {kind}; expected floats")
             shapes[name] = tuple(part.get_shape())
-    written = read_peft_config(folder) if any(".experts." in name for name in shapes) else {}
-    found = from_peft(folder / CONFIG_FILE, written, shapes)
+    found: dict[str, StoredTensor] = {}
+    if any(".experts." in name for name in shapes):
+        written = read_peft_config(folder)
+        found = from_peft(folder / CONFIG_FILE, written, config_of(written), shapes)
     of_experts = {stored.name for stored in found.values()}
     for name in (name for name in shapes if name not in of_experts):
         key = name.removesuffix(".weight") if "magnitude_vector" in name else name
@@ -365,9 +351,10 @@ def _check_coverage(folder: Path, missing: str, found: Iterable[str]) -> None:
         if value not in (None, [], "") and chosen:
             raise UserError(
                 f"{folder / CONFIG_FILE}: {name} {value!r:.80} leaves out linears with the names "
-                f"of adapted ones ({missing!r}); expected an adapter of all of them"
+                f"of adapted ones ({missing!r}); expected adapter.layers, adapter.targets or "
+                "adapter.exclude that leave out the same"
             )
-    (name,) = _adapted_names([missing]) or [""]
+    (name,) = _last_names(_adapted_modules([missing])) or [""]
     of_experts = {is_of_experts(key) for key in found if f".{name}." in key}
     if name and of_experts == {not is_of_experts(missing)}:
         some, others = ("other linears", "experts")[:: -1 if True in of_experts else 1]
@@ -375,26 +362,3 @@ def _check_coverage(folder: Path, missing: str, found: Iterable[str]) -> None:
             f"{folder / WEIGHTS_FILE}: {name!r} is adapted in {some} and not in {others} of that "
             "name; expected both"
         )
-
-
-def _as_yaml(config: AdapterConfig, field: str) -> str:
-    """A field's value as written in YAML and on the command line."""
-    value = getattr(config, field)
-    return str(value).lower() if isinstance(value, bool) else f"{value}".removesuffix(".0")
-
-
-def _as_peft(config: AdapterConfig, field: str) -> str:
-    """A field's key and value as written in `adapter_config.json`."""
-    if config.method == "ia3":
-        return "peft_type IA3"
-    value = str(config.method == "dora").lower() if field == "method" else _as_yaml(config, field)
-    return f"{SHARED_FIELDS[field]} {value}"
-
-
-def _as_targets(names: set[str], known: list[str]) -> str:
-    """The shortest `adapter.targets` for these linears of a model that has `known` ones."""
-    rest = [name for name in LINEAR_NAMES if name in names]
-    if set(known) - {"lm_head"} <= names:
-        rest = [ALL_LINEAR, *(["lm_head"] if "lm_head" in names else [])]
-    rest += [name for name in ROUTER_NAMES if name in names]
-    return rest[0] if rest == [ALL_LINEAR] else f"[{','.join(rest)}]"

@@ -23,9 +23,6 @@ PEFT refuses `use_dora` and `lora_dropout` for parameters. Dropout matters in tr
 written as 0. With DoRA, `lora_magnitude_vector` `[experts * out]` lies beside A and B: qfsdp reads
 it, PEFT cannot.
 
-PEFT gives `gate_up_proj` twice the rank where its config named gate_proj and up_proj. A model has
-one rank for all linears of experts: the others are read with ranks of zeros.
-
 PEFT has no factors that experts share (`adapter.expert_sharing`). They are written once for every
 expert, and a run that shares them reads the first expert's.
 """
@@ -33,12 +30,11 @@ expert, and a run that shares them reads the first expert's.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.common.errors import UserError
@@ -59,29 +55,23 @@ class StoredTensor(NamedTuple):
         name: in the file.
         shape: as a model has it.
         experts: A or B of that many experts; 0: any other tensor.
-        factor: B in the file, in PEFT's order of columns, times this is the model's. None: A.
-        padding: ranks that the model has beyond those of the file. They are 0, as are their
-            gradients.
+        columns: whether it is B, in PEFT's order of columns.
     """
 
     name: str
     shape: tuple[int, ...]
     experts: int = 0
-    factor: float | None = None
-    padding: int = 0
+    columns: bool = False
 
     def rows(self, file: Any, rows: slice = slice(None)) -> Tensor:
         """Some rows, as a model has them, from an opened safetensors file."""
         stored = file.get_slice(self.name)
-        if not self.experts or (self.factor is None and not self.padding):
+        if not self.columns:
             some: Tensor = stored[rows]
             return some
         whole: Tensor = stored[:]
-        if self.factor is None:
-            a = whole.view(self.experts, -1, self.shape[1])
-            return F.pad(a, (0, 0, 0, self.padding)).reshape(self.shape)[rows]
         b = whole.view(len(whole), -1, self.experts).permute(2, 0, 1)
-        return F.pad(b, (0, self.padding)).reshape(self.shape)[rows] * self.factor
+        return b.reshape(self.shape)[rows]
 
 
 def is_of_experts(key: str) -> bool:
@@ -103,7 +93,7 @@ def to_peft(tensors: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, T
         if field == B:
             rank = tensor.size(1)
             experts = len(tensors[f"{stem}.{linear}.lora_A.weight"]) // rank
-            factor = expert_scaling(config, rank) / config.scaling
+            factor = scaling_of(config, key, rank) / config.scaling
             b = tensor.view(experts, -1, rank) * factor
             tensor = b.permute(1, 2, 0).reshape(b.size(1), -1).contiguous()
         found[f"{stem}{'.base_layer' if wrapped else ''}.{field}"] = tensor
@@ -123,57 +113,63 @@ def _with_all_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return found
 
 
-def expert_scaling(config: AdapterConfig, rank: int) -> float:
-    """The factor of an expert's product."""
-    return config.alpha / (rank**0.5 if config.rslora else rank)
+def module_of(key: str) -> str:
+    """The name of the linear that one of our keys belongs to."""
+    return key.removeprefix("base_model.model.").partition(".lora_")[0]
+
+
+def scaling_of(config: AdapterConfig, key: str, rank: int) -> float:
+    """The factor of the product of the experts that one of our keys belongs to."""
+    return replace(config.of(module_of(key)), rank=rank).scaling
 
 
 def target_settings(
     config: AdapterConfig, linears: list[str], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What `adapter_config.json` says of what is adapted.
+    """What `adapter_config.json` says of what is adapted, and with which ranks.
 
     Args:
-        linears: names of the adapted linears, without experts.
+        linears: names of the adapted linears, without experts; whole names if `config.selects`.
         tensors: our key -> tensor, of the adapters.
     """
-    names = {m[2]: tensors[key] for key in tensors if (m := OURS.fullmatch(key)) and m[3] == B}
-    parameters = {*ROUTER_NAMES, *(TAKEN_FOR_EXPERTS if names else ())} & set(linears)
-    if not names and not parameters:
-        return {"target_modules": linears}
-    targets = sorted(f"experts.{name}" for name in names)
-    settings: dict[str, Any] = {
-        "target_modules": [name for name in linears if name not in parameters],
-        "target_parameters": [*targets, *(f"{name}.weight" for name in sorted(parameters))],
-        "lora_dropout": 0.0,
-    }
-    if not names:
-        return settings
-    rank = next(iter(names.values())).size(1)
-    if rank != config.rank:
-        alpha = config.alpha * config.scaling / expert_scaling(config, rank)
-        settings["rank_pattern"] = dict.fromkeys(targets, rank)
-        settings["alpha_pattern"] = dict.fromkeys(targets, alpha)
-    return settings
+    patterned = bool(config.ends)
+    ranks: dict[str, int] = {}
+    for key, tensor in tensors.items():
+        if (match := OURS.fullmatch(key)) is not None and match[3] == B:
+            whole = config.selects or patterned
+            ranks[module_of(key) if whole else f"experts.{match[2]}"] = tensor.size(1)
+    taken = {*ROUTER_NAMES, *(TAKEN_FOR_EXPERTS if ranks else ())}
+    parameters = [name for name in linears if name.rpartition(".")[2] in taken]
+    settings: dict[str, Any] = {"target_modules": linears}
+    if ranks or parameters:
+        settings = {
+            "target_modules": [name for name in linears if name not in parameters],
+            "target_parameters": [*sorted(ranks), *(f"{name}.weight" for name in parameters)],
+            "lora_dropout": 0.0,
+        }
+    # The first pattern that matches counts. B of experts is written for the factor of all others.
+    own = {name: rank for name, rank in ranks.items() if patterned or rank != config.rank}
+    power = 0.5 if config.rslora else 1.0
+    alphas = {name: config.scaling * rank**power for name, rank in own.items()}
+    patterns = {"rank_pattern": own | config.rank_pattern}
+    patterns["alpha_pattern"] = alphas | config.alpha_pattern
+    return settings | {key: pattern for key, pattern in patterns.items() if pattern}
 
 
 # ---- reading -------------------------------------------------------------------------------------
 
 
-def expert_rank(file: Path, written: Mapping[str, Any]) -> int:
-    """The rank of experts in a checked `adapter_config.json`: the larger of their two linears."""
-    linears = {target.rpartition(".")[2] for target in _targets(written)} or {INNER}
-    return max(int(_of_linear(file, "rank_pattern", written, name, "r")) for name in linears)
-
-
 def from_peft(
-    file: Path, written: Mapping[str, Any], shapes: Mapping[str, tuple[int, ...]]
+    file: Path,
+    written: Mapping[str, Any],
+    config: AdapterConfig,
+    shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, StoredTensor]:
     """Our key -> tensor, of the tensors of adapted experts among `shapes`.
 
     Args:
         file: `adapter_config.json`, for messages.
-        written: its content.
+        written: its content; config: its ranks.
         shapes: name in the adapter's file -> shape.
 
     Raises:
@@ -181,76 +177,32 @@ def from_peft(
             whole experts.
     """
     matches = {name: m for name in shapes if (m := THEIRS.fullmatch(name)) is not None}
-    if not matches:
-        return {}
-    rank = expert_rank(file, written)
-    power = 0.5 if written.get("use_rslora") else 1.0
     found: dict[str, StoredTensor] = {}
     both = {match[1] for match in matches.values() if match[2]}
     for name, match in matches.items():
         stem, inner, field = match.groups()
-        linear = INNER if inner else OUTER if stem in both else _only_target(file, written)
-        shape, experts, factor, padding = shapes[name], 0, None, 0
+        linear = INNER if inner else OUTER if stem in both else _only_target(file, written, stem)
+        shape, experts = shapes[name], 0
         if "magnitude" not in field:
-            of_this = int(_of_linear(file, "rank_pattern", written, linear, "r"))
-            at, padding = int(field == B), rank - of_this
-            if len(shape) != 2 or shape[at] % of_this:
-                whole = f"{of_this} * experts"
-                expected = (
-                    f"[{f'out, {whole}' if at else f'{whole}, in'}], as the rank is {of_this}"
-                )
+            rank, at = config.of(module_of(f"{stem}.{linear}")).rank, int(field == B)
+            if len(shape) != 2 or shape[at] % rank:
+                whole = f"{rank} * experts"
+                expected = f"[{f'out, {whole}' if at else f'{whole}, in'}], as the rank is {rank}"
                 raise UserError(f"tensor {name!r} has shape {list(shape)}; expected {expected}")
-            experts = shape[at] // of_this
-            if at:
-                alpha = _of_linear(file, "alpha_pattern", written, linear, "lora_alpha")
-                factor = alpha / written["lora_alpha"] * (rank / of_this) ** power
-            shape = (shape[0] * experts, rank) if at else (rank * experts, shape[1])
+            experts = shape[at] // rank
+            shape = (shape[0] * experts, rank) if at else shape
         key = f"{stem}.{linear}.{'lora_magnitude_vector' if 'magnitude' in field else field}"
-        found[key] = StoredTensor(name, shape, experts, factor, padding)
+        found[key] = StoredTensor(name, shape, experts, field == B)
     return found
 
 
-def patterns_of_experts(written: Mapping[str, Any], pattern: Iterable[str]) -> bool:
-    """Whether the keys of a `rank_pattern` or `alpha_pattern` name experts' parameters alone."""
-    return all(any(_names(key, target) for target in _targets(written)) for key in pattern)
-
-
-def _targets(written: Mapping[str, Any]) -> list[str]:
-    """The target parameters that are experts."""
-    names = [str(name) for name in written.get("target_parameters") or ()]
-    return [name for name in names if name.rpartition(".")[2] in (INNER, OUTER)]
-
-
-def _names(pattern: str, target: str) -> bool:
-    """PEFT matches patterns, which may be regular expressions, at the end of a name."""
-    with suppress(re.error):
-        if re.fullmatch(rf"(.*\.)?({pattern})", f"mlp.experts.{target.rpartition('.')[2]}"):
-            return True
-    return f".{pattern}".endswith(f".{target}")
-
-
-def _of_linear(file: Path, key: str, written: Mapping[str, Any], linear: str, usual: str) -> float:
-    """The value that `written[key]` has for one of the experts' parameters in all layers, or that
-    of `usual`."""
-    pattern = written.get(key) or {}
-    targets = [target for target in _targets(written) if target.rpartition(".")[2] == linear]
-    values = {
-        next((v for name, v in pattern.items() if _names(name, target)), written[usual])
-        for target in targets or [f"experts.{linear}"]
-    }
-    if len(values) > 1:
+def _only_target(file: Path, written: Mapping[str, Any], stem: str) -> str:
+    """The one parameter of the experts `stem` that is adapted."""
+    targets = [str(name) for name in written.get("target_parameters") or ()]
+    names = [n for n in (INNER, OUTER) if any(f"{stem}.{n}".endswith(f".{t}") for t in targets)]
+    if len(names) != 1:
         raise UserError(
-            f"{file}: {key} {pattern}; expected one value for the experts of all layers"
-        )
-    return float(values.pop())
-
-
-def _only_target(file: Path, written: Mapping[str, Any]) -> str:
-    """The one parameter of experts that is adapted."""
-    names = {target.rpartition(".")[2] for target in _targets(written)}
-    if len(names) != 1 or not names <= {INNER, OUTER}:
-        raise UserError(
-            f"{file}: target_parameters {_targets(written)}; expected experts.{INNER} or "
+            f"{file}: target_parameters {targets}; expected experts.{INNER} or "
             f"experts.{OUTER}, or tensors of both"
         )
-    return names.pop()
+    return names[0]

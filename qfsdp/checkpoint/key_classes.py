@@ -21,7 +21,7 @@ _SAME = """
     quantization.format quantization.targets quantization.compute
     adapter.method adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.rslora
     adapter.init adapter.lora_plus_ratio adapter.start_from adapter.expert_rank
-    adapter.expert_sharing
+    adapter.expert_sharing adapter.layers adapter.exclude adapter.rank_pattern adapter.alpha_pattern
     trainable.layers trainable.embeddings trainable.dtype
 """
 

@@ -115,6 +115,9 @@ def _more_rows(
 def _layers_are_equal(cfg: Any, config: AnyConfig, sizes: tuple[int, int]) -> bool:
     """Whether the config trains the same parameters in every layer, and models of `sizes` layers
     are the beginning of the whole one."""
+    adapter = get_key(cfg, "adapter")
+    if adapter is not None and (adapter.selects or not all(map(str.isidentifier, adapter.ends))):
+        return False
     if get_key(cfg, "trainable.layers") not in (None, "all"):
         return False
     if not isinstance(config, HubConfig):

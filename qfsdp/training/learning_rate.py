@@ -69,8 +69,13 @@ def _factor(cfg: Any) -> tuple[int, str]:
             raise _unknown(f"trainable.layers={cfg.trainable.layers}; expected all")
         return 1, "full"
     adapter = cfg.adapter
-    known = {"method": ("lora", "dora"), "alpha": (32.0,), "rslora": (False,)}
-    for key, values in (known | {"lora_plus_ratio": (None,)}).items():
+    known: dict[str, tuple[Any, ...]] = {
+        "method": ("lora", "dora"),
+        "alpha": (32.0,),
+        "rslora": (False,),
+    }
+    known |= {"lora_plus_ratio": (None,), "alpha_pattern": ({},)}
+    for key, values in known.items():
         if (value := getattr(adapter, key)) not in values:
             expected = " or ".join(_as_yaml(v) for v in values)
             raise _unknown(f"adapter.{key}={_as_yaml(value)}; expected {expected}")

@@ -281,7 +281,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         f"has shape [5, 577]; expected [{2**40}, in]",
     ),
     "a list of types": (says(peft_type=["LORA"]), "peft_type ['LORA']; expected 'LORA' or 'IA3'"),
-    "lists in a pattern": (says(rank_pattern={"a": [1]}), "{'a': [1]}: qfsdp has one rank for all"),
+    "lists in a pattern": (says(rank_pattern={"a": [1]}), "{'a': [1]}: expected a number for each"),
     "NaN": (
         tensors(lambda found: found[A].view(-1)[7:8].fill_(math.nan)),
         f"{WEIGHTS_FILE}: tensor '{A}' holds NaN or infinity; expected finite numbers",
@@ -340,8 +340,19 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
         "modules_to_save ['lm_head']; expected none: qfsdp does not load modules",
     ),
     "bias": (says(bias="lora_only"), "bias 'lora_only': qfsdp trains no biases"),
-    "rank_pattern": (says(rank_pattern={"q_proj": 3}), "{'q_proj': 3}: qfsdp has one rank for all"),
-    "alpha_pattern": (says(alpha_pattern={"q": 1}), "{'q': 1}: qfsdp has one alpha for all"),
+    "rank_pattern": (
+        says(rank_pattern={"q_proj": 3}),
+        f"{CONFIG_FILE}: rank_pattern 3, but tensor 'base_model.model.model.layers.0.self_attn.q_",
+    ),
+    "a pattern that is none": (
+        says(alpha_pattern={"q[": 3}),
+        f"{CONFIG_FILE}: alpha_pattern {{'q[': 3}}: expected a number for each name",
+    ),
+    "alpha_pattern": (
+        says(alpha_pattern={"q_proj": 1}),
+        "adapter.alpha_pattern: model.layers.0.self_attn.q_proj gets a scaling of 1.4, but in "
+        '{folder} it has 0.2; expected adapter.alpha_pattern={"q_proj": 1.0}',
+    ),
     "PiSSA": (says(init_lora_weights="pissa_niter_4"), "this initialization changed the base that"),
     **{
         key: (says(**{key: value}), f"{key} {value!r}: qfsdp does not have this option")
@@ -408,7 +419,12 @@ def test_adapters_that_qfsdp_would_load_wrongly_are_refused(
     [
         says(inference_mode=False, revision="main", lora_dropout=0.1, task_type=None),
         says(qalora_group_size=16, megatron_core="megatron.core", peft_version="9.9.9"),
-        says(rank_pattern={}, alpha_pattern={"q_proj": 7}, loftq_config={}, layer_replication=[]),
+        says(
+            rank_pattern={},
+            alpha_pattern={"q_proj": 7, "q": 1},
+            loftq_config={},
+            layer_replication=[],
+        ),
         says(target_modules=r".*_proj", exclude_modules=["lm_head"], layers_to_transform=[0, 1]),
         says(init_lora_weights="eva", eva_config={"rho": 2.0}),
         tensors(lambda found: found.update({"m.lm_head.base_layer.weight": torch.zeros(577, 192)})),

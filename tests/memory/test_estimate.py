@@ -193,6 +193,18 @@ def test_extrapolation_from_few_rows(words: tuple[str, ...], tiny: Path) -> None
     assert fast.wire == full.wire and fast.steady == pytest.approx(full.steady, rel=1e-5)
 
 
+def test_adapters_of_some_layers_are_counted(tmp_path: Path) -> None:
+    """No extrapolation, and state of exactly the trained numbers."""
+    model = write_tiny_model(tmp_path / "model", **DEEP)
+    words = ["adapter.method=lora", "adapter.layers=6-7", "adapter.targets=[q_proj,o_proj]"]
+    given = load(model, *words, "adapter.rank_pattern={'layers.7.self_attn.q_proj': 3}")
+    fast = estimate_fast(*given, 1)
+    assert fast.peak == estimate(*given, 1).peak
+    trained = (128 + 128) * (16 * 3 + 3)
+    assert fast.at_peak[TRAINED] == 4 * trained
+    assert fast.at_peak["optimizer_state"] == 2 * 4 * trained + 8 * 512  # and steps
+
+
 def test_fields_of_an_estimate(tiny: Path) -> None:
     one, four = (estimate(*load(tiny), ranks) for ranks in (1, 4))
     assert four.peak < one.peak and four.steady < one.steady

@@ -90,6 +90,8 @@ def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter
         reason = f"is {'DoRA' if config.method == 'dora' else 'IA3'}, which vLLM does not load"
     elif experts:
         reason = "adapts experts, which vLLM loads with options of its own"
+    elif config.ends:
+        reason = "has linears with a rank or alpha of their own, which vLLM does not read"
     elif config.rank > RANKS[-1]:
         reason = f"has rank {config.rank}, and vLLM serves at most {RANKS[-1]}"
     if reason is not None:

@@ -29,7 +29,7 @@ from qfsdp.checkpoint.adapter_files import (
     read_adapter_config,
     read_adapter_header,
 )
-from qfsdp.checkpoint.expert_adapter_files import StoredTensor, expert_scaling
+from qfsdp.checkpoint.expert_adapter_files import StoredTensor
 from qfsdp.checkpoint.saved_template import model_template, read_template
 from qfsdp.checkpoint.weights.bnb_layout import bnb_config, bnb_group, write_bnb
 from qfsdp.checkpoint.weights.convert import (
@@ -333,8 +333,7 @@ class Merge:
         """The rows from `at` on, merged with LoRA or DoRA; those of an expert with its own A."""
         a, b, magnitude = tensors["lora_A"], tensors["lora_B"], tensors.get("magnitude")
         rank = b.size(1)
-        of_experts = ".experts." in name
-        scaling = expert_scaling(self._config, rank) if of_experts else self._config.scaling
+        scaling = self._config.of(name.rpartition(".")[0]).scaling
         per_expert = len(b) * rank // len(a)  # rows; of a linear all
         merged, end = [], at + len(chunk)
         while at < end:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Literal
+from dataclasses import dataclass, field, replace
+from typing import Literal, TypeVar
 
 from qfsdp.common.errors import InvalidField, UserError
-from qfsdp.modules.targets import ALL_LINEAR, check_targets
+from qfsdp.modules.adapters.places import check_pattern, check_places, ends_with, is_pattern
+from qfsdp.modules.targets import ALL_LINEAR
+
+N = TypeVar("N", int, float)
 
 IA3_TARGETS = ["k_proj", "v_proj", "down_proj"]
 # The factor of the hidden size, which experts share with `expert_sharing: outer`.
@@ -27,8 +30,15 @@ class AdapterConfig:
         dropout: probability, on the input of the low-rank product.
         targets: "all-linear" (every linear of every layer), or a list of names, which may contain
             `lm_head`, and the router of a mixture (`gate`; `router` in gpt-oss), which is frozen
-            otherwise. null: "all-linear", or [k_proj, v_proj, down_proj] with ia3. IA3 scales the
-            inputs of down_proj and the outputs of the others.
+            otherwise. A name may be longer: `self_attn.q_proj`, `layers.0.mlp.up_proj`. Or a
+            pattern, a regular expression of whole names: ".*\\.mlp\\.(up|down)_proj". null:
+            "all-linear", or [k_proj, v_proj, down_proj] with ia3. IA3 scales the inputs of
+            down_proj and the outputs of the others.
+        layers: layers whose linears are adapted, from 0: "0-15" or a list; null: all.
+        exclude: names or a pattern, as in `targets`, of linears that are not adapted.
+        rank_pattern: end of a name -> the rank of these linears, such as `{q_proj: 8}`. It may be a
+            regular expression; the first that matches counts, as in PEFT.
+        alpha_pattern: the same for alpha.
         rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732): the
             product keeps its size at large ranks.
         init: "default": A random, B zero. "loftq": the product approximates the error of
@@ -48,6 +58,10 @@ class AdapterConfig:
     alpha: float = 32.0
     dropout: float = 0.0
     targets: str | list[str] | None = None
+    layers: str | list[int] | None = None
+    exclude: str | list[str] | None = None
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
     rslora: bool = False
     init: Literal["default", "loftq"] = "default"
     lora_plus_ratio: float | None = None
@@ -66,11 +80,34 @@ class AdapterConfig:
         rank = max(1, self.rank // top_k) if rank == "divided" else rank
         return self if rank is None else replace(self, rank=rank)
 
+    def of(self, name: str) -> AdapterConfig:
+        """The config of one linear, with its own rank and alpha.
+
+        Args:
+            name: of the linear in the model. That of experts takes `of_experts(top_k).of(name)`.
+        """
+        if not self.ends:
+            return self
+        rank = _first(self.rank_pattern, name, self.rank)
+        alpha = _first(self.alpha_pattern, name, self.alpha)
+        return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+
     @property
     def linears(self) -> str | list[str]:
         """`targets`, or the method's default."""
         usual = IA3_TARGETS if self.method == "ia3" else ALL_LINEAR
         return usual if self.targets is None else self.targets
+
+    @property
+    def selects(self) -> bool:
+        """Whether some linears of a name may have an adapter and others none."""
+        some = self.layers is not None or self.exclude is not None or is_pattern(self.linears)
+        return some or any("." in name for name in self.linears)
+
+    @property
+    def ends(self) -> list[str]:
+        """The ends of names that have a rank or an alpha of their own."""
+        return [*self.rank_pattern, *self.alpha_pattern]
 
     def check(self) -> None:
         if self.rank < 1:
@@ -89,11 +126,22 @@ class AdapterConfig:
             raise InvalidField("init", self.init, "default, as start_from gives the start")
         switches = {"dropout": 0.0, "rslora": False, "init": "default", "lora_plus_ratio": None}
         switches |= {"expert_rank": None, "expert_sharing": None}
-        for field, off in switches.items():
-            if self.method == "ia3" and (value := getattr(self, field)) != off:
+        switches |= {"rank_pattern": {}, "alpha_pattern": {}}
+        for key, off in switches.items():
+            if self.method == "ia3" and (value := getattr(self, key)) != off:
                 words = str("null" if off is None else off).lower()
-                raise InvalidField(field, value, f"{words}, as method ia3 has no low-rank product")
-        check_targets("adapter.targets", self.linears, routers=True)
+                raise InvalidField(key, value, f"{words}, as method ia3 has no low-rank product")
+        for name, numbers in (("rank", self.rank_pattern), ("alpha", self.alpha_pattern)):
+            for pattern, number in numbers.items():
+                check_pattern(f"adapter.{name}_pattern", pattern)
+                if not 0 < number < float("inf"):
+                    expected = "a number above 0 for each pattern"
+                    raise InvalidField(f"{name}_pattern", {pattern: number}, expected)
+        check_places(self.linears, self.layers, self.exclude)
+
+
+def _first(numbers: dict[str, N], name: str, usual: N) -> N:
+    return next((number for key, number in numbers.items() if ends_with(key, name)), usual)
 
 
 def check_sharing(config: AdapterConfig, of_experts: set[str]) -> None:

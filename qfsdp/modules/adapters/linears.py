@@ -48,19 +48,14 @@ from qfsdp.modules.adapters.low_rank_linear import (
 )
 from qfsdp.modules.adapters.low_rank_linear import base_parameters as base_parameters
 from qfsdp.modules.adapters.low_rank_linear import dora_linears as dora_linears
+from qfsdp.modules.adapters.places import adapted_places
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
 from qfsdp.modules.experts.router import ChoosesExperts, Router
 from qfsdp.modules.experts.stacked import ExpertLinear, bias_of_rows
 from qfsdp.modules.low_rank.autograd import adapted_linear
 from qfsdp.modules.low_rank.grouped import prepare
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
-from qfsdp.modules.targets import (
-    LINEAR_NAMES,
-    ROUTER_NAMES,
-    adapted_modules,
-    check_present,
-    replace_module,
-)
+from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses.dtensor import (
     local_part,
     local_rows,
@@ -175,10 +170,8 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
 
     The new parameters are unset: call `init_adapters` once the base weights are loaded.
     """
-    names = (*LINEAR_NAMES, *ROUTER_NAMES)
-    check_present("adapter.targets", config.linears, model, names)
     model.requires_grad_(False)
-    targets = adapted_modules(model, config.linears, ADAPTABLE)
+    targets = adapted_places(model, config, ADAPTABLE)
     of_experts = {name.rpartition(".")[2] for name, m in targets if isinstance(m, ExpertLinear)}
     check_sharing(config, of_experts)
     for name, module in targets:
@@ -195,22 +188,29 @@ def _adapted(
         if config.method == "ia3":
             expected = "lora or dora, or adapter.targets without it"
             raise UserError(f"adapter.method: 'ia3' has no factors of routers ({name}); {expected}")
-        check_rank("rank", name, config.rank, *module.weight.shape)
-        return LowRankRouter(module, config)
+        return LowRankRouter(module, _of_linear(config, name, module))
     if not isinstance(module, ExpertLinear):
         if config.method == "ia3":
             return ScaledLinear(module, name.rpartition(".")[2] in SCALED_INPUTS)
-        check_rank("rank", name, config.rank, *module.weight.shape)
-        return LowRankLinear(module, config)
+        return LowRankLinear(module, _of_linear(config, name, module))
     if config.method == "ia3":
         expected = "lora or dora, or adapter.targets without it"
         raise UserError(f"adapter.method: 'ia3' has no factors of experts ({name}); {expected}")
     config = config.of_experts(cast(Any, model).config.experts.top_k)
-    rows, cols = module.weight.shape
     key = "rank" if config.expert_rank is None else "expert_rank"
-    check_rank(key, name, config.rank, rows // module.experts, cols)
+    config = _of_linear(config, name, module, key, module.experts)
     shared = SHARED_OUTER[name.rpartition(".")[2]] if config.expert_sharing == "outer" else None
     return LowRankExpertLinear(module, config, shared)
+
+
+def _of_linear(
+    config: AdapterConfig, name: str, module: Adaptable, key: str = "rank", experts: int = 1
+) -> AdapterConfig:
+    """`config.of(name)`, whose rank is one that a linear can have."""
+    own, (rows, cols) = config.of(name), module.weight.shape
+    key = key if own.rank == config.rank else "rank_pattern"
+    check_rank(key, name, own.rank, rows // experts, cols)
+    return own
 
 
 def parameter_groups(model: nn.Module, config: AdapterConfig) -> list[Any]:
