@@ -21,6 +21,7 @@ from qfsdp.common.files import why
 from qfsdp.hub.download import hub_name
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import SCALED_INPUTS
+from qfsdp.modules.adapters.places import ends_with
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -135,14 +136,29 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     return written
 
 
-def config_of(written: Mapping[str, Any]) -> AdapterConfig:
-    """The section `adapter` of a checked LoRA or DoRA config, without `targets`."""
+def config_of(written: Mapping[str, Any], modules: Iterable[str] | None = None) -> AdapterConfig:
+    """The section `adapter` of a checked LoRA or DoRA config, without `targets`.
+
+    Args:
+        modules: names of the adapted linears; patterns that match none are left out.
+    """
+
+    def numbers(key: str) -> dict[str, Any] | None:
+        pattern = written.get(key) or {}
+        used = (
+            end
+            for end in pattern
+            if modules is None or any(ends_with(end, name) for name in modules)
+        )
+        return {end: pattern[end] for end in used} or None
+
+    alphas = numbers("alpha_pattern")
     return AdapterConfig(
         method="dora" if written.get("use_dora") else "lora",
         rank=int(written["r"]),
         alpha=float(written["lora_alpha"]),
-        rank_pattern=dict(written.get("rank_pattern") or {}),
-        alpha_pattern={n: float(v) for n, v in (written.get("alpha_pattern") or {}).items()},
+        rank_pattern=numbers("rank_pattern"),
+        alpha_pattern=alphas and {end: float(alpha) for end, alpha in alphas.items()},
         rslora=bool(written.get("use_rslora")),
     )
 

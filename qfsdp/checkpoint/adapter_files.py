@@ -55,7 +55,6 @@ from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
-from qfsdp.modules.adapters.places import ends_with
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite
 
@@ -181,10 +180,7 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     targets = modules if selects_some(written) else _last_names(modules)
     if written["peft_type"] == "IA3":
         return AdapterConfig("ia3", targets=targets)
-    config = config_of(written)
-    for pattern in (config.rank_pattern, config.alpha_pattern):
-        for end in [end for end in pattern if not any(ends_with(end, name) for name in modules)]:
-            del pattern[end]  # PEFT warns of it
+    config = config_of(written, modules)
     config.targets = targets
     for key, stored in tensors.items():
         if is_of_experts(key) or not key.endswith(KEY_ENDS["LORA"]):

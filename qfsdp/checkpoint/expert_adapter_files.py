@@ -151,8 +151,8 @@ def target_settings(
     own = {name: rank for name, rank in ranks.items() if patterned or rank != config.rank}
     power = 0.5 if config.rslora else 1.0
     alphas = {name: config.scaling * rank**power for name, rank in own.items()}
-    patterns = {"rank_pattern": own | config.rank_pattern}
-    patterns["alpha_pattern"] = alphas | config.alpha_pattern
+    patterns = {"rank_pattern": own | (config.rank_pattern or {})}
+    patterns["alpha_pattern"] = alphas | (config.alpha_pattern or {})
     return settings | {key: pattern for key, pattern in patterns.items() if pattern}
 
 

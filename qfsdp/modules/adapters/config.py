@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Literal, TypeVar
 
 from qfsdp.common.errors import InvalidField, UserError
@@ -60,8 +60,8 @@ class AdapterConfig:
     targets: str | list[str] | None = None
     layers: str | list[int] | None = None
     exclude: str | list[str] | None = None
-    rank_pattern: dict[str, int] = field(default_factory=dict)
-    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    rank_pattern: dict[str, int] | None = None
+    alpha_pattern: dict[str, float] | None = None
     rslora: bool = False
     init: Literal["default", "loftq"] = "default"
     lora_plus_ratio: float | None = None
@@ -90,7 +90,7 @@ class AdapterConfig:
             return self
         rank = _first(self.rank_pattern, name, self.rank)
         alpha = _first(self.alpha_pattern, name, self.alpha)
-        return replace(self, rank=rank, alpha=alpha, rank_pattern={}, alpha_pattern={})
+        return replace(self, rank=rank, alpha=alpha, rank_pattern=None, alpha_pattern=None)
 
     @property
     def linears(self) -> str | list[str]:
@@ -107,7 +107,7 @@ class AdapterConfig:
     @property
     def ends(self) -> list[str]:
         """The ends of names that have a rank or an alpha of their own."""
-        return [*self.rank_pattern, *self.alpha_pattern]
+        return [*(self.rank_pattern or ()), *(self.alpha_pattern or ())]
 
     def check(self) -> None:
         if self.rank < 1:
@@ -126,13 +126,13 @@ class AdapterConfig:
             raise InvalidField("init", self.init, "default, as start_from gives the start")
         switches = {"dropout": 0.0, "rslora": False, "init": "default", "lora_plus_ratio": None}
         switches |= {"expert_rank": None, "expert_sharing": None}
-        switches |= {"rank_pattern": {}, "alpha_pattern": {}}
+        switches |= {"rank_pattern": None, "alpha_pattern": None}
         for key, off in switches.items():
             if self.method == "ia3" and (value := getattr(self, key)) != off:
                 words = str("null" if off is None else off).lower()
                 raise InvalidField(key, value, f"{words}, as method ia3 has no low-rank product")
         for name, numbers in (("rank", self.rank_pattern), ("alpha", self.alpha_pattern)):
-            for pattern, number in numbers.items():
+            for pattern, number in (numbers or {}).items():
                 check_pattern(f"adapter.{name}_pattern", pattern)
                 if not 0 < number < float("inf"):
                     expected = "a number above 0 for each pattern"
@@ -140,8 +140,9 @@ class AdapterConfig:
         check_places(self.linears, self.layers, self.exclude)
 
 
-def _first(numbers: dict[str, N], name: str, usual: N) -> N:
-    return next((number for key, number in numbers.items() if ends_with(key, name)), usual)
+def _first(numbers: dict[str, N] | None, name: str, usual: N) -> N:
+    found = (number for key, number in (numbers or {}).items() if ends_with(key, name))
+    return next(found, usual)
 
 
 def check_sharing(config: AdapterConfig, of_experts: set[str]) -> None:

@@ -111,7 +111,7 @@ def adapted_places(model: nn.Module, config: Any, kind: tuple[type[nn.Module], .
     if not found:
         raise UserError(f"adapter.exclude: {config.exclude!r} leaves no linear; expected fewer")
     for key in ("rank_pattern", "alpha_pattern"):
-        for end in getattr(config, key):
+        for end in getattr(config, key) or ():
             if not any(ends_with(end, name) for name, _ in found):
                 expected = f"expected the end of a name such as {found[0][0]!r}"
                 raise UserError(f"adapter.{key}: {end!r} matches no adapted linear; {expected}")
