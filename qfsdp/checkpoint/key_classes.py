@@ -27,7 +27,7 @@ _SAME = """
 
 # The length of the run, limits that keep it healthy, and what changes only rounding.
 _TOLD = """
-    epochs max_steps clip_grad_norm on_nonfinite compile cuda_graphs
+    epochs max_steps clip_grad_norm on_nonfinite compile cuda_graphs activation.tile_tokens
     sharding.strategy sharding.cpu_offload sharding.vocabulary sharding.reduce_gradients
     sharding.expert_parallel sharding.context_parallel
     validation.metric validation.patience
@@ -69,6 +69,7 @@ ABSENT: dict[str, Any] = {
     "on_nonfinite": "stop",
     "compile": False,
     "cuda_graphs": False,
+    "activation.tile_tokens": None,
     "sharding.strategy": "full_shard",
     "sharding.cpu_offload": False,
     "sharding.vocabulary": "auto",

@@ -24,8 +24,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
-from qfsdp.common.errors import InvalidField
+from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.activation_offload import Offload as Offload
+from qfsdp.modules.decoder_config import DecoderConfig
 
 Checkpointing = Literal["none", "full", "selective"]
 Block = Callable[..., Tensor]
@@ -42,15 +43,33 @@ class ActivationConfig:
             the compiler computes as much again by itself.
         every_n_layers: checkpoint every n-th layer only.
         offload: keep tensors in host memory until backward needs them.
+        tile_tokens: tokens for which the feed-forward of a layer is computed at a time, forward and
+            backward: for very long rows. "auto": as many as the hidden size, and at least 1,024.
+            null: all at once. Needs "full" in every layer.
     """
 
     checkpointing: Checkpointing = "none"
     every_n_layers: int = 1
     offload: bool = False
+    tile_tokens: int | Literal["auto"] | None = None
 
     def check(self) -> None:
         if self.every_n_layers < 1:
             raise InvalidField("every_n_layers", self.every_n_layers, "an integer of at least 1")
+        if self.tile_tokens is None:
+            return
+        if self.tile_tokens != "auto" and self.tile_tokens < 1:
+            raise InvalidField("tile_tokens", self.tile_tokens, "an integer of at least 1, or auto")
+        if self.checkpointing != "full" or self.every_n_layers != 1:
+            expected = "null, or checkpointing: full and every_n_layers: 1"
+            raise InvalidField("tile_tokens", self.tile_tokens, expected)
+
+    def tile_of(self, model: DecoderConfig) -> int | None:
+        """Tokens of a tile. Raises UserError for a mixture: routing counts the tokens of a row."""
+        if self.tile_tokens is not None and model.experts is not None:
+            expected = "null: the model is a mixture of experts"
+            raise UserError(f"activation.tile_tokens: {self.tile_tokens}; expected {expected}")
+        return max(1024, model.hidden_size) if self.tile_tokens == "auto" else self.tile_tokens
 
 
 def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
@@ -61,7 +80,7 @@ def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
         return checkpoint(block, *args, use_reentrant=False)
     keep, reuse = _Keep(), _Reuse()
     y = checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (keep, reuse))
-    reuse.results = _held_by_autograd(keep.results)
+    reuse.results = held_by_autograd(keep.results)
     return y
 
 
@@ -121,7 +140,7 @@ class _Hold(torch.autograd.Function):
         raise AssertionError("nothing depends on this node")
 
 
-def _held_by_autograd(results: list[Any]) -> Callable[[], list[Any]]:
+def held_by_autograd(results: list[Any]) -> Callable[[], list[Any]]:
     """Lets autograd keep the tensors in `results`, so that hooks see them. Returns a function that
     gives `results` back."""
     leaves, structure = tree_flatten(results)

@@ -29,6 +29,7 @@ from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.mlp import MLP
 from qfsdp.modules.model_parts import ModelParts
 from qfsdp.modules.rope import RopeConfig
+from qfsdp.modules.tiles import in_tiles
 from qfsdp.modules.varying_lengths import mark_lengths
 
 RotaryTables = dict[RopeConfig | None, tuple[Tensor | None, Tensor | None]]
@@ -56,6 +57,7 @@ class DecoderLayer(nn.Module):
             setattr(self, name, config.norm.build(config.hidden_size))
         self.checkpointing: Checkpointing = "none"
         self.offload: Offload | None = None
+        self.tile_tokens: int | None = None  # of `ActivationConfig`
         self.compiled = False
 
     def compile_block(self) -> None:
@@ -66,8 +68,8 @@ class DecoderLayer(nn.Module):
     @property
     def recomputed(self) -> Checkpointing:
         """How `block` is checkpointed: the compiler does "selective" by itself."""
-        selective = self.checkpointing == "selective"
-        return "none" if self.compiled and selective else self.checkpointing
+        by_compiler = self.compiled and self.checkpointing == "selective"
+        return "none" if by_compiler else self.checkpointing
 
     def block(
         self,
@@ -82,6 +84,9 @@ class DecoderLayer(nn.Module):
         norms, attention, mlp = self.norms, self.self_attn, self.feed_forward
         y = attention(self._norm(norms.before_attention, x), cos, sin, mask, cu_seqlens, cache)
         y = self._added(self._norm(norms.after_attention, y))
+        if self.tile_tokens is not None:
+            trained = [mlp, *(getattr(self, n) for n in (norms.before_mlp, norms.after_mlp) if n)]
+            return in_tiles(self._with_feed_forward, x + y, self.tile_tokens, trained)
         z, routing = self._norm(norms.before_mlp, x + y), None
         if counted is None:
             z = mlp(z)
@@ -91,6 +96,10 @@ class DecoderLayer(nn.Module):
         # A second x + y. With a single one, backward adds the gradients of norm and residual in
         # another order, and fp32 runs differ from earlier ones in the last bits.
         return x + y + z if routing is None else (x + y + z, routing)
+
+    def _with_feed_forward(self, x: Tensor) -> Tensor:
+        z = self.feed_forward(self._norm(self.norms.before_mlp, x))
+        return x + self._added(self._norm(self.norms.after_mlp, z))
 
     @property
     def feed_forward(self) -> MLP | MixtureMLP:
@@ -197,12 +206,11 @@ class Decoder(nn.Module):
 
     def set_activations(self, config: ActivationConfig) -> None:
         """Sets what each layer keeps for backward, and where."""
-        offload = Offload() if config.offload else None
+        offload, tile = Offload() if config.offload else None, config.tile_of(self.config)
         for index, layer in enumerate(self.model.layers):
             layer = cast(DecoderLayer, layer)
-            chosen = index % config.every_n_layers == 0
-            layer.checkpointing = config.checkpointing if chosen else "none"
-            layer.offload = offload
+            layer.checkpointing = "none" if index % config.every_n_layers else config.checkpointing
+            layer.offload, layer.tile_tokens = offload, tile
 
     def compile_layers(self) -> None:
         """Compiles the computation of every layer; FSDP2's hooks stay outside of it.

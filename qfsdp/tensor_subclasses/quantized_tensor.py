@@ -44,6 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.tensor_subclasses import tensor_methods
+from qfsdp.tensor_subclasses.held_weights import held
 from qfsdp.tensor_subclasses.tensor_ops import OPS, RowPosition, refused
 
 FORMATS: dict[str, type[QuantizedTensor]] = tensor_methods.FORMATS
@@ -391,5 +392,5 @@ def frozen_weight(
     """
     if not format:
         return (weight if row_scale is None else weight * row_scale.unsqueeze(1)).to(dtype)
-    dequantize_rows = FORMATS[format].dequantize_rows
-    return dequantize_rows(weight, metadata, cols, row_offset, dtype, row_scale)
+    rows = FORMATS[format].dequantize_rows
+    return held(weight, dtype, lambda: rows(weight, metadata, cols, row_offset, dtype, row_scale))

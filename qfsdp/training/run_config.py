@@ -43,12 +43,31 @@ def check_run_config(cfg: Any) -> None:
     if cfg.max_steps is None and cfg.dataset.kwargs.get("streaming") is True:
         expected = "an integer: the number of rows of dataset.streaming=true is not known"
         raise InvalidField("max_steps", None, expected)
+    _check_tiles(cfg)
     if cfg.checkpoint.publish is not None and not hasattr(cfg, "adapter"):
         raise UserError(
             f"checkpoint.publish: {cfg.checkpoint.publish}; expected null: no adapters are trained"
         )
     if cfg.clip_grad_norm is not None and not cfg.clip_grad_norm > 0:
         raise InvalidField("clip_grad_norm", cfg.clip_grad_norm, "a number above 0, or null")
+
+
+def _check_tiles(cfg: Any) -> None:
+    """Raises InvalidField for a setting that does not go with `activation.tile_tokens`."""
+    if cfg.activation.tile_tokens is None:
+        return
+    adapter = getattr(cfg, "adapter", None)
+    others = {
+        "compile: true": cfg.compile,
+        "sharding.wrap: linear, which would gather weights for every tile": (
+            cfg.sharding.wrap == "linear"
+        ),
+        "adapter.dropout above 0": adapter is not None and adapter.dropout,
+    }
+    for other, given in others.items():
+        if given:
+            expected = f"null with {other}"
+            raise InvalidField("activation.tile_tokens", cfg.activation.tile_tokens, expected)
 
 
 def check_with_model(cfg: Any, model: Any) -> None:

@@ -145,6 +145,9 @@ class HubDecoder(nn.Module):
 
     def set_activations(self, config: ActivationConfig) -> None:
         """As `Decoder.set_activations`."""
+        if config.tile_tokens is not None:
+            setting = f"activation.tile_tokens: {config.tile_tokens}"
+            raise unsupported(setting, "null", self.config)
         offload = Offload() if config.offload else None
         self.recomputes = config.checkpointing == "full" and config.every_n_layers == 1
         for index, layer in enumerate(self.parts.layers):
