@@ -27,6 +27,7 @@ from qfsdp.config.component import Component
 from qfsdp.config.load import get_key, to_yaml
 from qfsdp.data.tokenizer_folder import read_text
 from qfsdp.hub.download import hub_name, local_folder, small_folder
+from qfsdp.modules.adapters.config import BASE_STARTS
 
 BASE_FILE = "qfsdp_base.json"
 TOKENIZER_FILES = (
@@ -68,6 +69,8 @@ def _settings_of(run: dict[str, Any]) -> dict[str, Any]:
     """What `qfsdp_base.json` keeps of a run's config."""
     model, tokenizer = run["model"], run.get("tokenizer")
     quantization = run.get("quantization") or {}
+    if run.get("adapter", {}).get("init") in BASE_STARTS:  # the written adapter is of W itself
+        quantization = quantization | {"format": "none"}
     keys = ("dtype", *(["implementation"] if model.get("implementation") == "transformers" else []))
     found = {
         "model": {key: model[key] for key in keys},

@@ -10,9 +10,7 @@ names of the linears:
     base_model.model.model.layers.0.self_attn.k_proj.ia3_l                    [out, 1] or [1, in]
 
 Experts: see `expert_adapter_files`. Until they are written, their keys are formed like the others.
-
-`save_adapter` writes one. `check_adapter` and `load_adapter` read one, ours or PEFT's, as the start
-of a run.
+`save_adapter` writes one, `check_adapter` and `load_adapter` read one, ours or PEFT's.
 """
 
 from __future__ import annotations
@@ -47,6 +45,7 @@ from qfsdp.checkpoint.expert_adapter_files import (
     module_of,
     to_peft,
 )
+from qfsdp.checkpoint.plain_lora import as_lora, start_tensors
 from qfsdp.checkpoint.tensor_file import save_tensors
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, to_json, whole_file, why, write_text
@@ -68,8 +67,8 @@ PEFT_FIELDS = {
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """PEFT's key -> parameter, of every adapter tensor of `model`."""
-    return {
+    """PEFT's key -> parameter, of every adapter tensor of `model`; and `start_tensors`."""
+    return start_tensors(model) | {
         f"base_model.model.{name}.{peft_field}": param
         for name, module in adapted_linears(model)
         for field, peft_field in PEFT_FIELDS.items()
@@ -124,6 +123,7 @@ def write_adapter(
     for key, tensor in tensors.items():
         if not is_finite(tensor):
             raise UserError(f"'{folder}': tensor {key!r} holds NaN or infinity; nothing is written")
+    tensors, config = as_lora(tensors, config)
     linears = _adapted_modules(key for key in tensors if not is_of_experts(key))
     linears = linears if config.selects else _last_names(linears)
     settings = peft_config(config, linears, base, tensors)

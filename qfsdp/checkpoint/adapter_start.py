@@ -1,10 +1,11 @@
-"""The initial values of adapters: new, from another run, or from the quantization error."""
+"""The initial values of adapters: new, from another run, or from weights of the base."""
 
 from __future__ import annotations
 
 from torch import nn
 
 from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter
+from qfsdp.checkpoint.base_starts import check_base_start, init_from_base
 from qfsdp.checkpoint.loftq import check_loftq, init_loftq
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.common.errors import UserError
@@ -24,7 +25,8 @@ def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights)
         weights: of `model.path`.
 
     Raises:
-        UserError: see `check_adapter` and `check_loftq`; or a rank of experts without experts.
+        UserError: see `check_adapter`, `check_loftq` and `check_base_start`; or a rank of experts
+            without experts.
     """
     if config.expert_rank is not None and model.config.experts is None:
         raise UserError(
@@ -35,6 +37,8 @@ def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights)
         check_adapter(config, config.start_from, model)
     if config.init == "loftq":
         check_loftq(model, weights)
+    if config.changes_base:
+        check_base_start(model, config, weights)
 
 
 @long_wait("adapters: computing their start")
@@ -44,7 +48,7 @@ def start_adapters(
     """Initializes every adapter of a loaded and sharded model; every rank must call it.
 
     Args:
-        path: `model.path`, whose weights are read again with `config.init` "loftq".
+        path: `model.path`, whose weights are read again unless `config.init` is "default".
         resumed: a checkpoint will overwrite the adapters; skips what reads weights, unless the
             model keeps its start (`qfsdp.modules.adapters.reference`).
     """
@@ -57,4 +61,6 @@ def start_adapters(
         refresh_dora_norms(model)
     if config.init == "loftq":
         init_loftq(model, ModelWeights(path), seed)
+    if config.changes_base:
+        init_from_base(model, config, ModelWeights(path), seed)
     set_start(model)

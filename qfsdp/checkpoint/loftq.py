@@ -9,9 +9,8 @@ one iteration), and the product is the best of its rank for the error:
 On SmolLM2 in NF4, rank 16 reduces the divergence from the unquantized model's predictions by 10 to
 14 % (1,100 tokens of GSM8K and others), rank 64 by a third.
 
-PiSSA (https://arxiv.org/abs/2404.02948) and further iterations of LoftQ quantize W - B A instead of
-W, which gives another base for every rank, seed and method. That base could not be a quantized
-folder that all runs share, and no inference engine could load the adapter onto such a folder.
+Further iterations of LoftQ quantize W - B A instead of W, as PiSSA does (`base_starts`): another
+base for every rank, seed and method, which no quantized folder holds.
 
 Each rank reads its rows of W again and holds their error, for one linear at a time. The best
 approximation is computed by randomized subspace iteration (Halko, Martinsson and Tropp,
@@ -96,8 +95,8 @@ def init_loftq(model: nn.Module, weights: ModelWeights, seed: int) -> None:
         for (name, module), read in zip(linears, reads, strict=True):
             error = _quantization_error(module, read, next(pieces))
             generator = seeded(seed, f"{name} loftq")
-            total = _sum_over_ranks(module.lora_B)
-            _set_product(module, *best_product(error, module.lora_A.size(0), generator, total))
+            total = sum_over_ranks(module.lora_B)
+            set_product(module, *best_product(error, module.lora_A.size(0), generator, total))
     start_magnitudes(model)
 
 
@@ -110,15 +109,21 @@ def _quantized_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
 
 def _quantization_error(module: LowRankLinear, read: Read, pieces: Iterator[Tensor]) -> Tensor:
     """`[rows, in]`, W - dequantize(quantized) of this rank's rows, in the dtype of the stored W."""
-    rows, cols = len(read.rows), read.tensor.shape[1]
-    error = torch.empty(rows, cols, dtype=STORED_DTYPES[read.tensor.dtype], device=read.device)
-    at = 0
-    for piece in pieces:
-        error[at : at + len(piece)] = piece
-        at += len(piece)
+    error = stored_rows(read, pieces)
     for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, read.device)):
         error[part] = error[part].float() - quantized.float()
     return error
+
+
+def stored_rows(read: Read, pieces: Iterator[Tensor]) -> Tensor:
+    """`[rows, in]`, the rows of a read in the dtype in which they are stored."""
+    rows, cols = len(read.rows), read.tensor.shape[1]
+    found = torch.empty(rows, cols, dtype=STORED_DTYPES[read.tensor.dtype], device=read.device)
+    at = 0
+    for piece in pieces:
+        found[at : at + len(piece)] = piece
+        at += len(piece)
+    return found
 
 
 def best_product(
@@ -126,6 +131,7 @@ def best_product(
     rank: int,
     generator: torch.Generator,
     total: Callable[[Tensor], Tensor] = lambda summand: summand,
+    dtype: torch.dtype = torch.float32,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The best approximation U diag(S) V of `rank` for a matrix that is sharded by rows.
 
@@ -133,6 +139,7 @@ def best_product(
         error: `[rows, in]`, this rank's rows.
         generator: on the CPU, in the same state on every rank.
         total: sums a tensor over the ranks.
+        dtype: of the products.
 
     Returns:
         U `[rows, rank]` for these rows, S `[rank]` (largest first), and V `[rank, in]`; fp32. They
@@ -140,28 +147,29 @@ def best_product(
     """
     cols = error.size(1)
     width = min(rank + max(rank, EXTRA_COLUMNS), cols)
-    basis = torch.randn(cols, width, generator=generator).to(error.device)
+    basis = torch.randn(cols, width, generator=generator).to(error.device, dtype)
     for _ in range(ITERATIONS):
         product = torch.zeros_like(basis)
         for _, rows in row_chunks(error):
-            rows = rows.float()
+            rows = rows.to(dtype)
             product.addmm_(rows.t(), rows @ basis)
         basis = torch.linalg.qr(total(product))[0]
-    sketch = torch.cat([rows.float() @ basis for _, rows in row_chunks(error)])
+    sketch = torch.cat([rows.to(dtype) @ basis for _, rows in row_chunks(error)])
     squares, vectors = torch.linalg.eigh(total(sketch.t() @ sketch).double())
-    s = squares.flip(0)[:rank].clamp(min=0).sqrt().float()
-    vectors = vectors.flip(1)[:, :rank].float()
+    s = squares.flip(0)[:rank].clamp(min=0).sqrt().to(dtype)
+    vectors = vectors.flip(1)[:, :rank].to(dtype)
     v = vectors.t() @ basis.t()
     # An eigenvector's sign is arbitrary, and depends on the order of summation.
     sign = v.sum(1).sign()
     found = s > 1e-3 * s[0]  # in fp32, smaller squares are indistinguishable from rounding
     u = sketch @ (vectors * torch.where(found, sign / s, 0.0))
     s, v = torch.where(found, s, 0.0), v * torch.where(found, sign, 0.0).unsqueeze(1)
+    u, s, v = u.float(), s.float(), v.float()
     missing = max(0, rank - cols)
     return F.pad(u, (0, missing)), F.pad(s, (0, missing)), F.pad(v, (0, 0, 0, missing))
 
 
-def _sum_over_ranks(param: Tensor) -> Callable[[Tensor], Tensor]:
+def sum_over_ranks(param: Tensor) -> Callable[[Tensor], Tensor]:
     """Sums a tensor over the ranks that `param` is sharded over."""
 
     def total(summand: Tensor) -> Tensor:
@@ -172,7 +180,7 @@ def _sum_over_ranks(param: Tensor) -> Callable[[Tensor], Tensor]:
     return total
 
 
-def _set_product(module: LowRankLinear, u: Tensor, s: Tensor, v: Tensor) -> None:
+def set_product(module: LowRankLinear, u: Tensor, s: Tensor, v: Tensor) -> None:
     """Sets A and B so that scaling * B A = U diag(S) V, with the root of S in each."""
     half = (s / module.scaling).sqrt()
     a, held = local_part(module.lora_A), local_rows(module.lora_A)

@@ -74,7 +74,7 @@ def _factor(cfg: Any) -> tuple[int, str]:
         "alpha": (32.0,),
         "rslora": (False,),
     }
-    known |= {"lora_plus_ratio": (None,), "alpha_pattern": (None,)}
+    known |= {"lora_plus_ratio": (None,), "alpha_pattern": (None,), "init": ("default", "loftq")}
     for key, values in known.items():
         if (value := getattr(adapter, key)) not in values:
             expected = " or ".join(_as_yaml(v) for v in values)

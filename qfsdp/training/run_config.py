@@ -19,6 +19,7 @@ def check_run_config(cfg: Any) -> None:
     Raises:
         InvalidField: a number is out of its bounds.
         UserError: a run without adapters is to publish some.
+        InvalidField: a start of adapters changes weights that stay on disk.
         UserError: a loss of preference tuning cannot be used (`Objective.check`).
     """
     for objective in step_options(cfg).values():
@@ -48,6 +49,10 @@ def check_run_config(cfg: Any) -> None:
         raise UserError(
             f"checkpoint.publish: {cfg.checkpoint.publish}; expected null: no adapters are trained"
         )
+    adapter = getattr(cfg, "adapter", None)
+    if adapter is not None and adapter.changes_base and cfg.sharding.offload_base == "disk":
+        expected = f"none or cpu, as adapter.init={adapter.init} changes the base"
+        raise InvalidField("sharding.offload_base", "disk", expected)
     if cfg.clip_grad_norm is not None and not cfg.clip_grad_norm > 0:
         raise InvalidField("clip_grad_norm", cfg.clip_grad_norm, "a number above 0, or null")
 

@@ -209,7 +209,7 @@ def test_directions_beyond_the_rank_of_the_error_start_as_usual() -> None:
     before = module.lora_A.detach().clone()
     matrix = torch.randn(20, 1) @ torch.randn(1, 30)
     with torch.no_grad():
-        loftq._set_product(module, *best_product(matrix, 4, torch.Generator().manual_seed(0)))
+        loftq.set_product(module, *best_product(matrix, 4, torch.Generator().manual_seed(0)))
     assert torch.equal(module.lora_A[1:], before[1:])
     assert not torch.equal(module.lora_A[0], before[0])
     assert torch.count_nonzero(module.lora_B[:, 1:]) == 0
@@ -217,7 +217,7 @@ def test_directions_beyond_the_rank_of_the_error_start_as_usual() -> None:
     torch.testing.assert_close(product, matrix, rtol=0, atol=1e-4)
     with torch.no_grad():
         zeros = torch.zeros(20, 30)
-        loftq._set_product(module, *best_product(zeros, 4, torch.Generator().manual_seed(0)))
+        loftq.set_product(module, *best_product(zeros, 4, torch.Generator().manual_seed(0)))
     assert torch.count_nonzero(module.lora_B) == 0 and torch.equal(module.lora_A[1:], before[1:])
 
 

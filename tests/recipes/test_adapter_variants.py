@@ -1,4 +1,4 @@
-"""IA3, rsLoRA, LoRA+ and LoftQ starts, as runs of the recipe.
+"""IA3, rsLoRA, LoRA+ and starts from the base, as runs of the recipe.
 
 Losses and adapters are the same on 1, 2 and 3 ranks, and have the same bits in a resumed run.
 """
@@ -40,13 +40,14 @@ VARIANTS = {
     "lora_plus": ["adapter.method=dora", "adapter.lora_plus_ratio=8"],
     "loftq": ["adapter.method=lora", "adapter.init=loftq"],
     "loftq_dora": ["adapter.method=dora", "adapter.init=loftq"],
+    "pissa": ["adapter.method=lora", "adapter.init=pissa"],
     "ia3": ["adapter.method=ia3", "optimizer.lr=0.01"],
     "ia3_head": ["adapter.method=ia3", "optimizer.lr=0.01", "adapter.targets=[all-linear,lm_head]"],
 }
 # On each rank torchao keeps 8-bit states for tensors of at least 4096 numbers, if 256 divides them.
 EIGHT_BIT = ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused", "adapter.rank=64"]
 EIGHT_BIT.append("adapter.targets=[q_proj,o_proj]")
-RESUMED = {name: VARIANTS[name] for name in ("lora_plus", "loftq_dora", "ia3_head")}
+RESUMED = {name: VARIANTS[name] for name in ("lora_plus", "loftq_dora", "pissa", "ia3_head")}
 RESUMED["lora_plus_8bit"] = [*VARIANTS["lora_plus"], *EIGHT_BIT]
 
 
@@ -138,7 +139,8 @@ def test_the_variants_are_other_runs(trained: Path) -> None:
     last = {name: logged(trained / f"{name}_1", "loss")[3] for name in VARIANTS}
     for name in ("rslora", "lora_plus", "ia3", "ia3_head"):
         assert first[name] == pytest.approx(first["lora"], rel=1e-6), name
-    assert abs(first["loftq"] - first["lora"]) > 1e-4
+    for name in ("loftq", "pissa"):
+        assert abs(first[name] - first["lora"]) > 1e-4
     assert first["loftq_dora"] == pytest.approx(first["loftq"], abs=1e-5)
     assert len({round(loss, 5) for loss in last.values()}) == len(VARIANTS)
     lr = logged(trained / "lora_plus_1", "lr")
@@ -153,6 +155,12 @@ def test_a_resumed_run_refuses_other_settings(trained: Path) -> None:
         run(trained, *words, "adapter.lora_plus_ratio=4")
     with pytest.raises(UserError, match="adapter.init: was default, is loftq"):
         run(trained, *words, "adapter.lora_plus_ratio=8", "adapter.init=loftq")
+
+
+def test_a_start_that_changes_weights_on_disk_is_told(folder: Path) -> None:
+    words = ["adapter.method=lora", "adapter.init=olora", "sharding.offload_base=disk"]
+    with pytest.raises(UserError, match="offload_base: 'disk' is not valid; expected none or cpu"):
+        run(folder, *words)
 
 
 def test_loftq_without_a_packed_base_is_told(folder: Path) -> None:

@@ -11,6 +11,7 @@ from qfsdp.modules.targets import ALL_LINEAR
 
 N = TypeVar("N", int, float)
 
+BASE_STARTS = ("pissa", "olora")
 IA3_TARGETS = ["k_proj", "v_proj", "down_proj"]
 # The factor of the hidden size, which experts share with `expert_sharing: outer`.
 SHARED_OUTER: dict[str, Literal["lora_A", "lora_B"]] = {
@@ -42,7 +43,9 @@ class AdapterConfig:
         rslora: scale by alpha / sqrt(rank) instead (https://arxiv.org/abs/2312.03732): the
             product keeps its size at large ranks.
         init: "default": A random, B zero. "loftq": the product approximates the error of
-            quantizing the base (qfsdp/checkpoint/loftq.py).
+            quantizing the base (qfsdp/checkpoint/loftq.py). "pissa", "olora": the product begins
+            as the largest part of the base, and the rest becomes the frozen base
+            (qfsdp/checkpoint/base_starts.py). The adapter is written as LoRA of twice the rank.
         lora_plus_ratio: learning rate of B as a multiple of the learning rate of the rest, e.g. 16
             (LoRA+, https://arxiv.org/abs/2402.12354); null: the same learning rate.
         start_from: a PEFT adapter folder to start from; null: fresh adapters.
@@ -63,7 +66,7 @@ class AdapterConfig:
     rank_pattern: dict[str, int] | None = None
     alpha_pattern: dict[str, float] | None = None
     rslora: bool = False
-    init: Literal["default", "loftq"] = "default"
+    init: Literal["default", "loftq", "pissa", "olora"] = "default"
     lora_plus_ratio: float | None = None
     start_from: str | None = None
     expert_rank: int | Literal["divided"] | None = None
@@ -73,6 +76,11 @@ class AdapterConfig:
     def scaling(self) -> float:
         """The factor of the low-rank product."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def changes_base(self) -> bool:
+        """Whether the start moves a part of the base into the adapters."""
+        return self.init in BASE_STARTS
 
     def of_experts(self, top_k: int) -> AdapterConfig:
         """The config of the experts of a mixture in which a token has `top_k` of them."""
@@ -124,6 +132,9 @@ class AdapterConfig:
             raise InvalidField("lora_plus_ratio", ratio, "a number above 0, or null")
         if self.init != "default" and self.start_from is not None:
             raise InvalidField("init", self.init, "default, as start_from gives the start")
+        if self.changes_base and self.dropout:
+            expected = f"0, as init {self.init} has a part of the base in the product"
+            raise InvalidField("dropout", self.dropout, expected)
         switches = {"dropout": 0.0, "rslora": False, "init": "default", "lora_plus_ratio": None}
         switches |= {"expert_rank": None, "expert_sharing": None}
         switches |= {"rank_pattern": None, "alpha_pattern": None}

@@ -49,6 +49,7 @@ from qfsdp.modules.adapters.low_rank_linear import (
 from qfsdp.modules.adapters.low_rank_linear import base_parameters as base_parameters
 from qfsdp.modules.adapters.low_rank_linear import dora_linears as dora_linears
 from qfsdp.modules.adapters.places import adapted_places
+from qfsdp.modules.adapters.reference import keep_start
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
 from qfsdp.modules.experts.router import ChoosesExperts, Router
 from qfsdp.modules.experts.stacked import ExpertLinear, bias_of_rows
@@ -177,6 +178,7 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
     for name, module in targets:
         assert isinstance(module, ADAPTABLE)
         replace_module(model, name, _adapted(model, name, module, config))
+    keep_start(model, "none", config)
     model.register_forward_pre_hook(prepare)
 
 

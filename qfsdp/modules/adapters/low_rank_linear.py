@@ -59,6 +59,8 @@ class LowRankLinear(AdaptedLinear):
         magnitude: fp32 `[out]`, DoRA's trained row length; None with LoRA.
         weight_norm: fp32 `[out]`, frozen, the row norms of W + scaling * B A; None with LoRA.
         base_squares: fp32, the squared norms of this rank's rows of W; None until they are needed.
+        changes_base: whether a part of the base moved into A and B at the start, whose values then
+            are in `start`.
         copies, copied, stacked_a: see `qfsdp.modules.low_rank.grouped`.
     """
 
@@ -69,6 +71,7 @@ class LowRankLinear(AdaptedLinear):
         out_features, in_features = base.weight.shape
         self.scaling = config.scaling
         self.dropout = config.dropout
+        self.changes_base = config.changes_base
         self.lora_A = self._fp32(count * config.rank, in_features)
         self.lora_B = self._fp32(out_features, config.rank)
         dora = config.method == "dora"

@@ -26,13 +26,14 @@ ADAPTER_FIELDS = ("lora_A", "lora_B", "magnitude", "weight_norm", "ia3_l")
 
 def keep_start(model: nn.Module, reference: Reference, config: AdapterConfig) -> None:
     """Adds frozen, unset parameters for the adapters' start where the reference needs them: with
-    "start", unless the start is the base. Call it before the model is sharded; `set_start` fills
-    them.
+    "start", unless the start is the base; and with a start that changes the base, always. Call it
+    before the model is sharded; `set_start` fills them.
 
     Args:
         config: of the adapters.
     """
-    if reference != "start" or (config.start_from is None and config.init == "default"):
+    starts_otherwise = config.start_from is not None or config.init != "default"
+    if not config.changes_base and not (reference == "start" and starts_otherwise):
         return
     for _, module in adapted_linears(model):
         for name, param in _fields(module):
