@@ -29,7 +29,7 @@ def check_run_config(cfg: Any) -> None:
             raise InvalidField("model.router_aux_loss", cfg.model.router_aux_loss, expected)
         if cfg.packed and cfg.sharding.context_parallel > 1 and objective.takes(labels=False):
             expected = "false with sharding.context_parallel, as packed pairs share their prompt"
-            raise InvalidField("packed", True, expected)
+            raise UserError(f"packed: true; expected {expected}")
     where = getattr(cfg, "reference_logprobs", "live")
     if where not in ("live", "cache") and "/" not in where:
         raise InvalidField("reference_logprobs", where, "live, cache, or a folder with a /")

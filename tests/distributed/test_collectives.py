@@ -157,6 +157,28 @@ def test_a_step(model: Path, monkeypatch: pytest.MonkeyPatch, case: str) -> None
     assert found == CASES[case]
 
 
+@pytest.mark.parametrize(("window", "tokens"), [(None, TOKENS), (9, 2 * 8 * 4)])
+def test_ranks_that_share_rows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, window: int | None, tokens: int
+) -> None:
+    """Four ranks have 16 tokens of each row. Keys and values of a layer are gathered, or only those
+    within the window before a part; all else is as without it. Layers are computed again."""
+    family = {"architectures": ["MistralForCausalLM"], "sliding_window": window}
+    changes: dict[str, Any] = family if window else {}
+    write_tiny_model(tmp_path / "model", vocab_size=VOCABULARY, intermediate_size=512, **changes)
+    words = words_of("full_shard vocabulary=gather context_parallel=4")
+    found = collectives(tmp_path / "model", monkeypatch, [*words, "activation.checkpointing=full"])
+    size = 2 * tokens * 2 * 2 * 32  # in bf16: of keys and values, two heads of 32
+    forward, again = ((phase, "gather", BF16, size) for phase in ("forward", "backward"))
+    back = ("backward", "reduce", BF16, size)
+    layer = gathers("forward", LAYER)
+    assert found == step(
+        gathers("forward", NORM, TABLE),
+        [*layer, forward, *layer, forward, *gathers("forward", TABLE)],
+        [*AGAIN, again, again, back, REDUCED[0], again, again, back, REDUCED[1]],
+    )
+
+
 def test_units_of_linears(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     words = words_of("full_shard vocabulary=gather wrap=linear")
     found = collectives(model, monkeypatch, words)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -9,10 +10,15 @@ from torch import Tensor
 from qfsdp.data.batch import Batch
 from qfsdp.data.cut_rows import CutRows, counted_tokens, used_lengths
 from qfsdp.data.loader import collate
+from qfsdp.distributed.context_parallel import share_rows
 from qfsdp.modules.attention.cut_rows import GROUPS, attend_cut_rows
 from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.sinks import attend_with_sinks
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.transformer import Decoder
+from tests.models import cpu_world
 from tests.ranks import run_ranks
+from tests.tiny import TINY_CONFIG
 
 PARTS, ROWS, WIDTH = 3, 2, 24
 # Documents of two rows: cut by one border, by both, by none; empty ones; one that ends at a border.
@@ -68,6 +74,60 @@ def test_attention_of_parts_is_that_of_whole_rows() -> None:
         found += [torch.stack(parts).sum(0) for parts in of_parts[4:]]  # of sinks
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).abs().max() < 1e-12, case
+
+
+def batch_of_rows() -> Batch:
+    generator = torch.Generator().manual_seed(2)
+    rows = [torch.randint(0, 577, (n,), generator=generator) for n in (23, 5)]
+    return collate([{"tokens": row, "labels": row} for row in rows], pad_id=0, parts=PARTS)
+
+
+def loss_of(part: int | None) -> tuple[Tensor, dict[str, Tensor], int]:
+    """The summed loss of a batch or of a part of it, gradients, and bytes that autograd keeps."""
+    torch.manual_seed(0)
+    model = Decoder(DecoderConfig.from_dict(TINY_CONFIG)).double()
+    model.lm_head.weight.requires_grad_(False)  # the loss keeps its gradient
+    batch, kept = batch_of_rows(), dict[int, int]()
+    if part is not None:
+        batch = batch.cut(part, PARTS)
+        share_rows(model, PARTS, cpu_world())
+    own = {p.untyped_storage().data_ptr() for p in model.parameters()}
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            kept[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+        loss = model(batch.tokens, batch.positions, None, batch.labels, batch.cu_seqlens)
+    loss.backward()
+    grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return loss.detach(), grads, sum(kept.values())
+
+
+def loss_of_own_part() -> tuple[Tensor, dict[str, Tensor], int]:
+    return loss_of(dist.get_rank())
+
+
+def test_losses_and_gradients_of_parts_add_up() -> None:
+    """No factor is needed: the loss is a sum over ranks. Each keeps a third for backward. The
+    second row's last part has padding alone."""
+    loss, grads, kept = loss_of(None)
+    by_rank = run_ranks(PARTS, loss_of_own_part)
+    assert torch.stack([one[0] for one in by_rank]).sum().item() == pytest.approx(loss.item())
+    for name, grad in grads.items():
+        summed = torch.stack([one[1][name] for one in by_rank]).sum(0)
+        # The loss is computed in fp32.
+        assert (summed - grad).abs().max() < 1e-6 * max(1.0, grad.abs().max().item()), name
+    assert max(one[2] for one in by_rank) < 1.1 * kept / PARTS
+
+
+def test_whole_rows_are_refused() -> None:
+    model = Decoder(DecoderConfig.from_dict(TINY_CONFIG))
+    model.group, batch = "some ranks", batch_of_rows()
+    with pytest.raises(ValueError, match="sharding.context_parallel: whole rows"):
+        model(batch.tokens, labels=batch.labels)
 
 
 def test_parts_of_a_batch() -> None:

@@ -86,7 +86,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
         # With eps 1e-8 a gradient that is only rounding (1e-9) changes a number by up to lr in
         # either direction: differences of 2e-5 at lr 2e-4 came from that alone.
         trained = trainable_parameters(model)
-        adamw = {"lr": 1e-3, "eps": 1e-6, "fused": True}
+        adamw = {"lr": 1e-3, "eps": case.get("eps", 1e-6), "fused": True}
         optimizer = build_optimizer(Component("torch.optim.AdamW", adamw), trained)
         batch_size, accumulation = case["split"]
         loader = StepLoader(

@@ -15,6 +15,7 @@ import qfsdp.training.summary as of_summary
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset, StepLoader
+from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.launch.preflight_findings import MEMORY, STEP_SECONDS, note_estimates
 from qfsdp.modules.adapters.config import AdapterConfig
@@ -66,6 +67,7 @@ def config(folder: Path) -> Any:
     return SimpleNamespace(
         model=ModelConfig(str(folder)),
         tokenizer=SimpleNamespace(build=Letters),
+        sharding=ShardingConfig(),
         lr_scheduler=None,
         max_seq_len=16,
         batch_size=2,

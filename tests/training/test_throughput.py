@@ -28,6 +28,7 @@ from qfsdp.training.step_clock import StepClock
 from qfsdp.training.throughput import (
     Meter,
     StepFlops,
+    _attended,
     document_lengths,
     matmul_rate,
     step_flops,
@@ -175,7 +176,13 @@ def test_document_lengths() -> None:
         {"tokens": [1] * 9, "labels": [1] * 9, "lengths": [4, 5]},
         {"tokens": [1] * 12, "labels": [1] * 12, "lengths": [12]},
     ]
-    assert document_lengths(collate(packs, pad_id=0, max_seq_len=12)) == [4, 5, 3, 12]
+    whole = collate(packs, pad_id=0, max_seq_len=12)
+    assert document_lengths(whole) == [4, 5, 3, 12]
+    first, second = (document_lengths(whole.cut(part, 2)) for part in range(2))
+    assert first == [4, 2, 6] and second == [5, -2, 3, 12, -6]
+    for window in (None, 3):
+        parts = _attended(first, window) + _attended(second, window)
+        assert parts == _attended([4, 5, 3, 12], window)
 
 
 def test_phases_add_up_and_are_read_once() -> None:
