@@ -12,6 +12,12 @@ use a quantized folder as `model.path` in both.
 `requantize=nf4-bnb` writes 4-bit weights, which transformers loads with bitsandbytes, and qfsdp
 as `model.path`. Weights with an adapter, and those of an HQQ base, are rounded once more.
 
+Several adapters of one base are joined first, as PEFT's `add_weighted_adapter` does, to an adapter
+or into the base (`qfsdp/checkpoint/join.py` has the formulas):
+
+    tune run recipes/merge --config configs/join.yaml into=adapter output_dir=runs/both/adapter \\
+        'adapters=[{path: runs/a/adapter, weight: 0.7}, {path: runs/b/adapter, weight: 0.3}]'
+
 A rank holds one weight at a time, so a model of any size fits. Several ranks divide the files among
 them: one process per visible accelerator, or `--nproc_per_node N`.
 """
@@ -23,6 +29,7 @@ from pathlib import Path
 from typing import Literal
 
 from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base
+from qfsdp.checkpoint.join import Join, JoinMethod, Part
 from qfsdp.checkpoint.model_card import CARD_FILE, model_card, push
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.merge import Merge, Requantize
@@ -42,8 +49,14 @@ class Config(OfAdapter):
     """Keys of the YAML file and the command line; each section documents its own keys."""
 
     model: ModelConfig
-    adapter: str  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
-    output_dir: str  # the new model folder
+    output_dir: str  # the new folder
+    adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
+    adapters: list[Part] = field(default_factory=list)  # or several LoRA adapters, which are joined
+    method: JoinMethod = "svd"  # linear | ties | dare_linear | dare_ties
+    density: float = 0.5  # share of the numbers that ties and dare keep
+    joined_rank: int | None = None  # of svd; null: the largest of the adapters
+    seed: int = 0  # of dare
+    into: Literal["base", "adapter"] = "base"  # of several adapters: what is written
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     dtype: Literal["bf16", "fp16", "fp32"] = "bf16"  # of the merged model
     requantize: Requantize = "none"  # or "nf4-bnb": the weights that `quantization` selects
@@ -53,15 +66,42 @@ class Config(OfAdapter):
     def check(self) -> None:
         if self.max_file_bytes < 1:
             raise InvalidField("max_file_bytes", self.max_file_bytes, "a number of bytes above 0")
+        if (self.adapter is None) != bool(self.adapters):
+            raise InvalidField("adapter", self.adapter, "a folder, or null and several `adapters`")
+        if not 0 < self.density <= 1:
+            raise InvalidField("density", self.density, "a share above 0, at most 1")
+        if self.joined_rank is not None and (self.method != "svd" or self.joined_rank < 1):
+            expected = "null, or an integer of at least 1 with method svd"
+            raise InvalidField("joined_rank", self.joined_rank, expected)
+        if self.into == "adapter" and not self.adapters:
+            raise InvalidField("into", "adapter", "base, as only several `adapters` are joined")
+        if any(part.weight == 0 for part in self.adapters):
+            raise InvalidField("adapters", "a weight of 0", "other weights, or fewer adapters")
+
+    @property
+    def output(self) -> Path:
+        return Path(self.output_dir).expanduser()
 
 
-def build(cfg: Config) -> Merge:
+def joined_folder(cfg: Config) -> Path:
+    """Where the joined adapter is written: beside a model."""
+    beside = cfg.output.with_name(f"{cfg.output.name}_adapter")
+    return cfg.output if cfg.into == "adapter" else beside
+
+
+def join(cfg: Config) -> Join:
+    """The adapters that are joined, and how."""
+    how = cfg.method, cfg.joined_rank, cfg.density, cfg.seed
+    return Join(cfg.model.weights(), cfg.adapters, *how)
+
+
+def build(cfg: Config, adapter: Path | None) -> Merge:
     """The base, the adapter and the formats of the merge."""
     return Merge(
         cfg.model.weights(),
         cfg.quantization,
         COMPUTE_DTYPES[cfg.model.dtype],
-        local_folder(cfg.adapter),
+        adapter,
         COMPUTE_DTYPES[cfg.dtype],
         cfg.requantize,
     )
@@ -70,21 +110,30 @@ def build(cfg: Config) -> Merge:
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight is read."""
     tell_another_base(cfg)
-    merge = build(cfg)
-    merge.plan()
-    check_output(Path(cfg.output_dir).expanduser())
+    if cfg.adapters:
+        join(cfg).plan()
+        check_output(joined_folder(cfg))
+    if cfg.into == "base":
+        build(cfg, None if cfg.adapter is None else local_folder(cfg.adapter)).plan()
+        check_output(cfg.output)
 
 
 @explain_out_of_memory
 def main(cfg: Config, _: Run) -> None:
     world = init_world()
-    folder = Path(cfg.output_dir).expanduser()
-    card = {CARD_FILE: model_card(cfg, folder)}
-    build(cfg).write(folder, world, cfg.max_file_bytes, card)
-    push(cfg, folder, world)
-    if world.rank == 0:
-        size = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-        print(f"merged model ({size / 2**30:.2f} GiB): {folder}")
+    adapter = joined_folder(cfg) if cfg.adapter is None else local_folder(cfg.adapter)
+    if cfg.adapters:
+        with world.same_error():
+            if world.rank == 0:
+                join(cfg).write(adapter, cfg.model.path)
+                print(f"joined adapter: {adapter}")
+    if cfg.into == "base":
+        card = {CARD_FILE: model_card(cfg, cfg.output)}
+        build(cfg, adapter).write(cfg.output, world, cfg.max_file_bytes, card)
+    push(cfg, cfg.output, world)
+    if world.rank == 0 and cfg.into == "base":
+        size = sum(file.stat().st_size for file in cfg.output.glob("*.safetensors"))
+        print(f"merged model ({size / 2**30:.2f} GiB): {cfg.output}")
 
 
 if __name__ == "__main__":

@@ -115,15 +115,17 @@ def _has_path(tree: dict[str, Any]) -> bool:
 
 def _adapters(tree: Any) -> Iterator[str]:
     """The adapters of a config's tree, or of a config, in the order of its keys."""
-    one, several = None, None
+    one: Any = None
+    several: Any = None
     if isinstance(tree, dict):
         with suppress(OmegaConfBaseException):
             config = OmegaConf.create(tree)
             one, several = OmegaConf.select(config, "adapter"), OmegaConf.select(config, "adapters")
     else:
         one, several = get_key(tree, "adapter"), get_key(tree, "adapters")
-    for name in (one, *((several or {}).values() if hasattr(several or {}, "values") else ())):
-        if isinstance(name, str):
+    entries = several.values() if hasattr(several, "values") else several or ()
+    for entry in (one, *entries):  # of recipes/merge they are sections
+        if isinstance(name := get_key(entry, "path") or entry, str):
             yield name
 
 

@@ -161,11 +161,12 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
     base = get_origin(kind) or kind
     if base is list and isinstance(value, list):
         (item,) = get_args(kind) or (Any,)
-        return [_convert(item, entry, f"{key}[{at}]") for at, entry in enumerate(value)]
+        whole = [_with_defaults(item, entry) for entry in value]
+        return [_convert(item, entry, f"{key}[{at}]") for at, entry in enumerate(whole)]
     if base is dict and isinstance(value, dict):
         _, item = get_args(kind) or (Any, Any)
-        whole = {str(name): _with_defaults(item, entry) for name, entry in value.items()}
-        return {name: _convert(item, entry, join_key(key, name)) for name, entry in whole.items()}
+        entries = {str(name): _with_defaults(item, entry) for name, entry in value.items()}
+        return {name: _convert(item, entry, join_key(key, name)) for name, entry in entries.items()}
     if base is float and isinstance(value, (int, str)) and not isinstance(value, bool):
         try:
             number = float(value)
@@ -179,7 +180,7 @@ def _convert(kind: Any, value: Any, key: str) -> Any:
 
 
 def _with_defaults(kind: Any, value: Any) -> Any:
-    """An entry of a mapping of sections; `overlay` does not reach their defaults."""
+    """An entry of a mapping or list of sections; `overlay` does not reach their defaults."""
     section = section_of(kind)
     if section is None or not isinstance(value, dict):
         return value

@@ -24,7 +24,7 @@ from tests.tiny import (
 )
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-FOLDERS = ("block_expansion", "merge", "quantize")  # recipes that write a model folder
+FOLDERS = ("block_expansion", "join", "merge", "quantize")  # recipes that write a model folder
 SWEEPS = [config for config in CONFIGS if config.stem.startswith("sweep_")]
 DATA = ("prices", "published_2x24gb", "published_7b")  # files that sweeps read
 NOT_TRAINING = ("chat", "doctor", "evaluate", "export", "generate", "judge", "serve")  # recipes
@@ -127,9 +127,16 @@ def test_model_folders_are_written(name: str, tmp_path: Path) -> None:
         folder = tmp_path / "adapter"
         save_adapter(adapted_model(model, adapter), adapter, str(model), folder, cpu_world())
         argv.append(f"adapter={folder}")
+    if name == "join":
+        adapter = AdapterConfig("lora", rank=2)
+        parts = [{"path": f"{tmp_path}/{part}"} for part in ("one", "two")]
+        for part in parts:
+            model_of = adapted_model(model, adapter)
+            save_adapter(model_of, adapter, str(model), Path(part["path"]), cpu_world())
+        argv += [f"adapters={json.dumps(parts)}", "dtype=fp32"]
     if name == "block_expansion":
         argv.append("rate=0.5")
-    recipe = load_recipe(name)
+    recipe = load_recipe("merge" if name == "join" else name)
     cfg = load_config(recipe.Config, argv)
     recipe.check(cfg)
     recipe.main(cfg)
