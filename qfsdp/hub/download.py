@@ -180,10 +180,14 @@ def small_folder(key: str, name: str, kind: Kind) -> Path:
 def _names(config: Any) -> dict[str, tuple[str, Kind]]:
     """Hub name -> the first key that has it, and what it names there."""
     found: dict[str, tuple[str, Kind]] = {}
-    several = getattr(config, "adapters", {})  # of `recipes/serve`, by name
-    kinds = _KINDS | {f"adapters.{name}": "adapter" for name in several}
-    for key, kind in kinds.items():
-        value = several[key.partition(".")[2]] if key not in _KINDS else get_key(config, key)
+    values = {key: get_key(config, key) for key in _KINDS}
+    several = getattr(config, "adapters", {})  # of `recipes/serve` by name, of recipes/merge a list
+    if isinstance(several, list):
+        values |= {f"adapters[{at}].path": part.path for at, part in enumerate(several)}
+    else:
+        values |= {f"adapters.{name}": path for name, path in several.items()}
+    for key, value in values.items():
+        kind = _KINDS.get(key, "adapter")
         if key == "tokenizer.path":  # an argument of a component
             tokenizer = get_key(config, "tokenizer")
             ours = str(getattr(tokenizer, "path", "")).startswith("qfsdp.")

@@ -15,11 +15,13 @@ from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE, WEIGHTS_FILE
 from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.checkpoint.join import best_factors
 from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.config.load import load_config
+from qfsdp.hub.download import _names
 from qfsdp.modules.adapters.config import AdapterConfig
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.peft_oracle import run_peft
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, run_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, run_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -209,3 +211,19 @@ def test_mistakes_are_one_line(
     with pytest.raises((InvalidField, UserError), match=message) as error:
         joined(folder, names, tmp_path / "out", *words)
     assert "\n" not in str(error.value) and not (tmp_path / "out").exists()
+
+
+def test_names_on_the_hub_are_found() -> None:
+    """Each by its place in the list, so that it is downloaded before the run."""
+    recipe = load_recipe("merge")
+    argv = ["--config", str(ROOT / "configs/join.yaml"), "model.path=org/base"]
+    parts = "adapters=[{path: org/one}, {path: org/two@main, weight: 2}]"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipe.Config, "below", lambda tree: {})
+        cfg = load_config(recipe.Config, [*argv, parts])
+    assert _names(cfg) == {
+        "org/base": ("model.path", "model"),
+        "org/one": ("adapters[0].path", "adapter"),
+        "org/two@main": ("adapters[1].path", "adapter"),
+    }
+    assert [part.weight for part in cfg.adapters] == [1.0, 2.0]
