@@ -182,18 +182,15 @@ def _names(config: Any) -> dict[str, tuple[str, Kind]]:
     found: dict[str, tuple[str, Kind]] = {}
     values = {key: get_key(config, key) for key in _KINDS}
     several = getattr(config, "adapters", {})  # of `recipes/serve` by name, of recipes/merge a list
-    if isinstance(several, list):
-        values |= {f"adapters[{at}].path": part.path for at, part in enumerate(several)}
-    else:
-        values |= {f"adapters.{name}": path for name, path in several.items()}
+    several = dict(enumerate(p.path for p in several)) if type(several) is list else several
+    values |= {f"adapters.{name}": path for name, path in several.items()}
     for key, value in values.items():
-        kind = _KINDS.get(key, "adapter")
         if key == "tokenizer.path":  # an argument of a component
             tokenizer = get_key(config, "tokenizer")
             ours = str(getattr(tokenizer, "path", "")).startswith("qfsdp.")
             value = tokenizer.kwargs.get("path") if ours else None
         if isinstance(value, str) and hub_name(value) is not None:
-            found.setdefault(value, (key, kind))
+            found.setdefault(value, (key, _KINDS.get(key, "adapter")))
     return found
 
 

@@ -223,7 +223,7 @@ def test_names_on_the_hub_are_found() -> None:
         cfg = load_config(recipe.Config, [*argv, parts])
     assert _names(cfg) == {
         "org/base": ("model.path", "model"),
-        "org/one": ("adapters[0].path", "adapter"),
-        "org/two@main": ("adapters[1].path", "adapter"),
+        "org/one": ("adapters.0", "adapter"),
+        "org/two@main": ("adapters.1", "adapter"),
     }
     assert [part.weight for part in cfg.adapters] == [1.0, 2.0]
