@@ -32,20 +32,24 @@ SIZES: dict[str, Any] = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+# Gated DeltaNet, and experts.
+DELTA: dict[str, Any] = {
+    **{"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4},
+    **{"linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
+EXPERTS: dict[str, Any] = {
+    **{"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 64},
+    **{"shared_expert_intermediate_size": 64},
+}
 
 
 def _configs() -> dict[str, Callable[[], Any]]:
     import transformers as t
 
     return {
-        "qwen3_5": lambda: t.Qwen3_5TextConfig(
-            **SIZES,
-            head_dim=32,
-            linear_num_key_heads=2,
-            linear_num_value_heads=4,
-            linear_key_head_dim=32,
-            linear_value_head_dim=32,
-        ),
+        "qwen3_5": lambda: t.Qwen3_5TextConfig(**SIZES, **DELTA),
+        "qwen3_5_moe": lambda: t.Qwen3_5MoeTextConfig(**SIZES, **DELTA, **EXPERTS),
+        "qwen3_next": lambda: t.Qwen3NextConfig(**SIZES, **DELTA, **EXPERTS),
         "gemma4": lambda: t.Gemma4TextConfig(
             **SIZES,
             head_dim=32,
@@ -73,6 +77,7 @@ def _configs() -> dict[str, Callable[[], Any]]:
         ),
         "lfm2": lambda: t.Lfm2Config(**SIZES, full_attn_idxs=[1, 3]),
         "llama": lambda: t.LlamaConfig(**SIZES),
+        "mamba": lambda: t.MambaConfig(**SIZES),
         **_multimodal(t),
     }
 
@@ -87,8 +92,6 @@ def _multimodal(t: Any) -> dict[str, Callable[[], Any]]:
     sizes = SIZES | {"head_dim": 32}
     shared = ("bos_token_id", "eos_token_id", "pad_token_id")
     no_ids = {key: value for key, value in sizes.items() if key not in shared}
-    linear = {f"linear_{which}_head_dim": 32 for which in ("key", "value")}
-    linear |= {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
     return {
         "gemma3": lambda: t.Gemma3Config(
             text_config=sizes | {"sliding_window": 16, "query_pre_attn_scalar": 32},
@@ -101,7 +104,7 @@ def _multimodal(t: Any) -> dict[str, Callable[[], Any]]:
             audio_config=None,
         ),
         "qwen3_5_whole": lambda: t.Qwen3_5Config(
-            text_config=no_ids | linear | {"tie_word_embeddings": False}, vision_config=qwen
+            text_config=no_ids | DELTA | {"tie_word_embeddings": False}, vision_config=qwen
         ),
         "qwen3_vl": lambda: t.Qwen3VLConfig(
             text_config=no_ids | {"rope_parameters": rope},

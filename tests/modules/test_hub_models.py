@@ -43,7 +43,10 @@ def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> Non
     tokens, labels = batch()
     with torch.no_grad():
         plain = built(tmp_path / "model")(tokens)
-    assert torch.equal(plain, reference(tokens, use_cache=False).logits)
+    own_layers = name in ("qwen3_5", "qwen3_5_whole", "lfm2")  # see hub_models/documents.py
+    expected = reference(tokens, use_cache=False).logits
+    bound = 1e-5 * float(expected.abs().max()) if own_layers else 0.0
+    torch.testing.assert_close(plain, expected, rtol=0, atol=bound)
 
     adapter = AdapterConfig("dora", rank=4, alpha=8)
     model = built(tmp_path / "model", adapter)

@@ -206,9 +206,10 @@ def test_all_ways_to_shard_give_the_same_losses(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("eager")
-def test_packed_rows_have_the_loss_of_their_samples(tmp_path: Path) -> None:
-    """A step with every sample, on two ranks: packed, and each sample in a row of its own."""
-    hub_models.save_hub_model("deepseek_v3", tmp_path / "model")
+@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+def test_packed_rows_have_the_loss_of_their_samples(name: str, tmp_path: Path) -> None:
+    """Steps with every sample, on two ranks: packed, and each sample in a row of its own."""
+    hub_models.save_hub_model(name, tmp_path / "model")
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
     words = ["batch_size=13", "max_steps=1", "epochs=1", "checkpoint.every_n_steps=null"]
     runs = [

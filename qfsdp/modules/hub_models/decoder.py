@@ -22,6 +22,7 @@ from qfsdp.modules.hub_models.buffers import (
     stored_buffers_as_parameters,
 )
 from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
+from qfsdp.modules.hub_models.documents import keep_samples_apart, numbers_of_samples
 from qfsdp.modules.hub_models.head import HubHead
 from qfsdp.modules.hub_models.linears import linears_of_layers
 from qfsdp.modules.hub_models.names import names_of_experts
@@ -64,6 +65,7 @@ class HubDecoder(nn.Module):
         check_buffers(hf, config.source)
         stored_buffers_as_parameters(hf)
         _keep_fp32(hf, dtype)
+        self._carries = keep_samples_apart(hf)
         self._shared = list(_shared_names(hf))
         self._find_parts(text_model)
         self.recomputes = False
@@ -181,7 +183,11 @@ class HubDecoder(nn.Module):
             raise ValueError("models of transformers take no mask, and positions with cu_seqlens")
         if cache is not None:
             return torch.cat(cache.next_tokens(tokens, self._next_logits))
-        hidden: Tensor = self._run_body(tokens, positions, use_cache=False).last_hidden_state
+        more: dict[str, Any] = {"use_cache": False}
+        if self._carries and cu_seqlens is not None:
+            assert positions is not None
+            more |= {"seq_idx": numbers_of_samples(positions), "cu_seq_lens_q": cu_seqlens}
+        hidden: Tensor = self._run_body(tokens, positions, **more).last_hidden_state
         head = HubHead(self.hf, self._replaced_name, self._output_name)
         output = self.parts.output
         if isinstance(output, FSDPModule):

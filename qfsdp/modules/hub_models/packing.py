@@ -1,10 +1,10 @@
 """Which models of transformers keep the samples of a packed row apart.
 
 transformers' masks let a token see those of its own sample only: they find samples by positions
-that do not follow each other. Recurrent layers, convolutions along the row and layers that make
-their own mask do not look at positions. So `benchmarks/any_model.py` compares a pack's logits with
-those of its samples alone. A model may be packed if its architecture was equal there, and if it has
-only modules that were compared.
+that do not follow each other. Layers with functions of `documents.py` know samples by themselves.
+Other recurrent layers, and those that make their own mask, do not. So `benchmarks/any_model.py`
+compares a pack's logits with those of its samples alone. A model may be packed if its architecture
+was equal there, and if it has only modules that were compared.
 """
 
 from __future__ import annotations

@@ -1,0 +1,179 @@
+"""Recurrences that layers compute in place of attention, chunk by chunk, for packed rows.
+
+A head has a state S of `[key, value]` numbers, which is zero before the first token of each
+document. With a decay g_t <= 0 the state space of Mamba-2 (arXiv 2405.21060) is
+
+    S_t = exp(g_t) S_{t-1} + k_t v_t^T      o_t = S_t^T q_t
+
+and the gated delta rule of Gated DeltaNet (arXiv 2412.06464), with steps b_t and unit q_t and k_t,
+
+    S_t = exp(g_t) S_{t-1} + b_t k_t (v_t - exp(g_t) S_{t-1}^T k_t)^T      o_t = S_t^T q_t
+
+A chunk is computed at once, as in section 3.3 of the latter. With c_i the sum of g up to token i of
+the chunk, P_ij = exp(c_i - c_j) for j <= i, and S the state before the chunk:
+
+    (I + tril(b_i k_i k_j P_ij, -1)) [W | U] = [b_i exp(c_i) k_i | b_i v_i]
+    u = U - W S         o = exp(c_i) q S + (q_i k_j P_ij) u
+    S' = exp(c_last) S + (exp(c_last - c_j) k_j)^T u
+
+and with u = v in the state space. Documents change only factors that lie between 0 and 1. With d_i
+the document of token i, and p that of the token before the chunk: P_ij is 0 unless d_i = d_j;
+exp(c_i), which reads S, unless d_i = p; exp(c_last - c_j), which writes S', unless d_j = d_last;
+exp(c_last) unless d_last = p.
+
+All is computed in fp32. Only the states are computed one chunk after the other.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+CHUNK = 64  # tokens
+EPSILON = 1e-6  # below the root of the length of queries and keys, as in flash-linear-attention
+
+
+def gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    step: Tensor,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """The results of all tokens, and the state after the last one.
+
+    Args:
+        query, key: `[batch, tokens, key heads, key]`, of any length: they are made units, and
+            queries then divided by the root of `key`. A key head serves as many value heads, which
+            follow each other, as there are more of them.
+        value: `[batch, tokens, value heads, value]`.
+        decay: `[batch, tokens, value heads]`, at most 0. step: likewise, between 0 and 1.
+        documents: integers `[batch, tokens]`: a token reads those of its own number only. Equal
+            numbers follow each other. None: a row is one document.
+        state: fp32 `[batch, value heads, key, value]`, of the first document; None: zero.
+
+    Returns:
+        `[batch, tokens, value heads, value]` in the dtype of `value`; fp32, as `state`.
+    """
+    parts = (_chunks(part, key.shape[2]) for part in (query, key, value, step.unsqueeze(-1)))
+    queries, keys, values, steps = parts
+    decays = _decays(decay, documents, key.shape[2])
+    queries, keys = _unit(queries) * key.shape[-1] ** -0.5, _unit(keys)
+    sides = torch.cat([keys * (decays.reads * steps), values * steps], -1)
+    solved = torch.linalg.solve_triangular(
+        (keys @ keys.mT) * (decays.pairs * steps), sides, upper=False, unitriangular=True
+    )
+    read, new = solved.split([key.shape[-1], value.shape[-1]], -1)
+    return _results(queries, keys, read, new, decays, value, state)
+
+
+def state_space(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    decay: Tensor,
+    documents: Tensor | None = None,
+    state: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """As `gated_delta_rule`, with queries and keys as they are (C and B of Mamba-2)."""
+    queries, keys, values = (_chunks(part, key.shape[2]) for part in (query, key, value))
+    decays = _decays(decay, documents, key.shape[2])
+    return _results(queries, keys, None, values, decays, value, state)
+
+
+class _Decays(NamedTuple):
+    """exp(c_i) and exp(c_last - c_j), `[chunks, batch, key heads, value heads of it, CHUNK, 1]`;
+    P_ij; and exp(c_last), `[..., 1, 1]`."""
+
+    reads: Tensor
+    writes: Tensor
+    pairs: Tensor
+    keeps: Tensor
+
+
+def _decays(decay: Tensor, documents: Tensor | None, key_heads: int) -> _Decays:
+    # Differences of large sums would lose digits in fp32.
+    sums = _chunks(decay.unsqueeze(-1), key_heads).double().cumsum(-2)
+    seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).tril()
+    reads = sums.float().exp()
+    if documents is not None:
+        more = documents[:, -1:].expand(-1, -documents.shape[1] % CHUNK)
+        numbers = torch.cat([documents, more], 1).unflatten(1, (-1, CHUNK)).transpose(0, 1)
+        before = torch.cat([numbers[:1, :, :1], numbers[:-1, :, -1:]])
+        reads = reads * (numbers == before)[:, :, None, None, :, None]
+        seen = seen & (numbers.unsqueeze(-1) == numbers.unsqueeze(-2))[:, :, None, None]
+    pairs = (sums - sums.mT).float().masked_fill(~seen, -torch.inf).exp()
+    return _Decays(reads, pairs[..., -1:, :].mT, pairs, reads[..., -1:, :])
+
+
+def _chunks(part: Tensor, key_heads: int) -> Tensor:
+    """`[batch, tokens, heads, size]` -> fp32 `[chunks, batch, key heads, value heads of it or 1,
+    CHUNK, size]`, with zeros after the last token."""
+    part = F.pad(part, (0, 0, 0, 0, 0, -part.shape[1] % CHUNK)).float()
+    part = part.unflatten(1, (-1, CHUNK)).movedim((1, 3), (0, 2)).contiguous()
+    return part.unflatten(2, (key_heads, -1))
+
+
+def _unit(part: Tensor) -> Tensor:
+    return part * torch.rsqrt((part * part).sum(-1, keepdim=True) + EPSILON)
+
+
+def _results(
+    queries: Tensor,
+    keys: Tensor,
+    read: Tensor | None,
+    new: Tensor,
+    decays: _Decays,
+    value: Tensor,
+    state: Tensor | None,
+) -> tuple[Tensor, Tensor]:
+    """The results from W (None: zero) and U of all chunks. Products of queries and keys are
+    computed once for all value heads that share them."""
+    batch, tokens, heads, width = value.shape
+    if state is None:
+        state = new.new_zeros(batch, heads, keys.shape[-1], width)
+    flat = [part.flatten(1, 3) for part in (new, keys * decays.writes, decays.keeps)]
+    read = None if read is None else read.flatten(1, 3)
+    written, states, last = _States.apply(read, *flat, state.float().flatten(0, 1))
+    reads, attends = queries * decays.reads, (queries @ keys.mT) * decays.pairs
+    found = reads.flatten(1, 3) @ states + attends.flatten(1, 3) @ written
+    found = found.unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)
+    return found[:, :tokens].to(value.dtype), last.unflatten(0, (batch, heads))
+
+
+class _States(torch.autograd.Function):
+    """u and S of all chunks, and the state after the last one: u = U - W S, S' = c S + K^T u."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, reads: Tensor | None, new: Tensor, keys: Tensor, keeps: Tensor, state: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        states = new.new_empty(len(new), *state.shape)
+        written = new.clone() if reads is None else torch.empty_like(new)
+        for at in range(len(new)):
+            states[at] = state
+            if reads is not None:
+                written[at] = torch.baddbmm(new[at], reads[at], state, alpha=-1)
+            state = torch.baddbmm(state * keeps[at], keys[at].mT, written[at])
+        ctx.save_for_backward(reads, keys, keeps, written, states)
+        return written, states, state
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        of_written, of_states, of_state = grads
+        reads, keys, keeps, written, states = ctx.saved_tensors
+        of_new, of_next = torch.empty_like(written), torch.empty_like(states)
+        for at in reversed(range(len(keys))):
+            of_next[at] = of_state
+            of_new[at] = torch.baddbmm(of_written[at], keys[at], of_state)
+            of_state = of_states[at] + of_state * keeps[at]
+            if reads is not None:
+                of_state = torch.baddbmm(of_state, reads[at].mT, of_new[at], alpha=-1)
+        of_reads = None if reads is None else -(of_new @ states.mT)
+        of_keeps = (states * of_next).sum_to_size(keeps.shape)
+        return of_reads, of_new, written @ of_next.mT, of_keeps, of_state

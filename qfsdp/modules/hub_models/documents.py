@@ -1,0 +1,168 @@
+"""Layers of transformers' models that carry a state along a row: each sample begins with none.
+
+These layers call functions of their file: kernels of flash-linear-attention and causal-conv1d on
+GPUs that have them, else PyTorch, which knows no samples. The layers of one model get functions of
+ours instead: each `forward` is made again of the same code with other globals, so nothing in the
+package changes. `seq_idx`, which transformers hands to every layer, tells a token's sample.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from functools import partial
+from importlib.util import find_spec
+from types import FunctionType, MethodType
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qfsdp.modules.gated_delta_rule import gated_delta_rule, state_space
+from qfsdp.modules.short_convolution import short_convolution
+
+
+def numbers_of_samples(positions: Tensor) -> Tensor:
+    """The number of every token's sample in its row, int32, as transformers' masks find samples:
+    where positions do not follow each other."""
+    return F.pad(positions.diff() != 1, (1, 0)).cumsum(-1, dtype=torch.int32)
+
+
+def keep_samples_apart(model: nn.Module) -> bool:
+    """Gives the layers of a model of transformers functions that know samples; whether any took
+    one."""
+    layers = [module for module in model.modules() if _called_by(module)]
+    for layer in layers:
+        forward = inspect.unwrap(cast(FunctionType, type(layer).forward))
+        known = forward.__globals__
+        ours = {name: partial(OURS[name], known[name]) for name in _called_by(layer)}
+        made = FunctionType(
+            forward.__code__,
+            known | ours,
+            forward.__name__,
+            forward.__defaults__,
+            forward.__closure__,
+        )
+        made.__kwdefaults__ = forward.__kwdefaults__
+        layer.forward = MethodType(made, layer)
+    return bool(layers)
+
+
+def _called_by(layer: nn.Module) -> set[str]:
+    forward = inspect.unwrap(cast(FunctionType, type(layer).forward))
+    code = getattr(forward, "__code__", None)
+    return set() if code is None else OURS.keys() & set(code.co_names)
+
+
+def _convolution(
+    theirs: Callable[..., Tensor],
+    hidden_states: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    activation: str | None = None,
+    seq_idx: Tensor | None = None,
+    **_: Any,
+) -> Tensor:
+    """`causal_conv1d_fn`: `[batch, channels, tokens]`."""
+    if _has_kernel(hidden_states, "causal_conv1d"):
+        return theirs(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+    from transformers.activations import ACT2FN
+
+    found = short_convolution(hidden_states.mT, weight, bias, seq_idx).mT
+    return found if activation is None else ACT2FN[activation](found)
+
+
+def _gated_delta_rule(
+    theirs: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    seq_idx: Tensor | None = None,
+    cu_seqlens: Tensor | None = None,
+    **more: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_gated_delta_rule`: `[batch, tokens, heads, ...]`."""
+    if _has_kernel(query, "fla"):
+        parts = [query, key, value, g, beta]
+        if cu_seqlens is not None:  # borders of one row, without the empty samples at the end
+            parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
+            cu_seqlens = cu_seqlens.unique_consecutive()
+        more |= {"initial_state": initial_state, "output_final_state": output_final_state}
+        found, state = theirs(*parts, cu_seqlens=cu_seqlens, **more)
+        return found.reshape(value.shape), state
+    found, state = gated_delta_rule(query, key, value, g, beta, seq_idx, initial_state)
+    return found, state if output_final_state else None
+
+
+def _kimi_delta_rule(
+    theirs: Callable[..., Any],
+    *parts: Tensor,
+    seq_idx: Tensor | None = None,
+    g: Tensor,
+    beta: Tensor,
+    **more: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """`chunk_kimi_delta_attention`, which has a decay for each channel: one call for a sample."""
+    if seq_idx is None:
+        found: tuple[Tensor, Tensor | None] = theirs(*parts, g=g, beta=beta, **more)
+        return found
+    rows = []
+    for row, numbers in enumerate(seq_idx):
+        lengths = numbers.unique_consecutive(return_counts=True)[1].tolist()
+        split = [part[row : row + 1].split(lengths, 1) for part in (*parts, g, beta)]
+        alone = [
+            theirs(*q_k_v, g=g, beta=beta, **more)[0]
+            for *q_k_v, g, beta in zip(*split, strict=True)
+        ]
+        rows.append(torch.cat(alone, 1))
+    return torch.cat(rows), None
+
+
+def _state_space(
+    theirs: Callable[..., Any],
+    hidden_states: Tensor,
+    dt: Tensor,
+    A: Tensor,
+    B: Tensor,
+    C: Tensor,
+    D: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    initial_states: Tensor | None = None,
+    dt_softplus: bool = False,
+    dt_limit: tuple[float, float] = (0.0, float("inf")),
+    return_final_states: bool = False,
+    seq_idx: Tensor | None = None,
+    **more: Any,
+) -> Any:
+    """`mamba2_chunk_scan`: `[batch, tokens, heads, ...]`; a state `[batch, heads, value, key]`."""
+    if _has_kernel(hidden_states, "mamba_ssm"):
+        more |= {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
+        more |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "seq_idx": seq_idx}
+        more |= {"return_final_states": return_final_states}
+        return theirs(hidden_states, dt, A, B, C, **more)
+    dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+    dt = (F.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+    values = hidden_states.float()
+    state = None if initial_states is None else initial_states.mT
+    scaled = values * dt.unsqueeze(-1)
+    found, state = state_space(C, B, scaled, A.float() * dt, seq_idx, state)
+    found = found if D is None else found + D.unsqueeze(-1) * values
+    return (found, state.mT) if return_final_states else found
+
+
+def _has_kernel(values: Tensor, package: str) -> bool:
+    return values.is_cuda and find_spec(package) is not None
+
+
+OURS: dict[str, Callable[..., Any]] = {
+    "causal_conv1d_fn": _convolution,
+    "torch_chunk_gated_delta_rule": _gated_delta_rule,
+    "chunk_kimi_delta_attention": _kimi_delta_rule,
+    "mamba2_chunk_scan": _state_space,
+}
+"""By the names by which transformers' layers call them."""
