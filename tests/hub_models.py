@@ -142,10 +142,12 @@ def config(name: str) -> Any:
     return found
 
 
-def save_hub_model(name: str, folder: Path) -> nn.Module:
-    """Writes a random model; returns it, in fp32."""
+def save_hub_model(name: str, folder: Path, **changes: Any) -> nn.Module:
+    """Writes a random model, with changes of its config; returns it, in fp32."""
     torch.manual_seed(0)
     given = _configs()[name]()
+    for key, value in changes.items():
+        setattr(given, key, value)
     model: Any = _class(given).from_config(given).float().eval()
     for param in model.parameters():
         if param.dim() > 1:
@@ -160,6 +162,16 @@ def save_hub_model(name: str, folder: Path) -> nn.Module:
         more = {"mtp.fc.weight": torch.randn(8, 16)}
         save_file(load_file(folder / SINGLE) | more, folder / SINGLE, {"format": "pt"})
     return model
+
+
+def with_tokenizer(name: str, folder: Path, tokenizer: Path) -> Path:
+    """A random model folder with the tokenizer of another folder: SmolLM2's 49,152 tokens."""
+    given = _configs()[name]()
+    given.get_text_config().vocab_size = 49152
+    _class(given).from_config(given).save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (folder / file).symlink_to(tokenizer / file)
+    return folder
 
 
 def built(

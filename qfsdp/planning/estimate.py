@@ -40,6 +40,7 @@ from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import planned_for
+from qfsdp.modules.hub_models.config import SHARED, HubConfig
 from qfsdp.modules.hub_models.depth import with_layers
 from qfsdp.modules.hub_models.dry_run import as_in_a_run
 from qfsdp.modules.transformer import Decoder
@@ -339,6 +340,8 @@ def model_folder(model: Any, layers: int | None) -> Iterator[tuple[Path, StoredF
     folder = local_folder(model.path)
     stored = any(folder.glob("*.safetensors"))
     weights = ModelWeights(folder, model.implementation) if stored else None
+    if weights is not None and isinstance(weights.config, HubConfig):
+        config = config | {SHARED: getattr(weights.config.hf, SHARED, False)}
     if layers is not None:
         config = with_layers(config, layers)
     with tempfile.TemporaryDirectory() as temporary:

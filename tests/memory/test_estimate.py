@@ -17,8 +17,8 @@ from qfsdp.checkpoint.state import Stager, TrainState
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed.gradients import trainable_parameters
-from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.config import model_config_of
+from qfsdp.modules.hub_models.decoder import build_decoder
 from qfsdp.planning.estimate import Estimate, estimate
 from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.known_models import _FILE, find_config
@@ -293,7 +293,7 @@ def test_known_shapes_are_decoders() -> None:
     import json
 
     for name, config in json.loads(_FILE.read_text()).items():
-        assert DecoderConfig.from_dict(config).num_hidden_layers > 0
+        assert model_config_of(config, name).num_hidden_layers > 0
         assert find_config(name) == config
 
 
@@ -326,11 +326,13 @@ def test_known_shapes_are_decoders() -> None:
         ("Mixtral-8x7B", 46.7),
         ("Qwen1.5-MoE-A2.7B", 14.3),
         ("GLM-4.5-Air", 106),
+        ("gemma-3-12b", 11.77),  # the text models of whole ones
+        ("Qwen3.5-9B", 8.95),
+        ("Mistral-Small-3.2-24B", 23.57),
     ],
 )
 def test_known_shapes_have_the_size_that_their_makers_give(name: str, billions: float) -> None:
-    with torch.device("meta"):
-        model = Decoder(DecoderConfig.from_dict(find_config(name)))
+    model = build_decoder(model_config_of(find_config(name), name), torch.bfloat16)
     count = sum(parameter.numel() for parameter in model.parameters()) / 1e9
     assert abs(count - billions) < 0.02 * billions
 
@@ -351,10 +353,14 @@ def test_known_shapes_have_the_size_that_their_makers_give(name: str, billions: 
         ("microsoft/phi-4", 5120, 100352),
         ("Qwen/Qwen3-30B-A3B-Instruct-2507", 2048, 151936),
         ("openai/gpt-oss-120b", 2880, 201088),
+        ("google/gemma-3-12b-it", 3840, 262208),
+        ("Qwen/Qwen3.5-9B", 4096, 248320),
+        ("mistralai/Mistral-Small-3.2-24B-Instruct-2506", 5120, 131072),
     ],
 )
 def test_models_are_found_by_name(path: str, hidden: int, vocabulary: int) -> None:
     config = find_config(path)
+    config = config.get("text_config", config)
     assert (config["hidden_size"], config["vocab_size"]) == (hidden, vocabulary)
 
 

@@ -99,6 +99,18 @@ def test_gradients_do_not_depend_on_what_is_kept(kept: ActivationConfig, tmp_pat
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
 
 
+def test_an_output_layer_that_files_hold_is_not_the_embeddings(tmp_path: Path) -> None:
+    """Mistral Small 3: the whole model's config is silent and shares by default."""
+    reference: Any = hub_models.save_hub_model("mistral3", tmp_path, tie_word_embeddings=False)
+    file = tmp_path / "config.json"
+    content = json.loads(file.read_text())
+    assert content.pop("tie_word_embeddings") is False
+    file.write_text(json.dumps(content))
+    tokens, _ = batch()
+    with torch.no_grad():
+        assert torch.equal(built(tmp_path)(tokens), reference(tokens, use_cache=False).logits)
+
+
 def test_linears_of_one_name_are_taken_together() -> None:
     """PEFT adapts them together: an `o_proj` narrow in one layer only is taken there too."""
     layers = nn.ModuleList(

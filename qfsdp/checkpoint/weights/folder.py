@@ -34,7 +34,12 @@ from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.common.errors import UserError
 from qfsdp.hub.download import whole_folder
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
-from qfsdp.modules.hub_models.config import HubConfig, Implementation, model_config
+from qfsdp.modules.hub_models.config import (
+    HubConfig,
+    Implementation,
+    as_stored,
+    model_config,
+)
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -69,7 +74,8 @@ class ModelWeights:
         self.quantized: dict[str, StoredQuantizedWeight] = {}
         self.implementation, self.config = implementation, None
         with suppress(UserError):  # those who build the model report it
-            self.config = model_config(self.folder, implementation)
+            found = model_config(self.folder, implementation)
+            self.config = as_stored(found, self.files.tensors)
         parts, config = self.config, self._quantization_config()
         if parts is not None and not isinstance(parts, HubConfig):
             self.files.tensors = with_our_names(self.files.tensors, parts)

@@ -8,11 +8,18 @@ from pathlib import Path
 from typing import Literal
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.read import SafetensorsFolder
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.compute_dtype import compute_dtype
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.hub_models.config import AnyConfig, HubConfig, Implementation, model_config
+from qfsdp.modules.hub_models.config import (
+    AnyConfig,
+    HubConfig,
+    Implementation,
+    as_stored,
+    model_config,
+)
 from qfsdp.modules.hub_models.decoder import AnyDecoder, build_decoder
 
 
@@ -52,7 +59,10 @@ class ModelConfig:
 
     def any_config(self) -> AnyConfig:
         """What the folder says of the model that is built; raises UserError."""
-        return model_config(self.folder, self.implementation)
+        config = model_config(self.folder, self.implementation)
+        if not isinstance(config, HubConfig) or not any(self.folder.glob("*.safetensors")):
+            return config
+        return as_stored(config, SafetensorsFolder(self.folder).tensors)
 
     def weights(self) -> ModelWeights:
         """The weights of the folder, by the names of the model that is built."""

@@ -117,7 +117,7 @@ def _source(weights: ModelWeights) -> dict[str, str | None]:
 
 def quantized_model(weights: ModelWeights, quantization: QuantizationConfig) -> Any:
     """The decoder on the meta device, with the targeted linears quantized."""
-    config = model_config(weights.folder, weights.implementation)
+    config = weights.config or model_config(weights.folder, weights.implementation)
     model = build_decoder(config, torch.float32)
     quantize_linears(model, quantization, weights.formats)
     return model

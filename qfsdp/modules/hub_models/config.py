@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from collections.abc import Collection
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -20,6 +21,7 @@ Implementation = Literal["auto", "native", "transformers"]
 CHECKED = Path(__file__).with_name("checked.json")
 """Architectures that `benchmarks/any_model.py` found equal to transformers; it writes the file."""
 DECODERS = ("GPTNeoXForCausalLM", "GPTNeoXJapaneseForCausalLM")  # `is_decoder` is not read
+SHARED = "tie_word_embeddings"
 UNLIMITED = 1 << 30  # positions of a model whose config names no limit
 
 
@@ -103,6 +105,20 @@ def model_config_of(
             "model.implementation=transformers to train it unchecked"
         )
     return found
+
+
+def as_stored(config: AnyConfig, stored: Collection[str]) -> AnyConfig:
+    """`config`, whose output layer is one of its own if files hold it.
+
+    Mistral Small 3: the class for the whole model shares it with the embeddings unless its
+    `config.json` says otherwise, and only the text model's default says so. transformers compares
+    the tensors while it loads them.
+    """
+    if isinstance(config, HubConfig) and config.takes_more_than_text:
+        shared = [getattr(c, SHARED, False) for c in (config.hf, config.hf.get_text_config())]
+        if shared == [True, False] and any(name.endswith("lm_head.weight") for name in stored):
+            setattr(config.hf, SHARED, False)
+    return config
 
 
 @cache
