@@ -22,7 +22,7 @@ from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.attention import documents as document_attention
 from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.shared_prompts import attend_shared
-from qfsdp.modules.attention.sinks import attend_with_sinks
+from qfsdp.modules.attention.sinks import attend_with_sinks, attention, attention_backward
 from qfsdp.modules.transformer import Decoder
 from tests.models import build_meta_model
 from tests.tiny import needs_compiler, write_tiny_model
@@ -94,6 +94,29 @@ def test_equals_one_document_at_a_time(
     dtype: torch.dtype, kv_heads: int, head_dim: int, window: int | None
 ) -> None:
     check(dtype, kv_heads, head_dim, window)
+
+
+@pytest.mark.usefixtures("full_fp32")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("window", [None, 64])
+def test_the_last_queries_of_documents(window: int | None, dtype: torch.dtype) -> None:
+    """As of a part of cut rows: some documents have keys and no queries, one has its last queries.
+    Keys without queries get gradients of zero."""
+    first, given = 1000, heads(dtype, 2, 64)
+    q, k, v, grad = (t.transpose(1, 2).flatten(0, 1).contiguous() for t in given)
+    grad[:first] = 0
+    given[3] = grad.unflatten(0, (3, SEQ)).transpose(1, 2)
+    y, *wanted = with_gradients([t.float() for t in given], window, exact=True)
+    y, of_q, of_k, of_v = (t.transpose(1, 2).flatten(0, 1) for t in (y, *wanted))
+    keys = torch.tensor(ENDS, dtype=torch.int32, device=GPU)
+    queries = (keys - first).clamp(min=0)
+    how = (keys, len(q) - first, SEQ, window, 64**-0.5)
+    out, total = attention(q[first:], k, v, None, queries, *how)
+    grads = attention_backward(grad[first:], q[first:], k, v, queries, out, total, *how)
+    bound = 1e-5 if dtype == torch.float32 else 0.02
+    for mine, theirs in zip((out, *grads), (y[first:], of_q[first:], of_k, of_v), strict=True):
+        assert (mine.float() - theirs).norm() < bound * theirs.norm()
+    assert not grads[1][:900].any() and not grads[2][:900].any()
 
 
 @pytest.mark.usefixtures("full_fp32")

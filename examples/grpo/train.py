@@ -22,7 +22,7 @@ from torch import Tensor
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.common.errors import check_bounds
+from qfsdp.common.errors import InvalidField, check_bounds
 from qfsdp.config.component import Component
 from qfsdp.config.recipe_files import find_file, load_recipe
 from qfsdp.data import Batch
@@ -67,6 +67,8 @@ class Config:
 
     def check(self) -> None:
         check_bounds(self, "updates", "problems", "k", "heldout", "batch_size", least=1)
+        if (parts := self.sharding.context_parallel) > 1:
+            raise InvalidField("sharding.context_parallel", parts, "1: samples are short")
 
 
 def check(cfg: Config) -> None:

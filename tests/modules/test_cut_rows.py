@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -11,12 +13,15 @@ from qfsdp.data.batch import Batch
 from qfsdp.data.cut_rows import CutRows, counted_tokens, used_lengths
 from qfsdp.data.loader import collate
 from qfsdp.distributed.context_parallel import share_rows
+from qfsdp.modules.attention import sinks as sink_attention
 from qfsdp.modules.attention.cut_rows import GROUPS, attend_cut_rows
+from qfsdp.modules.attention.document_lengths import document_lengths
 from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.sinks import attend_with_sinks
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from tests.models import cpu_world
+from tests.modules.test_sink_attention import flash_backward, flash_forward
 from tests.ranks import run_ranks
 from tests.tiny import TINY_CONFIG
 
@@ -64,9 +69,18 @@ def own_parts(cases: list[tuple[int | None, bool]]) -> list[list[Tensor]]:
     return found
 
 
-def test_attention_of_parts_is_that_of_whole_rows() -> None:
+def own_parts_as_on_gpus(cases: list[tuple[int | None, bool]]) -> list[list[Tensor]]:
+    """By formulas in place of FlashAttention's kernels."""
+    sink_attention._has_kernel = lambda q: True
+    torch.ops.aten._flash_attention_forward = flash_forward
+    torch.ops.aten._flash_attention_backward = flash_backward
+    return own_parts(cases)
+
+
+@pytest.mark.parametrize("compute", [own_parts, own_parts_as_on_gpus])
+def test_attention_of_parts_is_that_of_whole_rows(compute: Any) -> None:
     cases = [(window, sinks) for window in WINDOWS for sinks in (False, True)]
-    by_rank = run_ranks(PARTS, own_parts, cases)
+    by_rank = run_ranks(PARTS, compute, cases)
     for at, case in enumerate(cases):
         expected = whole_rows(*case)
         of_parts = list(zip(*(found[at] for found in by_rank), strict=True))
@@ -147,6 +161,23 @@ def test_parts_of_a_batch() -> None:
     assert torch.cat(counted, 1).equal(counted_tokens(whole.labels))
     assert used_lengths(whole.labels).tolist() == [5, 0]
     assert cut_of(parts[0]).cu_seqlens[:6].tolist() == [0, 5, 9, 9, 18, 18]
+
+
+def test_lengths_of_documents() -> None:
+    """What rotary embeddings by length ask for: those of whole documents."""
+    packs = [{"tokens": [1] * 9, "labels": [1] * 9, "lengths": [4, 5]}]
+    for samples, most in ((packs, 12), ([{"tokens": [1] * 7, "labels": [1] * 7}], None)):
+        whole = collate(samples, pad_id=0, max_seq_len=most, parts=PARTS)
+        positions = torch.arange(whole.tokens.size(1)) if most is None else whole.positions
+        assert positions is not None
+        positions = positions.view(1, -1)
+        lengths = document_lengths(positions, whole.labels, whole.cu_seqlens)
+        found = []
+        for part in (whole.cut(part, PARTS) for part in range(PARTS)):
+            assert part.positions is not None
+            found.append(document_lengths(part.positions, part.labels, part.cu_seqlens))
+        counted = counted_tokens(whole.labels)
+        assert torch.cat(found, 1)[counted].equal(lengths.expand(1, whole.tokens.size(1))[counted])
 
 
 def cut_of(batch: Batch) -> CutRows:

@@ -89,13 +89,21 @@ def test_operator_contract() -> None:
 # ---- FlashAttention's kernels, which know of no sink --------------------------------------------
 
 
-def weights(q: Tensor, k: Tensor, ends: Tensor, lse: Tensor | None, **how: Any) -> Any:
-    """Attention weights `[heads, tokens, tokens]` and the logarithms of their sums."""
-    at = torch.arange(len(q))
-    document = torch.searchsorted(ends, at, right=True)
-    mask = (document[:, None] == document).tril()
+def weights(
+    q: Tensor, k: Tensor, ends: Tensor, of_keys: Tensor, lse: Tensor | None, **how: Any
+) -> Any:
+    """Attention weights `[heads, queries, keys]` and the logarithms of their sums. The queries of a
+    document are its last tokens."""
+    places = []  # the document of every token, and how far it is from the document's end
+    for x, bounds in ((q, ends), (k, of_keys)):
+        at = torch.arange(len(x))
+        document = torch.searchsorted(bounds, at, right=True)
+        places.append((document, bounds[document] - at))
+    (mine, left), (theirs, seen) = places
+    before = seen - left[:, None]
+    mask = (mine[:, None] == theirs) & (before >= 0)
     if how["window_size_left"] >= 0:
-        mask = mask.triu(-how["window_size_left"])
+        mask &= before <= how["window_size_left"]
     k = k.repeat_interleave(q.shape[1] // k.shape[1], dim=1)
     scores = how["scale"] * torch.einsum("ihd,jhd->hij", q, k)
     scores = scores.masked_fill(~mask, -torch.inf)
@@ -103,8 +111,12 @@ def weights(q: Tensor, k: Tensor, ends: Tensor, lse: Tensor | None, **how: Any) 
     return (scores - lse.unsqueeze(-1)).exp(), lse
 
 
-def flash_forward(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *_: Any, **how: Any) -> Any:
-    p, lse = weights(q, k, ends, None, **how)
+def flash_forward(
+    q: Tensor, k: Tensor, v: Tensor, ends: Tensor, of_keys: Tensor, *most: Any, **how: Any
+) -> Any:
+    for bounds, longest in ((ends, most[0]), (of_keys, most[1])):
+        assert bounds.dtype == torch.int32 and bounds.diff().max() <= longest
+    p, lse = weights(q, k, ends, of_keys, None, **how)
     v = v.repeat_interleave(q.shape[1] // v.shape[1], dim=1)
     return torch.einsum("hij,jhd->ihd", p, v), lse, None, None, None
 
@@ -113,7 +125,7 @@ def flash_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, *given: Any, **how: Any
 ) -> Any:
     group, kv_heads = q.shape[1] // k.shape[1], k.shape[1]
-    p, _ = weights(q, k, given[0], lse, **how)
+    p, _ = weights(q, k, *given[:2], lse, **how)
     repeated = v.repeat_interleave(group, dim=1)
     products = (grad * out).sum(-1).T.unsqueeze(-1)
     ds = how["scale"] * p * (torch.einsum("ihd,jhd->hij", grad, repeated) - products)

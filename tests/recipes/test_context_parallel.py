@@ -46,7 +46,8 @@ MODELS: dict[str, dict[str, Any]] = {
 # In what layers run, and where weights lie: the same updates.
 VARIANTS: list[dict[str, Any]] = [
     {"checkpointing": "full"},
-    {"checkpointing": "selective", "packs": True},
+    {"checkpointing": "selective", "packs": True, "offload": True},
+    {"checkpointing": "full", "tile_tokens": 8},
     {"wrap": "linear", "sharding": {"strategy": "ddp"}},
     {"sharding": {"strategy": "hybrid_full_shard", "replicate": 2}, "packs": True},
     {"sharding": {"vocabulary": "split", "offload_base": "cpu"}},
@@ -76,19 +77,18 @@ def compare(
 
 
 def test_packed_rows_on_two_ranks(tmp_path: Path) -> None:
-    compare(write_tiny_model(tmp_path), 2, 2, [{"packs": True}])
+    compare(write_tiny_model(tmp_path), 2, 2, [{"packs": True, "steps": 4}])
 
 
-@pytest.mark.long
 @pytest.mark.parametrize(
     ("name", "size", "parts"),
     [
-        ("llama", 3, 3),
-        ("llama", 4, 2),
-        ("window of 9", 3, 3),
-        ("window of 40, and none", 3, 3),
-        ("sinks, experts", 2, 2),
-        ("balanced experts", 2, 2),
+        pytest.param("sinks, experts", 2, 2, marks=pytest.mark.long),
+        pytest.param("llama", 3, 3, marks=pytest.mark.slow),
+        pytest.param("llama", 4, 2, marks=pytest.mark.slow),
+        pytest.param("window of 9", 3, 3, marks=pytest.mark.slow),
+        pytest.param("window of 40, and none", 3, 3, marks=pytest.mark.slow),
+        pytest.param("balanced experts", 2, 2, marks=pytest.mark.slow),
     ],
 )
 def test_ten_updates_are_those_of_one_rank(
@@ -98,7 +98,10 @@ def test_ten_updates_are_those_of_one_rank(
     folder = write_tiny_model(tmp_path, **MODELS[name])
     # With eps 1e-6 one number of 100,000 differed by 1.01e-5; losses and norms were equal.
     balanced = {"router_aux_loss": 0.5, "eps": 1e-5} if name == "balanced experts" else {}
-    compare(folder, size, parts, [balanced, balanced | {"packs": True, "method": "lora"}])
+    cases = [balanced, balanced | {"packs": True, "method": "lora"}]
+    if balanced:
+        cases.append(balanced | {"sharding": {"expert_parallel": 2}})
+    compare(folder, size, parts, cases)
 
 
 @pytest.mark.long
@@ -107,12 +110,12 @@ def test_a_part_of_padding_alone(tmp_path: Path) -> None:
     compare(write_tiny_model(tmp_path), 3, 3, [{"split": (1, 12), "steps": 3}])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_variants(tmp_path: Path) -> None:
     compare(write_tiny_model(tmp_path), 4, 2, [{"steps": 4} | case for case in VARIANTS])
 
 
-@pytest.mark.long
+@pytest.mark.slow
 @needs_compiler
 def test_compiled_layers(tmp_path: Path) -> None:
     """Without a break, and nothing is built after the second step."""
@@ -188,7 +191,7 @@ def numbers(run: Path) -> dict[int, dict[str, float]]:
     return found
 
 
-@pytest.mark.long
+@pytest.mark.slow
 def test_commands(tmp_path: Path) -> None:
     """Adapters, pairs, labelled answers and full finetuning with a split vocabulary: what one rank
     logs of training and validation; and runs of one rank go on."""

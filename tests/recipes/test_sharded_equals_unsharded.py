@@ -79,7 +79,11 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 targets=case.get("adapted", ["all-linear", "lm_head"]),
             ),
             sharding=sharding,
-            activation=ActivationConfig(case.get("checkpointing", "none")),
+            activation=ActivationConfig(
+                case.get("checkpointing", "none"),
+                offload=case.get("offload", False),
+                tile_tokens=case.get("tile_tokens"),
+            ),
             compile=case.get("compile", False),
         )
         model = recipe.load_model(cfg, world)
