@@ -1,4 +1,4 @@
-"""Fold LoRA, DoRA or IA3 adapters into their base: one model folder, for any inference engine.
+"""Fold adapters into their base: one model folder, for any inference engine.
 
     tune run recipes/merge --config configs/merge.yaml \\
         model.path=meta-llama/Meta-Llama-3-70B adapter=runs/x/adapter output_dir=models/x

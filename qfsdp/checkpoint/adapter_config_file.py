@@ -28,7 +28,8 @@ WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
 LARGEST_ALPHA = 1e30  # it is used in fp32
 # `peft_type` -> end of the key that every adapted linear has exactly once.
-KEY_ENDS = {"LORA": ".lora_A.weight", "IA3": ".ia3_l"}
+KEY_ENDS = {"LORA": ".lora_A.weight", "IA3": ".ia3_l", "MISS": ".miss_block"}
+KEY_ENDS["OFT"] = ".oft_R.weight"
 # Settings that a run must share with the adapter that it starts from: our field -> PEFT's key.
 SHARED_FIELDS = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslora": "use_rslora"}
 # PEFT's keys with any value: names, training options, and the adapted linears, which the tensors
@@ -42,9 +43,10 @@ IGNORED_KEYS = {
         "layers_to_transform",
         "layers_pattern",
     ),
-    *("feedforward_modules", "init_ia3_weights"),
+    *("feedforward_modules", "init_ia3_weights", "use_cayley_neumann"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see UNCHANGED_BASE_INIT
 }
+EXPECTED_OFT = {"use_cayley_neumann": True, "num_cayley_neumann_terms": 5}
 # A name in layers that stand deeper than "model.layers".
 _IN_DEEP_LAYER = re.compile(r"([^\W\d]\w*(?:\.[^\W\d]\w*){2,})\.\d+\.")
 # Initializations that leave the base unchanged. PiSSA, LoftQ and others change it.
@@ -76,6 +78,14 @@ def peft_config(
         scaled = [name for name in linears if name.rpartition(".")[2] in SCALED_INPUTS]
         more = {"peft_type": "IA3", "feedforward_modules": scaled, "init_ia3_weights": True}
         return more | settings
+    if config.method == "miss":
+        more = {"peft_type": "MISS", "r": config.rank, "miss_dropout": config.dropout}
+        return more | {"init_weights": True, "mini_r": 1, "bias": "none"} | settings
+    if config.method == "oft":
+        more = {"peft_type": "OFT", "oft_block_size": config.block_size, "r": 0, "bias": "none"}
+        # PEFT warns of older versions, which had another series.
+        more |= {**EXPECTED_OFT, "init_weights": True, "peft_version": "0.18.0"}
+        return more | settings
     return {
         "peft_type": "LORA",
         "r": config.rank,
@@ -105,8 +115,7 @@ def excluded_modules(keys: Iterable[str]) -> dict[str, str]:
 
 
 def read_peft_config(folder: Path) -> dict[str, Any]:
-    """The content of `adapter_config.json`, checked: "r", "lora_alpha", "use_dora" and "use_rslora"
-    have values of their types, except for IA3, which has none of them.
+    """The content of `adapter_config.json`, checked: `config_of` can read it.
 
     Raises:
         UserError: the file is missing or broken, or has an option that qfsdp lacks.
@@ -122,7 +131,7 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
         raise UserError(f"{file}: {written!r:.50} is no JSON object; expected an adapter's config")
     kind = written.get("peft_type")
     if not isinstance(kind, str) or kind not in KEY_ENDS:
-        raise UserError(f"{file}: peft_type {kind!r}; expected 'LORA' or 'IA3'")
+        raise UserError(f"{file}: peft_type {kind!r}; expected {', '.join(KEY_ENDS)}")
     if written.get("modules_to_save"):
         raise UserError(
             f"{file}: modules_to_save {written['modules_to_save']}; expected none: qfsdp does not "
@@ -131,17 +140,26 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     for key, value in written.items():
         if (reason := _unsupported(key, value, written)) is not None:
             raise UserError(f"{file}: {key} {value!r}: {reason}")
-    if kind == "LORA":
+    if kind in ("LORA", "MISS"):
         _check_types(file, written)
+    if kind == "OFT":
+        _check_oft(file, written)
     return written
 
 
 def config_of(written: Mapping[str, Any], modules: Iterable[str] | None = None) -> AdapterConfig:
-    """The section `adapter` of a checked LoRA or DoRA config, without `targets`.
+    """The section `adapter` of a checked config, without `targets`.
 
     Args:
         modules: names of the adapted linears; patterns that match none are left out.
     """
+
+    if written["peft_type"] == "IA3":
+        return AdapterConfig("ia3")
+    if written["peft_type"] == "MISS":
+        return AdapterConfig("miss", rank=written["r"])
+    if written["peft_type"] == "OFT":
+        return AdapterConfig("oft", block_size=written["oft_block_size"])
 
     def numbers(key: str) -> dict[str, Any] | None:
         pattern = written.get(key) or {}
@@ -182,6 +200,8 @@ def _check_types(file: Path, written: dict[str, Any]) -> None:
     rank, alpha = written.get("r"), written.get("lora_alpha")
     if type(rank) is not int or rank < 1:
         raise wrong("r", "an integer of at least 1")
+    if written["peft_type"] == "MISS":
+        return
     if (
         not isinstance(alpha, int | float)
         or isinstance(alpha, bool)
@@ -193,6 +213,16 @@ def _check_types(file: Path, written: dict[str, Any]) -> None:
             raise wrong(key, "true or false")
 
 
+def _check_oft(file: Path, written: dict[str, Any]) -> None:
+    """Checks that an adapter is OFT of the form that `qfsdp.modules.adapters.oft` has."""
+    for key, expected in EXPECTED_OFT.items():
+        if written.get(key) != expected:
+            raise UserError(f"{file}: {key} {written.get(key)!r:.50}; expected {expected!r}")
+    size = written.get("oft_block_size")
+    if type(size) is not int or size < 2:
+        raise UserError(f"{file}: oft_block_size {size!r:.50}; expected an integer of at least 2")
+
+
 def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
     """Why an adapter with this setting cannot be loaded; None if it can."""
     if key == "bias":
@@ -200,6 +230,8 @@ def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
     if key == "init_lora_weights":
         kept = value in UNCHANGED_BASE_INIT
         return None if kept else "this initialization changed the base that the adapter belongs to"
+    if key == "init_weights":
+        return None if isinstance(value, bool) else "qfsdp has the default form alone"
     if key in ("rank_pattern", "alpha_pattern"):
         return None if not value or _is_pattern(key, value) else "expected a number for each name"
     # Switches, lists and sections turn options on; numbers and names are their parameters.

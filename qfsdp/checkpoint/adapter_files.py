@@ -8,6 +8,8 @@ names of the linears:
     base_model.model.model.layers.0.self_attn.q_proj.lora_B.weight            [out, rank]
     base_model.model.model.layers.0.self_attn.q_proj.lora_magnitude_vector    [out]
     base_model.model.model.layers.0.self_attn.k_proj.ia3_l                    [out, 1] or [1, in]
+    base_model.model.model.layers.0.self_attn.q_proj.miss_block               [rank, out]
+    base_model.model.model.layers.0.self_attn.q_proj.oft_R.weight             [blocks, numbers]
 
 Experts: see `expert_adapter_files`. Until they are written, their keys are formed like the others.
 `save_adapter` writes one, `check_adapter` and `load_adapter` read one, ours or PEFT's.
@@ -63,6 +65,8 @@ PEFT_FIELDS = {
     "lora_B": "lora_B.weight",
     "magnitude": "lora_magnitude_vector",
     "ia3_l": "ia3_l",
+    "miss_block": "miss_block",
+    "oft_R": "oft_R.weight",
 }
 
 
@@ -170,16 +174,14 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     belong to. Reads settings and a file's header only.
 
     Raises:
-        UserError: a file is missing or broken, or the adapter is not LoRA, DoRA or IA3.
+        UserError: a file is missing or broken, or the adapter is of another kind.
     """
     folder = local_folder(folder)
     written, tensors = read_peft_config(folder), read_adapter_header(folder)
     modules = _adapted_modules(tensors)
     if not modules:
-        raise UserError(f"{folder / WEIGHTS_FILE}: no tensor of a LoRA, DoRA or IA3 adapter")
+        raise UserError(f"{folder / WEIGHTS_FILE}: no tensor of an adapter of linears")
     targets = modules if selects_some(written) else _last_names(modules)
-    if written["peft_type"] == "IA3":
-        return AdapterConfig("ia3", targets=targets)
     config = config_of(written, modules)
     config.targets = targets
     for key, stored in tensors.items():

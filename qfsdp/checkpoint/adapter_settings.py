@@ -14,6 +14,9 @@ from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
 from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES, ROUTER_NAMES, linears_of
 
+# Fields that must be the same, besides the method; of other methods `SHARED_FIELDS`.
+OF_KIND = {"ia3": [], "miss": ["rank"], "oft": ["block_size"]}
+
 
 def check_settings(
     config: AdapterConfig, theirs: AdapterConfig, folder: str | Path, model: nn.Module
@@ -27,7 +30,9 @@ def check_settings(
     Raises:
         UserError: method, rank, alpha or linears differ.
     """
-    fields = ["method"] if "ia3" in (config.method, theirs.method) else list(SHARED_FIELDS)
+    fields = OF_KIND.get(theirs.method, list(SHARED_FIELDS))
+    if config.method != theirs.method and not (config.is_low_rank and theirs.is_low_rank):
+        fields = ["method"]
     differing = [field for field in fields if getattr(config, field) != getattr(theirs, field)]
     if differing:
         mine = ", ".join(f"adapter.{field}: {_as_yaml(config, field)}" for field in differing)
@@ -76,8 +81,10 @@ def _as_yaml(config: AdapterConfig, field: str) -> str:
 
 def _as_peft(config: AdapterConfig, field: str) -> str:
     """A field's key and value as written in `adapter_config.json`."""
-    if config.method == "ia3":
-        return "peft_type IA3"
+    if field == "method" and not config.is_low_rank:
+        return f"peft_type {config.method.upper()}"
+    if field == "block_size":
+        return f"oft_block_size {config.block_size}"
     value = str(config.method == "dora").lower() if field == "method" else _as_yaml(config, field)
     return f"{SHARED_FIELDS[field]} {value}"
 

@@ -22,6 +22,7 @@ _SAME = """
     adapter.method adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.rslora
     adapter.init adapter.lora_plus_ratio adapter.start_from adapter.expert_rank
     adapter.expert_sharing adapter.layers adapter.exclude adapter.rank_pattern adapter.alpha_pattern
+    adapter.block_size
     trainable.layers trainable.embeddings trainable.dtype
 """
 
@@ -61,6 +62,7 @@ CLASSES: dict[str, Class] = {
 
 ABSENT: dict[str, Any] = {
     "quantization.compute": "bf16",
+    "adapter.block_size": 32,
     "packed": False,
     "optimizer_in_backward": False,
     "epochs": 1,

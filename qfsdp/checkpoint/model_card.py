@@ -26,6 +26,7 @@ from qfsdp.config.load import get_key, to_yaml
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import hub_name, local_folder
 from qfsdp.hub.upload import KEY, push_later
+from qfsdp.modules.adapters.config import NAMES
 from qfsdp.modules.hub_models.config import HubConfig
 
 CARD_FILE = "README.md"
@@ -125,8 +126,10 @@ def _facts(trained: dict[str, Any], run: Path, folder: Path) -> Iterator[tuple[s
     method = _get(trained, "adapter.method")
     if method is None:
         yield "method", "full finetuning" if "trainable" in trained else "merged adapter"
-    elif method == "ia3":
-        yield "method", "IA3"
+    elif method in ("ia3", "oft"):
+        yield "method", NAMES[method]
+    elif method == "miss":
+        yield "method", f"MiSS, rank {_get(trained, 'adapter.rank')}"
     else:
         rank, alpha = _get(trained, "adapter.rank"), _get(trained, "adapter.alpha")
         yield (

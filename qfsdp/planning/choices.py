@@ -30,6 +30,7 @@ from qfsdp.data import build_dataset
 from qfsdp.data.files.rows import load_rows
 from qfsdp.data.preferences.tokenized import RowLimit, build_preferences
 from qfsdp.launch.ranks import planned_ranks
+from qfsdp.modules.adapters.config import NAMES
 from qfsdp.modules.compute_dtype import has_bf16_gpus
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.planning.changes import Changes, changed, micro_batches
@@ -39,7 +40,6 @@ from qfsdp.planning.search import candidates, search
 from qfsdp.training.learning_rate import choose_lr
 from qfsdp.training.optimizer import check_optimizer
 
-METHODS = {"lora": "LoRA", "dora": "DoRA", "ia3": "IA3"}
 LEAST_TO_DIVIDE, MOST_HELD_OUT = 20, 200  # rows
 MEASURED, LEAST_LENGTH, MOST_LENGTH = 1000, 256, 2048  # rows; tokens
 FEW, EPOCHS = 3000, 3
@@ -187,7 +187,7 @@ class Choices:
                 self.keep(key, value)
         cfg = self.config()
         bits = f"{cfg.quantization.format} weights".replace("none", "unquantized")
-        method = METHODS.get(cfg.adapter.method, cfg.adapter.method)
+        method = NAMES.get(cfg.adapter.method, cfg.adapter.method)
         self.say("method", f"{method} of rank {cfg.adapter.rank} over {bits}: {why}")
 
 

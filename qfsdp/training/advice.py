@@ -22,6 +22,7 @@ from qfsdp.data.stream import Loader
 FEW_STEPS, ENOUGH_STEPS = 20, 100
 MOST_ROWS = 500_000  # that are compared
 RATES = {"full": (1e-7, 1e-3), "ia3": (1e-5, 3e-2), "lora": (1e-6, 1e-2), "dora": (1e-6, 1e-2)}
+RATES |= dict.fromkeys(("miss", "oft"), (1e-6, 1e-2))
 PREFERENCES = (1e-8, 1e-3)
 
 

@@ -31,6 +31,8 @@ from qfsdp.data.cut_rows import CutRows
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import ScaledLinear
 from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
+from qfsdp.modules.adapters.miss import BlockSharedLinear
+from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.transformer import Decoder, DecoderLayer
@@ -154,6 +156,10 @@ class _Work:
                 trained = True
             if isinstance(linear, LowRankLinear):
                 weights += zip(linear.factors, (self.trained, True), strict=True)
+            if isinstance(linear, BlockSharedLinear):
+                weights.append((linear.miss_block, True))
+            if isinstance(linear, RotatedLinear):  # a rotation has each number twice
+                weights = [(linear.weight, True), *2 * [(linear.oft_R, self.trained)]]
             for weight, wanted in weights:
                 product = int(2 * tokens * weight.numel() * share)
                 self.forward += product

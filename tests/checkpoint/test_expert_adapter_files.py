@@ -222,14 +222,14 @@ def test_mistakes_in_configs_are_refused_in_one_line(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="'loftq' has no start for experts"):
         check_loftq(model, SimpleNamespace(quantized=False))  # type: ignore[arg-type]
     for bad, message in (
-        (AdapterConfig("ia3", targets=ALL), "adapter.method: 'ia3' has no factors of experts"),
+        (AdapterConfig("ia3", targets=ALL), "adapter.method: 'ia3' has no form of experts"),
         (
             AdapterConfig("lora", 2, expert_rank=500),
             r"adapter.expert_rank: 500; expected at most \d+",
         ),
         (AdapterConfig("lora", 2, targets=["gate_proj"]), "'gate_proj' is not a linear of this"),
         (AdapterConfig("lora", 2, targets=["router"]), "'router' is not a linear of .*, gate$"),
-        (AdapterConfig("ia3", targets=["gate"]), "adapter.method: 'ia3' has no factors of routers"),
+        (AdapterConfig("ia3", targets=["gate"]), "adapter.method: 'ia3' has no form of routers"),
         (
             AdapterConfig("lora", 2, targets=["q_proj", "down_proj"], expert_sharing="outer"),
             "adapter.expert_sharing: 'outer', and adapter.targets selects down_proj of experts; "

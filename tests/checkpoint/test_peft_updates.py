@@ -37,6 +37,9 @@ UPDATES, LR, EPS = 10, 3e-4, 1e-5
 KINDS = {
     "pissa": AdapterConfig("lora", rank=8, alpha=12.0, init="pissa"),
     "olora": AdapterConfig("lora", rank=8, alpha=12.0, init="olora", rslora=True),
+    # Neither 192 nor 577 inputs are a multiple of 10, and 32 does not divide 577.
+    "miss": AdapterConfig("miss", rank=10),
+    "oft": AdapterConfig("oft", targets=["q_proj", "k_proj", "o_proj", "up_proj", "lm_head"]),
 }
 CASES = [f"{name} {base}" for name in KINDS for base in ("none", "nf4")]
 UNCHANGED = [case for case in CASES if not KINDS[case.split()[0]].changes_base]

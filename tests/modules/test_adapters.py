@@ -453,6 +453,9 @@ def test_what_ia3_takes_without_targets_and_with_them() -> None:
     [
         (AdapterConfig("ia3", dropout=0.1), "dropout: 0.1 is not valid; expected 0.0, as method"),
         (AdapterConfig("ia3", rslora=True), "rslora: True is not valid; expected false, as method"),
+        (AdapterConfig("miss", init="pissa"), "init: 'pissa' is not valid; expected default, as m"),
+        (AdapterConfig("oft", dropout=0.1), "dropout: 0.1 is not valid; expected 0.0, as method"),
+        (AdapterConfig("oft", block_size=1), "block_size: 1 is not valid; expected an integer of"),
         (AdapterConfig("ia3", init="loftq"), "init: 'loftq' is not valid; expected default, as me"),
         (AdapterConfig("ia3", lora_plus_ratio=2.0), "lora_plus_ratio: 2.0 is not valid; expected "
          "null, as method ia3 has no low-rank product"),

@@ -1,4 +1,4 @@
-"""IA3, rsLoRA, LoRA+ and starts from the base, as runs of the recipe.
+"""IA3, MiSS, OFT, rsLoRA, LoRA+ and starts from the base, as runs of the recipe.
 
 Losses and adapters are the same on 1, 2 and 3 ranks, and have the same bits in a resumed run.
 """
@@ -42,12 +42,20 @@ VARIANTS = {
     "loftq_dora": ["adapter.method=dora", "adapter.init=loftq"],
     "pissa": ["adapter.method=lora", "adapter.init=pissa"],
     "ia3": ["adapter.method=ia3", "optimizer.lr=0.01"],
+    "miss": ["adapter.method=miss"],
+    "oft": [
+        "adapter.method=oft",
+        "adapter.block_size=6",
+        "adapter.targets=[q_proj,o_proj,lm_head]",
+    ],
     "ia3_head": ["adapter.method=ia3", "optimizer.lr=0.01", "adapter.targets=[all-linear,lm_head]"],
 }
 # On each rank torchao keeps 8-bit states for tensors of at least 4096 numbers, if 256 divides them.
 EIGHT_BIT = ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused", "adapter.rank=64"]
 EIGHT_BIT.append("adapter.targets=[q_proj,o_proj]")
-RESUMED = {name: VARIANTS[name] for name in ("lora_plus", "loftq_dora", "pissa", "ia3_head")}
+RESUMED = {
+    name: VARIANTS[name] for name in ("lora_plus", "loftq_dora", "pissa", "miss", "oft", "ia3_head")
+}
 RESUMED["lora_plus_8bit"] = [*VARIANTS["lora_plus"], *EIGHT_BIT]
 
 
@@ -137,7 +145,7 @@ def test_the_variants_are_other_runs(trained: Path) -> None:
     """First losses are equal, except where the start differs; last losses all differ."""
     first = {name: logged(trained / f"{name}_1", "loss")[1] for name in VARIANTS}
     last = {name: logged(trained / f"{name}_1", "loss")[3] for name in VARIANTS}
-    for name in ("rslora", "lora_plus", "ia3", "ia3_head"):
+    for name in ("rslora", "lora_plus", "ia3", "miss", "oft", "ia3_head"):
         assert first[name] == pytest.approx(first["lora"], rel=1e-6), name
     for name in ("loftq", "pissa"):
         assert abs(first[name] - first["lora"]) > 1e-4

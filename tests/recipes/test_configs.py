@@ -43,6 +43,7 @@ SHORT = (
     "llama3_8b_llama_pro",
     "qwen3_30b_a3b_qlora",
     "smollm2_135m_ia3",
+    "smollm2_135m_miss",
 )
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
 FAMILIES = {

@@ -26,6 +26,7 @@ from qfsdp.checkpoint.weights.quantize import quantized_model
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, whole_file
 from qfsdp.distributed.world import World
+from qfsdp.modules.adapters.config import NAMES
 from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
@@ -87,7 +88,7 @@ def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter
     experts = any(map(is_of_experts, read_adapter_header(adapter)))
     reason = None
     if config.method != "lora":
-        reason = f"is {'DoRA' if config.method == 'dora' else 'IA3'}, which vLLM does not load"
+        reason = f"is {NAMES[config.method]}, which vLLM does not load"
     elif experts:
         reason = "adapts experts, which vLLM loads with options of its own"
     elif config.ends:

@@ -1,9 +1,10 @@
-"""Merges LoRA, DoRA or IA3 adapters into the weights: a model folder that needs no adapter.
+"""Merges adapters into the weights: a model folder that needs no adapter.
 
     W' = W + s B A                               LoRA
     W' = magnitude / norm * (W + s B A)          DoRA; norm: of each row of W + s B A
     W' = l * W, and bias' = l * bias             IA3 of the outputs; l: one factor per row
     W' = W * l                                   IA3 of the inputs; l: one factor per column
+    W' = W + [D^T D^T ... ],  W' = W R^T         MiSS, OFT
 
 W is the weight that training multiplied by: dequantized if it was quantized. The merge is computed
 in fp32 and rounded once. Rows are read, merged and written some megabytes at a time; only a
@@ -60,6 +61,8 @@ from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import ScaledLinear, add_adapters
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, base_parameters
+from qfsdp.modules.adapters.miss import merged_blocks
+from qfsdp.modules.adapters.oft import merged_rotations
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig
@@ -323,6 +326,10 @@ class Merge:
                 factors = tensors["ia3_l"]
                 of_inputs = len(factors) == 1  # every row needs all of them
                 merged = scaled_rows(chunk, factors if of_inputs else factors[at : at + len(chunk)])
+            elif "miss_block" in tensors:
+                merged = merged_blocks(chunk, tensors["miss_block"][:, at : at + len(chunk)])
+            elif "oft_R" in tensors:
+                merged = merged_rotations(chunk, tensors["oft_R"], self._config.block_size)
             else:
                 merged = self._low_rank(name, chunk, at, tensors)
             check_finite(f"{name} with its adapter", merged)

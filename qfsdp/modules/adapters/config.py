@@ -11,6 +11,7 @@ from qfsdp.modules.targets import ALL_LINEAR
 
 N = TypeVar("N", int, float)
 
+NAMES = {"lora": "LoRA", "dora": "DoRA", "ia3": "IA3", "miss": "MiSS", "oft": "OFT"}
 BASE_STARTS = ("pissa", "olora")
 IA3_TARGETS = ["k_proj", "v_proj", "down_proj"]
 # The factor of the hidden size, which experts share with `expert_sharing: outer`.
@@ -25,7 +26,9 @@ class AdapterConfig:
     """Section `adapter`: what is trained.
 
     Fields:
-        method: "dora", "lora" or "ia3". IA3 does not use the fields `rank`, `alpha` and `dropout`.
+        method: "dora", "lora", "ia3", "miss" (qfsdp/modules/adapters/miss.py) or "oft"
+            (qfsdp/modules/adapters/oft.py). MiSS uses `rank` and `dropout`, OFT uses `block_size`,
+            and IA3 none of them; `alpha` is of LoRA and DoRA.
         rank: inner dimension of the low-rank product.
         alpha: the product is scaled by alpha / rank.
         dropout: probability, on the input of the low-rank product.
@@ -49,6 +52,7 @@ class AdapterConfig:
         lora_plus_ratio: learning rate of B as a multiple of the learning rate of the rest, e.g. 16
             (LoRA+, https://arxiv.org/abs/2402.12354); null: the same learning rate.
         start_from: a PEFT adapter folder to start from; null: fresh adapters.
+        block_size: inputs that a rotation of OFT turns; divides the inputs of every linear.
         expert_rank: rank of every expert of a mixture: a number, or "divided": rank / experts per
             token, at least 1, so that a token meets as many numbers as in a dense model. null:
             `rank`. The product of an expert is scaled by alpha / its own rank.
@@ -56,7 +60,7 @@ class AdapterConfig:
             gate_up_proj and B of down_proj; the others are of each expert. null: all are.
     """
 
-    method: Literal["lora", "dora", "ia3"] = "dora"
+    method: Literal["lora", "dora", "ia3", "miss", "oft"] = "dora"
     rank: int = 16
     alpha: float = 32.0
     dropout: float = 0.0
@@ -69,6 +73,7 @@ class AdapterConfig:
     init: Literal["default", "loftq", "pissa", "olora"] = "default"
     lora_plus_ratio: float | None = None
     start_from: str | None = None
+    block_size: int = 32
     expert_rank: int | Literal["divided"] | None = None
     expert_sharing: Literal["outer"] | None = None
 
@@ -76,6 +81,11 @@ class AdapterConfig:
     def scaling(self) -> float:
         """The factor of the low-rank product."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
+
+    @property
+    def is_low_rank(self) -> bool:
+        """Whether a product B A is trained."""
+        return self.method in ("lora", "dora")
 
     @property
     def changes_base(self) -> bool:
@@ -123,6 +133,8 @@ class AdapterConfig:
         if isinstance(self.expert_rank, int) and self.expert_rank < 1:
             expected = "an integer of at least 1, divided, or null"
             raise InvalidField("expert_rank", self.expert_rank, expected)
+        if self.block_size < 2:
+            raise InvalidField("block_size", self.block_size, "an integer of at least 2")
         if not self.alpha > 0:
             raise InvalidField("alpha", self.alpha, "a number above 0")
         if not 0.0 <= self.dropout < 1.0:
@@ -135,13 +147,15 @@ class AdapterConfig:
         if self.changes_base and self.dropout:
             expected = f"0, as init {self.init} has a part of the base in the product"
             raise InvalidField("dropout", self.dropout, expected)
-        switches = {"dropout": 0.0, "rslora": False, "init": "default", "lora_plus_ratio": None}
+        switches: dict[str, object] = {} if self.method == "miss" else {"dropout": 0.0}
+        switches |= {"rslora": False, "init": "default", "lora_plus_ratio": None}
         switches |= {"expert_rank": None, "expert_sharing": None}
         switches |= {"rank_pattern": None, "alpha_pattern": None}
         for key, off in switches.items():
-            if self.method == "ia3" and (value := getattr(self, key)) != off:
+            if not self.is_low_rank and (value := getattr(self, key)) != off:
                 words = str("null" if off is None else off).lower()
-                raise InvalidField(key, value, f"{words}, as method ia3 has no low-rank product")
+                expected = f"{words}, as method {self.method} has no low-rank product"
+                raise InvalidField(key, value, expected)
         for name, numbers in (("rank", self.rank_pattern), ("alpha", self.alpha_pattern)):
             for pattern, number in (numbers or {}).items():
                 check_pattern(f"adapter.{name}_pattern", pattern)

@@ -1,4 +1,4 @@
-"""LoRA, DoRA and IA3 adapters on the linears of a decoder.
+"""Adapters on the linears of a decoder: LoRA, DoRA, IA3, and those of `miss` and `oft`.
 
 LoRA (https://arxiv.org/abs/2106.09685) adds a low-rank product to a frozen weight W:
 
@@ -48,6 +48,8 @@ from qfsdp.modules.adapters.low_rank_linear import (
 )
 from qfsdp.modules.adapters.low_rank_linear import base_parameters as base_parameters
 from qfsdp.modules.adapters.low_rank_linear import dora_linears as dora_linears
+from qfsdp.modules.adapters.miss import BlockSharedLinear
+from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.adapters.places import adapted_places
 from qfsdp.modules.adapters.reference import keep_start
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
@@ -187,17 +189,17 @@ def _adapted(
 ) -> AdaptedLinear:
     """`module` with an unset adapter."""
     if isinstance(module, Router):
-        if config.method == "ia3":
-            expected = "lora or dora, or adapter.targets without it"
-            raise UserError(f"adapter.method: 'ia3' has no factors of routers ({name}); {expected}")
+        _check_low_rank(config, "routers", name)
         return LowRankRouter(module, _of_linear(config, name, module))
     if not isinstance(module, ExpertLinear):
         if config.method == "ia3":
             return ScaledLinear(module, name.rpartition(".")[2] in SCALED_INPUTS)
+        if config.method == "miss":
+            return BlockSharedLinear(name, module, config)
+        if config.method == "oft":
+            return RotatedLinear(name, module, config)
         return LowRankLinear(module, _of_linear(config, name, module))
-    if config.method == "ia3":
-        expected = "lora or dora, or adapter.targets without it"
-        raise UserError(f"adapter.method: 'ia3' has no factors of experts ({name}); {expected}")
+    _check_low_rank(config, "experts", name)
     config = config.of_experts(cast(Any, model).config.experts.top_k)
     key = "rank" if config.expert_rank is None else "expert_rank"
     config = _of_linear(config, name, module, key, module.experts)
@@ -213,6 +215,14 @@ def _of_linear(
     key = key if own.rank == config.rank else "rank_pattern"
     check_rank(key, name, own.rank, rows // experts, cols)
     return own
+
+
+def _check_low_rank(config: AdapterConfig, of: str, name: str) -> None:
+    if not config.is_low_rank:
+        expected = "expected lora or dora, or adapter.targets without it"
+        raise UserError(
+            f"adapter.method: {config.method!r} has no form of {of} ({name}); {expected}"
+        )
 
 
 def parameter_groups(model: nn.Module, config: AdapterConfig) -> list[Any]:
@@ -237,7 +247,7 @@ def seeded(seed: int, name: str) -> torch.Generator:
 @torch.no_grad()
 def init_adapters(model: nn.Module, seed: int, magnitudes: bool = True) -> None:
     """Sets every adapter to its start: A uniform within 1 / sqrt(in) (as LoRA's authors and PEFT),
-    B zero, magnitudes the row norms of the loaded base, the factors of IA3 one.
+    B zero, magnitudes the row norms of the loaded base, the factors of IA3 one, MiSS and OFT zero.
 
     A depends on `seed` and the module's name only, not on ranks or order.
 
@@ -248,6 +258,8 @@ def init_adapters(model: nn.Module, seed: int, magnitudes: bool = True) -> None:
     for name, module in adapted_linears(model):
         if isinstance(module, ScaledLinear):
             local_part(module.ia3_l).fill_(1.0)
+        elif isinstance(module, BlockSharedLinear | RotatedLinear):
+            module.reset()
         elif isinstance(module, LowRankLinear):
             bound, generator = module.lora_A.shape[1] ** -0.5, seeded(seed, name)
             a = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator)

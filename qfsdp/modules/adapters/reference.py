@@ -21,7 +21,7 @@ from qfsdp.tensor_subclasses.dtensor import local_part
 Reference = Literal["base", "start", "none"]
 """The adapters off, as they were when the run began, or no reference."""
 
-ADAPTER_FIELDS = ("lora_A", "lora_B", "magnitude", "weight_norm", "ia3_l")
+ADAPTER_FIELDS = ("lora_A", "lora_B", "magnitude", "weight_norm", "ia3_l", "miss_block", "oft_R")
 
 
 def keep_start(model: nn.Module, reference: Reference, config: AdapterConfig) -> None:
