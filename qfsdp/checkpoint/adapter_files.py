@@ -184,6 +184,8 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     targets = modules if selects_some(written) else _last_names(modules)
     config = config_of(written, modules)
     config.targets = targets
+    if not config.is_low_rank:
+        return config
     for key, stored in tensors.items():
         if is_of_experts(key) or not key.endswith(KEY_ENDS["LORA"]):
             continue
