@@ -143,7 +143,9 @@ def main(cfg: Config, training: Training) -> None:
     functions = (training.recipe.build_model, training.recipe.train_step)
     predict = Predictor(*functions, train, cfg.world_size, local, hardware)
     tried = []
-    for trial in search(candidates(cfg.world_size, machines), predict, samples, hardware):
+    rows = (predict.takes_tiles, predict.sharing_ranks)
+    ways = candidates(cfg.world_size, machines, *rows)
+    for trial in search(ways, predict, samples, hardware):
         show_trial(trial, hardware)
         tried.append(trial)
     fitting = sorted((t for t in tried if t.fits), key=lambda t: t.prediction.time.seconds)

@@ -37,7 +37,7 @@ _TOLD = """
 # Files, memory and logs. The base is compared by its weights, the sizes of batches by their
 # product. Weights that are kept quantized or on disk are the same bytes.
 _FREE = """
-    output_dir model.path model.quantize_cache resume push_to_hub save_dtype
+    output_dir model.path model.quantize_cache model.max_positions resume push_to_hub save_dtype
     batch_size gradient_accumulation_steps global_batch_size reference_logprobs
     metric_logger log_every_n_steps report preflight device_memory compile_cache_dir
     quantization.expert_chunk

@@ -30,6 +30,7 @@ from qfsdp.modules.decoder_config import DecoderConfig
 
 Checkpointing = Literal["none", "full", "selective"]
 Block = Callable[..., Tensor]
+LEAST_TILE = 1024  # tokens
 
 
 @dataclass
@@ -69,7 +70,8 @@ class ActivationConfig:
         if self.tile_tokens is not None and model.experts is not None:
             expected = "null: the model is a mixture of experts"
             raise UserError(f"activation.tile_tokens: {self.tile_tokens}; expected {expected}")
-        return max(1024, model.hidden_size) if self.tile_tokens == "auto" else self.tile_tokens
+        by_size = max(LEAST_TILE, model.hidden_size)
+        return by_size if self.tile_tokens == "auto" else self.tile_tokens
 
 
 def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:

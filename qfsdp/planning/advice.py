@@ -24,9 +24,11 @@ from qfsdp.planning.changes import (
     strategy_over_all_ranks,
 )
 from qfsdp.training.memory_usage import OPTIMIZER
+from qfsdp.training.run_config import not_with_tiles
 
 SUGGESTIONS = 3  # that a message has at most
 SMALL_SHARE = 0.1  # a kind of tensors with a smaller share of the memory is not worth a change
+LONG_ROWS = 16384  # tokens from which tiles are advice
 # Kinds of tensors, besides those of `qfsdp.training.memory_usage`.
 TRANSIENT, PARAMETERS = "activations_and_temporaries", "parameters"
 
@@ -56,7 +58,7 @@ def options(cfg: Any, world_size: int, on_gpu: bool) -> list[Option]:
     Sections that the config does not have give no options: a recipe without training has no
     section `activation`.
     """
-    ways = [*_checkpointing(cfg), *_smaller_micro_batches(cfg)]
+    ways = [*_checkpointing(cfg), *_smaller_micro_batches(cfg), *_tiles(cfg)]
     if on_gpu and get_key(cfg, "activation.offload") is False:
         ways.append(Option("activation.offload", TRANSIENT, {"activation.offload": True}))
     strategy = get_key(cfg, "sharding.strategy")
@@ -78,6 +80,16 @@ def _checkpointing(cfg: Any) -> list[Option]:
     now = get_key(cfg, key)
     later = CHECKPOINTING[CHECKPOINTING.index(now) + 1 :] if now in CHECKPOINTING else ()
     return [Option(key, TRANSIENT, {key: v}, needs_dry_run=v != "full") for v in later]
+
+
+def _tiles(cfg: Any) -> list[Option]:
+    """Tiles of tokens, for long rows; only a dry run knows whether the model takes them."""
+    key, checkpointing = "activation.tile_tokens", get_key(cfg, "activation.checkpointing")
+    if checkpointing is None or get_key(cfg, key) is not None or not_with_tiles(cfg):
+        return []
+    whole: Changes = {"activation.checkpointing": "full", "activation.every_n_layers": 1}
+    long = (get_key(cfg, "max_seq_len") or 0) >= LONG_ROWS
+    return [Option(key, TRANSIENT, whole | {key: "auto"}, needs_dry_run=True)] * long
 
 
 def _smaller_micro_batches(cfg: Any) -> list[Option]:

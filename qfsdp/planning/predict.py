@@ -16,19 +16,21 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.sizes import format_size
 from qfsdp.distributed.global_batch import split_batch
+from qfsdp.modules.activations import LEAST_TILE
 from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.experts.mixture import expert_parameters
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.refused import check_hub_run
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.planning.changes import Changes, as_words, changed, differing
 from qfsdp.planning.estimate import (
     CONTEXT_BYTES,
     BuildModel,
     Estimate,
     TrainStep,
+    micro_batch_tokens,
     model_folder,
     rows_of,
 )
@@ -38,6 +40,7 @@ from qfsdp.planning.known_models import planned_config
 from qfsdp.planning.roofline import Load, StepTime, step_time
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.preference import step_options
+from qfsdp.training.run_config import not_with_tiles
 from qfsdp.training.throughput import step_flops
 
 # Host memory of a rank without offloaded tensors: libraries and batches (measured with SmolLM2 on a
@@ -145,6 +148,26 @@ class Predictor:
         return 1 if config.experts is None else config.experts.count
 
     @property
+    def has_long_rows(self) -> bool:
+        """Whether a row is several tiles long, as `activation.tile_tokens: auto` has them."""
+        hidden = planned_config(self.cfg.model).hidden_size
+        return bool(self.cfg.max_seq_len >= 4 * max(LEAST_TILE, hidden))
+
+    @property
+    def sharing_ranks(self) -> list[int]:
+        """By how many ranks a long row may be shared: 2, 4, ... of all."""
+        shares = self.has_long_rows and self.cfg.sharding.context_parallel == 1
+        powers = (2**n for n in range(1, self.world_size.bit_length()))
+        return [n for n in powers if shares and self.world_size % n == 0]
+
+    @property
+    def takes_tiles(self) -> bool:
+        """Whether `activation.tile_tokens` is of use."""
+        native = isinstance(planned_config(self.cfg.model), DecoderConfig)
+        fits = native and self.experts == 1 and not not_with_tiles(self.cfg)
+        return fits and self.has_long_rows
+
+    @property
     def count(self) -> int:
         """Dry runs so far."""
         return len(self._known)
@@ -218,7 +241,8 @@ def check_micro_batch(cfg: Any, available: int) -> None:
     """Checks that the largest tensors of one layer fit: a bound that needs no dry run.
 
     In every layer the hidden states and two intermediate ones of the whole micro-batch exist at
-    once; in a mixture of experts, those of all experts of a token.
+    once; in a mixture of experts, those of all experts of a token. In tiles only hidden states do.
+    Ranks that share rows (`sharding.context_parallel`) share these too.
 
     Args:
         available: bytes of one rank.
@@ -227,10 +251,10 @@ def check_micro_batch(cfg: Any, available: int) -> None:
         UserError: they do not fit.
     """
     config = planned_config(cfg.model)
-    width = config.hidden_size
-    if not isinstance(config, HubConfig):
+    width, parts = config.hidden_size, cfg.sharding.context_parallel
+    if not isinstance(config, HubConfig) and cfg.activation.tile_tokens is None:
         width += 2 * _inner_width(config)
-    tokens = available // (width * COMPUTE_DTYPES[cfg.model.dtype].itemsize)
+    tokens = parts * (available // (width * COMPUTE_DTYPES[cfg.model.dtype].itemsize))
     if cfg.max_seq_len > tokens:
         what, most = f"max_seq_len: {cfg.max_seq_len}", f"{tokens} tokens"
     elif rows_of(cfg) * cfg.max_seq_len > tokens:
@@ -251,19 +275,20 @@ def _inner_width(config: DecoderConfig) -> int:
 
 def step_tokens(cfg: Any) -> int:
     """Tokens of one rank in one step, where every row is `max_seq_len` long."""
-    return rows_of(cfg) * cfg.gradient_accumulation_steps * int(cfg.max_seq_len)
+    return int(micro_batch_tokens(cfg) or 0) * int(cfg.gradient_accumulation_steps)
 
 
 def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Load:
     """The work and traffic of one rank in a step.
 
-    Counts every row as full and every token as a target.
+    Counts every row as full and every token as a target. Of ranks that share rows, each counts as
+    the mean: with causal attention the last one computes up to twice as much of it.
 
     Args:
         model: on the meta device.
         found: the estimate for `cfg`.
     """
-    rows = rows_of(cfg) * cfg.gradient_accumulation_steps
+    rows = rows_of(cfg) * cfg.gradient_accumulation_steps / cfg.sharding.context_parallel
     flops = step_flops(model, [cfg.max_seq_len], cfg.max_seq_len)
     objectives = step_options(cfg).values()
     further = sum(objective.further_passes for objective in objectives)  # without gradients
@@ -275,7 +300,9 @@ def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Loa
     passes = further + (3 if cfg.activation.checkpointing == "full" else 2)
     return Load(
         flops=rows * (flops.hardware + further * flops.forward),
-        dequantized_bytes=dequantized * passes * cfg.gradient_accumulation_steps + refreshed,
+        dequantized_bytes=(dequantized * passes - _held_bytes(model, cfg))
+        * cfg.gradient_accumulation_steps
+        + refreshed,
         wire_bytes=sum(found.wire.values()),
         network_bytes=sum(found.between.values()),
         to_device_bytes=found.moved.get("to_device", 0),
@@ -286,6 +313,15 @@ def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Loa
         prefetched=cfg.sharding.prefetch > 0,
         host_optimizer=cfg.sharding.cpu_offload,
     )
+
+
+def _held_bytes(model: Decoder, cfg: Any) -> int:
+    """Bytes of dequantizing that a micro-batch in tiles saves: backward dequantizes weights of the
+    feed-forward once, to compute it again and for gradients."""
+    tokens = micro_batch_tokens(cfg) or 0
+    layers = [layer for layer in model.parts.layers if isinstance(layer, DecoderLayer)]
+    tiled = [layer.feed_forward for layer in layers if tokens > (layer.tile_tokens or tokens)]
+    return sum(_dequantized_bytes(param) for mlp in tiled for param in mlp.parameters())
 
 
 def _dequantized_bytes(weight: Tensor) -> int:

@@ -39,15 +39,20 @@ class Candidate:
         checkpointing: one of CHECKPOINTING.
         offload: a key of OFFLOAD.
         offload_activations: `activation.offload`.
+        tiles: the feed-forward is computed in tiles, `activation.tile_tokens: auto`.
+        context_parallel: `sharding.context_parallel`.
     """
 
     strategy: str
     checkpointing: str
     offload: str = "none"
     offload_activations: bool = False
+    tiles: bool = False
+    context_parallel: int = 1
 
     @property
     def changes(self) -> Changes:
+        shares = self.context_parallel > 1  # 1: as the config has it
         unsplit = self.strategy == "ddp" or self.offload == "all_to_cpu"  # "split" is refused there
         return {
             **strategy_over_all_ranks(self.strategy),
@@ -55,6 +60,8 @@ class Candidate:
             **({"sharding.vocabulary": "auto"} if unsplit else {}),
             "activation.checkpointing": self.checkpointing,
             "activation.offload": self.offload_activations,
+            "activation.tile_tokens": "auto" if self.tiles else None,
+            **({"sharding.context_parallel": self.context_parallel} if shares else {}),
         }
 
     @property
@@ -68,27 +75,46 @@ class Candidate:
         parts = [self.strategy, f"checkpointing {self.checkpointing}"]
         if self.offload != "none":
             parts.append(keys[self.offload])
+        parts += ["tiles"] * self.tiles
+        if self.context_parallel > 1:
+            parts.append(f"context_parallel {self.context_parallel}")
         return ", ".join(parts + ["activation.offload"] * self.offload_activations)
 
     def is_faster_in_all(self, other: Candidate) -> bool:
         """Whether every field is as fast as in `other`, or faster."""
-        orders = (STRATEGIES, CHECKPOINTING, tuple(OFFLOAD), (False, True))
-        pairs = zip(orders, astuple(self), astuple(other), strict=True)
-        return all(order.index(mine) <= order.index(its) for order, mine, its in pairs)
+        orders = (STRATEGIES, CHECKPOINTING, tuple(OFFLOAD), (False, True), (False, True))
+        pairs = zip(orders, astuple(self), astuple(other), strict=False)
+        faster = all(order.index(mine) <= order.index(its) for order, mine, its in pairs)
+        return faster and self.context_parallel <= other.context_parallel
 
 
-def candidates(world_size: int, machines: int = 1) -> list[Candidate]:
-    """The ways to try, the fastest first; those that differ only in checkpointing are adjacent."""
+def candidates(
+    world_size: int, machines: int = 1, tiles: bool = False, shared: Sequence[int] = ()
+) -> list[Candidate]:
+    """The ways to try, the fastest first; those that differ only in checkpointing are adjacent.
+
+    Args:
+        tiles: whether rows are long enough for tiles (`Predictor.takes_tiles`). They come before
+            any offload, and all that is offloaded has them.
+        shared: by how many ranks long rows may be shared, above 1.
+    """
     strategies = STRATEGIES if world_size > 1 else ("full_shard",)
     sharded = [s for s in strategies if s != "ddp" and (machines > 1 or s == "full_shard")]
-    found = [Candidate("ddp", c) for c in CHECKPOINTING if "ddp" in strategies]
-    found += [Candidate(s, c) for s in sharded for c in CHECKPOINTING]
-    found += [Candidate(s, "full", "none", True) for s in sharded]
+    found = []
+    for group in (["ddp"] if "ddp" in strategies else []), sharded:
+        found += [Candidate(s, c) for s in group for c in CHECKPOINTING]
+        found += [Candidate(s, "full", tiles=True) for s in group if tiles]
+    found += [Candidate(s, "full", "none", True, tiles) for s in sharded]
     for s in sharded:
-        found += [Candidate(s, c, "base_to_cpu") for c in CHECKPOINTING]
-        found += [Candidate(s, "full", "base_to_cpu", True)]
+        modes = ("full",) if tiles else CHECKPOINTING
+        found += [Candidate(s, c, "base_to_cpu", False, tiles) for c in modes]
+        found += [Candidate(s, "full", "base_to_cpu", True, tiles)]
+    for parts in shared:
+        for acts in (False, True):
+            found += [Candidate(s, "full", "none", acts, tiles, parts) for s in sharded]
     for offload in ("all_to_cpu", "base_to_disk"):
-        found += [Candidate(s, "full", offload, acts) for s in sharded for acts in (False, True)]
+        ways = ((s, acts) for s in sharded for acts in (False, True))
+        found += [Candidate(s, "full", offload, acts, tiles) for s, acts in ways]
     return found
 
 
@@ -124,7 +150,8 @@ def search(
 
     Args:
         ways: as `candidates` returns them.
-        samples: of one rank in one step; the sizes of micro-batches divide it.
+        samples: of one rank in one step; the sizes of micro-batches divide it. Ranks that share
+            rows have those of all of them.
     """
     tried: list[Trial] = []
     for _, group in groupby(ways, key=lambda way: replace(way, checkpointing="")):
@@ -132,7 +159,8 @@ def search(
         if not useful:
             continue
         try:
-            least = predict(useful[-1].changes | micro_batches(1, samples))
+            of_group = samples * useful[-1].context_parallel
+            least = predict(useful[-1].changes | micro_batches(1, of_group))
         except UserError:
             if useful[-1].offload != "none":
                 continue  # nothing is frozen, or the model does not have it
@@ -143,7 +171,7 @@ def search(
             continue
         for way in useful:
             if not any(_rules_out(trial, way, hardware) for trial in tried):
-                tried.append(largest_batch(way, predict, samples, hardware))
+                tried.append(largest_batch(way, predict, samples * way.context_parallel, hardware))
                 yield tried[-1]
 
 

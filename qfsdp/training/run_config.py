@@ -44,7 +44,9 @@ def check_run_config(cfg: Any) -> None:
     if cfg.max_steps is None and cfg.dataset.kwargs.get("streaming") is True:
         expected = "an integer: the number of rows of dataset.streaming=true is not known"
         raise InvalidField("max_steps", None, expected)
-    _check_tiles(cfg)
+    if cfg.activation.tile_tokens is not None and (others := not_with_tiles(cfg)):
+        expected = f"null with {others[0]}"
+        raise InvalidField("activation.tile_tokens", cfg.activation.tile_tokens, expected)
     if cfg.checkpoint.publish is not None and not hasattr(cfg, "adapter"):
         raise UserError(
             f"checkpoint.publish: {cfg.checkpoint.publish}; expected null: no adapters are trained"
@@ -57,10 +59,8 @@ def check_run_config(cfg: Any) -> None:
         raise InvalidField("clip_grad_norm", cfg.clip_grad_norm, "a number above 0, or null")
 
 
-def _check_tiles(cfg: Any) -> None:
-    """Raises InvalidField for a setting that does not go with `activation.tile_tokens`."""
-    if cfg.activation.tile_tokens is None:
-        return
+def not_with_tiles(cfg: Any) -> list[str]:
+    """The settings that do not go with `activation.tile_tokens`."""
     adapter = getattr(cfg, "adapter", None)
     others = {
         "compile: true": cfg.compile,
@@ -69,10 +69,7 @@ def _check_tiles(cfg: Any) -> None:
         ),
         "adapter.dropout above 0": adapter is not None and adapter.dropout,
     }
-    for other, given in others.items():
-        if given:
-            expected = f"null with {other}"
-            raise InvalidField("activation.tile_tokens", cfg.activation.tile_tokens, expected)
+    return [other for other, given in others.items() if given]
 
 
 def check_with_model(cfg: Any, model: Any) -> None:
@@ -87,8 +84,5 @@ def check_with_model(cfg: Any, model: Any) -> None:
     """
     if isinstance(model, HubConfig):
         check_hub_run(cfg, model)
-    positions = model.max_position_embeddings
     check_compile(cfg.compile, cfg.compile_cache_dir)
-    if cfg.max_seq_len > positions:
-        limit = f"at most {positions}, the model's positions"
-        raise UserError(f"max_seq_len: {cfg.max_seq_len}; expected {limit}")
+    cfg.model.check_length(cfg.max_seq_len, model.max_position_embeddings)

@@ -205,6 +205,17 @@ def test_adapters_of_some_layers_are_counted(tmp_path: Path) -> None:
     assert fast.at_peak["optimizer_state"] == 2 * 4 * trained + 8 * 512  # and steps
 
 
+@pytest.mark.long
+def test_extrapolation_from_short_rows(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "wide", vocab_size=30000, num_hidden_layers=2)
+    words = ["max_seq_len=32768", "model.max_positions=32768", "batch_size=1"]
+    words += ["activation.checkpointing=full", "activation.tile_tokens=512"]
+    given = load(model, *words)
+    fast, full = estimate_fast(*given, 1), estimate(*given, 1)
+    assert fast.peak == pytest.approx(full.peak, rel=0.005)
+    assert fast.at_peak == pytest.approx(full.at_peak, rel=0.02)
+
+
 def test_fields_of_an_estimate(tiny: Path) -> None:
     one, four = (estimate(*load(tiny), ranks) for ranks in (1, 4))
     assert four.peak < one.peak and four.steady < one.steady

@@ -9,7 +9,7 @@ from omegaconf import OmegaConf
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
-from qfsdp.planning.changes import Changes, as_words, as_yaml, changed, micro_batches
+from qfsdp.planning.changes import CHECKPOINTING, Changes, as_words, as_yaml, changed, micro_batches
 from qfsdp.planning.hardware import Hardware, known_gpu
 from qfsdp.planning.predict import Prediction
 from qfsdp.planning.roofline import StepTime
@@ -78,6 +78,29 @@ def test_order() -> None:
     for at, way in enumerate(ways):  # none is faster in all than one before it
         assert not any(way.is_faster_in_all(before) for before in ways[:at])
     assert {r.changes["sharding.strategy"] for r in candidates(1)} == {"full_shard"}
+
+
+def test_long_rows_are_cut_into_tiles_before_anything_is_offloaded() -> None:
+    for ranks in (1, RANKS):
+        ways = candidates(ranks, tiles=True, shared=[2, 4] if ranks > 1 else [])
+        whole = [way for way in ways if not way.tiles]
+        assert whole == [way for way in candidates(ranks) if way in whole]
+        assert all(way.offload == "none" and not way.offload_activations for way in whole)
+        assert ways[len(CHECKPOINTING)].name.endswith("checkpointing full, tiles")
+        assert ways[-1].changes["activation.tile_tokens"] == "auto"
+        for at, way in enumerate(ways):
+            assert not any(way.is_faster_in_all(before) for before in ways[:at])
+    shared = [way for way in ways if way.context_parallel > 1]
+    assert [way.context_parallel for way in shared] == [2, 2, 4, 4]
+    offloaded = next(at for at, way in enumerate(ways) if way.offload_activations)
+    assert offloaded < ways.index(shared[0])
+
+
+def test_ranks_that_share_rows_have_the_samples_of_all_of_them() -> None:
+    model = MemoryModel(base=4, sample=1)
+    way = Candidate("full_shard", "full", context_parallel=4)
+    (found,) = search([way], model, 2, card(24))
+    assert found.batch == 8 and found.whole
 
 
 def test_several_machines_also_shard_within_each() -> None:

@@ -238,6 +238,10 @@ def nothing_wrong(
         (["profiler.steps=[0]"], "profiler.steps: [0] is not valid; expected a list of integers"),
         (["dataset.packed=true"], "takes no argument 'packed'"),
         (["max_seq_len=9000"], "max_seq_len: 9000; expected at most 8192, the model's positions"),
+        (
+            ["max_seq_len=9000", "model.max_positions=8500"],
+            "max_seq_len: 9000; expected at most 8500, model.max_positions",
+        ),
         (["quantization.targets=[lm_head]"], "'lm_head' is tied to the token embeddings"),
         (["fsdp_cpu_offload=true"], "here it is 'sharding.cpu_offload'"),
         (["tokenizer.path=nowhere"], "tokenizer.path: 'nowhere' does not exist"),

@@ -44,6 +44,8 @@ class ModelConfig:
         router_aux_loss: factor of the load-balancing loss of a mixture of experts in training, or
             "family": `router_aux_loss_coef` of its `config.json`. It is computed for each row of a
             batch (`qfsdp.modules.experts.routing`). null: without it.
+        max_positions: the longest row of a run, where that is beyond `max_position_embeddings` of
+            `config.json`. Rotary positions stay as `rope_scaling` there has them. null: not beyond.
     """
 
     path: str
@@ -51,6 +53,21 @@ class ModelConfig:
     quantize_cache: str | None = None
     implementation: Implementation = "auto"
     router_aux_loss: float | Literal["family"] | None = None
+    max_positions: int | None = None
+
+    def check_length(self, tokens: int, own: int) -> None:
+        """Raises UserError if rows of `max_seq_len: tokens` are longer than the model's `own`
+        positions and `max_positions`."""
+        if tokens > (most := max(own, self.max_positions or 0)):
+            raise UserError(
+                f"max_seq_len: {tokens}; expected at most {most}, "
+                + (
+                    f"the model's positions; model.max_positions={tokens} goes beyond them, with "
+                    "rope_scaling as config.json has it, such as yarn or linear"
+                    if most == own
+                    else "model.max_positions"
+                )
+            )
 
     @property
     def folder(self) -> Path:
