@@ -7,12 +7,15 @@ Runs the training recipe's own model, sharding, optimizer and train step dry, as
 `world_size`, in seconds and in one process. Prints the peak of a step by kind of tensor, and draws
 memory over the step. No weights are needed: `model.path` is the name of a known model, or a folder
 with `config.json`. Keys that `Config` does not have change the training config.
+
+`options=true` prints a table instead: every strategy, offload and checkpointing, with the memory of
+a GPU and of the host, the bytes moved in a step, and what fits.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -25,6 +28,7 @@ from qfsdp.distributed.global_batch import split_batch
 from qfsdp.planning.estimate import Estimate
 from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import check_bf16, device_memory_of, known_gpu, known_name
+from qfsdp.planning.options import option_lines
 from qfsdp.planning.report import draw, lines
 from qfsdp.training.learning_rate import any_lr
 from qfsdp.training.optimizer import check_optimizer
@@ -38,6 +42,7 @@ class Config:
     local_world_size: int | None = None  # ranks per machine; null: all are on one machine
     target: Literal["cuda", "cpu"] = "cuda"  # device type that the estimate is for
     gpu: str | None = None  # a known GPU, such as rtx4090, whose memory is the limit
+    options: bool = False  # a table of strategies, offload and checkpointing; no picture
     picture: str | None = None  # a PNG; null: memory.png in the training's output_dir
 
     def check(self) -> None:
@@ -70,9 +75,28 @@ def estimate(cfg: Config, training: Training) -> Estimate:
         return estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)
 
 
+def show_options(cfg: Config, training: Training, limit: int | None) -> None:
+    """Prints the table, line by line."""
+    began, train = time.perf_counter(), training.cfg
+    print(
+        f"{Path(train.model.path).name}, {cfg.world_size} x {cfg.gpu or 'GPU'}, "
+        f"{train.batch_size} x {train.max_seq_len} tokens per micro-batch"
+    )
+
+    def of(changed: Any) -> Estimate:
+        return estimate(cfg, replace(training, cfg=changed))
+
+    local = cfg.local_world_size or cfg.world_size
+    for line in option_lines(train, of, cfg.world_size, local, limit):
+        print(line, flush=True)
+    print(f"estimated in {time.perf_counter() - began:.0f} s")
+
+
 def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
     limit = device_memory(cfg, train)
+    if cfg.options:
+        return show_options(cfg, training, limit)
     found = estimate(cfg, training)
     title = f"{Path(train.model.path).name}, {cfg.world_size} ranks"
     print(

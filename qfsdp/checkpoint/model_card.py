@@ -18,7 +18,7 @@ from typing import Any
 
 import yaml
 
-from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE
+from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE, WEIGHTS_FILE
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, write_text
 from qfsdp.common.terminal import warn
@@ -150,6 +150,9 @@ def _facts(trained: dict[str, Any], run: Path, folder: Path) -> Iterator[tuple[s
         if (value := _get(trained, key)) is not None:
             yield title, str(value)
     yield from _figures(run)
+    with suppress(OSError):
+        size = (folder / WEIGHTS_FILE).stat().st_size
+        yield "adapter", f"{size / 1e6:,.1f} MB"
     with suppress(OSError, ValueError, KeyError, TypeError):
         best = json.loads((folder / "best.json").read_bytes())
         yield "kept", f"update {best['step']:d}, the best by {best['metric']}"
@@ -167,7 +170,7 @@ def _sources(dataset: Any) -> Iterator[str]:
 
 
 def _figures(run: Path) -> Iterator[tuple[str, str]]:
-    """Steps, the last loss, and the last value of each held-out loss."""
+    """Steps, what is trained, the last loss, and the last value of each held-out loss."""
     last: dict[str, tuple[int, float]] = {}
     try:
         for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
@@ -177,6 +180,9 @@ def _figures(run: Path) -> Iterator[tuple[str, str]]:
             last |= {key: (entry["step"], value) for key, value in known}
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
+    with suppress(KeyError):
+        size, percent = (last[f"trained/{name}"][1] for name in ("parameters", "percent"))
+        yield "trained", f"{size:,.0f} parameters, {percent:.3g} % of all"
     if "loss" in last:
         step, loss = last["loss"]
         yield "updates", str(step)

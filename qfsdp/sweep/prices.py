@@ -63,19 +63,22 @@ def _price(file: Path, name: str, entry: Any) -> Price:
 
 
 def costs(row: dict[str, Any], price: Price | None, samples: int | None) -> dict[str, float]:
-    """What a cell costs: "usd_per_1000_samples" and "usd_per_run"; {} without price or speed.
+    """What a cell's whole run takes: "seconds_per_run", "usd_per_1000_samples", "usd_per_run".
+
+    Returns {} without a speed; no dollars without a price, no run without its number of samples.
 
     Args:
         row: a result, with "ranks".
         samples: of a whole run that was not measured; None: not known.
     """
     speed = row.get("samples_per_second")
-    if price is None or not speed:
+    if not speed:
         return {}
-    per_second = price.usd_per_hour * row["ranks"] / 3600
-    found = {"usd_per_1000_samples": 1000 * per_second / speed}
-    if "run_seconds" in row:
-        found["usd_per_run"] = per_second * row["run_seconds"]
-    elif samples is not None:
-        found["usd_per_run"] = per_second * samples / speed
+    found = {}
+    if (seconds := row.get("run_seconds", samples and samples / speed)) is not None:
+        found["seconds_per_run"] = seconds
+    if price is not None:
+        per_second = price.usd_per_hour * row["ranks"] / 3600
+        found["usd_per_1000_samples"] = 1000 * per_second / speed
+        found |= {"usd_per_run": per_second * seconds} if seconds is not None else {}
     return found

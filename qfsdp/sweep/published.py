@@ -11,6 +11,8 @@ A file has a list of reports:
           memory_gib: 20.97
           samples_per_second: 2.2
 
+Other measures are `seconds_per_run`, and `usd_per_run` as a range: `[2.37, 4.14]`.
+
 `memory` says what their figure counts: "allocated" tensors, what PyTorch's allocator has
 "reserved", or all that the "device" shows. `fits: false` stands for a run that ran out of memory.
 """
@@ -26,16 +28,18 @@ import yaml
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import why
+from qfsdp.config.load import get_key
 from qfsdp.planning.estimate import FRAGMENTATION
 from qfsdp.sweep.cells import Cell, flattened
 
-MEASURES = ("memory_gib", "samples_per_second")
+MEASURES = ("memory_gib", "samples_per_second", "seconds_per_run", "usd_per_run")
 KINDS = ("allocated", "reserved", "device")
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure: ours, theirs, and ours over theirs; None where one does not fit.
+    """One figure: ours, theirs (a number or a range), and ours over theirs; None where one does not
+    fit.
 
     Fields:
         point: of the cell.
@@ -46,13 +50,16 @@ class Comparison:
     point: dict[str, Any]
     measure: str
     ours: float | None
-    theirs: float | None
+    theirs: float | list[float] | None
     source: str
     date: str
 
     @property
     def ratio(self) -> float | None:
-        return None if self.ours is None or not self.theirs else self.ours / self.theirs
+        """None where theirs is a range."""
+        if self.ours is None or not isinstance(self.theirs, int | float):
+            return None
+        return self.ours / self.theirs
 
 
 def read_published(file: Path, cells: Sequence[Cell]) -> list[tuple[dict[str, Any], Any, Cell]]:
@@ -82,9 +89,11 @@ def read_published(file: Path, cells: Sequence[Cell]) -> list[tuple[dict[str, An
 
 
 def _is_at(cell: Cell, point: dict[str, Any]) -> bool:
+    """Whether a cell has a point's values: those of its axes, or else of its config."""
     known = cell.changes | cell.own | cell.point
     wanted = flattened(point)
-    return all(name in known and str(known[name]) == str(v) for name, v in wanted.items())
+    found = {name: known[name] if name in known else get_key(cell.cfg, name) for name in wanted}
+    return all(str(found[name]) == str(value) for name, value in wanted.items())
 
 
 def compare(

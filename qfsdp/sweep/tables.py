@@ -17,6 +17,7 @@ COLUMNS = {
     "seconds_per_step": "s/step",
     "samples_per_second": "samples/s",
     "tokens_per_second": "tokens/s",
+    "seconds_per_run": "s per run",
     "usd_per_1000_samples": "US$ per 1,000 samples",
     "usd_per_run": "US$ per run",
     "loss": "loss",
@@ -78,7 +79,7 @@ def rows_of_comparison(found: Sequence[Comparison]) -> tuple[list[str], list[lis
         [
             COLUMNS[one.measure],
             "none" if one.ours is None else number(one.ours),
-            "out of memory" if one.theirs is None else number(one.theirs),
+            _their_words(one.theirs),
             "" if one.ratio is None else f"{one.ratio:.2f}",
             *(point.get(axis, "") for axis in told),
             f"{one.source} ({one.date})",
@@ -86,6 +87,13 @@ def rows_of_comparison(found: Sequence[Comparison]) -> tuple[list[str], list[lis
         for one, point in zip(found, points, strict=True)
     ]
     return head, rows
+
+
+def _their_words(theirs: float | list[float] | None) -> str:
+    """ "20.97", "2.37 to 4.14" or "out of memory"."""
+    if theirs is None:
+        return "out of memory"
+    return " to ".join(map(number, theirs if isinstance(theirs, list) else [theirs]))
 
 
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

@@ -25,7 +25,7 @@ from qfsdp.training.metric_logger import MetricLogger
 from qfsdp.training.metrics_file import MetricsFile
 from qfsdp.training.report.at_end import report_at_end
 from qfsdp.training.step_display import step_display
-from qfsdp.training.summary import summary
+from qfsdp.training.summary import summary, trained_figures
 
 
 def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0) -> None:
@@ -87,6 +87,7 @@ class RunLog:
         if self._silent:
             return keep_below(None)
         self._output_dir, self._first, self._total = output_dir, first_step, total_steps
+        self._once: dict[str, float] = {}  # what the first line of a run has besides
         self._file = MetricsFile(output_dir / "metrics.jsonl", first_step)
         self._logger = logger
         self._display = step_display(total_steps, first_step)
@@ -102,6 +103,7 @@ class RunLog:
         """Prints what is trained, on which data and in how many steps (`summary`)."""
         if not self._silent:
             lines = summary(cfg, model, loader, world, self._first, self._total, held_out)
+            self._once = trained_figures(model) if self._first == 0 else {}
             print(lines, file=sys.stderr, flush=True)
 
     def advance(self) -> None:
@@ -122,6 +124,7 @@ class RunLog:
             print(text, file=sys.stderr, flush=True)
 
     def _record(self, step: int, metrics: dict[str, float]) -> None:
+        metrics, self._once = metrics | self._once, {}
         self._file.add(step, metrics)
         if self._logger is not None:
             self._logger.log_dict(metrics, step=step)

@@ -102,14 +102,24 @@ def _model(config: Any, model: nn.Module) -> str:
     return f"{Path(config.path).name} ({family}), {size / 1e9:.3g}B parameters: {shares}"
 
 
-def _trained(model: nn.Module) -> str:
+def trained_figures(model: nn.Module) -> dict[str, float]:
+    """How many parameters are trained, which share of all, and the bytes that they take.
+
+    Returns:
+        "trained/parameters", "trained/percent" and "trained/mb" (10^6 bytes, of all ranks).
+    """
     parameters = [p for n, p in model.named_parameters() if not n.endswith(".weight_norm")]
     trained = [parameter for parameter in parameters if parameter.requires_grad]
-    size = sum(parameter.numel() for parameter in trained)
-    share = size / sum(parameter.numel() for parameter in parameters)
+    size, whole = (sum(p.numel() for p in some) for some in (trained, parameters))
     megabytes = sum(p.numel() * p.element_size() for p in trained) / 1e6
-    kinds = " and ".join(sorted({_format(parameter) for parameter in trained}))
-    return f"{size:,} parameters ({share:.2%}), {megabytes:,.1f} MB in {kinds}"
+    percent = 100 * size / whole
+    return {"trained/parameters": size, "trained/percent": percent, "trained/mb": megabytes}
+
+
+def _trained(model: nn.Module) -> str:
+    size, percent, megabytes = trained_figures(model).values()
+    kinds = " and ".join(sorted({_format(p) for p in model.parameters() if p.requires_grad}))
+    return f"{size:,} parameters ({percent:.2f}%), {megabytes:,.1f} MB in {kinds}"
 
 
 def _format(parameter: Tensor) -> str:

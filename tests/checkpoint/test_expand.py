@@ -207,11 +207,11 @@ def test_logits_are_the_same_to_the_last_bit(family: str, tmp_path: Path) -> Non
 
 @pytest.mark.long
 def test_the_real_model(smollm2_dir: Path, tmp_path: Path) -> None:
-    """30 blocks and 8 more; the tokenizer is copied."""
+    """30 blocks and 3 more, the shipped rate; the tokenizer is copied."""
     from transformers import AutoTokenizer
 
     new = expanded(smollm2_dir, tmp_path / "new")
-    assert json.loads((new / "config.json").read_text())["num_hidden_layers"] == 38
+    assert json.loads((new / "config.json").read_text())["num_hidden_layers"] == 33
     assert_same_logits(smollm2_dir, new)
     assert AutoTokenizer.from_pretrained(new)("Hello")["input_ids"]
 
@@ -306,7 +306,7 @@ def test_a_folder_that_a_kill_left_without_a_model_is_new(tmp_path: Path) -> Non
     folder.mkdir()
     for name in (LOCK_FILE, f"{BEGUN}{PARTIAL}"):
         (folder / name).write_text("{")
-    expanded(model, folder)
+    expanded(model, folder, "rate=0.5")
     assert (folder / "config.json").is_file() and not list(folder.glob(f"*{PARTIAL}"))
 
 

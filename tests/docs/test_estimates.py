@@ -29,6 +29,7 @@ def test_head_has_the_figures_of_its_machines(config: Path) -> None:
 
 def test_large_configs_name_their_machines() -> None:
     large = {f for f in (estimates.ROOT / "configs").glob("*_*b_*.yaml") if "135m" not in f.stem}
+    large -= {f for f in large if f.stem.startswith(("sweep_", "published_"))}
     assert len(large) >= 19 and large == set(HEADS)
     assert not any("not measured" in f.read_text() for f in large)
 

@@ -2,13 +2,23 @@
 
 from __future__ import annotations
 
+import json
+import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
 from qfsdp.config.tool_config import run_tool
+from qfsdp.planning import options
+from qfsdp.planning.estimate import Estimate
+from qfsdp.planning.known_models import find_config
+from qfsdp.planning.options import GIB, option_lines
+from qfsdp.planning.tracker import Point
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
 CONFIG = ["--config", str(ROOT / "configs/llama2_7b_qdora.yaml")]
@@ -91,3 +101,49 @@ def test_mistakes_are_one_line(
     assert end.value.code == 2
     error = capsys.readouterr().err
     assert error.startswith(f"error: {message}") and error.count("\n") == 1
+
+
+@pytest.mark.slow
+def test_options_have_the_estimates_of_each(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Three cells are what the tool says of that config alone."""
+    shape = find_config("Llama-2-7B") | {"num_hidden_layers": 2}
+    (tmp_path / "config.json").write_text(json.dumps(shape))
+    words = [f"model.path={tmp_path}", "world_size=2", "gpu=rtx4090"]
+    monkeypatch.setattr(options, "CHECKPOINTING", ("full",))
+    run(monkeypatch, *words, "options=true")
+    lines = capsys.readouterr().out.splitlines()[2:7]
+    ddp, _, full_shard, base, _ = ([c.strip() for c in x.split("  ") if c.strip()] for x in lines)
+    words += ["activation.checkpointing=full", f"picture={tmp_path}/step.png"]
+    for cells, *more in (
+        (ddp, "sharding.strategy=ddp"),
+        (full_shard, "sharding.strategy=full_shard"),
+        (base, "sharding.offload_base=cpu"),
+    ):
+        run(monkeypatch, *words, *more)
+        says = re.search(r"CUDA context and NCCL: about ([\d.]+) GiB", capsys.readouterr().out)
+        assert says is not None and says[1] in cells and cells[-1] == "yes"
+
+
+def test_options_that_do_not_fit_or_are_refused() -> None:
+    """Of two machines of two GPUs; only what is offloaded may be refused."""
+    recipe = load_recipe("qdora_distributed")
+    cfg = load_config(recipe.Config, CONFIG)
+
+    def of(changed: Any) -> Estimate:
+        if changed.sharding.offload_base == "cpu":
+            raise UserError("nothing is frozen")
+        peak = (1 + (changed.sharding.strategy == "ddp")) * GIB
+        point = Point("", "", 0.0, {})
+        moved = {"to_device": GIB, "to_host": GIB}
+        return Estimate(peak, {}, point, 0, {"x": GIB}, {"a": GIB}, moved, reserved=peak)
+
+    lines = [*option_lines(cfg, of, 4, 2, int(1.5 * GIB))]
+    assert len(lines) == 1 + 6 * 3 + 1 and lines[0].split("  ")[0] == "strategy"
+    assert lines[1].split()[-5:] == ["2.00", "8.00", "1.00", "2.00", "no"]
+    assert lines[10].split() == [
+        *("full_shard", "none", "1.00", "8.00", "1.00", "2.00", "yes"),
+    ]
+    assert lines[13].endswith("refused: nothing is frozen") and "base in the host" in lines[13]
+    assert len([*option_lines(cfg, of, 1, 1, None)]) == 1 + 3 * 3 + 1

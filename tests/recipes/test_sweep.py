@@ -25,6 +25,7 @@ from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import HardwareConfig
 from qfsdp.planning.predict import Predictor
 from qfsdp.sweep.measure_cell import lowest_validation, reason_in
+from qfsdp.sweep.prices import costs
 from qfsdp.sweep.results import best_of, ranked
 from qfsdp.training.report.charts import number
 from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
@@ -255,6 +256,24 @@ def test_ours_beside_theirs(memory: str, factor: float, model: Path, tmp_path: P
     ours = next(row for row in rows if row["point"] == point)["allocated_gib"] * factor
     line = f"| {ours:.4g} | 0.5 | {ours / 0.5:.2f} | a paper (2024-03) |"
     assert line in (tmp_path / "out/table.md").read_text()
+
+
+def test_seconds_and_dollars_of_a_run_beside_theirs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Dollars may be a range, which has no ratio. Without a price there are seconds."""
+    row = {"status": "fits", "samples_per_second": 2.0, "ranks": 2}
+    monkeypatch.setattr(sweep, "fill_in", lambda *_: row)
+    file, point = tmp_path / "published.yaml", {"batch_size": 1}
+    figure = {"point": point, "seconds_per_run": 400, "usd_per_run": [0.2, 0.4]}
+    file.write_text(yaml.safe_dump(published("allocated", figure)))
+    keys = {"samples": 1000, "gpu": "rtx4090", "published": str(file)}
+    cfg = config(tmp_path, grid={"batch_size": [1]}, **keys)
+    sweep.main(cfg)
+    text = (tmp_path / "out/table.md").read_text()
+    assert "| s per run | 500 | 400 | 1.25 |" in text
+    assert "| US$ per run | 0.1 | 0.2 to 0.4 |  |" in text  # of the test's price, 0.36
+    assert costs(row, None, 1000) == {"seconds_per_run": 500} and costs(row, None, None) == {}
 
 
 @pytest.mark.parametrize(

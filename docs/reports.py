@@ -1,0 +1,66 @@
+"""Writes docs/reference/reports.md from docs/reports.yaml: published reports beside our figures.
+
+python docs/reports.py            writes it
+python docs/reports.py --check    status 1 if it is not what would be written
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+ROOT = Path(__file__).resolve().parent.parent
+DATA = ROOT / "docs" / "reports.yaml"
+PAGE = ROOT / "docs" / "reference" / "reports.md"
+KINDS = ("measured", "estimated", "computed", "none")
+COLUMNS = ("claim", "ours", "kind", "machine", "published", "why they part")
+HEAD = """# Published reports
+
+Written by `python docs/reports.py` from `docs/reports.yaml`; do not edit. Each table has what a
+report shows, our figure, and where it comes from: measured on a machine, estimated by a dry run and
+a roofline, computed from shapes, or none. Commands stand below each table, by row.
+"""
+
+
+def main(words: Sequence[str]) -> int:
+    if "--check" in words:
+        return int(not PAGE.is_file() or PAGE.read_text() != page())
+    PAGE.write_text(page())
+    return 0
+
+
+def page() -> str:
+    return HEAD + "".join(map(section, yaml.safe_load(DATA.read_text(encoding="utf-8"))))
+
+
+def section(report: dict[str, Any]) -> str:
+    """A heading with the source, the table, and the commands without repetition.
+
+    Raises:
+        ValueError: a row has no known kind, or a figure where there is none.
+    """
+    lines = [f"\n## {report['report']}\n", f"[Source]({report['source']}).\n"]
+    lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    for row in report["rows"]:
+        if row["kind"] not in KINDS or (row["kind"] == "none") != (row["ours"] is None):
+            raise ValueError(f"{DATA}: {row['claim']}: kind '{row['kind']}' with {row['ours']}")
+        cells = [row["claim"], row["ours"] or "", row["kind"], row["machine"], row["published"]]
+        lines.append(f"| {' | '.join([*map(str, cells), row['why']])} |")
+    return "\n".join([*lines, "", *commands(report["rows"])]) + "\n"
+
+
+def commands(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
+    for command in dict.fromkeys(row["command"] for row in rows):
+        first, _, rest = command.partition(" --config ")
+        config, _, keys = rest.partition(" ")
+        yield "    " + first + (f" --config {config}" if rest else "") + " \\" * bool(keys)
+        if keys:
+            yield f"        {keys}"
+
+
+if __name__ == "__main__":
+    raise SystemExit(main(sys.argv[1:]))
