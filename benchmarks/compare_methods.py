@@ -2,6 +2,7 @@
 
     python benchmarks/compare_methods.py [--quick] [--json methods.json] [--work DIR]
                                          [--gsm8k FOLDER] [--rows NAME ...] [--tasks NAME ...]
+                                         [--factors X ...]
 
 SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`) by the
 shipped recipes and configs, each run in a process, with several seeds: of the samples' order and
@@ -15,6 +16,11 @@ for that choice counts, at the first seed. Then every method trains on GSM8K at 
                           adapters over an NF4 or HQQ (hqq_dora) base
     llama_pro             3 new blocks over 30 frozen ones in NF4; evaluated as exported, plain
     lora, rslora, ia3     with `--rows` only; lora over a plain base
+    qdora_r64             with `--rows` only; rank 64 and alpha 128
+
+How much of a difference is tuning, by four learning rates of each method:
+
+    python benchmarks/compare_methods.py --rows full qlora qdora qdora_r64 --factors 0.1 0.3 1 3
 
 Figures are from unseen problems: exact match of greedy answers, and held-out loss, with 95 %
 intervals over problems. All pairs of methods are compared on the same problems by sign tests,
@@ -33,6 +39,7 @@ import shutil
 import statistics
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -78,6 +85,9 @@ METHODS = {
     "lora": Method("smollm2_135m_qlora", changes=(("quantization.format", "none"),)),
     "rslora": Method("smollm2_135m_qlora", changes=(("adapter.rslora", True),)),
     "ia3": Method("smollm2_135m_ia3", (1e-2,)),
+    "qdora_r64": Method(
+        "smollm2_135m_qdora", changes=(("adapter.rank", 64), ("adapter.alpha", 128.0))
+    ),
 }
 ROWS = ("zero_shot", "few_shot", "full", "full_nf4", *list(METHODS)[1:])
 USUAL = ROWS[:8]
@@ -132,8 +142,11 @@ def tasks_in(work: Path, gsm8k: Path | None, quick: bool) -> list[Task]:
 class Study:
     """Trains and evaluates what is not in its folder yet."""
 
-    def __init__(self, work: Path, gsm8k: Path | None, quick: bool) -> None:
-        self.work = work
+    def __init__(
+        self, work: Path, gsm8k: Path | None, quick: bool, factors: Sequence[float] = (1.0,)
+    ) -> None:
+        """`factors`: of a method's learning rates, which are tried too."""
+        self.work, self.factors = work, factors
         work.mkdir(parents=True, exist_ok=True)
         self.model = prepare_model(cache_dir())
         self.tasks = tasks_in(work, gsm8k, quick)
@@ -187,10 +200,11 @@ class Study:
 
     def _rate(self, name: str) -> float:
         """The learning rate with the lowest loss on the set that chooses, at the first seed."""
-        if len(METHODS[name].rates) == 1:
-            return METHODS[name].rates[0]
+        rates = [float(f"{rate * by:.6g}") for rate in METHODS[name].rates for by in self.factors]
+        if len(rates) == 1:
+            return rates[0]
         losses = {}
-        for rate in METHODS[name].rates:
+        for rate in rates:
             run = self._train(self.tasks[0], name, rate, 0)
             losses[rate] = read_metrics(run / "metrics.jsonl")["chosen_by_loss"]
         return min(losses, key=lambda rate: losses[rate])
@@ -325,6 +339,9 @@ def main() -> None:
     parser.add_argument("--rows", nargs="+", choices=ROWS, help=f"default: {', '.join(USUAL)}")
     parser.add_argument("--gsm8k", type=Path, help="folder with train.jsonl and test.jsonl")
     parser.add_argument("--tasks", nargs="+", choices=("arithmetic", "gsm8k"), help="default: all")
+    parser.add_argument(
+        "--factors", nargs="+", type=float, default=[1.0], help="of learning rates; default: 1"
+    )
     args = parser.parse_args()
     names, work = args.rows or USUAL, args.work or Path("runs/methods")
     if args.quick:
@@ -336,7 +353,7 @@ def main() -> None:
     elif not (args.gsm8k / "test.jsonl").is_file():
         parser.error(f"--gsm8k: {args.gsm8k} has no test.jsonl; expected it beside train.jsonl")
     gsm8k = args.gsm8k and args.gsm8k.absolute()
-    study = Study(work.absolute(), gsm8k, args.quick)
+    study = Study(work.absolute(), gsm8k, args.quick, args.factors)
     rows: list[Row] = []
     for task in study.tasks:
         if args.tasks and task.name not in args.tasks:

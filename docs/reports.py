@@ -38,7 +38,7 @@ def page() -> str:
 
 
 def section(report: dict[str, Any]) -> str:
-    """A heading with the source, the table, and the commands without repetition.
+    """A heading with the source, the table, the commands without repetition, and what follows.
 
     Raises:
         ValueError: a row has no known kind, or a figure where there is none.
@@ -50,7 +50,8 @@ def section(report: dict[str, Any]) -> str:
             raise ValueError(f"{DATA}: {row['claim']}: kind '{row['kind']}' with {row['ours']}")
         cells = [row["claim"], row["ours"] or "", row["kind"], row["machine"], row["published"]]
         lines.append(f"| {' | '.join([*map(str, cells), row['why']])} |")
-    return "\n".join([*lines, "", *commands(report["rows"])]) + "\n"
+    after = f"\n{report['after']}" if "after" in report else ""
+    return "\n".join([*lines, "", *commands(report["rows"])]) + f"\n{after}"
 
 
 def commands(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
