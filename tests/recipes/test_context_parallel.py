@@ -55,7 +55,9 @@ VARIANTS: list[dict[str, Any]] = [
 
 
 GIVEN = {"wrap": "decoder_layer", "quantized": "all-linear", "adapted": "all-linear"}
-GIVEN |= {"steps": 10, "method": "dora"}
+# Attention of parts rounds in another way than that of whole rows. With an eps of 1e-6 AdamW makes
+# up to 1.6e-5 of that in single numbers of A whose gradients are tiny; losses and norms are equal.
+GIVEN |= {"steps": 10, "method": "dora", "eps": 1e-5}
 
 
 def compare(
@@ -96,8 +98,7 @@ def test_ten_updates_are_those_of_one_rank(
 ) -> None:
     """Samples in rows, and packed samples that are cut."""
     folder = write_tiny_model(tmp_path, **MODELS[name])
-    # With eps 1e-6 one number of 100,000 differed by 1.01e-5; losses and norms were equal.
-    balanced = {"router_aux_loss": 0.5, "eps": 1e-5} if name == "balanced experts" else {}
+    balanced = {"router_aux_loss": 0.5} if name == "balanced experts" else {}
     cases = [balanced, balanced | {"packs": True, "method": "lora"}]
     if balanced:
         cases.append(balanced | {"sharding": {"expert_parallel": 2}})
@@ -119,7 +120,7 @@ def test_variants(tmp_path: Path) -> None:
 @needs_compiler
 def test_compiled_layers(tmp_path: Path) -> None:
     """Without a break, and nothing is built after the second step."""
-    case = {"compile": True, "steps": 4, "packs": True, "eps": 1e-5}
+    case = {"compile": True, "steps": 4, "packs": True}
     for (result,) in compare(write_tiny_model(tmp_path), 2, 2, [case], train_traced):
         assert result["recompiled"] == 0
 
