@@ -111,8 +111,11 @@ def test_peft_computes_the_same_logits_and_gradients(tmp_path: Path) -> None:
         config = read_adapter_config(Path(case) / "adapter")
         assert (found[case]["logits"] - logits).abs().max() < 1e-4
         # B in the file is ours times a factor, so its gradient is ours divided by it.
-        ratio = 1.0 if rank is None else config.scaling / config.of_experts(1).scaling
-        in_layout = to_peft(grads, AdapterConfig("lora", config.of_experts(1).rank, config.alpha))
+        ranks = {config.of(f"experts.{name}").rank for name in ("gate_up_proj", "down_proj")}
+        (own,) = ranks - {config.rank} or {config.rank}
+        of_experts = AdapterConfig("lora", own, config.alpha)
+        ratio = 1.0 if rank is None else config.scaling / of_experts.scaling
+        in_layout = to_peft(grads, of_experts)
         for key, theirs_grad in found[case]["grads"].items():
             ours_grad = in_layout.pop(in_file(key, in_layout))
             if ".experts." in key and "lora_B" in key:

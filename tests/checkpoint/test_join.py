@@ -12,12 +12,18 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE, WEIGHTS_FILE
-from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.adapter_files import (
+    check_adapter,
+    load_adapter,
+    read_adapter_config,
+    save_adapter,
+)
 from qfsdp.checkpoint.join import best_factors
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.config.load import load_config
 from qfsdp.hub.download import _names
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.peft_oracle import run_peft
 from tests.ranks import run_ranks
@@ -227,3 +233,23 @@ def test_names_on_the_hub_are_found() -> None:
         "org/two@main": ("adapters.1", "adapter"),
     }
     assert [part.weight for part in cfg.adapters] == [1.0, 2.0]
+
+
+def test_ranks_of_their_own_are_joined_and_read(folder: Path, tmp_path: Path) -> None:
+    """PEFT's result of such adapters cannot be loaded (huggingface/peft#3737)."""
+    config = AdapterConfig(
+        "lora", 5, 7.0, targets=["q_proj", "v_proj"], rslora=True, rank_pattern={"q_proj": 3}
+    )
+    model = adapted_model(folder / "model", config, format="none")
+    randomize_adapters(model)
+    save_adapter(model, config, str(folder / "model"), tmp_path / "own", cpu_world())
+    output = joined(tmp_path, ["own", "own"], tmp_path / "joined", "method=linear", "into=adapter")
+    found = read_adapter_config(output)
+    again = adapted_model(folder / "model", found, format="none")
+    check_adapter(found, output, again)
+    load_adapter(again, output)
+    for name, module in low_rank_linears(again):
+        assert (module.lora_A.size(0), module.scaling) == (3 if "q_proj" in name else 5, 1.0)
+        before = model.get_submodule(name)
+        whole = (2 * 0.6**0.5) ** 2 * before.scaling * before.lora_B @ before.lora_A
+        assert torch.allclose(module.lora_B @ module.lora_A, whole, atol=1e-6)
