@@ -17,6 +17,7 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.hub_models.cache import HubCache
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests import hub_models
 from tests.hub_models import NAMES, built
@@ -113,3 +114,24 @@ def test_what_answers_do_not_have_is_one_line(
     with pytest.raises(UserError) as error:
         module.check(load_config(module.Config, given))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.long
+def test_200_tokens_from_states_equal_computing_them_anew(tmp_path: Path) -> None:
+    """Each token's logits, from the states that Gated DeltaNet has kept of those before."""
+    hub_models.save_hub_model("qwen3_5", tmp_path)
+    model, rows = built(tmp_path), [list(prompt) for prompt in PROMPTS]
+    longest = max(map(len, rows))
+    given = torch.tensor([row + [0] * (longest - len(row)) for row in rows])
+    cache, found = HubCache([len(row) for row in rows]), []
+    with torch.no_grad():
+        for _ in range(200):
+            found.append(model(given, cache=cache))
+            given = found[-1].argmax(-1, keepdim=True)
+            for row, token in zip(rows, given.flatten().tolist(), strict=True):
+                row.append(token)
+        for at, row in enumerate(rows):
+            anew = model(torch.tensor([row[:-1]]))[0, -200:]
+            kept = torch.stack([logits[at] for logits in found])
+            assert (kept - anew).abs().max() <= 1e-5 * anew.abs().max()
+            assert anew.argmax(-1).tolist() == row[-200:]

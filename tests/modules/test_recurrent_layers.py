@@ -103,6 +103,25 @@ def test_state_space_of_documents_as_transformers() -> None:
     )
 
 
+def test_kimis_rule_is_called_for_each_document() -> None:
+    from transformers.models.kimi_linear.modeling_kimi_linear import chunk_kimi_delta_attention
+
+    query, key, value, _, step = _inputs(sum(LENGTHS[0]))
+    query, key = (part.repeat_interleave(2, 2) for part in (query, key))
+    inputs = [query, key, value, -torch.rand(query.shape), step]
+
+    def theirs(*parts: Tensor) -> Tensor:
+        *given, decay, step = parts
+        found: Tensor = chunk_kimi_delta_attention(*given, g=decay, beta=step)[0]
+        return found
+
+    ours = OURS["chunk_kimi_delta_attention"]
+    found, _ = ours(
+        chunk_kimi_delta_attention, *inputs[:3], g=inputs[3], beta=step, seq_idx=DOCUMENTS
+    )
+    assert torch.equal(found, _apart(theirs, inputs))
+
+
 @pytest.mark.parametrize("taps", [1, 3, 4])
 def test_convolution_of_documents(taps: int) -> None:
     values = torch.randn(2, sum(LENGTHS[0]), 8, requires_grad=True)

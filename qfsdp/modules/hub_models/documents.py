@@ -18,6 +18,7 @@ from typing import Any, cast
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from qfsdp.modules.gated_delta_rule import gated_delta_rule, state_space
 from qfsdp.modules.short_convolution import short_convolution
@@ -108,7 +109,7 @@ def _kimi_delta_rule(
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_kimi_delta_attention`, which has a decay for each channel: one call for a sample."""
-    if seq_idx is None:
+    if seq_idx is None or isinstance(seq_idx, FakeTensor):  # a dry run does not know samples
         found: tuple[Tensor, Tensor | None] = theirs(*parts, g=g, beta=beta, **more)
         return found
     rows = []
@@ -156,7 +157,9 @@ def _state_space(
 
 
 def _has_kernel(values: Tensor, package: str) -> bool:
-    return values.is_cuda and find_spec(package) is not None
+    """Dry runs, of fake tensors, compute in PyTorch."""
+    real = values.is_cuda and not isinstance(values, FakeTensor)
+    return real and find_spec(package) is not None
 
 
 OURS: dict[str, Callable[..., Any]] = {
