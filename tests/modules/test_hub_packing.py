@@ -15,7 +15,7 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.gated_delta_rule import gated_delta_rule
 from qfsdp.modules.hub_models import documents
 from qfsdp.modules.hub_models.config import hub_config
-from qfsdp.modules.hub_models.packing import check_packed
+from qfsdp.modules.hub_models.packing import check_packed, module_names
 from tests import hub_models
 
 RECURRENT = ["qwen3_5_whole", "qwen3_5_moe", "qwen3_next", "lfm2"]
@@ -106,6 +106,17 @@ def test_modules_that_were_not_compared(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr("qfsdp.modules.hub_models.packing.packed_modules", lambda: seen)
     with pytest.raises(UserError, match="[(]Embedding was not compared[)]"):
         check_packed(hub_config(hub_models.config("llama").to_dict(), "config.json"))
+
+
+def test_another_vision_model_may_be_packed() -> None:
+    """Only the text model is trained, so only its modules count."""
+    given = hub_models.config("mistral3").to_dict()
+    clip = {"model_type": "clip_vision_model", "hidden_size": 32, "num_attention_heads": 2}
+    given["vision_config"] = clip | {"intermediate_size": 64, "num_hidden_layers": 2}
+    given["architectures"] = ["Mistral3ForConditionalGeneration"]
+    found = hub_config(given, "config.json")
+    assert "CLIPVisionModel" in module_names(found.meta)
+    check_packed(found)
 
 
 def test_kernels_are_told_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.hub_models.config import HubConfig, checked
+from qfsdp.modules.hub_models.text_part import used_classes
 
 OF_A_ROW = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on the longest position in the batch."""
@@ -37,7 +38,7 @@ def _why_not(config: HubConfig) -> Iterator[str]:
     if compared is None:
         yield "see docs/reference/models.md"
         return
-    more = sorted(module_names(config.meta) - compared)
+    more = sorted(used_classes(config) - compared)
     if more:
         yield f"{more[0]} was not compared"
     text = config.hf.get_text_config()

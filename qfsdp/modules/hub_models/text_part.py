@@ -6,6 +6,7 @@ merged weights fit the whole one. All others are taken out before anything is lo
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 from qfsdp.common.errors import UserError
@@ -44,8 +45,18 @@ def take_text_model(hf: Any, config: HubConfig) -> str:
 
 def used_names(config: HubConfig) -> set[str]:
     """Names of the weights and buffers in files that a run loads."""
-    names = set(config.meta.state_dict())
+    return _of_text(config, config.meta.state_dict())
+
+
+def used_classes(config: HubConfig) -> set[str]:
+    """Names of the classes of the modules that a run has."""
+    modules = dict(config.meta.named_modules())
+    return {type(modules[name]).__name__ for name in _of_text(config, modules)}
+
+
+def _of_text(config: HubConfig, names: Iterable[str]) -> set[str]:
+    """`names` without those of what is beside the text model in the body."""
     if not config.takes_more_than_text:
-        return names
+        return set(names)
     body, text = text_model_name(config.meta, config)
-    return {n for n in names if not n.startswith(f"{body}.") or n.startswith(f"{text}.")}
+    return {n for n in names if not n.startswith(f"{body}.") or f"{n}.".startswith(f"{text}.")}
