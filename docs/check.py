@@ -9,7 +9,8 @@
 * Commands mean the same in bash and zsh: `~key` and brackets are quoted.
 * Config keys in backticks exist, such as `adapter.rank` or `sharding.wrap: linear`.
 * Lines are at most 100 columns, but for those of tables. README.md, CHANGELOG.md and the files of
-  docs/ have line limits, beside their tables; a version of CHANGELOG.md and log.md has at most 60 lines.
+  docs/ have line limits, beside their tables; a version of CHANGELOG.md and log.md has at most 60
+  lines.
 * The tables of architecture.md have the lines of their files; `docs/traced.py` writes them.
 * results.md is what `benchmarks/results.py` writes, reference/configuration.md what
   `docs/reference.py` writes, and the table of guide/models.md what `docs/models.py` writes.

@@ -19,6 +19,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.config.load import load_config
 from qfsdp.config.recipe_files import recipe_of_config
 from qfsdp.modules.adapters.config import AdapterConfig
+from tests import hub_models
 from tests.models import adapted_model, cpu_world
 from tests.tiny import (
     ROOT,
@@ -70,6 +71,12 @@ FAMILIES = {
     },
     "phi4": {"architectures": ["Phi3ForCausalLM"]},
 }
+# Whole models whose text model transformers computes, as tests/hub_models.py has them small.
+OF_TRANSFORMERS = {
+    "qwen3_5": "qwen3_5_whole",
+    "gemma3_12b": "gemma3",
+    "mistral_small": "mistral3",
+}
 # Format by the end of a config's name; nf4 otherwise.
 FORMATS = {"_lora": "none", "_full": "none", "_hqq_dora": "hqq"}
 ROW = {"instruction": "Add.", "input": "2 + 3", "output": "5", "question": "2 + 3?", "answer": "5"}
@@ -91,10 +98,14 @@ def no_process_group() -> Iterator[None]:
 )
 @pytest.mark.usefixtures("eager", "no_process_group")
 def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
-    family = next((f for name, f in FAMILIES.items() if config.stem.startswith(name)), {})
-    model = write_tiny_model_with_tokenizer(
-        tmp_path / "model", smollm2_dir, hidden_size=96, expanded_layers=[1], **family
-    )
+    whole = (hub for name, hub in OF_TRANSFORMERS.items() if config.stem.startswith(name))
+    if (of_transformers := next(whole, None)) is not None:
+        model = hub_models.with_tokenizer(of_transformers, tmp_path / "model", smollm2_dir)
+    else:
+        family = next((f for name, f in FAMILIES.items() if config.stem.startswith(name)), {})
+        model = write_tiny_model_with_tokenizer(
+            tmp_path / "model", smollm2_dir, hidden_size=96, expanded_layers=[1], **family
+        )
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps(ROW) + "\n" for _ in range(64)))
     name = recipe_of_config(str(config)) or ""
