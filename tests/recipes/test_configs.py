@@ -116,6 +116,8 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     argv += [f"lr_scheduler.{w}" for k, w in of_schedule.items() if k in config.read_text()]
     argv += [f"output_dir={tmp_path}/run", f"model.path={model}", f"dataset.source={data}"]
     argv += ["dataset.split=train"] if "split" in config.read_text() else []  # of one file
+    if "context_parallel" in config.read_text():
+        argv.append("sharding.context_parallel=1")  # here is one rank
     full = name == TRAINERS[1]
     if full or "lr: 1e-5" in config.read_text():
         argv.append("optimizer.lr=1e-3")  # the default changes too little
