@@ -20,7 +20,7 @@ import pytest
 from tests.tiny import ROOT, write_tiny_model_with_tokenizer
 
 GUIDES = sorted((ROOT / "docs" / "guide").glob("*.md"))
-LIMIT = 150  # lines
+LIMIT = 150  # lines beside tables
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->")
 TRAINERS = ("recipes/qdora_distributed", "recipes/full_finetune_distributed", "my_recipe")
 SMALL = (
@@ -63,7 +63,7 @@ def commands(block: str) -> Iterator[list[str]]:
 @pytest.mark.parametrize("guide", GUIDES, ids=lambda file: file.stem)
 def test_guides_are_short_and_say_what_is_not_run(guide: Path) -> None:
     text = guide.read_text()
-    assert len(text.splitlines()) <= LIMIT
+    assert sum(not line.startswith("|") for line in text.splitlines()) <= LIMIT
     for block, why in blocks(text):
         runs = bool(list(commands(block))) or is_python(block)
         shown = re.match(r"[{a-z_]+[:\"]|error|\$ |make test-faults", block)
