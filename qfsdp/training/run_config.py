@@ -7,6 +7,7 @@ from typing import Any
 
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.files import nearest_existing
+from qfsdp.config.load import get_key
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.refused import check_hub_run
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile
@@ -61,13 +62,12 @@ def check_run_config(cfg: Any) -> None:
 
 def not_with_tiles(cfg: Any) -> list[str]:
     """The settings that do not go with `activation.tile_tokens`."""
-    adapter = getattr(cfg, "adapter", None)
     others = {
-        "compile: true": cfg.compile,
+        "compile: true": get_key(cfg, "compile"),
         "sharding.wrap: linear, which would gather weights for every tile": (
-            cfg.sharding.wrap == "linear"
+            get_key(cfg, "sharding.wrap") == "linear"
         ),
-        "adapter.dropout above 0": adapter is not None and adapter.dropout,
+        "adapter.dropout above 0": get_key(cfg, "adapter.dropout"),
     }
     return [other for other, given in others.items() if given]
 
