@@ -98,8 +98,7 @@ class Join:
         for at, part in enumerate(self.parts):
             config = read_adapter_config(part.path)
             if config.method != "lora":
-                kind = "DoRA" if config.method == "dora" else "IA3"
-                raise UserError(f"adapters[{at}]: '{part.path}' is {kind}; expected LoRA")
+                raise UserError(f"adapters[{at}]: '{part.path}' is {config.method}; expected lora")
             model = quantized_model(self.weights, QuantizationConfig("none"))
             if not order:
                 self.weights.check(model)
