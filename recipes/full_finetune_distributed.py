@@ -112,9 +112,9 @@ def check(cfg: Config) -> None:
     weights = ModelWeights(cfg.model.path)
     model = build_model(cfg, weights)
     weights.check(model)
+    check_with_model(cfg, model.config)
     if cfg.sharding.offload_base == "disk":
         check_disk(model, weights)
-    check_with_model(cfg, model.config)
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)

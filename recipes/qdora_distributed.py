@@ -114,10 +114,10 @@ def check(cfg: Config) -> None:
     weights = cfg.model.weights()
     model = build_model(cfg, weights)
     weights.check(model)
+    check_with_model(cfg, model.config)
     if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
         check_disk(model, weights)
     check_start(cfg.adapter, model, weights)
-    check_with_model(cfg, model.config)
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)

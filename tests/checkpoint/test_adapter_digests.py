@@ -55,7 +55,8 @@ def test_changed_tensors_are_refused_and_changed_settings_told(
     check_adapter(DORA, folder, model)
     assert capsys.readouterr().err == ""
     config.write_text(json.dumps(settings | {"lora_alpha": 9.0}))
-    check_adapter(AdapterConfig("dora", rank=5, alpha=9.0), folder, model)
+    other = AdapterConfig("dora", rank=5, alpha=9.0)
+    check_adapter(other, folder, build_meta_model(tmp_path / "model", adapter=other))
     assert f"{folder}: not as it was written" in capsys.readouterr().err
 
     # Other programs keep no digests.

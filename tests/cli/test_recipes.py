@@ -64,7 +64,7 @@ def test_the_comment_that_names_the_recipe(text: str, expected: str | None, tmp_
         ("recipes", "qdora", "recipes/qdora_distributed"),
         ("recipes", "recipes/qdora_distribute.py", "recipes/qdora_distributed"),
         ("configs", "llama3_8b_qdoar.yaml", "configs/llama3_8b_qdora"),
-        ("configs", "configs/gemma3", "configs/gemma3_27b_qlora"),
+        ("configs", "configs/gemma3_27", "configs/gemma3_27b_qlora"),
         ("configs", "zzz", None),
         ("configs", "", None),
     ],

@@ -20,6 +20,7 @@ from qfsdp.config.component import Component
 from qfsdp.config.load import load_config, to_yaml
 from qfsdp.data.loader import StepLoader
 from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.distributed.sharding import ShardingConfig
 from qfsdp.training import validation
 from qfsdp.training.validation import Validation, ValidationConfig
 from tests.models import cpu_world
@@ -410,6 +411,7 @@ class Scripted:
             max_seq_len=64,
             compile=False,
             packed=False,
+            sharding=ShardingConfig(),
         )
         remaining = iter(losses)
         monkeypatch.setattr(validation, "held_out_loss", lambda *_: (4 * next(remaining), 4))
