@@ -82,11 +82,11 @@ def test_two_ranks_on_the_real_model(
     kinds = ("quantized", "plain", "trained")
     names |= {f"memory/parameters_{kind}_gib" for kind in kinds}
     names |= {"memory/gradients_gib", "memory/optimizer_state_gib", "memory/peak_rank"}
+    of_first = {"memory/load_peak_gib", "trained/parameters", "trained/percent", "trained/mb"}
     for line in lines:
         missing = names ^ (line.keys() - {"step"})
-        # A line has the logging time of the step before; the first has the peak of loading.
-        of_first = {"seconds/logging", "memory/load_peak_gib"}
-        assert missing == (of_first if line["step"] == 1 else set())
+        # A line has the logging time of the step before.
+        assert missing == (of_first | {"seconds/logging"} if line["step"] == 1 else set())
         assert 0.5 < line["slot_efficiency"] <= 1
         assert 0 < line["model_flops_utilization"] <= line["hardware_flops_utilization"]
         assert all(line[f"seconds/{phase}"] > 0 for phase in phases[:-1])
@@ -103,7 +103,7 @@ def test_two_ranks_on_the_real_model(
 
     events = EventAccumulator(str(run / "tensorboard"))
     events.Reload()
-    assert set(events.Tags()["tensors"]) == names | {"memory/load_peak_gib"}
+    assert set(events.Tags()["tensors"]) == names | of_first
     logged = [event.tensor_proto.float_val[0] for event in events.Tensors("loss")]
     assert logged == pytest.approx([line["loss"] for line in lines], rel=1e-6)
 
