@@ -27,10 +27,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from qfsdp.checkpoint.loftq import best_product, set_product, stored_rows, sum_over_ranks
+from qfsdp.checkpoint.loftq import best_product, original_rows, set_product, sum_over_ranks
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.progress import streamed
-from qfsdp.checkpoint.weights.read import Read
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import seeded, start_magnitudes
@@ -40,7 +38,6 @@ from qfsdp.tensor_subclasses.dtensor import (
     gather_rows,
     local_part,
     local_rows,
-    on_mesh,
     whole_tensor,
 )
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -82,25 +79,18 @@ def init_from_base(
         weights: the original weights.
         seed: of the thin matrices that PiSSA's iteration starts with.
     """
-    linears, reads = list(low_rank_linears(model)), []
-    for name, module in linears:
-        held = local_rows(module.weight)
-        device = on_mesh(module.lora_B).device
-        reads.append(Read(weights.plain[f"{name}.weight"], range(held.start, held.stop), device))
-    with streamed(reads, progress=False) as pieces:
-        for (name, module), read in zip(linears, reads, strict=True):
-            weight = stored_rows(read, next(pieces))
-            # All rows, where the base is replicated and adapters are sharded.
-            first, own = local_rows(module.weight).start, local_rows(module.lora_B)
-            mine = weight[own.start - first : own.stop - first]
-            if config.init == "pissa":
-                rank = module.lora_A.size(0)
-                generator, total = seeded(seed, f"{name} pissa"), sum_over_ranks(module.lora_B)
-                set_product(module, *best_product(mine, rank, generator, total, torch.float64))
-            else:
-                _set_orthonormal(module, mine)
-            _take_away(module, weight, name)
-            module.base_squares = None
+    for name, module, weight in original_rows(list(low_rank_linears(model)), weights, "weight"):
+        # All rows, where the base is replicated and adapters are sharded.
+        first, own = local_rows(module.weight).start, local_rows(module.lora_B)
+        mine = weight[own.start - first : own.stop - first]
+        if config.init == "pissa":
+            rank = module.lora_A.size(0)
+            generator, total = seeded(seed, f"{name} pissa"), sum_over_ranks(module.lora_B)
+            set_product(module, *best_product(mine, rank, generator, total, torch.float64))
+        else:
+            _set_orthonormal(module, mine)
+        _take_away(module, weight, name)
+        module.base_squares = None
     start_magnitudes(model)
 
 

@@ -45,7 +45,7 @@ from qfsdp.checkpoint.weights.quantize import quantized_model
 from qfsdp.common.errors import UserError
 from qfsdp.data.tokenizer_folder import read_text
 from qfsdp.hub.download import local_folder
-from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.config import NAMES, AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
@@ -98,7 +98,8 @@ class Join:
         for at, part in enumerate(self.parts):
             config = read_adapter_config(part.path)
             if config.method != "lora":
-                raise UserError(f"adapters[{at}]: '{part.path}' is {config.method}; expected lora")
+                kind = NAMES[config.method]
+                raise UserError(f"adapters[{at}]: '{part.path}' is {kind}; expected LoRA")
             model = quantized_model(self.weights, QuantizationConfig("none"))
             if not order:
                 self.weights.check(model)

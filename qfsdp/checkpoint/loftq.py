@@ -20,7 +20,8 @@ the ranks. Nothing of the size of W is sent or gathered.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Literal
 
 import torch
 import torch.distributed as dist
@@ -86,17 +87,11 @@ def init_loftq(model: nn.Module, weights: ModelWeights, seed: int) -> None:
         seed: of the thin matrix that the iteration starts with.
     """
     linears = list(_quantized_linears(model))
-    reads = []
-    for name, module in linears:
-        held = local_rows(module.lora_B)
-        device = on_mesh(module.lora_B).device
-        reads.append(Read(weights.plain[f"{name}.weight"], range(held.start, held.stop), device))
-    with streamed(reads, progress=False) as pieces:
-        for (name, module), read in zip(linears, reads, strict=True):
-            error = _quantization_error(module, read, next(pieces))
-            generator = seeded(seed, f"{name} loftq")
-            total = sum_over_ranks(module.lora_B)
-            set_product(module, *best_product(error, module.lora_A.size(0), generator, total))
+    for name, module, error in original_rows(linears, weights, "lora_B"):
+        _subtract_quantized(module, error)
+        generator = seeded(seed, f"{name} loftq")
+        total = sum_over_ranks(module.lora_B)
+        set_product(module, *best_product(error, module.lora_A.size(0), generator, total))
     start_magnitudes(model)
 
 
@@ -107,23 +102,36 @@ def _quantized_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
             yield name, module
 
 
-def _quantization_error(module: LowRankLinear, read: Read, pieces: Iterator[Tensor]) -> Tensor:
-    """`[rows, in]`, W - dequantize(quantized) of this rank's rows, in the dtype of the stored W."""
-    error = stored_rows(read, pieces)
-    for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, read.device)):
-        error[part] = error[part].float() - quantized.float()
-    return error
+def _subtract_quantized(module: LowRankLinear, weight: Tensor) -> None:
+    """Makes of this rank's rows of W those of W - dequantize(quantized), in place."""
+    for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, weight.device)):
+        weight[part] = weight[part].float() - quantized.float()
 
 
-def stored_rows(read: Read, pieces: Iterator[Tensor]) -> Tensor:
-    """`[rows, in]`, the rows of a read in the dtype in which they are stored."""
-    rows, cols = len(read.rows), read.tensor.shape[1]
-    found = torch.empty(rows, cols, dtype=STORED_DTYPES[read.tensor.dtype], device=read.device)
-    at = 0
-    for piece in pieces:
-        found[at : at + len(piece)] = piece
-        at += len(piece)
-    return found
+def original_rows(
+    linears: Sequence[tuple[str, LowRankLinear]],
+    weights: ModelWeights,
+    like: Literal["weight", "lora_B"],
+) -> Iterator[tuple[str, LowRankLinear, Tensor]]:
+    """Of every linear its name, the module, and rows of W as they are stored, `[rows, in]`.
+
+    Args:
+        weights: the original weights.
+        like: the parameter of which this rank holds the same rows.
+    """
+    reads = []
+    for name, module in linears:
+        held, device = local_rows(getattr(module, like)), on_mesh(module.lora_B).device
+        reads.append(Read(weights.plain[f"{name}.weight"], range(held.start, held.stop), device))
+    with streamed(reads, progress=False) as several:
+        for (name, module), read in zip(linears, reads, strict=True):
+            rows, cols = len(read.rows), read.tensor.shape[1]
+            dtype = STORED_DTYPES[read.tensor.dtype]
+            found, at = torch.empty(rows, cols, dtype=dtype, device=read.device), 0
+            for piece in next(several):
+                found[at : at + len(piece)] = piece
+                at += len(piece)
+            yield name, module, found
 
 
 def best_product(

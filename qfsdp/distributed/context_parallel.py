@@ -14,8 +14,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from qfsdp.distributed.world import World
-from qfsdp.modules.attention.cut_rows import GROUPS
 from qfsdp.modules.attention.self_attention import Attention
+from qfsdp.modules.collectives import GROUPS
 from qfsdp.modules.transformer import Decoder
 
 

@@ -36,8 +36,8 @@ from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear
-from qfsdp.modules.attention.cut_rows import all_gather, reduce_scatter
 from qfsdp.modules.chunk_gradients import chunk_functions
+from qfsdp.modules.collectives import all_gather, reduce_scatter
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_tokens, summed_by_sample
 from qfsdp.modules.quantized_linear import QuantizedLinear

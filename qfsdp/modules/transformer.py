@@ -16,10 +16,10 @@ from torch.distributed.fsdp import FSDPModule
 from qfsdp.data.cut_rows import CutRows, counted_tokens
 from qfsdp.modules.activation_offload import Offload
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, checkpointed
-from qfsdp.modules.attention.cut_rows import over_parts
 from qfsdp.modules.attention.document_lengths import Documents, document_lengths
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
 from qfsdp.modules.attention.self_attention import Attention, within_window
+from qfsdp.modules.collectives import over_parts
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.experts.mixture import MixtureMLP

@@ -190,7 +190,7 @@ def test_factors_beyond_the_rank_of_the_sum() -> None:
             ["method=linear"],
             r"adapters\[1\]: rank 3, and adapters\[0\] has rank 5 \(",
         ),
-        (["a", "dora"], [], r"adapters\[1\]: '.*dora' is dora; expected lora"),
+        (["a", "dora"], [], r"adapters\[1\]: '.*dora' is DoRA; expected LoRA"),
         (
             ["a", "other"],
             [],

@@ -14,10 +14,11 @@ from qfsdp.data.cut_rows import CutRows, counted_tokens, used_lengths
 from qfsdp.data.loader import collate
 from qfsdp.distributed.context_parallel import share_rows
 from qfsdp.modules.attention import sinks as sink_attention
-from qfsdp.modules.attention.cut_rows import GROUPS, attend_cut_rows
+from qfsdp.modules.attention.cut_rows import attend_cut_rows
 from qfsdp.modules.attention.document_lengths import document_lengths
 from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.sinks import attend_with_sinks
+from qfsdp.modules.collectives import GROUPS
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from tests.models import cpu_world

@@ -75,7 +75,7 @@ class ModelWeights:
         self.implementation, self.config = implementation, None
         with suppress(UserError):  # those who build the model report it
             found = model_config(self.folder, implementation)
-            self.config = as_stored(found, self.files.tensors)
+            self.config = as_stored(found, lambda: self.files.tensors)
         parts, config = self.config, self._quantization_config()
         if parts is not None and not isinstance(parts, HubConfig):
             self.files.tensors = with_our_names(self.files.tensors, parts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
@@ -76,10 +77,12 @@ class ModelConfig:
 
     def any_config(self) -> AnyConfig:
         """What the folder says of the model that is built; raises UserError."""
-        config = model_config(self.folder, self.implementation)
-        if not isinstance(config, HubConfig) or not any(self.folder.glob("*.safetensors")):
-            return config
-        return as_stored(config, SafetensorsFolder(self.folder).tensors)
+
+        def stored() -> Collection[str]:
+            has_files = any(self.folder.glob("*.safetensors"))
+            return SafetensorsFolder(self.folder).tensors if has_files else ()
+
+        return as_stored(model_config(self.folder, self.implementation), stored)
 
     def weights(self) -> ModelWeights:
         """The weights of the folder, by the names of the model that is built."""

@@ -20,19 +20,13 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qfsdp.data.cut_rows import CutRows
-from qfsdp.modules.attention.sinks import attention, attention_backward, gradient_of_sinks
+from qfsdp.modules.attention.sinks import attention, attention_backward, gradients
+from qfsdp.modules.collectives import GROUPS, all_gather, reduce_scatter
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-
-# torch 2.13 renamed the functions and warns about the old names.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-GROUPS: dict[str, dist.ProcessGroup] = {}
-"""Groups by name: a custom op takes no group."""
 
 
 def attend_cut_rows(
@@ -91,12 +85,7 @@ class _AttendCutRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, sinks, cu_seqlens, out, total = ctx.saved_tensors
-        grads = _attend_backward(grad, q, k, v, cu_seqlens, out, total, *ctx.how)
-        of_sinks = None
-        if ctx.needs_input_grad[3]:
-            of_sinks = gradient_of_sinks(grad, sinks, out, total)
-        return *grads, of_sinks, None, None, None, None, None, None
+        return *gradients(ctx, grad, _attend_backward), None, None, None, None, None, None
 
 
 @custom_op("qfsdp::attend_cut_rows")
@@ -218,27 +207,3 @@ def _(q: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
 @torch.library.register_fake("qfsdp::attend_cut_rows_backward")
 def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor, Tensor]:
     return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
-
-
-class _OverParts(torch.autograd.Function):
-    """The sum over a group. Each of its ranks uses the sum in its loss, so the gradient of a rank's
-    own numbers is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: str) -> Tensor:
-        ctx.group, y = GROUPS[group], x.clone()
-        dist.all_reduce(y, group=ctx.group)
-        return y
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
-        grad = grad.clone()
-        dist.all_reduce(grad, group=ctx.group)
-        return grad, None
-
-
-def over_parts(x: Tensor, group: str) -> Tensor:
-    """The sum of `x` over the ranks that share rows. Collective, and so is its backward."""
-    y: Tensor = _OverParts.apply(x, group)
-    return y

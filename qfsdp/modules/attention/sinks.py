@@ -20,7 +20,7 @@ only the last of their document, see `cut_rows`.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -105,19 +105,24 @@ class _AttendWithSinks(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        q, k, v, sinks, cu_seqlens, out, total = ctx.saved_tensors
-        grads = attention_backward(grad, q, k, v, cu_seqlens, out, total, *ctx.how)
-        of_sinks = None
-        if ctx.needs_input_grad[3]:
-            of_sinks = gradient_of_sinks(grad, sinks, out, total)
-        return *grads, of_sinks, None, None, None, None
+        return *gradients(ctx, grad, attention_backward), None, None, None, None
 
 
-def gradient_of_sinks(grad: Tensor, sinks: Tensor, out: Tensor, total: Tensor) -> Tensor:
-    """`[heads]`; `out` and `total` are the results of `attention`."""
+def gradients(ctx: Any, grad: Tensor, backward: Callable[..., Any]) -> list[Tensor | None]:
+    """Gradients of q, k, v and sinks, for a function whose forward has the results of `attention`.
+
+    Args:
+        ctx: has saved q, k, v, sinks, cu_seqlens and the two results; `how` holds the arguments
+            after them.
+        backward: `attention_backward`, or an op with other arguments after `total`.
+    """
+    q, k, v, sinks, cu_seqlens, out, total = ctx.saved_tensors
+    of_qkv = backward(grad, q, k, v, cu_seqlens, out, total, *ctx.how)
+    if not ctx.needs_input_grad[3]:
+        return [*of_qkv, None]
     share = torch.exp(sinks.to(total.dtype).unsqueeze(1) - total)
     products = (grad.to(total.dtype) * out.to(total.dtype)).sum(-1)
-    return -(share * products.T).sum(1).to(sinks.dtype)
+    return [*of_qkv, -(share * products.T).sum(1).to(sinks.dtype)]
 
 
 @custom_op("qfsdp::attend_with_sinks")

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.cut_rows import CutRows
-from qfsdp.modules.attention.cut_rows import over_parts
+from qfsdp.modules.collectives import over_parts
 
 
 def routing_sums(scores: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import difflib
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -107,16 +107,19 @@ def model_config_of(
     return found
 
 
-def as_stored(config: AnyConfig, stored: Collection[str]) -> AnyConfig:
+def as_stored(config: AnyConfig, stored: Callable[[], Collection[str]]) -> AnyConfig:
     """`config`, whose output layer is one of its own if files hold it.
 
     Mistral Small 3: the class for the whole model shares it with the embeddings unless its
     `config.json` says otherwise, and only the text model's default says so. transformers compares
     the tensors while it loads them.
+
+    Args:
+        stored: gives the names of the tensors in files; called only where they decide.
     """
     if isinstance(config, HubConfig) and config.takes_more_than_text:
         shared = [getattr(c, SHARED, False) for c in (config.hf, config.hf.get_text_config())]
-        if shared == [True, False] and any(name.endswith("lm_head.weight") for name in stored):
+        if shared == [True, False] and any(name.endswith("lm_head.weight") for name in stored()):
             setattr(config.hf, SHARED, False)
     return config
 
