@@ -44,11 +44,11 @@ trainable:
 """
 CONFIG = """# tune run recipes/{recipe} --config configs/{name}.yaml
 # {title} on {model}: {rows:,} rows of Orca-Math, as in Answer.AI's article.
-# `python docs/article.py` writes this file. Our other configs differ from it in
-#   model: the chat model with its template; answers end where the model's own do
-#   lr: {usual}, with cosine; it is the usual rate of the method
+# `python docs/article.py` writes this file. What our other configs have instead, and why:
+#   model: the chat model with its own template, so that answers end as it has learnt
+#   lr: {usual} with cosine, the usual rate of the method
 #   weight_decay 0, betas 0.9 and 0.999, eps 1e-8, clipping at 1: what most finetuning uses
-#   packed: true, with less checkpointing; both are faster
+#   packed: true, and less checkpointing: both are faster
 {more}# Two settings are not the article's:
 #   rows: the first of the dataset; the article takes the first after a shuffle
 #   weights: trained ones in fp32; in the article's bf16 small updates are lost

@@ -51,8 +51,8 @@ class Config(OfAdapter):
     model: ModelConfig
     output_dir: str  # the new folder
     adapter: str | None = None  # a folder in PEFT's format: `adapter/` of a run, or PEFT's own
-    adapters: list[Part] = field(default_factory=list)  # or several LoRA adapters, which are joined
-    method: JoinMethod = "svd"  # linear | ties | dare_linear | dare_ties
+    adapters: list[Part] = field(default_factory=list)  # instead: several LoRA adapters to join
+    method: JoinMethod = "svd"  # how they are joined
     density: float = 0.5  # share of the numbers that ties and dare keep
     joined_rank: int | None = None  # of svd; null: the largest of the adapters
     seed: int = 0  # of dare

@@ -39,7 +39,7 @@ class AdapterConfig:
             "all-linear", or [k_proj, v_proj, down_proj] with ia3. IA3 scales the inputs of
             down_proj and the outputs of the others.
         layers: layers whose linears are adapted, from 0: "0-15" or a list; null: all.
-        exclude: names or a pattern, as in `targets`, of linears that are not adapted.
+        exclude: linears that are not adapted: names or a pattern, as in `targets`.
         rank_pattern: end of a name -> the rank of these linears, such as `{q_proj: 8}`. It may be a
             regular expression; the first that matches counts, as in PEFT.
         alpha_pattern: the same for alpha.
