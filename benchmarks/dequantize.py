@@ -21,7 +21,6 @@ the medians over rounds; its `_min` and `_max` are over all shapes and rounds:
     cpu_dequantize_over_copy           bytes read and written a second, over those of `copy_`
                                        between bf16 tensors of the same shape
     cpu_elements_per_second            weights a second, over all shapes
-    gpu_two_kernels_over_one           seconds of ours over those with QFSDP_ONE_KERNEL=1
     gpu_temporaries_over_output        peak of temporary bytes over the bytes of the output
     before_over_now_quantize           seconds of the other checkout over ours (--before), and
     before_over_now_dequantize         the same for bf16 and fp32 results
@@ -60,7 +59,6 @@ from benchmarks.timing import (
 )
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.kernels.compiled import can_compile
-from qfsdp.tensor_subclasses.nf4_one_kernel import dequantize_at_once
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
 
 SMOLLM2 = [(576, 576), (192, 576), (1536, 576), (576, 1536)]
@@ -70,24 +68,17 @@ TORCHAO_BLOCK = 64 * 256  # weights per second-level scale; torchao needs whole 
 QUICK_TORCHAO = 1 << 24  # weights
 RATIOS = {  # key: seconds of the first over seconds of the second
     "vs_torchao_compiled": ("torchao", "ours"),
-    "two_kernels_over_one": ("ours", "one_kernel"),
     "vs_bitsandbytes": ("bitsandbytes", "ours"),
     "vs_bitsandbytes_same_memory": ("bitsandbytes_same_memory", "ours"),
     "vs_bitsandbytes_fp32_absmax": ("bitsandbytes_fp32_absmax", "ours"),
 }
-NAMES = ["ours", "one_kernel", "copy", "torchao", "bitsandbytes", "bitsandbytes_same_memory"]
+NAMES = ["ours", "copy", "torchao", "bitsandbytes", "bitsandbytes_same_memory"]
 NAMES += ["bitsandbytes_fp32_absmax"]
 
 
 def ours(weight: QuantizedTensor) -> Tensor:
     which = (weight.format, weight.cols, weight.row_offset, torch.bfloat16)
     return frozen_weight(weight.qdata, weight.metadata, *which)
-
-
-def one_kernel(weight: QuantizedTensor) -> Tensor:
-    """What QFSDP_ONE_KERNEL=1 turns on."""
-    which = (weight.cols, weight.row_offset, torch.bfloat16, None)
-    return dequantize_at_once(weight.qdata, weight.metadata, *which)
 
 
 def bitsandbytes_cases(weight: Tensor, expected: Tensor) -> dict[str, Callable[[], Any]]:
@@ -154,9 +145,6 @@ def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tu
         "ours": partial(ours, quantized),
         "copy": lambda: copied.copy_(weight),
     }
-    if device == "cuda":
-        cases["one_kernel"] = partial(one_kernel, quantized)
-        assert torch.equal(one_kernel(quantized), ours(quantized)), shape
     cases |= bitsandbytes_cases(weight, ours(quantized))
     cases |= torchao_cases(weight, quick)
     times = in_turns(cases, rounds, device)

@@ -9,14 +9,11 @@ the call until the device is through.
     norms_RANK_seconds            launched one after the other, in pieces of NORM_CHUNK_ON_GPU
     norms_RANK_chunk_N_seconds    in pieces of 2^N weights; those of 2^23 and 2^24 fit the cache
     norms_RANK_..._graph_seconds  one launch of a captured graph; a line says if it cannot be
-    norms_RANK_one_kernel_seconds, norms_RANK_one_kernel_graph_seconds
-                                  the same with QFSDP_NORM_KERNEL=1
-    norms_RANK_one_kernel_difference   largest relative difference of the norms
+    norms_RANK_chunk_N_difference largest relative difference of the norms
 """
 
 from __future__ import annotations
 
-import os
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -43,7 +40,6 @@ from qfsdp.tensor_subclasses import nf4
 SHAPES = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]  # q, k, v, o
 SHAPES += [(14336, 4096), (14336, 4096), (4096, 14336)]  # gate, up, down
 LAYERS = 32
-SWITCH = "QFSDP_NORM_KERNEL"
 CHUNKS = (23, 24, 25)  # powers of two; the cache of an H100 holds 2^24 weights in bf16
 
 
@@ -126,7 +122,6 @@ def main() -> None:
     found: Figures = {}
     for rank in (16, 64):
         model = linears(rank, args.device, args.quick)
-        os.environ.pop(SWITCH, None)
         figures, norms = measure(model, f"norms_{rank}", args.repeat, args.device)
         found |= figures
         for power in CHUNKS:
@@ -135,13 +130,6 @@ def main() -> None:
                     model, f"norms_{rank}_chunk_{power}", args.repeat, args.device
                 )
             found |= figures | {f"norms_{rank}_chunk_{power}_difference": furthest(others, norms)}
-            write_figures(args.json, found)
-        if args.device == "cuda":
-            os.environ[SWITCH] = "1"
-            key = f"norms_{rank}_one_kernel"
-            figures, others = measure(model, key, args.repeat, args.device)
-            found |= figures
-            found[f"{key}_difference"] = furthest(others, norms)
             write_figures(args.json, found)
         del model
     tell(found, args.json)

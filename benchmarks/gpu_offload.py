@@ -26,7 +26,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.gpu_train_step import TINY, WARMUP, measure, our_config, recipe_step, size_of
+from benchmarks.gpu_train_step import ROW, TINY, WARMUP, measure, our_config, recipe_step, size_of
 from benchmarks.offload_tiers import write_quantized_model
 from benchmarks.timing import base_arguments, tell, write_figures
 from benchmarks.train_step_worker import LEARNING_RATE
@@ -40,7 +40,7 @@ TIERS = {"resident": "none", "cpu": "cpu", "disk": "disk"}
 def measure_tier(tier: str, folder: Path, sizes: dict[str, Any], quick: bool) -> dict[str, float]:
     words = [f"sharding.offload_base={TIERS[tier]}"]
     args = argparse.Namespace(
-        contestant="ours_qlora", words=words, packed=False, estimate=False, quick=quick
+        contestant="ours_qlora", words=words, packed=False, estimate=False, quick=quick, row=ROW
     )
     recipe, cfg = our_config(args, folder, rows=1)
     since = time.perf_counter()
@@ -50,7 +50,7 @@ def measure_tier(tier: str, folder: Path, sizes: dict[str, Any], quick: bool) ->
     optimizer = torch.optim.AdamW(trainable_parameters(model), lr=LEARNING_RATE, fused=True)
     clock = StepClock(world.device)
     step = recipe_step(recipe, model, optimizer, world, clock)
-    size, steps = size_of(8192, quick), 1 if quick else WARMUP
+    size, steps = size_of(8192, args), 1 if quick else WARMUP
     found = measure(step, size, sizes["vocab_size"], steps, clock)
     return {f"{tier}_load_seconds": load} | {f"{tier}_{key}": v for key, v in found.items()}
 

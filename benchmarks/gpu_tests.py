@@ -1,14 +1,14 @@
 """Tests that need a GPU, written down one by one: `make test-gpu`.
 
     python benchmarks/gpu_tests.py [--first-seconds 100] [--json tests.json] [--name tests]
-                                   [PYTEST'S WORDS ...]
+                                   [--on-cpu] [PYTEST'S WORDS ...]
     python benchmarks/gpu_tests.py --rates-from gpu_results.zip
 
 The files of tests are those that have the mark `gpu`. `--first-seconds` takes the most telling ones
 that fit into so many seconds: 15 that compare bits, then those of graphs and of waiting hosts,
 which may leave a device unusable. What a test takes is in `gpu_test_seconds.json`, which
 `--rates-from` writes from the archive of a suite. A test without a figure takes as long as others
-of its function, or else as the mean of the last run.
+of its function, or else as the mean of the last run. `--on-cpu` tries the tests themselves.
 
 Keys: `NAME_passed`, `NAME_failed`, `NAME_skipped`, and `tests`: outcome and seconds of each. They
 are written after every test. If the file is there, tests that passed are left out, and one that was
@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import zipfile
@@ -108,6 +109,8 @@ class Recorder:
         outcome, seconds = self.outcomes[report.nodeid]
         if report.when == "call" or report.outcome != "passed":  # setup and teardown may fail too
             outcome = report.outcome
+        if report.failed:  # now: the process may not live to its end
+            print(f"\n{report.nodeid}\n{report.longreprtext[-3000:]}", flush=True)
         self.note(report.nodeid, outcome, round(seconds + report.duration, 3))
 
 
@@ -129,9 +132,9 @@ def write_rates(archive: Path) -> None:
 
 def marked_files() -> list[str]:
     """Files of tests with the mark `gpu`."""
-    mark = ".mark" + ".gpu"
     files = sorted((ROOT / "tests").rglob("test_*.py"))
-    return [str(file.relative_to(ROOT)) for file in files if mark in file.read_text()]
+    texts = {str(file.relative_to(ROOT)): file.read_text() for file in files}
+    return [file for file, text in texts.items() if "mark.gpu" in text or "needs_gpu" in text]
 
 
 def main() -> None:
@@ -139,12 +142,15 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--first-seconds", type=float)
+    parser.add_argument("--on-cpu", action="store_true")
     parser.add_argument("--name", default="tests")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rates-from", type=Path, metavar="ARCHIVE")
     args, words = parser.parse_known_args()
     if args.rates_from is not None:
         return write_rates(args.rates_from)
+    if args.on_cpu:
+        os.environ["QFSDP_GPU_TESTS_ON"] = "cpu"
     recorder = Recorder(args.name, args.json, args.first_seconds)
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-rf"]
     status = pytest.main([*options, *words, *marked_files()], plugins=[recorder])

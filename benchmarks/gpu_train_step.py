@@ -12,7 +12,9 @@ position, no activation checkpointing. `--kernels` prints a table of the kernels
 tokens under the keys of the whole size. `cuda_graphs=true` takes one size, because graphs keep the
 shapes that came first; steps that a GPU did not replay have no figures then.
 
-    --model NAME     llama3_8b, qwen3_8b, or llama3_70b_8_layers: 8 of its 80 layers
+    --model NAME     llama3_8b, llama3_1_8b, qwen3_8b, or llama3_70b_8_layers: 8 of its 80 layers
+    --row TOKENS     of a row, 2,048 if not given; a micro-batch has as many rows as it takes
+    --steps COUNT    after as many for the warm-up, at most four
     --fsdp           wraps the model by FSDP2, which a single process otherwise does without
     --packed         rows hold documents of 128 to 1024 tokens
     --estimate       compares the peak with the memory estimate; layers then run uncompiled, as in
@@ -22,9 +24,9 @@ shapes that came first; steps that a GPU did not replay have no figures then.
 
 Keys, for every number of tokens in a micro-batch that fits into memory, written as soon as they are
 known: `CONTESTANT_8192_tokens_per_second`, `_seconds` (median of the steps), `_peak_bytes`
-(allocated), `_first_loss`, `_last_loss`; for ours also `_model_flops_utilization`,
-`_hardware_flops_utilization` and `_seconds/PHASE`; with `--estimate` `_estimated_bytes` and
-`_estimate_over_peak`; with `--losses` `_loss_N` for N updates.
+(allocated), `_reserved_bytes` (the only one of use for graphs), `_first_loss`, `_last_loss`; for
+ours also `_model_flops_utilization`, `_hardware_flops_utilization` and `_seconds/PHASE`; with
+`--estimate` `_estimated_bytes` and `_estimate_over_peak`; with `--losses` `_loss_N` for N updates.
 """
 
 from __future__ import annotations
@@ -79,6 +81,7 @@ from qfsdp.training.throughput import matmul_rate, step_flops, utilization
 
 MODELS: dict[str, dict[str, Any]] = {
     "llama3_8b": {"name": "Llama-3-8B"},
+    "llama3_1_8b": {"name": "Llama-3.1-8B"},
     "qwen3_8b": {"name": "Qwen3-8B"},
     "llama3_70b_8_layers": {"name": "Llama-3-70B", "num_hidden_layers": 8},
 }
@@ -108,8 +111,8 @@ class Size:
         return self.rows * self.row
 
 
-def size_of(tokens: int, quick: bool) -> Size:
-    return Size(max(1, tokens // ROW), QUICK_ROW if quick else ROW)
+def size_of(tokens: int, args: argparse.Namespace) -> Size:
+    return Size(max(1, tokens // args.row), QUICK_ROW if args.quick else args.row)
 
 
 @dataclass
@@ -142,7 +145,7 @@ def our_config(args: argparse.Namespace, folder: Path, rows: int) -> tuple[Any, 
     words += [f"adapter.rank={RANK}", f"adapter.alpha={ALPHA}", "activation.checkpointing=none"]
     uncompiled = args.estimate or args.quick and not torch.cuda.is_available()
     words += [f"optimizer.lr={LEARNING_RATE}", f"compile={'false' if uncompiled else 'true'}"]
-    words += [f"batch_size={rows}", f"max_seq_len={ROW}", "gradient_accumulation_steps=1"]
+    words += [f"batch_size={rows}", f"max_seq_len={args.row}", "gradient_accumulation_steps=1"]
     words += [f"packed={'true' if args.packed else 'false'}", f"clip_grad_norm={CLIP}"]
     return recipe, load_config(recipe.Config, words + args.words)
 
@@ -281,6 +284,8 @@ def measure(
         "warmup_seconds": sum(seconds[:warmup]),
         "tokens_per_second": size.tokens / median,
         "peak_bytes": peak_memory_bytes(device()),
+        # What a graph's pool holds is not allocated while it is replayed.
+        "reserved_bytes": torch.cuda.max_memory_reserved() if device().type == "cuda" else 0,
         "first_loss": losses[0],
         "last_loss": losses[-1],
     } | {f"seconds/{phase}": spent / steps for phase, spent in clock.seconds().items()}
@@ -322,6 +327,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("words", nargs="*", metavar="KEY=VALUE")
     parser.add_argument("--model", choices=MODELS, default="llama3_8b")
     parser.add_argument("--tokens", type=int, nargs="+", default=[4096])
+    parser.add_argument("--row", type=int, default=ROW, help="tokens of a row")
+    parser.add_argument("--steps", type=int, default=8, help="that count, after the warm-up")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--packed", action="store_true")
     parser.add_argument("--estimate", action="store_true")
@@ -339,7 +346,7 @@ def figures_of(
     contestant: Contestant, size: Size, vocabulary: int, rate: float, args: argparse.Namespace
 ) -> dict[str, float]:
     """Figures of one size, without the contestant's name."""
-    steps = 2 if args.quick else 8
+    steps = min(args.steps, 2) if args.quick else args.steps
     found = measure(contestant.step, size, vocabulary, steps, contestant.clock)
     if contestant.model is not None:
         flops = step_flops(contestant.model, [size.row] * size.rows, size.tokens)
@@ -357,7 +364,7 @@ def main() -> None:
     found: dict[str, float] = {}
     if args.estimate:  # first: a dry run makes a process group of its own
         for tokens in args.tokens:
-            rows = size_of(tokens, args.quick).rows
+            rows = size_of(tokens, args).rows
             found[f"{name}_{tokens}_estimated_bytes"] = estimated_bytes(args, config, rows)
     clock, dtype = StepClock(device()), COMPUTE_DTYPES[usual_dtype(device().type)]
     rate = found["matmul_flops_per_second"] = matmul_rate(device(), dtype)
@@ -368,7 +375,7 @@ def main() -> None:
         contestant = Contestant(peft(args.contestant.partition("_")[2], config), clock)
     found[f"{name}_load_seconds"] = time.perf_counter() - since
     for tokens in args.tokens:
-        size = size_of(tokens, args.quick)
+        size = size_of(tokens, args)
         if args.losses:
             updates = min(args.losses, 10) if args.quick else args.losses
             found |= losses(contestant.step, size, config["vocab_size"], name, updates)

@@ -16,6 +16,7 @@ rank, and must give the losses of one rank with both rows.
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import multiprocessing as mp
 import os
 import sys
@@ -30,7 +31,7 @@ import torch.distributed as dist
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.gpu_train_step import RECIPE, Size, our_config, random_batch, recipe_step
+from benchmarks.gpu_train_step import RECIPE, ROW, Size, our_config, random_batch, recipe_step
 from benchmarks.timing import base_arguments, tell, write_figures
 from qfsdp.config.recipe_files import load_recipe
 from qfsdp.distributed.gradients import trainable_parameters
@@ -64,7 +65,7 @@ def train(rank: int, ranks: int, folder: Path, words: list[str], quick: bool) ->
     if ranks > 1:
         join(rank, ranks, folder)
     args = argparse.Namespace(
-        contestant="ours_qdora", words=words, packed=False, estimate=True, quick=quick
+        contestant="ours_qdora", words=words, packed=False, estimate=True, quick=quick, row=ROW
     )
     recipe, cfg = our_config(args, folder, rows=1)
     world = recipe.init_world(cfg.sharding, cfg.distributed)
@@ -89,6 +90,7 @@ def write_model(folder: Path, quick: bool) -> None:
 def work(rank: int, ranks: int, folder: Path, words: list[str], quick: bool) -> None:
     """A rank; its losses go to a file. Ends at once: gloo's threads may abort a usual end."""
     status = 0
+    faulthandler.enable()
     try:
         torch.save(train(rank, ranks, folder, words, quick), folder / f"{rank}.pt")
     except BaseException:
@@ -115,7 +117,8 @@ def run(ranks: int, folder: Path, words: list[str], quick: bool) -> list[float] 
         if any(process.exitcode for process in ended):  # the other waits for it
             for process in waiting:
                 process.kill()
-    if any(process.exitcode for process in processes):
+    if any(codes := [process.exitcode for process in processes]):
+        print(f"exit statuses of the ranks: {codes}", flush=True)
         return None
     found: list[float] = torch.load(folder / "0.pt")
     return found

@@ -6,10 +6,9 @@ Inductor generates its Triton code for tensors that exist in name only, Triton c
 sm_80, sm_89 or sm_90, and nvdisasm, which comes with Triton, takes it apart. Instructions are
 counted, not timed.
 
-    two_kernels_weights, two_kernels_absmax     the kernels of `nf4.py`
-    one_kernel                                  that of `nf4_one_kernel.py`
-    fp8_weights                                 two_kernels_weights, for e4m3
-    norms_RANK_ROWS                             the loop of `nf4_norm_kernel.py`, by ROWS rows
+    one_kernel                                  that of `nf4.py` for GPUs
+    fp8_weights                                 the same, for e4m3
+    two_kernels_weights, two_kernels_absmax     those of NF4 without double quantization
     NAME_fused                                  fused multiply-adds; 0: bits are those of a CPU
     NAME_registers, NAME_shared                 registers of a thread, bytes of shared memory
     NAME_spilled                                bytes of a thread that did not fit into registers
@@ -35,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, tell
-from qfsdp.tensor_subclasses import nf4, nf4_one_kernel
+from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS
 
@@ -195,21 +194,6 @@ def instructions(listing: str) -> list[str]:
     return lines[: ends[0] + 1]
 
 
-def in_loop(listing: str) -> int:
-    """Instructions of the last loop of at least 20."""
-    labels: dict[str, int] = {}
-    count, longest = 0, 0
-    for line in listing.splitlines():
-        if label := re.match(r"\s*(\.L_x_\d+):", line):
-            labels[label[1]] = count
-        if re.search(r"/\*[0-9a-f]{4}\*/", line):
-            count += 1
-            jump = re.search(r"BRA.*(\.L_x_\d+)", line)
-            if jump and jump[1] in labels and count - labels[jump[1]] >= 20:
-                longest = count - labels[jump[1]]
-    return longest
-
-
 def traced(kernel: Any, *fixed: Any) -> Callable[..., Any]:
     """The function under a `compiled` kernel, as it is when it is compiled."""
 
@@ -238,7 +222,10 @@ def pointwise(folder: Path) -> Figures:
         traced(nf4._write_weights)(c, p, o, None, table, out)
 
     def at_once(c: Any, a: Any, s: Any, o: Any, d: Any, table: Any, out: Any) -> None:
-        traced(nf4_one_kernel._write_at_once)(c, a, s, o, None, d, table, 0, out)
+        traced(nf4._write_at_once)(c, a, s, o, None, d, table, 0, out)
+
+    def scaled(c: Any, a: Any, s: Any, o: Any, f: Any, d: Any, table: Any, out: Any) -> None:
+        traced(nf4._write_at_once)(c, a, s, o, f, d, table, 0, out)
 
     cases: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Shape], int]] = {
         "two_kernels_weights": (write, nf4.ONE_KERNEL, [codes, products, offset, levels, bf16], 2),
@@ -255,9 +242,9 @@ def pointwise(folder: Path) -> Figures:
             2,
         ),
         "fp8_weights": (
-            traced(nf4._write_weights),
-            FLAT_ON_GPUS,
-            [codes, products, offset, factor, levels, e4m3],
+            scaled,
+            FLAT_ON_GPUS | ROUNDED_AS_ON_CPUS,
+            [codes, absmax, scales, offset, factor, dynamic, levels, e4m3],
             2,
         ),
     }
@@ -276,25 +263,6 @@ def pointwise(folder: Path) -> Figures:
     return found
 
 
-def norms() -> Figures:
-    import triton.language as tl
-
-    from qfsdp.tensor_subclasses.nf4_norm_kernel import _products, rows_of_program
-
-    found: Figures = {}
-    for rank in (16, 64, 128):  # the kernel takes no more
-        for rows in sorted({rows_of_program(rows, rank) for rows in (2048, 8192, 14336)}):
-            values = {"COLS": 4096, "ROWS": rows, "RANK": rank, "HALF": 32, "SCALE_BLOCK": 256}
-            values |= {"DTYPE": tl.bfloat16, "FACTOR": tl.bfloat16}
-            kinds = ["*u8", *["*fp32"] * 6, *["i32"] * 4, *["constexpr"] * 7]
-            signature = dict(zip(_products.arg_names, kinds, strict=True))
-            listing, taken = machine_code(_products, signature, values, fused=False)
-            name = f"norms_{rank}_{rows}"
-            found[name] = in_loop(listing) * 32 * WARPS / (rows * 64)
-            found |= {f"{name}_{key}": number for key, number in taken.items()}
-    return found
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
@@ -305,7 +273,7 @@ def main() -> None:
     if importlib.util.find_spec("triton") is None:
         raise SystemExit("error: no Triton here; expected one, from `pip install triton`")
     with tempfile.TemporaryDirectory() as folder, pretended(args.gpu):
-        found = pointwise(Path(folder)) | norms()
+        found = pointwise(Path(folder))
     tell(found, args.json)
 
 

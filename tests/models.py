@@ -77,8 +77,8 @@ def randomize_adapters(model: nn.Module) -> None:
     magnitude equals its norm."""
     generator = torch.Generator().manual_seed(7)
     for key, param in adapter_parameters(model).items():
-        noise = torch.randn(param.shape, generator=generator)[local_rows(param)]
         local = local_part(param)
+        noise = torch.randn(param.shape, generator=generator)[local_rows(param)].to(local.device)
         if "magnitude" in key:
             local.mul_(1 + 0.02 * noise)
         elif "ia3_l" in key:

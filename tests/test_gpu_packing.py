@@ -25,13 +25,10 @@ from qfsdp.modules.attention.shared_prompts import attend_shared
 from qfsdp.modules.attention.sinks import attend_with_sinks, attention, attention_backward
 from qfsdp.modules.transformer import Decoder
 from tests.models import build_meta_model
+from tests.on_gpu import GPU, needs_gpu
 from tests.tiny import needs_compiler, write_tiny_model
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.accelerator.is_available(), reason="no accelerator here"),
-]
-GPU = torch.device("cuda")
+pytestmark = needs_gpu
 SEQ, ENDS = 512, [0, 1, 300, 300, 512, 900, 1024, 1536, 1536, 1536]  # three rows
 
 

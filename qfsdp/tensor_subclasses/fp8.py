@@ -20,6 +20,7 @@ same numbers are multiplied in fp32 (`product`), to try and test it.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch import Tensor
 from qfsdp.tensor_subclasses.four_bit import numbers_of, table
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
-from qfsdp.tensor_subclasses.nf4 import absmax_products
+from qfsdp.tensor_subclasses.nf4 import absmax_of_blocks
 from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS
 from qfsdp.tensor_subclasses.quantized_tensor import frozen_weight
 
@@ -65,13 +66,35 @@ def frozen_weight_fp8(
     absmax = qdata[:, -(-cols // 2) :]
     if metadata:
         scales, offset = metadata
-        products = absmax_products(absmax, scales, table(DYNAMIC_LEVELS, qdata), row_offset)
-        absmax = (products + offset).abs()
+        dynamic = table(DYNAMIC_LEVELS, qdata)
+        scale, inverse = _row_scales(absmax, scales, offset, dynamic, row_offset)
     else:
-        absmax = numbers_of(absmax, torch.float32)
-    scale = absmax.amax(1).clamp(min=1e-30) / LARGEST
-    inverse = scale.reciprocal()
+        scale = numbers_of(absmax, torch.float32).amax(1).clamp(min=1e-30) / LARGEST
+        inverse = scale.reciprocal()
     return frozen_weight(qdata, metadata, format, cols, row_offset, E4M3, inverse), scale
+
+
+@partial(compiled, smallest=1 << 8)
+def _row_scales(
+    absmax_codes: Tensor, scales: Tensor, offset: Tensor, dynamic: Tensor, row_offset: int
+) -> tuple[Tensor, Tensor]:
+    """The scale of each row, fp32 `[rows]`, and its inverse."""
+    absmax = (absmax_of_blocks(absmax_codes, scales, dynamic, row_offset) + offset).abs()
+    scale = absmax.amax(1).clamp(min=1e-30) / LARGEST
+    return scale, scale.reciprocal()
+
+
+def transposed(weight: Tensor) -> Tensor:
+    """e4m3 `[rows, cols]` -> `[cols, rows]`, adjacent in memory."""
+    if on_cpu(weight):
+        return weight.t().contiguous()
+    return _transposed(weight.view(torch.uint8)).view(E4M3)
+
+
+@partial(compiled, static_on_gpus=True)
+def _transposed(numbers: Tensor) -> Tensor:
+    """Compiled, it reads and writes tiles."""
+    return numbers.t().contiguous()
 
 
 def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
@@ -122,4 +145,4 @@ def backward_product(
     g8, g_scale = to_fp8(grad, scale if ratio is None else scale * ratio)
     ones = torch.ones(cols, dtype=torch.float32, device=grad.device)
     # GPUs take both operands with the summed dimension last.
-    return product(g8, weight.t().contiguous(), g_scale, ones, grad.dtype)
+    return product(g8, transposed(weight), g_scale, ones, grad.dtype)

@@ -20,7 +20,6 @@ weights cannot be exchanged.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterable, Sequence
 from functools import partial
 
@@ -34,7 +33,7 @@ from qfsdp.tensor_subclasses.four_bit import (
     write_pairs,
     write_uncompiled,
 )
-from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
+from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS, compiled
 from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
 from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, NF4_PAIRS, SCALE_BLOCK
 from qfsdp.tensor_subclasses.nf4_quantize import check_finite, quantize_absmax, write_codes
@@ -67,9 +66,7 @@ class NF4Tensor(QuantizedTensor):
         dtype: torch.dtype,
         row_scale: Tensor | None = None,
     ) -> Tensor:
-        if os.environ.get("QFSDP_ONE_KERNEL") == "1":
-            from qfsdp.tensor_subclasses.nf4_one_kernel import dequantize_at_once
-
+        if not on_cpu(qdata):
             return dequantize_at_once(qdata, metadata, cols, row_offset, dtype, row_scale)
         scales, offset = metadata
         codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
@@ -115,9 +112,9 @@ def quantize(weight: Tensor, dtype: torch.dtype | None = None) -> QuantizedTenso
     return target
 
 
-# ---- dequantizing ----------------------------------------------------------------------------
-# Two kernels: absmax of every block, then weights (in one: `nf4_one_kernel`). The first stores a
-# product, the second adds the offset: in one, GPU compilers fuse them and round only once.
+# ---- dequantizing: two kernels on CPUs ---------------------------------------------------------
+# Absmax of every block, then weights. The first stores a product, the second adds the offset. The
+# second also runs on GPUs for NF4 without double quantization (`nf4_fp32_absmax`).
 
 
 def dequantize_nf4(
@@ -146,14 +143,16 @@ def dequantize_nf4(
 dequantizer = dequantize_nf4  # in models that answer perhaps `nf4_by_bitsandbytes`
 
 
-@partial(compiled, smallest=1 << 8)
-def absmax_products(
+def absmax_of_blocks(
     absmax_codes: Tensor, scales: Tensor, dynamic: Tensor, row_offset: int
 ) -> Tensor:
     """Codes uint8 `[rows, blocks_per_row]` -> level * scale, fp32: absmax without the offset."""
     rows, per_row = absmax_codes.shape
     block = torch.arange(rows * per_row, device=absmax_codes.device).view(rows, per_row)
     return dynamic[absmax_codes.int()] * scales[(block + row_offset * per_row) // SCALE_BLOCK]
+
+
+absmax_products = partial(compiled, smallest=1 << 8)(absmax_of_blocks)
 
 
 # By default inductor splits the selections of `_selected_level` into several kernels.
@@ -195,3 +194,60 @@ def _selected_level(code: Tensor) -> Tensor:
         pairs = zip(chosen[::2], chosen[1::2], strict=True)
         chosen = [torch.where(is_set, one, zero) for zero, one in pairs]
     return chosen[0]
+
+
+# ---- dequantizing: one kernel on GPUs ----------------------------------------------------------
+# It works out the absmax of a weight's block for each weight: 1.24 times faster than two kernels
+# on an H200 (1.07 to 1.76; small weights gain most), and one launch. Compilers for GPUs would fuse
+# the product and the sum of absmax into one operation, which rounds once; `ROUNDED_AS_ON_CPUS`
+# keeps the bits of bitsandbytes.
+
+
+def dequantize_at_once(
+    qdata: Tensor,
+    metadata: Sequence[Tensor],
+    cols: int,
+    row_offset: int,
+    dtype: torch.dtype,
+    row_scale: Tensor | None,
+) -> Tensor:
+    """As `QuantizedTensor.dequantize_rows`."""
+    scales, offset = metadata
+    codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
+    tables = table(DYNAMIC_LEVELS, qdata), table(NF4_LEVELS, qdata)
+
+    def write(rows: slice, codes: Tensor, scale: Tensor | None, out: Tensor) -> None:
+        # Only the scales of these rows, so that all experts of a layer share one build.
+        blocks = absmax_codes[rows]
+        first = (row_offset + rows.start) * blocks.size(1)
+        skip, last = first % SCALE_BLOCK, first + blocks.numel() - 1
+        mine = scales[first // SCALE_BLOCK : last // SCALE_BLOCK + 1]
+        _write_at_once(codes, blocks, mine, offset, scale, *tables, skip, out)
+
+    return dequantize_pairs(write, codes, cols, dtype, row_scale)
+
+
+@partial(compiled, options=ONE_KERNEL | ROUNDED_AS_ON_CPUS, static_on_gpus=True)
+def _write_at_once(
+    codes: Tensor,
+    absmax_codes: Tensor,
+    scales: Tensor,
+    offset: Tensor,
+    row_scale: Tensor | None,
+    dynamic: Tensor,
+    levels: Tensor,
+    skip: int,
+    out: Tensor,
+) -> None:
+    """`skip`: blocks of the first scale that are in earlier rows. `out` holds two weights in each
+    integer (`write_pairs`)."""
+    rows, blocks = absmax_codes.shape
+    block = torch.arange(rows * blocks, device=codes.device).view(rows, blocks)
+    absmax = dynamic[absmax_codes.int()] * scales[(block + skip) // SCALE_BLOCK] + offset
+    if row_scale is not None:
+        absmax = absmax * row_scale.unsqueeze(1)
+    absmax = absmax.unsqueeze(-1)
+    if not torch.compiler.is_compiling():
+        return write_uncompiled(NF4_PAIRS, codes, absmax, out)
+    code = codes.unflatten(1, (blocks, BLOCK // 2)).int()
+    write_pairs(levels[code >> 4] * absmax, levels[code & 15] * absmax, out)

@@ -110,21 +110,26 @@ def _quantize_centred(centred: Tensor) -> tuple[Tensor, Tensor]:
     unit = (blocks * (1.0 / scales.clamp(min=1e-38)).unsqueeze(1)).clamp(-1, 1)
     if centred.device.type == "cpu":
         # On CPUs bitsandbytes looks codes up in a table of 65,536 points, on GPUs it finds the
-        # exact nearest level; about one absmax in 700 gets the neighbouring code. We do the same,
-        # so that our bytes equal its bytes on both devices.
+        # exact nearest level, of two equally near ones that with the even code; about one absmax in
+        # 700 gets the neighbouring code. We do the same, so that our bytes equal its bytes on both
+        # devices.
         point = ((unit + 1.0) * 0.5).double().mul(65535).add(0.5).float().int()
         point = point.clamp(0, 65535).flatten()  # NaN: the caller has refused it
         codes = _codes_of_points().index_select(0, point).view_as(unit)
     else:
-        codes = _nearest_levels(unit)
+        codes = _nearest_levels(unit, ties_to_even=True)
     codes = codes.masked_fill((scales == 0).unsqueeze(1), 0)
     return codes.flatten()[: centred.numel()], scales
 
 
-def _nearest_levels(unit: Tensor) -> Tensor:
-    """Index (uint8) of the dynamic level that is nearest to each number of [-1, 1]."""
+def _nearest_levels(unit: Tensor, ties_to_even: bool = False) -> Tensor:
+    """Index (uint8) of the dynamic level that is nearest to each number of [-1, 1]. A number in the
+    middle of two levels has the lower index, or the even one."""
     levels = unit.new_tensor(DYNAMIC_LEVELS)
-    return torch.bucketize(unit, (levels[1:] + levels[:-1]) / 2, out_int32=True).to(torch.uint8)
+    middles = (levels[1:] + levels[:-1]) / 2
+    if ties_to_even:  # from odd to even: the middle itself belongs to the upper level
+        middles[1::2] = torch.nextafter(middles[1::2], middles.new_tensor(-2.0))
+    return torch.bucketize(unit, middles, out_int32=True).to(torch.uint8)
 
 
 @functools.cache

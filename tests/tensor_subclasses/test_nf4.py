@@ -15,6 +15,8 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.tensor_subclasses import four_bit, nf4, nf4_quantize
 from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
 from qfsdp.tensor_subclasses.nf4_fp32_absmax import NF4Fp32AbsmaxTensor
+from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS
+from qfsdp.tensor_subclasses.nf4_quantize import _nearest_levels
 from tests.tiny import needs_compiler
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -146,6 +148,17 @@ def test_levels_of_the_scales_equal_those_of_bitsandbytes() -> None:
 
 
 @pytest.mark.usefixtures("eager")
+def test_of_two_equally_near_levels_gpus_take_the_even_code() -> None:
+    """As bitsandbytes' kernel for GPUs: its binary search ends at an even code."""
+    levels = torch.tensor(DYNAMIC_LEVELS)
+    middles = (levels[1:] + levels[:-1]) / 2
+    of_gpus, of_cpus = (_nearest_levels(middles, even).int() for even in (True, False))
+    assert torch.equal(of_cpus, torch.arange(255, dtype=torch.int32))
+    assert torch.equal(of_gpus, of_cpus + of_cpus % 2)
+    for near in (torch.nextafter(middles, levels[:-1]), torch.nextafter(middles, levels[1:])):
+        assert torch.equal(_nearest_levels(near, True), _nearest_levels(near))
+
+
 def test_bits_per_weight() -> None:
     weight = nf4.quantize(random_weight(4096, 4096, dtype=torch.bfloat16))
     held = weight.qdata.nbytes + weight.scales.nbytes + weight.offset.nbytes

@@ -8,9 +8,7 @@ A is the one of the row's expert.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -18,15 +16,13 @@ from torch.distributed.tensor import DTensor
 
 from qfsdp.modules.experts.product import expert_product
 from qfsdp.tensor_subclasses.dtensor import local_rows
-from qfsdp.tensor_subclasses.four_bit import BLOCK
-from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
-from qfsdp.tensor_subclasses.nf4 import NF4Tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
 
 # Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache. On a GPU 128 MB:
-# with smaller pieces it would wait for kernel launches.
+# pieces that fit its cache take longer, even as one graph. All linears of an 8B model on an H200,
+# as a graph: 10.2 ms; in pieces of 16, 32 and 64 MB 14.4, 11.9 and 11.2 ms.
 NORM_CHUNK_WEIGHTS, NORM_CHUNK_ON_GPU = 1 << 22, 1 << 26
 
 
@@ -63,33 +59,15 @@ def squared_norms(weight: Tensor) -> Tensor:
     return squares.square_()
 
 
-# Rank 256 needs 125 KB of shared memory (compiled for an RTX 4090, which has 99).
-MOST_RANK_OF_KERNEL = 128
-
-
 def adapted_norms(
     weight: Tensor, a: Tensor, b: Tensor, scaling: float, base_squares: Tensor
 ) -> Tensor:
     """fp32 `[rows]`, the row norms of W + scaling * B A."""
-    if has_norm_kernel(weight) and a.size(0) <= MOST_RANK_OF_KERNEL:
-        from qfsdp.tensor_subclasses.nf4_norm_kernel import frozen_products
-
-        return _norms(frozen_products(weight, a), a.to(weight.dtype), b * scaling, base_squares)
     mixed = torch.empty_like(b, dtype=weight.dtype)  # W A^T, `[rows, rank]`
     a = a.to(mixed.dtype)
     for part, rows in row_chunks(weight):
         torch.mm(rows, a.t(), out=mixed[part])
     return _norms(mixed, a, b * scaling, base_squares)
-
-
-def has_norm_kernel(weight: Tensor) -> TypeGuard[NF4Tensor]:
-    """Whether `QFSDP_NORM_KERNEL=1` is set and the kernel computes this weight: NF4 of whole blocks
-    in bf16 or fp32, on a GPU. It is not the default, as no GPU has timed it yet."""
-    if os.environ.get("QFSDP_NORM_KERNEL") != "1" or dry_run.current is not None:
-        return False
-    of_kind = isinstance(weight, NF4Tensor) and weight.cols % BLOCK == 0
-    on_device = not on_cpu(weight) or os.environ.get("TRITON_INTERPRET") == "1"
-    return of_kind and on_device and weight.dtype in (torch.bfloat16, torch.float32)
 
 
 @compiled
