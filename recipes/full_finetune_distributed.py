@@ -36,10 +36,11 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import DistributedConfig, World, init_world
 from qfsdp.launch.signals import StopRequest
 from qfsdp.launch.start import launch
-from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
+from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.trainable import TrainableConfig, check_trainable, set_trainable
-from qfsdp.modules.transformer import ActivationConfig, Decoder
 from qfsdp.planning.estimate import micro_batch_tokens
 from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.planning.preflight import check_memory
@@ -109,7 +110,7 @@ def check(cfg: Config) -> None:
     choose_lr(cfg)
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
     check_global_batch(cfg)
-    weights = ModelWeights(cfg.model.path)
+    weights = cfg.model.weights()
     model = build_model(cfg, weights)
     weights.check(model)
     check_with_model(cfg, model.config)
@@ -120,10 +121,9 @@ def check(cfg: Config) -> None:
     check_memory(cfg, build_model, train_step)
 
 
-def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
+def build_model(cfg: Config, weights: ModelWeights) -> AnyDecoder:
     """Builds the decoder on the meta device, without storage; frozen linears are quantized."""
-    with torch.device("meta"):
-        model = Decoder(cfg.model.decoder()).to(compute_dtype(cfg.model.dtype))
+    model = cfg.model.build()
     trained = set_trainable(model, cfg.trainable, cfg.model.folder)
     quantize_linears(model, cfg.quantization, weights.formats, plain=trained)
     model.set_activations(cfg.activation)
@@ -132,9 +132,9 @@ def build_model(cfg: Config, weights: ModelWeights) -> Decoder:
     return model
 
 
-def load_model(cfg: Config, world: World) -> Decoder:
+def load_model(cfg: Config, world: World) -> AnyDecoder:
     """Builds, shards and loads the model; every rank reads and quantizes its own rows."""
-    weights = ModelWeights(cfg.model.path)
+    weights = cfg.model.weights()
     model = build_model(cfg, weights)
     shard_model(model, cfg.sharding, world, micro_batch_tokens(cfg))
     load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
@@ -214,7 +214,7 @@ def main(cfg: Config, run: Run) -> None:
     meter = Meter(model, world, clock, optimizer)
     save_dtype = COMPUTE_DTYPES[cfg.save_dtype or cfg.model.dtype]
     texts = model_template(adapter_template(cfg.tokenizer, cfg.dataset), cfg.model.folder)
-    weights = ModelWeights(cfg.model.path)
+    weights = cfg.model.weights()
     save = partial(save_model, model, weights, save_dtype, world=world, texts=texts)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, save)

@@ -140,6 +140,10 @@ def _unit_options(model: AnyDecoder, config: ShardingConfig, world: World) -> di
         frozen = {param for _, param in base_parameters(model) if not param.requires_grad}
         options["ignored_params"] = frozen
     if model.compute_dtype is not None:
+        # What is frozen in fp32, such as routers' corrections, would be cast: each rank has it all.
+        kept = {p for p in model.parameters() if not p.requires_grad}
+        kept = {p for p in kept if p.dtype != model.compute_dtype}
+        options["ignored_params"] = options.get("ignored_params", set()) | kept
         # Quantized weights are not cast: the dtype that they report is the compute dtype.
         options["mp_policy"] = MixedPrecisionPolicy(
             param_dtype=model.compute_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False

@@ -16,9 +16,10 @@ from torch import nn
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, compute_dtype
 from qfsdp.modules.decoder_config import EXPANDED
-from qfsdp.modules.experts.router import Router
 from qfsdp.modules.quantized_linear import LINEARS
-from qfsdp.modules.transformer import Decoder
+
+CORRECTION = ".e_score_correction_bias"
+"""A router's correction balances the choice of experts; no gradient reaches it."""
 
 
 @dataclass
@@ -98,35 +99,46 @@ def check_trainable(cfg: Any) -> None:
         )
 
 
-def set_trainable(model: Decoder, config: TrainableConfig, folder: Path) -> set[str]:
+def set_trainable(model: Any, config: TrainableConfig, folder: Path) -> set[str]:
     """Freezes all of `model` but the weights that `config` selects.
 
     Sets `model.compute_dtype` to the model's dtype, and casts the trained weights to
-    `config.dtype`.
+    `config.dtype`. Weights that are never trained, such as routers' corrections, stay as they are.
 
     Args:
-        model: on the meta device, not quantized yet.
+        model: a `Decoder` or `HubDecoder` on the meta device, not quantized yet.
         folder: the model folder, for its `config.json`.
 
     Returns:
         The names of the trained linears, which must stay plain.
 
     Raises:
-        UserError: the model has no such layers.
+        UserError: the model has no such layers, or computes with a trained weight in fp32 although
+            its own dtype is another.
     """
-    body, held = model.model, COMPUTE_DTYPES[config.dtype]
-    model.compute_dtype = body.embed_tokens.weight.dtype
+    parts, held = model.parts, COMPUTE_DTYPES[config.dtype]
+    model.compute_dtype = parts.embedding.weight.dtype
     model.requires_grad_(False)
-    trained: list[nn.Module] = [
-        body.layers[index] for index in trained_layers(config, folder, len(body.layers))
+    trained: list[nn.Parameter] = [
+        param
+        for index in trained_layers(config, folder, len(parts.layers))
+        for param in parts.layers[index].parameters()
     ]
     if config.trains_embeddings:
-        trained += [body.embed_tokens, body.norm, model.lm_head]
-    for module in trained:
-        module.to(held).requires_grad_(True)
-    for module in model.modules():
-        if isinstance(module, Router) and module.e_score_correction_bias is not None:
-            module.e_score_correction_bias.requires_grad_(False)
+        of_layers = set(parts.layers.parameters())
+        trained += [param for param in model.parameters() if param not in of_layers]
+    chosen, kept = set(trained), getattr(model, "never_trained", ())
+    for name, param in model.named_parameters():
+        if param not in chosen or name in kept or name.endswith(CORRECTION):
+            continue
+        if param.dtype != model.compute_dtype:
+            word = next(w for w, dtype in COMPUTE_DTYPES.items() if dtype == model.compute_dtype)
+            raise UserError(
+                f"model.dtype: {word}; expected fp32: this model keeps {name} in fp32, to which "
+                "weights in several dtypes cannot be trained together"
+            )
+        param.data = param.data.to(held)
+        param.requires_grad_(True)
     linears = ((name, m) for name, m in model.named_modules() if isinstance(m, LINEARS))
     return {name for name, linear in linears if linear.weight.requires_grad}
 

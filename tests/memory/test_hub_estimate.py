@@ -17,6 +17,7 @@ from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import known_gpu
 from qfsdp.planning.predict import Predictor
 from tests import hub_models
+from tests.memory import test_estimate_full_finetune as full
 from tests.memory.test_estimate import figures, load, measured
 from tests.ranks import run_ranks
 
@@ -63,6 +64,18 @@ def test_a_run_takes_the_estimated_memory(
     print(f"{found.peak} of {held}: {found.peak / held - 1:+.3f}", found.where)
     assert found.peak == pytest.approx(held, rel=0.03 if ranks == 1 else 0.15)
     assert found.peak >= 0.99 * held
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("eager")
+def test_full_finetuning_takes_the_estimated_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
+    hub_models.save_hub_model("qwen3_5", tmp_path)
+    words = (HUB, "max_seq_len=128", "model.dtype=fp32")
+    held = full.measured_one(*full.read_config(tmp_path, *words))
+    assert estimate(*full.load(tmp_path, *words), 1, target="cpu").peak == pytest.approx(held, 0.01)
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ rank holds at most one weight. Every command says how each weight is made (`Weig
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +23,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite, fill_quantized
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.progress import Pieces, streamed
-from qfsdp.checkpoint.weights.read import Read, StoredTensor
+from qfsdp.checkpoint.weights.read import Read, StackedTensor, StoredTensor
 from qfsdp.checkpoint.weights.verify import verified
 from qfsdp.checkpoint.weights.write import (
     Group,
@@ -208,6 +208,23 @@ def copied(name: str, stored: StoredTensor, target: StoredAs) -> WeightConversio
 
     reads = [Read(stored, range(stored.rows), CPU)]
     return WeightConversion(target.group(stored.dtype), reads, write)
+
+
+def copies_but(source: ModelWeights, written: Collection[str]) -> dict[str, WeightConversion]:
+    """All tensors of a folder with their bytes, but for those named in `written`."""
+    return {
+        name: copied(name, stored, StoredAs({name: stored.shape}))
+        for name, stored in source.tensors.items()
+        if name not in written
+    }
+
+
+def stored_whole(source: ModelWeights, name: str) -> StoredAs:
+    """The tensors of the folder that hold a plain parameter; it may be a part of one."""
+    found = source.plain[name]
+    parts = found.parts if isinstance(found, StackedTensor) else (found,)
+    shapes = {part.name: source.tensors[part.name].shape for part in parts}
+    return StoredAs(shapes, isinstance(found, StackedTensor) and found.transposed)
 
 
 def _checked(name: str, pieces: Iterator[Tensor]) -> Iterator[Tensor]:

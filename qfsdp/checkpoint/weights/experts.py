@@ -205,6 +205,12 @@ class StoredAs:
         """The tensors, of safetensors' `dtype`."""
         return {name: Entry(dtype, shape) for name, shape in self.shapes.items()}
 
+    @property
+    def row_shape(self) -> tuple[int, ...]:
+        """Of a row of the parameter, as `write` takes it."""
+        shape = next(iter(self.shapes.values()))
+        return (shape[1],) if self.transposed else shape[1:]
+
     def write(self, file: SafetensorsFile, pieces: Iterable[Tensor]) -> None:
         """Writes consecutive pieces of the parameter's rows."""
         (name, shape), *others = self.shapes.items()

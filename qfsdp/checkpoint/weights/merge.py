@@ -37,7 +37,7 @@ from qfsdp.checkpoint.weights.convert import (
     WeightConversion,
     compute_rows,
     convert_folder,
-    copied,
+    copies_but,
     dtype_of,
     plain_config,
     read_as_quantized,
@@ -226,12 +226,7 @@ class Merge:
         """All other tensors of a model of transformers, with their bytes."""
         if not isinstance(self.weights.config, HubConfig):
             return {}
-        written = {name for weight in plan for name in weight.stored.shapes}
-        return {
-            name: copied(name, stored, StoredAs({name: stored.shape}))
-            for name, stored in self.weights.tensors.items()
-            if name not in written
-        }
+        return copies_but(self.weights, {n for weight in plan for n in weight.stored.shapes})
 
     def write(
         self,

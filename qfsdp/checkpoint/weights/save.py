@@ -14,12 +14,14 @@ from qfsdp.checkpoint.weights.convert import (
     WeightConversion,
     compute_rows,
     convert_folder,
+    copies_but,
     dtype_of,
     plain_config,
     read_as_quantized,
+    stored_whole,
     whole_reads,
 )
-from qfsdp.checkpoint.weights.experts import stored_as
+from qfsdp.checkpoint.weights.experts import StoredAs, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
@@ -30,13 +32,13 @@ from qfsdp.common.files import PARTIAL, not_written, recover_folder, replace_fol
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.decoder_parts import DecoderParts
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 
 
 @torch.no_grad()
 def save_model(
-    model: Decoder,
+    model: AnyDecoder,
     weights: ModelWeights,
     dtype: torch.dtype,
     folder: Path,
@@ -48,11 +50,12 @@ def save_model(
 
     Every rank must call it and see `folder`; each rank writes a part of the files. Trained weights
     are gathered one at a time. Frozen weights are read from the folder that the run loaded: plain
-    ones unchanged, even if the run quantized them; quantized ones are dequantized.
+    ones unchanged, even if the run quantized them; quantized ones are dequantized. Of a model of
+    transformers all other tensors keep their bytes, also those that it does not read.
 
     Args:
         weights: what the run loaded.
-        dtype: of all written weights.
+        dtype: of all written weights; of a model of transformers, of the trained ones.
         texts: name -> text of files that replace the base's, such as the chat template.
 
     Raises:
@@ -60,11 +63,15 @@ def save_model(
             earlier `folder` is then unchanged.
     """
     conversions = {}
-    for name, param in base_parameters(model):
-        if param.requires_grad:
-            conversions[name] = _trained(name, param, dtype, model.config)
-        else:
-            conversions[name] = _frozen(name, param.shape, weights, dtype, model.config)
+    if isinstance(model, HubDecoder):
+        conversions = _of_hub_model(model, weights, dtype)
+    else:
+        for name, param in base_parameters(model):
+            if param.requires_grad:
+                target = stored_as(name, tuple(param.shape), model.config)
+                conversions[name] = _trained([(name, param)], dtype, target)
+            else:
+                conversions[name] = _frozen(name, param.shape, weights, dtype, model.config)
     unfinished = folder.with_name(folder.name + PARTIAL)
     if world.rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed here
@@ -95,18 +102,44 @@ def _replace(unfinished: Path, folder: Path) -> None:
         raise UserError(not_written(folder, error)) from None
 
 
+def _of_hub_model(
+    model: HubDecoder, weights: ModelWeights, dtype: torch.dtype
+) -> dict[str, WeightConversion]:
+    """Trained weights in the tensors that held them, and all other tensors with their bytes."""
+    trained = {n: p for n, p in base_parameters(model) if p.requires_grad}
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for name in trained:
+        groups.setdefault(tuple(stored_whole(weights, name).shapes), []).append(name)
+    conversions: dict[str, WeightConversion] = {}
+    for names in groups.values():  # several, if they are parts of one tensor
+        names.sort(key=lambda name: weights.plain[name].start)
+        held = [(name, trained[name]) for name in names]
+        conversions[names[0]] = _trained(held, dtype, stored_whole(weights, names[0]))
+    written = {name for group in groups for name in group}
+    for name, first in model.other_names.items():  # stored twice, and trained as one
+        if first in trained and name in weights.plain:
+            written |= stored_whole(weights, name).shapes.keys()
+    return conversions | copies_but(weights, written)
+
+
 def _trained(
-    name: str, param: nn.Parameter, dtype: torch.dtype, parts: DecoderParts
+    parts: Sequence[tuple[str, nn.Parameter]], dtype: torch.dtype, target: StoredAs
 ) -> WeightConversion:
-    target = stored_as(name, tuple(param.shape), parts)
+    """
+    Args:
+        parts: (name, parameter), whose rows follow each other in `target`.
+    """
 
     def gather() -> torch.Tensor:
-        whole = whole_tensor(param.to(dtype))
-        try:
-            check_finite(name, whole)
-        except ValueError as error:  # on every rank: each has the whole weight
-            raise UserError(f"the trained model is not written: {error}") from None
-        return whole
+        found = []
+        for name, param in parts:
+            found.append(whole_tensor(param.to(dtype)))
+            try:
+                check_finite(name, found[-1])
+            except ValueError as error:  # on every rank: each has the whole weight
+                raise UserError(f"the trained model is not written: {error}") from None
+        whole = torch.cat(found) if len(found) > 1 else found[0]
+        return whole.reshape(-1, *target.row_shape)
 
     def write(file: SafetensorsFile, pieces: Pieces) -> None:
         target.write(file, [gather()])

@@ -46,8 +46,10 @@ class HubDecoder(nn.Module):
         linears: names of the linears of its layers that are quantized and adapted.
         plain_linears: names of those that are not, see `linears_of_layers`.
         not_adapted: names of `linears` that are quantized only: PEFT could not load their adapters.
+        never_trained: names of parameters that are buffers in transformers, or frozen there.
         recomputes: every layer is computed again in backward.
-        compute_dtype, split, routing: as of `Decoder`; never used.
+        compute_dtype: as of `Decoder`.
+        split, routing: as of `Decoder`; never used.
     """
 
     hf: Any
@@ -65,6 +67,7 @@ class HubDecoder(nn.Module):
         check_buffers(hf, config.source)
         stored_buffers_as_parameters(hf)
         _keep_fp32(hf, dtype)
+        self.never_trained = {n for n, p in hf.named_parameters() if not p.requires_grad}
         self._carries = keep_samples_apart(hf)
         self._shared = list(_shared_names(hf))
         self._find_parts(text_model)
@@ -119,6 +122,11 @@ class HubDecoder(nn.Module):
             for kind, names in kinds.items()
             if names
         )
+
+    @property
+    def other_names(self) -> dict[str, str]:
+        """Further names of parameters that transformers shares -> the name that they have here."""
+        return {f"{module}.{field}": first for module, field, first in self._shared}
 
     # ---- storage -----------------------------------------------------------------------------
 
