@@ -24,7 +24,7 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 from qfsdp.checkpoint.adapter_base import OfAdapter, model_tokenizer, tell_another_base
 from qfsdp.checkpoint.saved_template import build_tokenizer
@@ -59,7 +59,6 @@ from qfsdp.launch.start import launch
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.hub_models.refused import check_hub_answers
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.oom import Run, explain_out_of_memory
 
 
@@ -109,7 +108,8 @@ def check(cfg: Config) -> None:
         check_dataset(f"loss.{name}", dataset)
     check_new_file("output", Path(cfg.output).expanduser(), suffix=".json")
     model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
-    strategy = cfg.sharding.strategy if cfg.exact_match else None
+    answers = cfg.exact_match or cfg.lm_eval.tasks
+    strategy = cfg.sharding.strategy if answers else None
     check_hub_answers(cfg, model.config, strategy)
     positions = model.config.max_position_embeddings
     windows = {f"text.{name}.window": text.window for name, text in cfg.text.items()}
@@ -177,7 +177,7 @@ def evaluate(cfg: Config, model: AnyDecoder, sets: Sets, world: World) -> list[R
         scores, rows = run_tasks(
             cfg.lm_eval,
             sets.tasks,
-            cast(Decoder, model),
+            model,
             sets.tokenizer,
             sets.stops,
             world,

@@ -35,7 +35,8 @@ from qfsdp.evaluation.serving.server import check_packages, open_socket, run_ser
 from qfsdp.launch.ranks import check_one_process
 from qfsdp.launch.start import launch
 from qfsdp.modules.compute_dtype import compute_dtype
-from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
+from qfsdp.modules.hub_models.refused import check_hub_answers
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.tensor_subclasses.kernels.compiled import check_compile, use_cache_dir
@@ -78,16 +79,19 @@ def check(cfg: Config) -> None:
     tell_another_base(cfg)
     cfg.tokenizer.check("tokenizer")
     check_compile(cfg.compile, cfg.compile_cache_dir)
-    cfg.model.decoder()  # requests come and go in the cache of qfsdp's own
     for adapter in (None, *cfg.adapters.values()):
-        check_for_inference(cfg.model, cfg.quantization, adapter, ShardingConfig("ddp"))
+        model = check_for_inference(cfg.model, cfg.quantization, adapter, ShardingConfig("ddp"))
+        check_hub_answers(cfg, model.config, "ddp")
         stop_ids(build_tokenizer(cfg.tokenizer, adapter), cfg.model.folder)
     open_socket(cfg.host, cfg.port).close()
 
 
-def tell_cache(cfg: Config, model: DecoderConfig) -> None:
-    """Says how much memory keys and values may take beside the weights."""
+def tell_cache(cfg: Config, model: AnyConfig) -> None:
+    """Says how much memory keys and values may take beside the weights; of a model of transformers
+    it is not known before."""
     most = min(cfg.limits.prompt_tokens + cfg.limits.new_tokens, model.max_position_embeddings)
+    if isinstance(model, HubConfig):
+        return
     of_token = 2 * model.num_key_value_heads * model.head_dim * model.num_hidden_layers
     size = cfg.limits.running * most * of_token * compute_dtype(cfg.model.dtype).itemsize
     requests = f"{cfg.limits.running} requests of {most} tokens"

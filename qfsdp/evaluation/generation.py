@@ -169,12 +169,14 @@ def _generate(
     answers: list[list[int]] = [[] for _ in prompts]
     rows = list(range(len(prompts)))  # the prompt of each row of the batch
     randoms = randoms.to(world.device)
-    cache, tokens = _start(model, prompts, sampling, world)
+    cache, tokens = start(model, prompts, sampling.max_new_tokens, world.device)
     for step in range(sampling.max_new_tokens):
         if not (world.max(len(rows)) if together else rows):
             break
         if not rows:
-            cache, tokens = _start(model, [], sampling, world)  # runs along with the other ranks
+            cache, tokens = start(
+                model, [], sampling.max_new_tokens, world.device
+            )  # runs along with the other ranks
         logits = model(tokens, cache=cache)
         moved()
         if not rows:
@@ -198,19 +200,19 @@ def _generate(
     return answers
 
 
-def _start(
-    model: AnyDecoder, prompts: list[list[int]], sampling: SamplingConfig, world: World
+def start(
+    model: AnyDecoder, prompts: list[list[int]], new_tokens: int, device: torch.device
 ) -> tuple[KVCache | HubCache, Tensor]:
-    """An empty cache and the prompts, padded on the right. Without prompts, a single token."""
+    """An empty cache with space for `new_tokens` tokens, and the prompts, padded on the right.
+    Without prompts, a single token."""
     prompts = prompts or [[0]]
     lengths = [len(prompt) for prompt in prompts]
     tokens = torch.zeros(len(prompts), max(lengths), dtype=torch.int64)
     for row, prompt in zip(tokens, prompts, strict=True):
         row[: len(prompt)] = torch.tensor(prompt)
-    device = world.device
     if isinstance(model, HubDecoder):
         return HubCache(lengths), tokens.to(device)
-    return KVCache(model.config, lengths, sampling.max_new_tokens, device), tokens.to(device)
+    return KVCache(model.config, lengths, new_tokens, device), tokens.to(device)
 
 
 def prompt_randoms(

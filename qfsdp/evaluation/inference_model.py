@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import cast
 
 import torch
 from torch import nn
@@ -22,12 +21,10 @@ from qfsdp.modules.adapters.folded import fold_adapters
 from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.adapters.low_rank_linear import (
     adapted_linears,
-    base_parameters,
     refresh_dora_norms,
 )
-from qfsdp.modules.hub_models.decoder import AnyDecoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder, share_base
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
-from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4_by_bitsandbytes
 
 
@@ -97,8 +94,8 @@ def load_adapters_of_one_base(
     base_name: str,
     adapters: Mapping[str, str],
     world: World,
-) -> dict[str, Decoder]:
-    """Our own decoder of the base and, for each adapter, one that shares the base's weights.
+) -> dict[str, AnyDecoder]:
+    """The decoder of the base and, for each adapter, one that shares the base's weights.
 
     The base is in memory once. Each decoder adds its own adapter to it.
 
@@ -110,13 +107,10 @@ def load_adapters_of_one_base(
         UserError: as `load_for_inference`.
     """
     base = load_for_inference(model, quantization, None, ShardingConfig(strategy="ddp"), world)
-    decoders, weights = {base_name: cast(Decoder, base)}, model.weights()
+    decoders, weights = {base_name: base}, model.weights()
     for name, folder in adapters.items():
         decoder = _build(model, quantization, folder, weights)
-        for key, param in base_parameters(base):
-            owner, _, field = key.rpartition(".")
-            setattr(decoder.get_submodule(owner), field, param)
-        decoder.tie_weights()
+        share_base(decoder, base)
         for _, module in adapted_linears(decoder):
             for field, param in list(module.named_parameters(recurse=False)):
                 if param.is_meta:
@@ -126,7 +120,7 @@ def load_adapters_of_one_base(
         refresh_dora_norms(decoder)
         fold_adapters(decoder)
         nf4_by_bitsandbytes.use_for(decoder)
-        decoders[name] = cast(Decoder, decoder.eval())
+        decoders[name] = decoder.eval()
     return decoders
 
 

@@ -27,7 +27,7 @@ from qfsdp.common.messages import did_you_mean, nearest
 from qfsdp.data.files.json_lines import read_rows
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.intervals import Interval, mean_interval
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 # `task: NAME`, `group: NAME` or `tag: [NAME, NAME]` of a YAML file, also with one name per line.
 _NAMES = re.compile(
@@ -319,7 +319,7 @@ def _targets(right: list[str], wrong: list[str]) -> dict[str, list[Any]]:
 def run_tasks(
     config: LMEvalConfig,
     tasks: dict[str, Any],
-    model: Decoder,
+    model: AnyDecoder,
     tokenizer: Any,
     stops: set[int],
     world: World,

@@ -1,4 +1,4 @@
-"""Our decoder as a model of lm-eval. Imports lm-eval; recipes import `lm_harness` instead."""
+"""A decoder as a model of lm-eval. Imports lm-eval; recipes import `lm_harness` instead."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from qfsdp.data.tokenizer import HFTokenizer
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.generation import SamplingConfig, generate_all
 from qfsdp.evaluation.log_likelihood import log_likelihoods
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 DEFAULT_NEW_TOKENS = 256  # lm-eval's default
 
@@ -37,7 +37,7 @@ class HarnessModel(TemplateLM):
     """
 
     def __init__(
-        self, model: Decoder, tokenizer: Any, stops: set[int], world: World, batch_size: int
+        self, model: AnyDecoder, tokenizer: Any, stops: set[int], world: World, batch_size: int
     ) -> None:
         super().__init__()
         self.tokenizer = tokenizer

@@ -20,8 +20,8 @@ from torch import Tensor
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.inference_model import evaluating
+from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.loss import CHUNK_LOGITS
-from qfsdp.modules.transformer import Decoder
 
 Pair = tuple[tuple[int, ...], tuple[int, ...]]
 """The tokens of a context (at least one) and of its continuation."""
@@ -39,7 +39,7 @@ class _Row:
 
 
 def log_likelihoods(
-    model: Decoder,
+    model: AnyDecoder,
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     world: World,
     batch_size: int,
@@ -79,13 +79,15 @@ def _shorten(context: Sequence[int], continuation: Sequence[int], positions: int
     return whole[: len(whole) - kept], whole[len(whole) - kept :]
 
 
-def _longest_row(model: Decoder) -> int:
+def _longest_row(model: AnyDecoder) -> int:
     """Longest row with several continuations.
 
-    Attention with sinks takes no mask, so there each continuation has a row of its own. So it has
-    where a rotary embedding depends on a text's length: a row has one. The sliding window is
-    measured in the row, where other continuations lie in between.
+    Attention with sinks and models of transformers take no mask, so there each continuation has a
+    row of its own. So it has where a rotary embedding depends on a text's length: a row has one.
+    The sliding window is measured in the row, where other continuations lie in between.
     """
+    if isinstance(model, HubDecoder):
+        return 0
     if model.config.attention.sinks or model.config.by_length:
         return 0
     return model.config.shortest_window or 1 << 30
@@ -115,14 +117,16 @@ def _rows(pairs: list[Pair], longest: int) -> list[_Row]:
     return rows
 
 
-def _score(model: Decoder, rows: list[_Row], device: torch.device) -> dict[Pair, Likelihood]:
+def _score(model: AnyDecoder, rows: list[_Row], device: torch.device) -> dict[Pair, Likelihood]:
     """One forward pass."""
     tokens, positions, mask, scored, targets = (
         None if part is None else part.to(device) for part in _inputs(rows)
     )
     assert scored is not None and targets is not None
+    if isinstance(model, HubDecoder):
+        positions = None  # it would take padding for further samples
     with _output_at(model, scored):
-        logits = model(tokens, positions, mask)
+        logits = model(tokens, positions, mask).flatten(0, -2)
     likelihoods, greedy = [], []
     step = max(1, CHUNK_LOGITS // logits.shape[-1])
     for start in range(0, len(targets), step):
@@ -178,14 +182,21 @@ def _inputs(rows: list[_Row]) -> tuple[Tensor, Tensor, Tensor | None, Tensor, Te
 
 
 @contextmanager
-def _output_at(model: Decoder, places: Tensor) -> Iterator[None]:
+def _output_at(model: AnyDecoder, places: Tensor) -> Iterator[None]:
     """Context in which the model returns logits of `places` only: `[targets, vocab]`."""
 
     def select(module: Any, args: Any, out: Tensor) -> Tensor:
         return out[places[:, 0], places[:, 1]]
 
+    def of_body(module: Any, args: Any, out: Any) -> Any:
+        out.last_hidden_state = select(module, args, out.last_hidden_state).unsqueeze(0)
+        return out
+
     # Not of the output layer: a split one (`Decoder.split`) is not called.
-    handle = model.model.norm.register_forward_hook(select)
+    if isinstance(model, HubDecoder):
+        handle = model.parts.body.register_forward_hook(of_body)
+    else:
+        handle = model.model.norm.register_forward_hook(select)
     try:
         yield
     finally:

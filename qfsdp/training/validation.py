@@ -30,7 +30,7 @@ from qfsdp.data.loader import MapDataset
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
 from qfsdp.evaluation.lm_harness import LMEvalConfig, load_likelihood_tasks, run_tasks
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.training.metrics import RunLog
 from qfsdp.training.throughput import Meter
 
@@ -279,7 +279,7 @@ class Validation:
         scores, _ = run_tasks(
             self._config.lm_eval,
             self._tasks,
-            cast(Decoder, model),
+            cast(AnyDecoder, model),
             self._tokenizer,
             set(),
             self._world,

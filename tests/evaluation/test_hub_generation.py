@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import math
+from functools import partial
 from pathlib import Path
+from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +19,8 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.generation import SamplingConfig, generate
-from qfsdp.evaluation.inference_model import load_for_inference
+from qfsdp.evaluation.inference_model import load_adapters_of_one_base, load_for_inference
+from qfsdp.evaluation.serving.engine import Engine, Model, Request
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.hub_models.cache import HubCache
 from qfsdp.modules.quantized_linear import QuantizationConfig
@@ -93,8 +98,7 @@ def test_evaluate_measures_the_loss_of_transformers(tmp_path: Path) -> None:
         ("generate", ["sharding.strategy=full_shard"], "sharding.strategy: full_shard; expected"),
         ("generate", ["compile=true"], "compile: true; expected false"),
         ("generate", ["model.quantize_cache=/tmp/x"], "model.quantize_cache: /tmp/x; expected"),
-        ("evaluate", ["lm_eval.tasks=[arc_easy]"], "lm_eval.tasks: "),
-        ("serve", [], "expected a model that qfsdp builds itself"),
+        ("serve", ["compile=true"], "compile: true; expected false"),
     ],
 )
 def test_what_answers_do_not_have_is_one_line(
@@ -114,6 +118,42 @@ def test_what_answers_do_not_have_is_one_line(
     with pytest.raises(UserError) as error:
         module.check(load_config(module.Config, given))
     assert message in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.long
+def test_a_server_answers_many_at_once(tmp_path: Path) -> None:
+    """Requests of the base and of an adapter that join and leave between tokens: the tokens of
+    each alone."""
+    hub_models.save_hub_model("qwen3_5", tmp_path / "model")
+    adapter, folder = AdapterConfig("dora", rank=4, alpha=8), str(tmp_path / "adapter")
+    model = built(tmp_path / "model", adapter)
+    save_adapter(model, adapter, str(tmp_path / "model"), Path(folder), cpu_world())
+    config = ModelConfig(str(tmp_path / "model"), dtype="fp32", implementation="transformers")
+    base, world = QuantizationConfig("none"), cpu_world()
+    decoders = load_adapters_of_one_base(config, base, "base", {"mine": folder}, world)
+    shared = [p.data_ptr() for n, p in decoders["base"].named_parameters()]
+    assert {p.data_ptr() for p in decoders["mine"].parameters()} > set(shared)
+    tokenizer = SimpleNamespace(decode=lambda ids, **_: "".join(f" {token}" for token in ids))
+    models = {name: Model(decoder, tokenizer, {2}) for name, decoder in decoders.items()}
+    engine, answers = Engine(models, world.device, 2), Queue[Any]()
+    asked = [(which, prompt) for which in models for prompt in [*PROMPTS, [7, 8]]]
+    engine.start()
+    texts = [""] * len(asked)
+    for at, (which, prompt) in enumerate(asked):
+        sampling = SamplingConfig(max_new_tokens=NEW + at)
+        tell = partial(lambda at, piece: answers.put((at, piece)), at)
+        engine.submit(Request(which, prompt, sampling, [], tell, math.inf))
+    for _ in asked:
+        finish = None
+        while finish is None:
+            at, piece = answers.get(timeout=60)
+            texts[at], finish = texts[at] + piece.text, piece.finish
+    engine.stop()
+    for at, (which, prompt) in enumerate(asked):
+        sampling = SamplingConfig(max_new_tokens=NEW + at)
+        (alone,) = generate(decoders[which], [prompt], sampling, {2}, world)
+        assert texts[at] == tokenizer.decode(alone)
+    assert texts[0] != texts[3]
 
 
 @pytest.mark.long

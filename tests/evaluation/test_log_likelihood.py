@@ -10,6 +10,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from qfsdp.evaluation.log_likelihood import Likelihood, log_likelihoods
+from tests import hub_models
 from tests.models import cpu_world, load_model
 from tests.modules import test_families as families
 from tests.ranks import run_ranks
@@ -27,6 +28,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "tied": {"tie_word_embeddings": True, "max_position_embeddings": 32},
 }
 SINKS = "gpt-oss-default"  # its attention takes no mask
+HUB = "of transformers"  # nor do these models; one with recurrent layers
 
 
 def pairs() -> list[tuple[list[int], list[int]]]:
@@ -48,7 +50,9 @@ def pairs() -> list[tuple[list[int], list[int]]]:
 
 
 def score(folder: Path, batch_size: int) -> list[Likelihood]:
-    return log_likelihoods(load_model(folder, format="none"), pairs(), cpu_world(), batch_size)
+    hub = "qwen3_5" in (folder / "config.json").read_text()
+    model = hub_models.built(folder) if hub else load_model(folder, format="none")
+    return log_likelihoods(model, pairs(), cpu_world(), batch_size)
 
 
 @torch.no_grad()
@@ -69,12 +73,14 @@ def by_transformers(folder: Path) -> list[Likelihood]:
     return found
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, SINKS])
+@pytest.mark.parametrize("family", [*FAMILIES, SINKS, pytest.param(HUB, marks=pytest.mark.long)])
 def test_values_equal_transformers(
     tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = tmp_path / "model"
-    if family == SINKS:
+    if family == HUB:
+        hub_models.save_hub_model("qwen3_5", folder)
+    elif family == SINKS:
         monkeypatch.setitem(families.SIZES, "vocab_size", 577)
         families.reference(family).save_pretrained(folder)
     else:

@@ -10,7 +10,8 @@ by one, and then makes one token for every running request:
 
 A prompt runs alone, and rows of a batch do not see each other. So an answer is the one that
 `qfsdp.evaluation.generation.generate` gives, up to the rounding of products of other sizes. The
-requests of one model (the base, or an adapter) form a batch; several models take turns.
+requests of one model (the base, or an adapter) form a batch; several models take turns. Rows of a
+model of transformers run one after another, see `HubCache`.
 """
 
 from __future__ import annotations
@@ -27,11 +28,12 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from qfsdp.evaluation.generation import SamplingConfig, prompt_randoms, sample_tokens
+from qfsdp.evaluation.generation import SamplingConfig, prompt_randoms, sample_tokens, start
 from qfsdp.evaluation.serving.answer_text import AnswerText
 from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.attention.request_cache import RequestCache
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.cache import HubCache
+from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 
 log = logging.getLogger("qfsdp")
 
@@ -43,7 +45,7 @@ PROMPT_TOKENS_PER_ROUND = 2048  # while others wait for their next token
 class Model:
     """A decoder in eval mode, its tokenizer, and the tokens that end its answers."""
 
-    decoder: Decoder
+    decoder: AnyDecoder
     tokenizer: Any
     stop_ids: set[int]
 
@@ -121,19 +123,23 @@ class _Row:
 class _Batch:
     """The running requests of one decoder, a row of the cache each."""
 
-    def __init__(self, decoder: Decoder, device: torch.device) -> None:
+    def __init__(self, decoder: AnyDecoder, device: torch.device) -> None:
         self._decoder, self._device = decoder, device
-        self._cache = RequestCache(decoder.config, device)
+        self._cache = self._empty_cache()
         self.rows: list[_Row] = []
 
-    def run_prompt(self, row: _Row) -> tuple[KVCache, Tensor]:
+    def _empty_cache(self) -> Any:
+        if isinstance(self._decoder, HubDecoder):
+            return HubCache([])
+        return RequestCache(self._decoder.config, self._device)
+
+    def run_prompt(self, row: _Row) -> tuple[KVCache | HubCache, Tensor]:
         """The cache of a prompt, and the logits `[vocab]` of the token after it."""
         prompt = row.request.prompt
-        cache = KVCache(self._decoder.config, [len(prompt)], 0, self._device)
-        tokens = torch.tensor([prompt], device=self._device)
+        cache, tokens = start(self._decoder, [prompt], 0, self._device)
         return cache, self._decoder(tokens, cache=cache)[0]
 
-    def join(self, row: _Row, cache: KVCache, logits: Tensor) -> None:
+    def join(self, row: _Row, cache: KVCache | HubCache, logits: Tensor) -> None:
         """Tells a prompt's first token; the row stays if the answer goes on."""
         if row.take(row.sampled(logits)):
             self._cache.add(cache, row.request.sampling.max_new_tokens)
@@ -158,7 +164,7 @@ class _Batch:
         """Frees all rows after an error, and tells their requests."""
         for row in self.rows:
             row.finish("failed")
-        self.rows, self._cache = [], RequestCache(self._decoder.config, self._device)
+        self.rows, self._cache = [], self._empty_cache()
 
     def _keep(self, going: Sequence[bool]) -> None:
         for at in reversed([at for at, goes_on in enumerate(going) if not goes_on]):

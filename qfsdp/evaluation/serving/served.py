@@ -10,7 +10,7 @@ from qfsdp.common.errors import InvalidField, check_bounds
 from qfsdp.common.sizes import parse_size
 from qfsdp.evaluation.generation import SamplingConfig
 from qfsdp.evaluation.serving.engine import Engine, Model
-from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.hub_models.config import AnyConfig
 
 
 @dataclass
@@ -73,7 +73,7 @@ class Served:
         return self.config.max_position_embeddings
 
     @property
-    def config(self) -> DecoderConfig:
+    def config(self) -> AnyConfig:
         """Of all models."""
         return next(iter(self.models.values())).decoder.config
 

@@ -32,6 +32,16 @@ class HubCache:
             found.append(result)
         return found
 
+    def add(self, prompt: HubCache, max_new_tokens: int) -> None:
+        """Adds the only row of `prompt`, a cache that a model has filled."""
+        self._rows += prompt._rows
+
+    def remove(self, row: int) -> None:
+        """Removes a row; the last row takes its place."""
+        last = self._rows.pop()
+        if row < len(self._rows):
+            self._rows[row] = last
+
     def keep(self, rows: Sequence[int]) -> None:
         """Keeps only these rows of the batch."""
         self._rows = [self._rows[at] for at in rows]

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_leaves
 from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
 from qfsdp.modules.adapters.linears import AdaptedLinear
+from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.hub_models.buffers import (
     check_buffers,
@@ -226,6 +227,17 @@ class HubDecoder(nn.Module):
         if not any(one.kind is inspect.Parameter.VAR_KEYWORD for one in taken.values()):
             given = {key: value for key, value in given.items() if key in taken}
         return body(**given)
+
+
+def share_base(model: AnyDecoder, base: AnyDecoder) -> None:
+    """Gives `model`, on the meta device, the base parameters and the buffers of `base`."""
+    for name, param in base_parameters(base):
+        owner, _, field = name.rpartition(".")
+        setattr(model.get_submodule(owner), field, param)
+    for name, buffer in base.named_buffers(remove_duplicate=False):  # none of our own decoder
+        owner, _, field = name.rpartition(".")
+        setattr(model.get_submodule(owner), field, buffer)
+    model.tie_weights()
 
 
 AnyDecoder = Decoder | HubDecoder

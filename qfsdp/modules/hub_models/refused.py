@@ -18,8 +18,6 @@ EXPECTED: dict[str, Any] = {
     "model.router_aux_loss": None,
     "quantization.compute": "bf16",
     "adapter.init": "default",
-    "validation.lm_eval.tasks": [],
-    "lm_eval.tasks": [],
 }
 
 
