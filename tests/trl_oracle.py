@@ -2,9 +2,9 @@
 
     $QFSDP_TRL_PYTHON tests/trl_oracle.py FOLDER
 
-FOLDER has `model` and `adapter` (a start for LoRA), and `jobs.json`: name -> trainer ("DPO", "KTO",
-"CPO" or "ORPO"), its options, and rows of token ids. Writes `result.json`: name -> a list with the
-metrics of every update.
+FOLDER has `model`, `adapter` (a start for LoRA), `head` (one with a score head), and `jobs.json`:
+name -> trainer ("DPO", "KTO", "CPO", "ORPO" or "Reward"), its options, and rows of token ids.
+Writes `result.json`: name -> a list with the metrics of every update.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def trainer_of(name: str) -> tuple[Any, Any]:
 def run(folder: Path, job: dict[str, Any]) -> list[dict[str, float]]:
     from datasets import Dataset
     from peft import PeftModel
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
     kind, config = trainer_of(job["trainer"])
     losses: list[float] = []
@@ -55,10 +55,16 @@ def run(folder: Path, job: dict[str, Any]) -> list[dict[str, float]]:
             losses.append(loss.item())
             return loss
 
-    model = AutoModelForCausalLM.from_pretrained(folder / "model", dtype="float32")
-    model = PeftModel.from_pretrained(model, folder / "adapter", is_trainable=True)
+    adapter, build, labels = "adapter", AutoModelForCausalLM, {}
+    if job["trainer"] == "Reward":
+        adapter, build, labels = "head", AutoModelForSequenceClassification, {"num_labels": 1}
+    model = build.from_pretrained(folder / "model", dtype="float32", **labels)
+    model = PeftModel.from_pretrained(model, folder / adapter, is_trainable=True)
     rows = [
-        {key: text(value) if isinstance(value, list) else value for key, value in row.items()}
+        {
+            key: text(value) if isinstance(value, list) and not key.endswith("_ids") else value
+            for key, value in row.items()
+        }
         for row in job["rows"]
     ]
     args = config(

@@ -26,6 +26,8 @@ from qfsdp.modules.adapters.places import ends_with
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
 PICKLE_FILE = "adapter_model.bin"
+HEAD_KEY = "base_model.model.score.weight"  # of `qfsdp.modules.score_head`
+PEFT_HEADS = {"score", "classifier"}  # what PEFT names in every adapter of task type SEQ_CLS
 LARGEST_ALPHA = 1e30  # it is used in fp32
 # `peft_type` -> end of the key that every adapted linear has exactly once.
 KEY_ENDS = {"LORA": ".lora_A.weight", "IA3": ".ia3_l", "MISS": ".miss_block"}
@@ -43,7 +45,7 @@ IGNORED_KEYS = {
         "layers_to_transform",
         "layers_pattern",
     ),
-    *("feedforward_modules", "init_ia3_weights", "use_cayley_neumann"),
+    *("feedforward_modules", "init_ia3_weights", "use_cayley_neumann", "modules_to_save"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see UNCHANGED_BASE_INIT
 }
 EXPECTED_OFT = {"use_cayley_neumann": True, "num_cayley_neumann_terms": 5}
@@ -64,14 +66,15 @@ def peft_config(
         tensors: the adapters, by our keys.
     """
     repository, revision = hub_name(base) or (base, None)
+    has_head = HEAD_KEY in tensors
     settings: dict[str, object] = {
-        "task_type": "CAUSAL_LM",
+        "task_type": "SEQ_CLS" if has_head else "CAUSAL_LM",
         "base_model_name_or_path": repository,
         "revision": revision,
         "target_modules": linears,
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": None,
+        "modules_to_save": ["score"] if has_head else None,
         **excluded_modules(tensors),
     }
     if config.method == "ia3":
@@ -132,10 +135,10 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     kind = written.get("peft_type")
     if not isinstance(kind, str) or kind not in KEY_ENDS:
         raise UserError(f"{file}: peft_type {kind!r}; expected {', '.join(KEY_ENDS)}")
-    if written.get("modules_to_save"):
+    if not set(written.get("modules_to_save") or ()) <= PEFT_HEADS:
         raise UserError(
             f"{file}: modules_to_save {written['modules_to_save']}; expected none: qfsdp does not "
-            "load modules that were trained as a whole"
+            "load modules that were trained as a whole, but for a score head"
         )
     for key, value in written.items():
         if (reason := _unsupported(key, value, written)) is not None:
@@ -254,6 +257,8 @@ def why_unread(key: str) -> str:
     """Why a tensor of an adapter's file is no adapter of the model: the end of a message."""
     if ".lora_embedding_" in key:
         return "adapts embeddings, which qfsdp does not; expected target_modules without them"
+    if key == HEAD_KEY:
+        return "is the head of a reward model or classifier; expected recipes/reward_distributed"
     if key.endswith((".embed_tokens.weight", ".lm_head.weight")):
         return (
             "is a whole layer, as PEFT writes with save_embedding_layers; expected adapters alone"

@@ -10,6 +10,7 @@ names of the linears:
     base_model.model.model.layers.0.self_attn.k_proj.ia3_l                    [out, 1] or [1, in]
     base_model.model.model.layers.0.self_attn.q_proj.miss_block               [rank, out]
     base_model.model.model.layers.0.self_attn.q_proj.oft_R.weight             [blocks, numbers]
+    base_model.model.score.weight                                             [classes, hidden]
 
 Experts: see `expert_adapter_files`. Until they are written, their keys are formed like the others.
 `save_adapter` writes one, `check_adapter` and `load_adapter` read one, ours or PEFT's.
@@ -29,6 +30,7 @@ from torch import Tensor, nn
 
 from qfsdp.checkpoint.adapter_config_file import (
     CONFIG_FILE,
+    HEAD_KEY,
     KEY_ENDS,
     WEIGHTS_FILE,
     config_of,
@@ -56,6 +58,7 @@ from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
+from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite
 
@@ -71,13 +74,20 @@ PEFT_FIELDS = {
 
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
-    """PEFT's key -> parameter, of every adapter tensor of `model`; and `start_tensors`."""
-    return start_tensors(model) | {
-        f"base_model.model.{name}.{peft_field}": param
-        for name, module in adapted_linears(model)
-        for field, peft_field in PEFT_FIELDS.items()
-        if (param := getattr(module, field, None)) is not None
-    }
+    """PEFT's key -> parameter, of every adapter tensor of `model`, of its score head, and of
+    `start_tensors`."""
+    head = score_head(model)
+    heads: dict[str, Tensor] = {} if head is None else {HEAD_KEY: head.weight}
+    return (
+        heads
+        | start_tensors(model)
+        | {
+            f"base_model.model.{name}.{peft_field}": param
+            for name, module in adapted_linears(model)
+            for field, peft_field in PEFT_FIELDS.items()
+            if (param := getattr(module, field, None)) is not None
+        }
+    )
 
 
 @torch.no_grad()

@@ -21,6 +21,7 @@ TORCHRUN = (
 METHODS = {
     **dict.fromkeys(("lora", "qlora", "sft", "qdora", "finetune", "train"), "qdora_distributed"),
     **dict.fromkeys(("orpo", "kto", "simpo", "ipo", "cpo", "rlhf"), "dpo_distributed"),
+    **dict.fromkeys(("rm", "reward", "classify"), "reward_distributed"),
     **dict.fromkeys(("infer", "inference", "predict"), "generate"),
     **dict.fromkeys(("eval", "benchmark"), "evaluate"),
 }

@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from qfsdp.data.mixture import mixed_dataset
     from qfsdp.data.packing import PackedDataset
     from qfsdp.data.preferences.datasets import (
+        class_dataset,
         hh_dataset,
         kto_dataset,
         orca_pairs_dataset,
@@ -54,8 +55,8 @@ _NAMES = {
     "loader": "StepLoader collate",
     "mixture": "mixed_dataset",
     "packing": "PackedDataset",
-    "preferences.datasets": "hh_dataset kto_dataset orca_pairs_dataset preference_dataset "
-    "ultrafeedback_dataset",
+    "preferences.datasets": "class_dataset hh_dataset kto_dataset orca_pairs_dataset "
+    "preference_dataset ultrafeedback_dataset",
     "pretokenized": "pretokenized_dataset",
     "stream": "StreamLoader packed step_loader",
     "text": "text_dataset",

@@ -41,6 +41,7 @@ from qfsdp.modules.collectives import all_gather, reduce_scatter
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_tokens, summed_by_sample
 from qfsdp.modules.quantized_linear import QuantizedLinear
+from qfsdp.modules.score_head import score_head
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import (
     local_part,
@@ -75,6 +76,8 @@ def splits_vocabulary(
         return False  # one rank has all rows; transformers' modules multiply by whole weights
     if config.strategy == "ddp" and not embedding.requires_grad:
         why = "but with sharding.strategy: ddp every rank holds the frozen base"
+    elif score_head(model) is not None:
+        why = "but the model has a score head instead of an output layer"
     elif config.cpu_offload:
         why = "but sharding.cpu_offload is true"
     elif (ranks - 1) * -(-rows // ranks) >= rows:

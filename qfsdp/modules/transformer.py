@@ -191,13 +191,14 @@ class Decoder(nn.Module):
         self.routing = Routing(config.experts.router.aux_loss if config.experts else 0.0)
         self.model = Backbone(config)
         self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
+        self.output_name = "lm_head"  # or of what `add_score_head` puts there
         self.tie_weights()
 
     @property
     def parts(self) -> ModelParts:
         """Its modules by what they are."""
         body = self.model
-        return ModelParts(body, body.layers, body.embed_tokens, self.lm_head)
+        return ModelParts(body, body.layers, body.embed_tokens, getattr(self, self.output_name))
 
     def tie_weights(self) -> None:
         """Makes the output layer share the embedding's weight if the config ties them."""
@@ -239,6 +240,7 @@ class Decoder(nn.Module):
         sample_ids: Tensor | None = None,
         num_samples: int = 0,
         num_targets: int | None = None,
+        ends: Tensor | None = None,
     ) -> Tensor:
         """Logits, or with labels the loss.
 
@@ -254,15 +256,15 @@ class Decoder(nn.Module):
                 `SharedDocuments`. `positions` must then start at 0 in each sample. `CutRows`: all
                 other arguments are this rank's part of each row.
             cache: for generation, without gradients; only `tokens` may be given with it.
-            sample_ids: with `labels`: int64 `[batch, seq]`, the sample of each position.
-            num_samples: `sample_ids` are below it.
+            sample_ids: with `labels`: int64 `[batch, seq]`, samples of positions; < `num_samples`.
             num_targets: number of labels that count; with it the host does not wait for the device.
+            ends: without labels: int64 `[n]`, the positions among `batch * seq` that have logits.
 
         Returns:
-            `[batch, seq, vocab]` in the dtype of the weights. With `labels`: their summed cross
-            entropy, an fp32 scalar, or of each sample (over whole rows), fp32 `[num_samples]`; the
-            logits never exist whole. With a `cache`: `[batch, vocab]`, the logits of the token
-            after each row's last.
+            `[batch, seq, vocab]` in the weights' dtype; of `ends` `[n, vocab]`. With `labels` their
+            summed cross entropy, an fp32 scalar, or of each sample (over whole rows), fp32
+            `[num_samples]`; logits never exist whole. With a `cache`: `[batch, vocab]`, the logits
+            after each row's last token.
 
         Raises:
             ValueError: `cu_seqlens` is given with a mask or without positions, a mask to a model
@@ -282,7 +284,7 @@ class Decoder(nn.Module):
         x, routed = self._layers(x, tables, masks, cu_seqlens, counted)
         x = self._final(x)
         if labels is None:
-            return self._logits(x)
+            return self._logits(x if ends is None else x.flatten(0, 1)[ends])
         loss = self._loss(x, labels, sample_ids, num_samples, num_targets)
         if cut is not None and sample_ids is not None:
             loss = over_parts(loss, self.group)
@@ -363,7 +365,7 @@ class Decoder(nn.Module):
         return x if factor == 1.0 else x * factor
 
     def _logits(self, x: Tensor) -> Tensor:
-        return self.split.logits(self.lm_head, x) if self.split else self.lm_head(x)
+        return self.split.logits(self.lm_head, x) if self.split else self.parts.output(x)
 
     def _loss(self, hidden: Tensor, labels: Tensor, *samples: Any) -> Tensor:
         head = self.lm_head

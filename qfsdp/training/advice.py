@@ -85,7 +85,7 @@ def _rate(cfg: Any) -> Iterator[str]:
     lr = None if optimizer is None else optimizer.kwargs.get("lr")
     if not isinstance(lr, int | float) or "Adam" not in optimizer.path:
         return
-    of_pairs = hasattr(cfg, "reference_logprobs")  # of recipes/dpo_distributed
+    of_pairs = hasattr(cfg, "reference_logprobs") or hasattr(cfg, "head")  # dpo, reward
     low, high = PREFERENCES if of_pairs else RATES[method]
     if not low <= lr <= high:
         side = "below" if lr < low else "above"

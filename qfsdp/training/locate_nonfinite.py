@@ -193,7 +193,7 @@ class _Look:
 
     def _leave(self, name: str, module: nn.Module, args: tuple[Any, ...], out: Any) -> None:
         if module is self._model:  # `Decoder` calls the output layer without its hooks
-            name = "lm_head"
+            name = getattr(self._model, "output_name", "lm_head")
             self._weights(name, self._model.get_submodule(name))
         out = out[0] if isinstance(out, tuple) else out  # a mixture also returns its routing
         self._note(FORWARD, f"output of {name}", out)

@@ -27,6 +27,7 @@ from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 from qfsdp.modules.hub_models.refused import unsupported
 from qfsdp.training.locate_nonfinite import Part
 from qfsdp.training.preference_losses import Answers, Loss
+from qfsdp.training.scores import ScoreObjective
 
 Losses = Component | list[Any]
 """A loss by its name or path with arguments, or a list of mappings to mix, see `read_terms`."""
@@ -237,6 +238,8 @@ class Objective:
 
 def step_options(cfg: Any) -> dict[str, Any]:
     """What the `train_step` of a config's recipe takes besides the arguments of all recipes."""
+    if hasattr(cfg, "head"):  # of a reward model
+        return {"objective": ScoreObjective(cfg.head)}
     return {"objective": Objective(cfg.loss, cfg.reference)} if hasattr(cfg, "reference") else {}
 
 

@@ -16,8 +16,9 @@ from qfsdp.data.preferences.loader import PreferenceLoader
 from qfsdp.data.preferences.tokenized import RowLimit, build_preferences, is_paired
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import evaluating
-from qfsdp.training.preference import Objective, sequence_logprobs
+from qfsdp.training.preference import Objective, sequence_logprobs, step_options
 from qfsdp.training.reference_cache import reference_of_batch
+from qfsdp.training.scores import last_scores
 from qfsdp.training.validation import Validation
 
 
@@ -27,17 +28,22 @@ class PreferenceValidation(Validation):
     The reference's log-probabilities of the sets are computed once and kept in memory.
     """
 
-    highest = ("rewards/accuracy", "rewards/margin")
+    highest: tuple[str, ...] = ("rewards/accuracy", "rewards/margin")
 
     def __init__(self, cfg: Any, world: World, output_dir: Path, total_steps: int) -> None:
-        self._objective = Objective(cfg.loss, cfg.reference)
+        (self._objective,) = step_options(cfg).values()
         self._loaders: dict[str, PreferenceLoader] = {}
         super().__init__(cfg, world, output_dir, total_steps)
 
     def _read(self, key: str, component: Component, tokenizer: Any, rows: int) -> MapDataset:
         first = self._config.max_batches and self._config.max_batches * self._batch_size
         limit = RowLimit.of(self._cfg)
-        dataset: MapDataset = build_preferences(key, component, tokenizer, rows, limit, first)
+        head = getattr(self._cfg, "head", None)
+        dataset: MapDataset = build_preferences(
+            key, component, tokenizer, rows, limit, first, head and head.classes
+        )
+        if head is not None:
+            return dataset
         try:
             Objective(self._cfg.loss, self._cfg.reference, is_paired(dataset))
         except UserError as error:
@@ -61,7 +67,7 @@ class PreferenceValidation(Validation):
             fill_rows=self._cfg.compile,
             context_parallel=self._cfg.sharding.context_parallel,
         )
-        if self._cfg.reference != "none":
+        if getattr(self._cfg, "reference", "none") != "none":
             known = torch.full((len(loader.items), 2), torch.nan)
             for batch in loader.epoch():
                 reference = reference_of_batch(model, self._objective, batch, self._world)
@@ -84,3 +90,21 @@ class PreferenceValidation(Validation):
         accuracy = numbers.get("rewards/accuracy")
         words = "" if accuracy is None else f"accuracy {accuracy:.4g}, "
         return f"loss {numbers['loss']:.4g} ({words}margin {numbers['rewards/margin']:.4g})"
+
+
+class ScoreValidation(PreferenceValidation):
+    """`Validation` of a reward model or classifier; logs what is logged of an update."""
+
+    highest = ("accuracy",)
+
+    def _numbers(self, name: str, model: nn.Module) -> dict[str, float]:
+        with evaluating(model):
+            batches = list(self._loader(name, model).epoch())
+            update = self._objective.begin(batches, self._world)
+            for batch in (batch.to(self._world.device) for batch in batches):
+                update.loss(batch, last_scores(model, batch))
+                moved()
+            return update.metrics()
+
+    def _words(self, numbers: dict[str, float]) -> str:
+        return f"loss {numbers['loss']:.4g} (accuracy {numbers['accuracy']:.4g})"

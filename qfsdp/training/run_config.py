@@ -31,6 +31,16 @@ def check_run_config(cfg: Any) -> None:
         if cfg.packed and cfg.sharding.context_parallel > 1 and objective.takes(labels=False):
             expected = "false with sharding.context_parallel, as packed pairs share their prompt"
             raise UserError(f"packed: true; expected {expected}")
+    if hasattr(cfg, "head"):
+        if cfg.sharding.context_parallel > 1:
+            expected = "1 with a score head, which reads whole rows"
+            raise InvalidField("sharding.context_parallel", cfg.sharding.context_parallel, expected)
+        if "lm_head" in str(cfg.adapter.targets) + str(cfg.quantization.targets):
+            found = f"adapter.targets: {cfg.adapter.targets}; quantization.targets: "
+            raise UserError(
+                f"{found}{cfg.quantization.targets}; expected none with lm_head: a score head "
+                "stands in its place"
+            )
     where = getattr(cfg, "reference_logprobs", "live")
     if where not in ("live", "cache") and "/" not in where:
         raise InvalidField("reference_logprobs", where, "live, cache, or a folder with a /")

@@ -118,7 +118,7 @@ def step_flops(
             work.linears(tokens, *linears, share=share)
         if layer.checkpointing == "full" and work.trained:
             work.again += work.forward - forward
-    work.linears(targets, model.lm_head)
+    work.linears(targets, model.parts.output)
     both = work.forward + work.backward
     return StepFlops(both, both + work.again, work.forward)
 

@@ -40,7 +40,7 @@ TRAINING = [c for c in CONFIGS if c.stem not in OTHERS and c not in SWEEPS]
 RUN = [c for c in TRAINING if "article" not in c.stem or "article_10k_llama3" in c.stem]
 TRAINERS = (
     *("recipes/qdora_distributed", "recipes/full_finetune_distributed"),
-    "recipes/dpo_distributed",
+    *("recipes/dpo_distributed", "recipes/reward_distributed"),
 )
 # What `make test` runs: a method, a recipe or a family each.
 SHORT = (
@@ -52,6 +52,7 @@ SHORT = (
     "qwen3_30b_a3b_qlora",
     "smollm2_135m_ia3",
     "smollm2_135m_miss",
+    "smollm2_135m_reward",
 )
 EXPERTS = {"num_experts_per_tok": 2, "moe_intermediate_size": 64, "intermediate_size": 64}
 FAMILIES = {

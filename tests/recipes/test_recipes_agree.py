@@ -26,6 +26,13 @@ DIFFERENT = {
         "train_step": "the loss compares answers, with a reference's pass before it",
         "main": "an update is told what to minimize",
     },
+    "reward_distributed": {
+        "check": "packed pairs are as in dpo_distributed",
+        "build_model": "a score head takes the place of the output layer",
+        "build_loader": "samples are pairs, or texts with a class",
+        "train_step": "the loss compares scores",
+        "main": "an update is told what to minimize",
+    },
 }
 
 

@@ -16,12 +16,18 @@ import pytest
 import torch
 
 from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.config.component import Component
+from qfsdp.data.preferences.loader import collate_preferences
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.modules.adapters.reference import keep_start, set_start
+from qfsdp.modules.score_head import HeadConfig, add_score_head
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.preference import Objective
+from qfsdp.training.scores import ScoreObjective
 from qfsdp.training.step_clock import StepClock
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.preferences import Sample, preference_batch, random_samples
@@ -112,6 +118,11 @@ def theirs(folder: Path, request: pytest.FixtureRequest) -> dict[str, Any]:
         for name, (trainer, options, _, _) in JOBS.items()
         if name in asked
     }
+    return run_oracle(folder, jobs)
+
+
+def run_oracle(folder: Path, jobs: dict[str, Any]) -> dict[str, Any]:
+    """TRL's metrics of every update of every job."""
     (folder / "jobs.json").write_text(json.dumps(jobs))
     script = ROOT / "tests/trl_oracle.py"
     done = subprocess.run(
@@ -149,6 +160,54 @@ def ours(folder: Path, name: str) -> list[dict[str, float]]:
         given = (model, optimizer, None, [batch], 1.0, world, StepClock(world.device), objective)
         history.append(recipe.train_step(*given))
     return history
+
+
+REWARD = HeadConfig(center=0.01)
+
+
+def reward_items() -> list[dict[str, Any]]:
+    """Pairs with a margin, as datasets give them."""
+    samples, items = samples_of("reward")[: 2 * 10 * BATCH], []
+    for at in range(0, len(samples), 2):
+        tokens = [tokens.tolist() for tokens, _ in samples[at : at + 2]]
+        both = tokens[0] + tokens[1]
+        parts = [len(one) for one in tokens]
+        items.append({"tokens": both, "labels": both, "parts": parts, "margin": 0.5 * (at % 3)})
+    return items
+
+
+def test_ten_updates_of_a_reward_model_as_trl(folder: Path) -> None:
+    """`RewardTrainer`, with margins and `center_rewards_coefficient`."""
+    recipe, world = load_recipe("reward_distributed"), cpu_world()
+    model = adapted_model(folder / "model", ADAPTER, format="none")
+    add_score_head(model, REWARD)
+    model.to_empty(device="cpu")
+    load_base(model, ModelWeights(folder / "model"), torch.device("cpu"))
+    init_adapters(model, seed=0)
+    save_adapter(model, ADAPTER, str(folder / "model"), folder / "head", world)
+    items = reward_items()
+    rows = [
+        {
+            "chosen_ids": item["tokens"][: item["parts"][0]],
+            "rejected_ids": item["tokens"][item["parts"][0] :],
+            "margin": item["margin"],
+        }
+        for item in items
+    ]
+    options = {"center_rewards_coefficient": REWARD.center}
+    job = {"trainer": "Reward", "options": options, "rows": rows, "batch_size": BATCH}
+    theirs = run_oracle(folder, {"reward": job | {"lr": LR, "eps": EPS}})["reward"]
+    adamw = Component("torch.optim.AdamW", {"lr": LR, "eps": EPS, "weight_decay": 0.0})
+    optimizer = build_optimizer(adamw, trainable_parameters(model))
+    assert len(theirs) == 10
+    for at, expected in enumerate(theirs):
+        part = items[at * BATCH : (at + 1) * BATCH]
+        batch = collate_preferences(part, paired=True, pad_id=0)
+        given = (model.train(), optimizer, None, [batch], 1.0, world, StepClock(world.device))
+        mine = recipe.train_step(*given, ScoreObjective(REWARD))
+        names = {"loss": "loss", "grad_norm": "grad_norm", "rewards/margin": "margin"}
+        for key, other in (names | {"accuracy": "accuracy"}).items():
+            assert mine[key] == pytest.approx(expected[other], abs=1e-5), key
 
 
 @pytest.mark.parametrize("name", JOBS)

@@ -40,6 +40,7 @@ from qfsdp.modules.hub_models.config import (
     as_stored,
     model_config,
 )
+from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -172,9 +173,9 @@ class ModelWeights:
             else:
                 self._check_plain(name, tuple(param.shape))
         for name in (self.plain.keys() | self.quantized.keys()) - expected.keys():
-            if name == HEAD:
+            if name == HEAD and score_head(model) is None:
                 self._check_tied()
-            elif not name.endswith("rotary_emb.inv_freq"):
+            elif name != HEAD and not name.endswith("rotary_emb.inv_freq"):
                 stored = self.plain[name] if name in self.plain else self.files.tensors[name]
                 file = stored.file
                 raise UserError(f"{file}: tensor {name!r} is not part of this architecture")

@@ -23,7 +23,11 @@ class PairBatch(Batch):
         sample_ids: int64 `[batch, seq]`, the number of the sample that a position belongs to. It
             is 0 where none does (padding has no label, so it counts nowhere).
         num_samples: the samples are 0 .. num_samples - 1; 0 on a rank for which none is left.
-        desirable: bool `[num_samples]`, whether the answer is a good one. None: samples are pairs.
+        ends: int64 `[num_samples]`, the place of each sample's last token among `batch * seq`.
+        desirable: bool `[num_samples]`, whether the answer is a good one; int64: the class of the
+            sample. None: samples are pairs.
+        margins: of pairs, fp32 `[num_samples / 2]`: by how much the first answer is better; None:
+            the data does not say.
         mismatched: of labelled answers: the prompts of the same samples with answers of others, for
             KTO's estimate of the KL divergence. Sample i has the prompt of sample i. The data
             decide which answer, not the ranks or micro-batches.
@@ -35,6 +39,8 @@ class PairBatch(Batch):
 
     sample_ids: torch.Tensor = field(kw_only=True)
     num_samples: int = field(kw_only=True)
+    ends: torch.Tensor | None = field(default=None, kw_only=True)
+    margins: torch.Tensor | None = field(default=None, kw_only=True)
     desirable: torch.Tensor | None = field(default=None, kw_only=True)
     mismatched: PairBatch | None = field(default=None, kw_only=True)
     reference_logprobs: torch.Tensor | None = field(default=None, kw_only=True)
@@ -91,7 +97,9 @@ def full_preferences(batch: Batch, paired: bool) -> PairBatch:
     per_row = 2 if paired and batch.cu_seqlens is not None else 1
     halves = torch.arange(seq) * per_row // seq
     ids = torch.arange(rows).unsqueeze(1) * per_row + halves
-    full = PairBatch(**vars(batch), sample_ids=ids, num_samples=rows * per_row)
+    count = rows * per_row
+    ends = torch.arange(1, count + 1) * (rows * seq) // count - 1
+    full = PairBatch(**vars(batch), sample_ids=ids, num_samples=count, ends=ends)
     if per_row == 2:
         places = torch.zeros(rows * seq, dtype=torch.int64)
         return replace(full, sources=places.repeat(2), places=places)

@@ -8,17 +8,26 @@ Only answers are trained. Reading, caches and mixtures are those of `qfsdp.data.
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.chat.context_columns import check_columns
+from qfsdp.data.chat.messages import text_of
 from qfsdp.data.conversations import Tokenizer
-from qfsdp.data.files.rows import load_rows, require_column
-from qfsdp.data.preferences.rows import Columns, PreferenceRows, labelled, pair_of
-from qfsdp.data.preferences.tokenized import Preferences
+from qfsdp.data.files.rows import Row, load_rows, require_column
+from qfsdp.data.preferences.rows import (
+    Columns,
+    PreferenceRows,
+    class_of,
+    labelled,
+    pair_of,
+    with_label,
+)
+from qfsdp.data.preferences.tokenized import Number, Preferences
 from qfsdp.data.reading import current, reads_rows
-from qfsdp.data.tokenized_dataset import tokenize_rows
+from qfsdp.data.tokenized_dataset import Sample, Unusable, one_by_one, tokenize_rows
 from qfsdp.data.tokenizer import HFTokenizer
 
 
@@ -33,6 +42,7 @@ def preference_dataset(
     prompt_column: str | None = "prompt",
     chosen_column: str = "chosen",
     rejected_column: str = "rejected",
+    margin_column: str | None = None,
     system_column: str | None = None,
     history_column: str | None = None,
     system_prompt: str | None = None,
@@ -51,6 +61,8 @@ def preference_dataset(
         prompt_column: column with the prompt, text or messages. Null: the answers' columns have
             whole dialogues, as messages or as text with `\\n\\nHuman:` and `\\n\\nAssistant:`.
         chosen_column, rejected_column: columns with the better and the worse answer.
+        margin_column: column with a number, by how much the chosen answer is better, for reward
+            models: scores are to differ by more than it.
         system_column: column with a system message.
         history_column: column with the turns before the prompt: pairs, messages, or JSON text of
             them. They are not trained.
@@ -62,12 +74,14 @@ def preference_dataset(
     """
     columns = Columns(prompt_column, system_column, history_column, tools_column, system_prompt)
     own = {"chosen_column": chosen_column, "rejected_column": rejected_column}
+    own |= {} if margin_column is None else {"margin_column": margin_column}
     to_chats = partial(
         pair_of, columns=columns, chosen_column=chosen_column, rejected_column=rejected_column
     )
     rows = _rows(columns, own, source, split, subset, data_files, max_rows)
-    work = PreferenceRows(_uncut(tokenizer), to_chats)
-    return Preferences(tokenize_rows(rows, source, work), paired=True, source=source)
+    work = PreferenceRows(_uncut(tokenizer), to_chats, margin_column=margin_column)
+    number: Number | None = None if margin_column is None else "margin"
+    return Preferences(tokenize_rows(rows, source, work), True, source, number)
 
 
 @reads_rows
@@ -107,6 +121,46 @@ def kto_dataset(
     rows = _rows(columns, own, source, split, subset, data_files, max_rows)
     work = PreferenceRows(_uncut(tokenizer), to_chats, label_column)
     return Preferences(tokenize_rows(rows, source, work), paired=False, source=source)
+
+
+@reads_rows
+def class_dataset(
+    tokenizer: Any,
+    *,
+    source: str,
+    split: str = "train",
+    subset: str | None = None,
+    data_files: str | None = None,
+    text_column: str = "text",
+    label_column: str = "label",
+    classes: list[str] | None = None,
+    max_rows: int | None = None,
+) -> Preferences:
+    """Texts with their class, for `head.classes` of recipes/reward_distributed.
+
+    A text is tokenized as transformers does without a chat template: with bos if the tokenizer puts
+    it before texts, without eos. What is longer than `max_seq_len` loses its end.
+
+    Args:
+        tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
+        text_column: column with the text.
+        label_column: column with the number of the class, from 0, or its name.
+        classes: the names, in the order of their numbers; null: the column has numbers.
+
+    Raises:
+        UserError: the source, a column or a label is wrong, or no row can be used.
+    """
+    own = {"text_column": text_column, "label_column": label_column}
+    rows = _rows(Columns(tools=None), own, source, split, subset, data_files, max_rows)
+
+    def samples_of(row: Row) -> Iterator[Sample]:
+        tokens = list(tokenizer.encode(text_of(row[text_column]), add_bos=True, add_eos=False))
+        if len(tokens) < 2:
+            raise Unusable("less than two tokens")
+        yield tokens, with_label(tokens, class_of(row, label_column, classes))
+
+    samples = tokenize_rows(rows, source, one_by_one(samples_of, tokenizer))
+    return Preferences(samples, False, source, "class")
 
 
 hh_dataset = partial(preference_dataset, source="Anthropic/hh-rlhf", prompt_column=None)

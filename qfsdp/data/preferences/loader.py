@@ -25,7 +25,7 @@ def collate_preferences(
     """Pads or packs items of `Preferences` or `PackedPreferences` into a batch.
 
     Args:
-        items: all with two samples, or all with one sample and a label.
+        items: all with two samples, or all with one sample and a label (a bool, or a class).
         paired: which of both, as `items` may be empty.
         min_rows: rows of padding are added up to this number of items.
         shape: as in `collate`.
@@ -33,13 +33,17 @@ def collate_preferences(
     min_rows *= 2 if paired and not any("lengths" in item for item in items) else 1
     batch = _marked([one for item in items for one in _samples(item)], min_rows, shape)
     if paired:
+        if any("margin" in item for item in items):
+            margins = [one for item in items for one in _margins(item)]
+            batch = replace(batch, margins=torch.tensor(margins, dtype=torch.float32))
         return _shared(batch, items) if batch.cu_seqlens is not None else batch
     others = [item["mismatched"] for item in items if "mismatched" in item]
     empty = [item for item in items if "mismatched" not in item]  # for a rank without packs
     labels = [label for item in items for label in _as_list(item.get("desirable", []))]
+    is_class = bool(labels) and type(labels[0]) is int
     return replace(
         batch,
-        desirable=torch.tensor(labels, dtype=torch.bool),
+        desirable=torch.tensor(labels, dtype=torch.int64 if is_class else torch.bool),
         mismatched=_marked([*others, *empty], min_rows, shape),
     )
 
@@ -118,12 +122,15 @@ def _marked(items: list[Item], min_rows: int, shape: Mapping[str, Any]) -> PairB
     """The batch of samples or packs, with the sample of every position."""
     batch: Batch = collate(items, min_rows=min_rows, **shape)
     sample_ids, number = torch.zeros_like(batch.tokens), 0
+    ends: list[int] = []
     for row, item in enumerate(items):
         lengths = torch.tensor(item.get("lengths", [len(item["tokens"])]), dtype=torch.int64)
+        ends += (lengths.cumsum(0) + row * batch.tokens.shape[1] - 1).tolist()
         ids = torch.arange(number, number + len(lengths)).repeat_interleave(lengths)
         sample_ids[row, : len(ids)] = ids
         number += len(lengths)
-    return PairBatch(**vars(batch), sample_ids=sample_ids, num_samples=number)
+    places = torch.tensor(ends, dtype=torch.int64)
+    return PairBatch(**vars(batch), sample_ids=sample_ids, num_samples=number, ends=places)
 
 
 def _shared(batch: PairBatch, packs: Sequence[Item]) -> PairBatch:
@@ -139,5 +146,11 @@ def _shared(batch: PairBatch, packs: Sequence[Item]) -> PairBatch:
     return replace(batch, positions=positions, **share_documents(lengths, shared)._asdict())
 
 
-def _as_list(value: Any) -> list[bool]:
+def _margins(item: Item) -> list[float]:
+    """Those of an item's pairs; 0 where a part of a mixture has none."""
+    pairs = len(item["lengths"]) // 2 if "lengths" in item else 1
+    return _as_list(item.get("margin", [0.0] * pairs))
+
+
+def _as_list(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]

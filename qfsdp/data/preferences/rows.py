@@ -6,7 +6,9 @@ only. Those are trained; the prompt is not, even where it has earlier answers.
 
 from __future__ import annotations
 
+import math
 import re
+import struct
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
@@ -51,11 +53,13 @@ class PreferenceRows:
         tokenizer: of the conversations; it must not cut them.
         to_chats: makes the conversations of a row. Raises `Unusable` or UserError.
         label_column: column with true or false, kept by `with_label`; None: rows have none.
+        margin_column: column with a number, kept likewise; None: rows have none.
     """
 
     tokenizer: Tokenizer
     to_chats: Callable[[Row], list[Chat]]
     label_column: str | None = None
+    margin_column: str | None = None
 
     def __call__(self, rows: Sequence[Row]) -> list[TokenizedRow]:
         """For each row its samples, or why there are none."""
@@ -88,6 +92,12 @@ class PreferenceRows:
         if self.label_column is not None:
             desirable = is_true(row, self.label_column)
             samples = [(ids, with_label(lab, desirable)) for ids, lab in samples]
+        if self.margin_column is not None:
+            try:
+                bits = bits_of(row, self.margin_column)
+            except UserError as problem:
+                return TokenizedRow((), problem)
+            samples = [(ids, with_label(lab, bits)) for ids, lab in samples]
         spelled = (part.spelled for part in parts if part.spelled is not None)
         remarks = (part.remark for part in parts if part.remark is not None)
         return TokenizedRow(samples, None, next(spelled, None), next(remarks, None))
@@ -104,8 +114,38 @@ def is_true(row: Row, column: str) -> bool:
     return truth
 
 
-def with_label(labels: list[int], desirable: bool) -> list[int]:
-    """Token labels whose first one says whether the answer is desirable: 1 or 0.
+def class_of(row: Row, column: str, names: Sequence[str] | None) -> int:
+    """The number of the class that a cell has or names.
+
+    Raises UserError.
+    """
+    value = str(row[column])
+    if names is not None and value in names:
+        return list(names).index(value)
+    if names is None and value.isdecimal() and int(value) < 2**20:
+        return int(value)
+    expected = "the number of a class, from 0" if names is None else " | ".join(names)
+    raise UserError(f"{column}: {value[:60]!r}; expected {expected}")
+
+
+def bits_of(row: Row, column: str) -> int:
+    """A number of a cell as the int32 with the bits of its fp32.
+
+    Raises UserError.
+    """
+    try:
+        margin = float(row[column])
+    except (TypeError, ValueError):
+        margin = math.nan
+    if not abs(margin) < 1e6:
+        raise UserError(f"{column}: {str(row[column])[:60]!r}; expected a number") from None
+    found: int = struct.unpack("<i", struct.pack("<f", margin))[0]
+    return found
+
+
+def with_label(labels: list[int], desirable: int) -> list[int]:
+    """Token labels whose first one says whether the answer is desirable, 1 or 0, or has another
+    number of the row.
 
     No token comes before the first one, so it is never a target, and its label is free.
     """

@@ -16,7 +16,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 SAMPLES_AT_ONCE = 8192  # whose labels are looked at together
 
 Integers = np.ndarray[Any, np.dtype[np.int64]]
+Number = Literal["class", "margin"]
 
 log = logging.getLogger("qfsdp")
 
@@ -83,27 +84,35 @@ class Preferences:
         samples: of `PreferenceRows`: two for each pair, or one with a label for each row.
         paired: which of both.
         source: of the rows, for messages.
+        number: what the first label of a sample is, besides the bool of an answer: the class of a
+            text, or the bits of a pair's margin; None: neither.
 
     Attributes:
         paired: as given.
         lengths: slots that each item takes in a row.
-        desirable: the labels, bool; None: pairs.
+        desirable: the labels, bool, or of classes int; None: pairs.
+        margins: of pairs that have one, fp32; None: none have.
         limit: to which items were cut; None outside of `build_preferences`.
 
     Raises:
         UserError: no item is left after the cuts, or a row is too short for any.
     """
 
-    def __init__(self, samples: TokenizedDataset, paired: bool, source: str) -> None:
+    def __init__(
+        self, samples: TokenizedDataset, paired: bool, source: str, number: Number | None = None
+    ) -> None:
         self._samples, self.paired = samples, paired
         self.tokens, self.id_range = samples.tokens, samples.id_range
         ends = np.asarray(samples.ends, dtype=np.int64)
         begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
         prompts = _prompt_lengths(samples, begins, ends)
         answers, places = ends - begins - prompts, begins + prompts
-        self.desirable = None
+        self.desirable = self.margins = None
+        numbers = np.ascontiguousarray(np.asarray(samples.labels)[begins])
+        if number == "margin":
+            self.margins = numbers[::2].view(np.float32)
         if not paired:
-            self.desirable = np.asarray(samples.labels)[begins] == 1
+            self.desirable = numbers if number == "class" else numbers == 1
             # Of the same prompt, the answer of the next item: after the last comes the first.
             prompts, begins = np.stack([prompts, prompts], 1), np.stack([begins, begins], 1)
             answers = np.stack([answers, np.roll(answers, -1)], 1)
@@ -130,11 +139,12 @@ class Preferences:
         first, second = self._sample(index, 0), self._sample(index, 1)
         if self.desirable is not None:
             mismatched = {"tokens": second[0], "labels": second[1]}
-            rest = {"desirable": bool(self.desirable[index]), "mismatched": mismatched}
+            rest = {"desirable": self.desirable[index].item(), "mismatched": mismatched}
             return {"tokens": first[0], "labels": first[1], "parts": [len(first[0])]} | rest
         parts = [len(first[0]), len(second[0])]
         both = {"tokens": first[0] + second[0], "labels": first[1] + second[1], "parts": parts}
-        return both | {"shared": int(self._shared[index])}
+        margin = {} if self.margins is None else {"margin": self.margins[index].item()}
+        return both | {"shared": int(self._shared[index])} | margin
 
     @property
     def digest(self) -> str:
@@ -195,8 +205,9 @@ class Preferences:
         ]
 
     def _leave_out(self, items: list[int]) -> None:
-        for name in ("_begins", "_prompts", "_places", "_answers", "_one_prompt"):
-            setattr(self, name, np.delete(getattr(self, name), items, axis=0))
+        for name in ("_begins", "_prompts", "_places", "_answers", "_one_prompt", "margins"):
+            if (values := getattr(self, name)) is not None:
+                setattr(self, name, np.delete(values, items, axis=0))
 
     def _tell(self, limit: RowLimit, source: str, counts: tuple[int, int, int], same: int) -> None:
         """Logs what was cut; raises UserError if nothing is left."""
@@ -242,6 +253,8 @@ class PackedPreferences(PackedDataset):
         if "desirable" in items[0]:
             pack["desirable"] = [item["desirable"] for item in items]
             pack["mismatched"] = _joined([item["mismatched"] for item in items])
+        if any("margin" in item for item in items):
+            pack["margin"] = [item.get("margin", 0.0) for item in items]
         return pack
 
 
@@ -252,6 +265,7 @@ def build_preferences(
     rows: int | None,
     limit: RowLimit,
     first: int | None = None,
+    classes: int | None = None,
 ) -> Any:
     """Builds a dataset of preferences: `Preferences`, a mixture of them, or packs of either.
 
@@ -259,10 +273,11 @@ def build_preferences(
         key, dataset, tokenizer, rows: as in `build_dataset`.
         limit: of its items.
         first: take only so many items.
+        classes: of the head that is trained: 1 takes pairs, more take labels; None: no head is.
 
     Raises:
         UserError: the builder does, the dataset or a part of it has no preferences, some parts are
-            pairs and others are not, or all labels are equal.
+            pairs and others are not, all labels are equal, or the head needs other data.
     """
     most = min(limit.max_seq_len, getattr(tokenizer, "max_seq_len", None) or limit.max_seq_len)
     with row_limit(replace(limit, max_seq_len=most)):
@@ -279,13 +294,28 @@ def build_preferences(
     if len(kinds) > 1:
         raise UserError(f"{key}.sets: pairs and answers with a label; expected only one of them")
     labelled = [part.desirable for part in parts.values() if not part.paired]
-    labels = {bool(label) for part in labelled for label in np.unique(part)}
+    labels = {label.item() for part in labelled for label in np.unique(part)}
     if len(labels) == 1:
         only = str(labels.pop()).lower()
-        raise UserError(f"{key}: the label of every row is {only}; expected true and false")
+        expected = "true and false" if only in ("true", "false") else "several"
+        raise UserError(f"{key}: the label of every row is {only}; expected {expected}")
+    _check_classes(key, labels, classes)
     if first is not None:
         built = FirstItems(built, first)
     return PackedPreferences(built, limit.max_seq_len, limit.seed) if limit.packed else built
+
+
+def _check_classes(key: str, labels: set[Any], classes: int | None) -> None:
+    """Checks that the labels of a dataset are what a head, or no head, is trained on."""
+    most = max((int(label) for label in labels), default=0)
+    if classes is None and any(type(label) is int for label in labels):
+        raise UserError(f"{key}: classes of texts; expected recipes/reward_distributed")
+    if classes == 1 and labels:
+        raise UserError(f"{key}: answers with labels; expected pairs, or head.classes={most + 1}")
+    if classes is not None and classes > 1 and not labels:
+        raise UserError(f"{key}: pairs, and head.classes: {classes}; expected head.classes=1")
+    if classes is not None and most >= classes:
+        raise UserError(f"{key}: class {most}; expected 0 to {classes - 1}, as head.classes says")
 
 
 def is_paired(dataset: Any) -> bool:

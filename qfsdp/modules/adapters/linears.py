@@ -58,6 +58,7 @@ from qfsdp.modules.experts.stacked import ExpertLinear, bias_of_rows
 from qfsdp.modules.low_rank.autograd import adapted_linear
 from qfsdp.modules.low_rank.grouped import prepare
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
+from qfsdp.modules.score_head import SCORE, START, score_head
 from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses.dtensor import (
     local_part,
@@ -248,6 +249,7 @@ def seeded(seed: int, name: str) -> torch.Generator:
 def init_adapters(model: nn.Module, seed: int, magnitudes: bool = True) -> None:
     """Sets every adapter to its start: A uniform within 1 / sqrt(in) (as LoRA's authors and PEFT),
     B zero, magnitudes the row norms of the loaded base, the factors of IA3 one, MiSS and OFT zero.
+    A score head is normal.
 
     A depends on `seed` and the module's name only, not on ranks or order.
 
@@ -265,6 +267,9 @@ def init_adapters(model: nn.Module, seed: int, magnitudes: bool = True) -> None:
             a = torch.empty(module.lora_A.shape).uniform_(-bound, bound, generator=generator)
             local_part(module.lora_A).copy_(a[local_rows(module.lora_A)])
             local_part(module.lora_B).zero_()
+    if (head := score_head(model)) is not None:
+        start = torch.empty(head.weight.shape).normal_(0.0, START, generator=seeded(seed, SCORE))
+        local_part(head.weight).copy_(start[local_rows(head.weight)])
     if magnitudes:
         start_magnitudes(model, b_is_zero=True)
 

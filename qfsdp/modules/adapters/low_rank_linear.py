@@ -14,6 +14,7 @@ from qfsdp.modules.experts.router import Router
 from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.modules.low_rank.grouped import Copies, low_rank_outputs
 from qfsdp.modules.quantized_linear import QuantizedLinear
+from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import (
     local_part,
     on_mesh,
@@ -158,10 +159,11 @@ def refresh_dora_norms(model: nn.Module, b_is_zero: bool = False) -> None:
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter) of the model without its adapters."""
+    """(Hugging Face name, parameter) of the model without its adapters and score head."""
     adapted = {name for name, m in model.named_modules() if isinstance(m, AdaptedLinear)}
     adapted |= {f"{name}.start" for name in adapted}
+    head = None if (found := score_head(model)) is None else found.weight
     for name, param in model.named_parameters():
         module, _, field = name.rpartition(".")
-        if module not in adapted or field in BASE_FIELDS:
+        if param is not head and (module not in adapted or field in BASE_FIELDS):
             yield name, param

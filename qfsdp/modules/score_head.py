@@ -1,0 +1,79 @@
+"""A head that gives a row one score or one per class, in the place of the output layer.
+
+It is a linear without bias over the last hidden state of a row's last token. The name, shape and
+place are those of transformers' `AutoModelForSequenceClassification`. The weight is trained as a
+whole, in fp32, and so are the scores.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from qfsdp.common.errors import InvalidField, UserError
+
+SCORE = "score"
+START = 0.02  # deviation of the new weight, as transformers starts it
+
+
+@dataclass
+class HeadConfig:
+    """Section `head`: what is predicted of a row.
+
+    Fields:
+        classes: scores of a row. 1: a reward, trained on pairs; more: classes, trained on labels.
+        center: of pairs: weight of the squared sum of both rewards, which keeps their mean near 0
+            (arXiv:2312.09244; TRL's `center_rewards_coefficient`); 0.01 is usual.
+    """
+
+    classes: int = 1
+    center: float = 0.0
+
+    def check(self) -> None:
+        if not 1 <= self.classes <= 2**20:
+            raise InvalidField("classes", self.classes, "an integer of at least 1")
+        if not 0 <= self.center < float("inf"):
+            raise InvalidField("center", self.center, "a number of at least 0")
+        if self.center and self.classes > 1:
+            raise InvalidField("center", self.center, "0 with classes above 1")
+
+
+class ScoreHead(nn.Linear):
+    """Scores `[..., classes]`, fp32, of hidden states of any dtype; the weight is fp32."""
+
+    def __init__(self, hidden_size: int, classes: int) -> None:
+        super().__init__(hidden_size, classes, bias=False, dtype=torch.float32)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x.float(), self.weight)
+
+
+def add_score_head(model: Any, config: HeadConfig) -> None:
+    """Replaces the output layer of a `Decoder` on the meta device by an unset `ScoreHead`.
+
+    `init_adapters` starts it. Call it after `add_adapters`, which freezes the model.
+
+    Raises:
+        UserError: the model is one of transformers'.
+    """
+    if not hasattr(model, "output_name"):
+        raise UserError(
+            f"head: {model.config.architecture} is computed by transformers; expected a model that "
+            "qfsdp builds itself (docs/guide/models.md)"
+        )
+    factors = replace(model.config.multipliers, logits=1.0)
+    model.config = replace(model.config, tie_word_embeddings=False, multipliers=factors)
+    delattr(model, model.output_name)
+    with torch.device("meta"):
+        setattr(model, SCORE, ScoreHead(model.config.hidden_size, config.classes))
+    model.output_name = SCORE
+
+
+def score_head(model: nn.Module) -> ScoreHead | None:
+    """The head of a model; None: it has an output layer."""
+    found = getattr(model, SCORE, None)
+    return found if isinstance(found, ScoreHead) else None

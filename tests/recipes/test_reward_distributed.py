@@ -1,0 +1,109 @@
+"""Reward models: the same on any number of ranks and after a stop; mistakes in one line."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from qfsdp.common.errors import UserError
+from qfsdp.config.load import load_config
+from qfsdp.distributed.world import World
+from tests.ranks import run_ranks
+from tests.tiny import load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
+from tests.toy_data import TOY_CONFIG
+
+CONFIG = """
+output_dir: {folder}/run
+adapter: {{method: dora, rank: 5, alpha: 7}}
+head: {{center: 0.01}}
+global_batch_size: 4
+epochs: 2
+max_steps: 4
+checkpoint: {{every_n_steps: 2}}
+validation:
+  eval_every: 2
+  metric: held/accuracy
+  sets: {{held: {{_component_: tests.preferences.preferences, size: 5, seed: 3}}}}
+"""
+
+
+def run_recipe(folder: Path, *runs: list[str]) -> None:
+    """Runs the recipe with each command line in turn; runs on every rank."""
+    recipe = load_recipe("reward_distributed")
+    for words in runs:
+        recipe.main(load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words]))
+
+
+def metrics(run: Path) -> dict[int, dict[str, float]]:
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    found: dict[int, dict[str, float]] = {}
+    for line in lines:
+        found.setdefault(line["step"], {}).update(line)
+    return found
+
+
+@pytest.mark.long
+def test_the_same_on_two_ranks_and_after_a_stop(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model", hidden_size=96)
+    text = (TOY_CONFIG + CONFIG).format(folder=tmp_path)
+    text = text.replace("tests.toy_data.Samples", "tests.preferences.preferences")
+    (tmp_path / "config.yaml").write_text(text)
+    one, two, part = (f"output_dir={tmp_path}/{name}" for name in ("one", "two", "part"))
+    words = [part, "batch_size=2"]
+    run_ranks(
+        2,
+        run_recipe,
+        tmp_path,
+        [two, "batch_size=2"],
+        [*words, "max_steps=2"],
+        [*words, "resume=auto"],
+    )
+    run_ranks(1, run_recipe, tmp_path, [one])
+    first, other = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for step in range(1, 5):
+        for key in ("loss", "grad_norm", "accuracy", "rewards/margin"):
+            assert other[step][key] == pytest.approx(first[step][key], abs=1e-5), (step, key)
+    assert {"validation/held/loss", "validation/held/accuracy"} <= other[4].keys()
+    adapters = [tmp_path / name / "adapter/adapter_model.safetensors" for name in ("two", "part")]
+    assert adapters[0].read_bytes() == adapters[1].read_bytes()
+    assert load_file(adapters[0])["base_model.model.score.weight"].shape == (1, 96)
+    (config,) = (json.loads((a.parent / "adapter_config.json").read_text()) for a in adapters[:1])
+    assert config["task_type"] == "SEQ_CLS" and config["modules_to_save"] == ["score"]
+
+
+OF_CLASSES = "dataset={_component_: qfsdp.data.class_dataset, source: ROWS, label_column: "
+MISTAKES = {
+    ("head.classes=0",): "head.classes: 0 is not valid; expected an integer of at least 1",
+    ("head.center=-1",): "head.center: -1.0 is not valid; expected a number of at least 0",
+    ("head.classes=3", "head.center=0.1"): "head.center: 0.1 is not valid; expected 0 with classes",
+    ("adapter.targets=[all-linear,lm_head]",): "expected none with lm_head: a score head stands",
+    ("sharding.context_parallel=2",): "sharding.context_parallel: 2 is not valid; expected 1 with",
+    ("head.classes=2",): "dataset: pairs, and head.classes: 2; expected head.classes=1",
+    ("dataset.margin_column=question",): "question: '2 + 3?'; expected a number",
+    (OF_CLASSES + "number}",): "dataset: answers with labels; expected pairs, or head.classes=3",
+    ("head.classes=2", OF_CLASSES + "number}"): "dataset: class 2; expected 0 to 1, as head",
+    ("head.classes=2", OF_CLASSES + "answer, classes: [a, b]}"): "answer: 'c'; expected a | b",
+}
+
+
+@pytest.mark.parametrize("words", MISTAKES)
+@pytest.mark.usefixtures("eager")
+def test_a_mistake_is_one_line(words: tuple[str], smollm2_dir: Path, tmp_path: Path) -> None:
+    model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir, hidden_size=96)
+    rows = tmp_path / "rows.jsonl"
+    row = {"question": "2 + 3?", "chosen": "It is 5.", "rejected": "It is 6.", "text": "It is 5."}
+    lines = [row | {"number": at, "answer": "abc"[at]} for at in range(3)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    recipe = load_recipe("reward_distributed")
+    argv = ["--config", "configs/smollm2_135m_reward.yaml", f"model.path={model}"]
+    argv += [f"dataset.source={rows}", f"output_dir={tmp_path}/run", "preflight=false"]
+    with pytest.raises(UserError) as error:
+        given = [word.replace("ROWS", str(rows)) for word in words]
+        cfg = load_config(recipe.Config, [*argv, *given])
+        recipe.check(cfg)
+        recipe.build_loader(cfg, World(torch.device("cpu")))
+    assert MISTAKES[words] in str(error.value) and "\n" not in str(error.value)
