@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from qfsdp.data.cut_rows import IGNORE_INDEX, CutRows, row_borders, used_lengths
+from qfsdp.data.cut_rows import IGNORE_INDEX, CutPrompts, CutRows, row_borders, used_lengths
 
 ALL_POSITIONS = -1
 """`Batch.targets` for shapes that do not depend on labels: the output layer sees every position."""
@@ -68,7 +68,9 @@ class Batch:
         }
         if isinstance(cut := self.cu_seqlens, CutRows):
             borders, lengths = to_device(cut.cu_seqlens, device), to_device(cut.lengths, device)
-            moved["cu_seqlens"] = cut._replace(cu_seqlens=borders, lengths=lengths)
+            prompts = cut.prompts and CutPrompts(*(to_device(t, device) for t in cut.prompts))
+            found = cut._replace(cu_seqlens=borders, lengths=lengths, prompts=prompts)
+            moved["cu_seqlens"] = found
         return replace(self, targets=self.num_targets, **moved)
 
     def cut(self, part: int, parts: int) -> Self:

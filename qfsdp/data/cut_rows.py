@@ -18,6 +18,26 @@ IGNORE_INDEX = -100
 """Label of a position that is not trained. Also the default of `F.cross_entropy`."""
 
 
+class CutPrompts(NamedTuple):
+    """What the queries of a part see in packed pairs, whose prompts stand once.
+
+    Documents are those of `SharedDocuments`. Of each that has queries in this part, its keys are
+    its tokens up to the last of them.
+
+    Fields:
+        cu_queries, cu_keys: int32 `[documents + 1]`, borders among the queries of this part and
+            among the keys.
+        sources: int64 `[keys]`, the place of each key among the tokens of all rows up to the end of
+            this part. No place comes more than twice.
+        places: int64 `[batch * own]`, as of `SharedDocuments`, of the tokens of this part.
+    """
+
+    cu_queries: Tensor
+    cu_keys: Tensor
+    sources: Tensor
+    places: Tensor
+
+
 class CutRows(NamedTuple):
     """The documents of rows that are cut into parts, and what a part cannot know of its rows.
 
@@ -29,12 +49,14 @@ class CutRows(NamedTuple):
             target; 0 without a target.
         part: which part of each row this is, from 0.
         parts: into how many parts the rows are cut.
+        prompts: of packed pairs. `cu_seqlens` is then that of `SharedDocuments`.
     """
 
     cu_seqlens: Tensor
     lengths: Tensor
     part: int
     parts: int
+    prompts: CutPrompts | None = None
 
     def places(self, own: int) -> Tensor:
         """The places in a whole row of the `own` tokens of this part, int64 `[own]`."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -22,8 +24,12 @@ def mark_lengths(
     batch, and again for the first batch of another length (20 s each for SmolLM2 on a CPU)."""
     if cu_seqlens is not None:  # packed rows have one length, but any number of documents
         shared = isinstance(cu_seqlens, SharedDocuments)
-        several = isinstance(cu_seqlens, tuple)
-        for tensor in cu_seqlens[: 1 + shared] if several else (cu_seqlens,):  # tokens written out
+        given: list[Any] = [cu_seqlens]
+        if isinstance(cu_seqlens, tuple):
+            given = [*cu_seqlens[: 1 + shared]]  # tokens written out
+        if isinstance(cu_seqlens, CutRows) and cu_seqlens.prompts is not None:
+            given += cu_seqlens.prompts[:3]
+        for tensor in given:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
         if not isinstance(cu_seqlens, CutRows):
             return

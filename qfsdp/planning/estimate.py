@@ -301,9 +301,9 @@ def _batches(cfg: Any) -> list[Batch]:
     if cfg.packed:
         ends = torch.zeros(-(-(rows + 1) // 64) * 64, dtype=torch.int32)
         batch = replace(batch, positions=tokens.clone(), cu_seqlens=ends)
-    for objective in step_options(cfg).values():
-        batch = full_preferences(batch, paired=objective.takes(labels=False))
-    if parts > 1:
+    if (objective := step_options(cfg).get("objective")) is not None:
+        batch = full_preferences(batch, objective.takes(labels=False), parts)
+    elif parts > 1:
         batch = batch.cut(parts - 1, parts)  # the last part sees the most keys
     return [batch] * min(cfg.gradient_accumulation_steps, MICRO_BATCHES)
 

@@ -28,9 +28,6 @@ def check_run_config(cfg: Any) -> None:
         if cfg.model.router_aux_loss is not None:
             expected = "null, as preference tuning has no such loss"
             raise InvalidField("model.router_aux_loss", cfg.model.router_aux_loss, expected)
-        if cfg.packed and cfg.sharding.context_parallel > 1 and objective.takes(labels=False):
-            expected = "false with sharding.context_parallel, as packed pairs share their prompt"
-            raise UserError(f"packed: true; expected {expected}")
     if hasattr(cfg, "head"):
         if cfg.sharding.context_parallel > 1:
             expected = "1 with a score head, which reads whole rows"

@@ -77,7 +77,10 @@ def document_lengths(batch: Batch) -> list[int]:
         return [seq] * rows
     if not isinstance(cut := batch.cu_seqlens, CutRows):
         return [n for n in cut.diff().tolist() if n]
-    found = []
+    found: list[int] = []
+    if (prompts := cut.prompts) is not None:
+        keys, queries = prompts.cu_keys.diff(), prompts.cu_queries.diff()
+        return [n for n in [*keys.tolist(), *(queries - keys).tolist()] if n]
     for begin, end in pairwise(cut.cu_seqlens.tolist()):
         first = begin // (seq * cut.parts) * seq * cut.parts + cut.part * seq
         if max(begin, first) < min(end, first + seq):

@@ -12,11 +12,13 @@ from torch import Tensor
 from qfsdp.data.batch import Batch
 from qfsdp.data.cut_rows import CutRows, counted_tokens, used_lengths
 from qfsdp.data.loader import collate
+from qfsdp.data.preferences.shared_prompts import cut_documents, share_documents
 from qfsdp.distributed.context_parallel import share_rows
 from qfsdp.modules.attention import sinks as sink_attention
 from qfsdp.modules.attention.cut_rows import attend_cut_rows
 from qfsdp.modules.attention.document_lengths import document_lengths
 from qfsdp.modules.attention.documents import attend_documents
+from qfsdp.modules.attention.shared_prompts import attend_shared
 from qfsdp.modules.attention.sinks import attend_with_sinks
 from qfsdp.modules.collectives import GROUPS
 from qfsdp.modules.decoder_config import DecoderConfig
@@ -52,7 +54,7 @@ def whole_rows(window: int | None, has_sinks: bool) -> list[Tensor]:
     return [y.detach(), *torch.autograd.grad(y, wanted, grad)]
 
 
-def own_parts(cases: list[tuple[int | None, bool]]) -> list[list[Tensor]]:
+def own_parts(cases: list[tuple[int | None, bool]], pairs: bool = False) -> list[list[Tensor]]:
     """The same of this rank's part."""
     group = dist.group.WORLD
     assert group is not None
@@ -63,6 +65,9 @@ def own_parts(cases: list[tuple[int | None, bool]]) -> list[list[Tensor]]:
         q, k, v = (t.chunk(PARTS, 2)[part].clone().requires_grad_() for t in qkv)
         given = sinks.requires_grad_() if has_sinks else None
         rows = CutRows(ENDS, torch.zeros(ROWS, dtype=torch.int64), part, PARTS)
+        if pairs:
+            documents = share_documents(LENGTHS, SHARED)
+            rows = rows._replace(prompts=cut_documents(documents, ROWS, WIDTH, part, PARTS))
         y = attend_cut_rows(q, k, v, given, rows, window, None, group.group_name)
         wanted = [q, k, v, sinks] if has_sinks else [q, k, v]
         grads = torch.autograd.grad(y, wanted, grad.chunk(PARTS, 2)[part])
@@ -70,25 +75,42 @@ def own_parts(cases: list[tuple[int | None, bool]]) -> list[list[Tensor]]:
     return found
 
 
-def own_parts_as_on_gpus(cases: list[tuple[int | None, bool]]) -> list[list[Tensor]]:
+def own_parts_as_on_gpus(
+    cases: list[tuple[int | None, bool]], pairs: bool = False
+) -> list[list[Tensor]]:
     """By formulas in place of FlashAttention's kernels."""
     sink_attention._has_kernel = lambda q: True
     torch.ops.aten._flash_attention_forward = flash_forward
     torch.ops.aten._flash_attention_backward = flash_backward
-    return own_parts(cases)
+    return own_parts(cases, pairs)
 
 
+@pytest.mark.parametrize("pairs", [False, True])
 @pytest.mark.parametrize("compute", [own_parts, own_parts_as_on_gpus])
-def test_attention_of_parts_is_that_of_whole_rows(compute: Any) -> None:
+def test_attention_of_parts_is_that_of_whole_rows(compute: Any, pairs: bool) -> None:
+    """Documents, and pairs whose prompts stand once."""
     cases = [(window, sinks) for window in WINDOWS for sinks in (False, True)]
-    by_rank = run_ranks(PARTS, compute, cases)
+    by_rank = run_ranks(PARTS, compute, cases, pairs)
     for at, case in enumerate(cases):
-        expected = whole_rows(*case)
+        expected = whole_pairs(*case) if pairs else whole_rows(*case)
         of_parts = list(zip(*(found[at] for found in by_rank), strict=True))
         found = [torch.cat(parts, 2) for parts in of_parts[:4]]
         found += [torch.stack(parts).sum(0) for parts in of_parts[4:]]  # of sinks
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).abs().max() < 1e-12, case
+
+
+# Two pairs and padding; one pair, whose prompt is cut twice, and padding.
+LENGTHS, SHARED = [7, 3, 9, 2, 3, 18, 5, 1], [0, 4, 0, 8, 0, 0, 15, 0]
+
+
+def whole_pairs(window: int | None, has_sinks: bool) -> list[Tensor]:
+    *given, grad = tensors()
+    q, k, v, sinks = (t.requires_grad_() for t in given)
+    documents = share_documents(LENGTHS, SHARED)
+    y = attend_shared(q, k, v, sinks if has_sinks else None, documents, WIDTH, window)
+    wanted = [q, k, v, sinks] if has_sinks else [q, k, v]
+    return [y.detach(), *torch.autograd.grad(y, wanted, grad)]
 
 
 def batch_of_rows() -> Batch:

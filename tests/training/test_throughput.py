@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,9 @@ from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, 
 
 from qfsdp.common.progress import Progress
 from qfsdp.data.batch import IGNORE_INDEX
+from qfsdp.data.cut_rows import CutRows
 from qfsdp.data.loader import collate
+from qfsdp.data.preferences.shared_prompts import cut_documents, share_documents
 from qfsdp.distributed.world import World
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
@@ -183,6 +186,19 @@ def test_document_lengths() -> None:
     for window in (None, 3):
         parts = _attended(first, window) + _attended(second, window)
         assert parts == _attended([4, 5, 3, 12], window)
+
+
+def test_lengths_of_cut_pairs() -> None:
+    """No part computes the queries of a prompt again for the second answer."""
+    documents, found = share_documents([7, 3, 2], [0, 4, 0]), []
+    empty = collate([], pad_id=0, max_seq_len=12, min_rows=1)
+    for part in range(2):
+        cut = empty.cut(part, 2)
+        assert isinstance(cut.cu_seqlens, CutRows)
+        rows = cut.cu_seqlens._replace(prompts=cut_documents(documents, 1, 12, part, 2))
+        found += document_lengths(replace(cut, cu_seqlens=rows))
+    assert found == [6, 7, 7, 2, -6, -4]
+    assert _attended(found, None) == _attended([7, 7, -4, 2], None)
 
 
 def test_phases_add_up_and_are_read_once() -> None:

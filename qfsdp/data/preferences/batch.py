@@ -8,7 +8,8 @@ from typing import Any
 import torch
 
 from qfsdp.data.batch import IGNORE_INDEX, Batch
-from qfsdp.data.preferences.shared_prompts import SharedDocuments
+from qfsdp.data.cut_rows import CutPrompts, CutRows
+from qfsdp.data.preferences.shared_prompts import SharedDocuments, cut_documents
 
 
 @dataclass(frozen=True)
@@ -57,6 +58,12 @@ class PairBatch(Batch):
         return SharedDocuments(borders, self.sources, self.places)
 
     @property
+    def is_packed(self) -> bool:
+        """Of pairs: whether rows hold several samples."""
+        cut = self.cu_seqlens
+        return cut.prompts is not None if isinstance(cut, CutRows) else cut is not None
+
+    @property
     def num_pairs(self) -> int:
         """Number of pairs; 0 of answers with a label."""
         return self.num_samples // 2 if self.desirable is None else 0
@@ -70,10 +77,16 @@ class PairBatch(Batch):
         return replace(moved, mismatched=self.mismatched.to(device))
 
     def cut(self, part: int, parts: int) -> PairBatch:
-        """As of `Batch`; not of packed pairs."""
-        assert self.sources is None
+        """As of `Batch`."""
+        cut = super().cut(part, parts)
+        if isinstance(documents := self.documents, SharedDocuments):
+            assert isinstance(cut.cu_seqlens, CutRows)
+            rows, seq = self.tokens.shape
+            prompts = cut_documents(documents, rows, seq, part, parts)
+            borders = cut.cu_seqlens._replace(prompts=prompts)
+            cut = replace(cut, cu_seqlens=borders, sources=None, places=None)
         return replace(
-            super().cut(part, parts),
+            cut,
             sample_ids=self.sample_ids.chunk(parts, 1)[part].contiguous(),
             target_counts=self.targets_of_samples(),
             mismatched=None if self.mismatched is None else self.mismatched.cut(part, parts),
@@ -90,9 +103,14 @@ class PairBatch(Batch):
         ]
 
 
-def full_preferences(batch: Batch, paired: bool) -> PairBatch:
+def full_preferences(batch: Batch, paired: bool, parts: int = 1) -> PairBatch:
     """A batch of full rows as one of preferences, for estimates: one sample per row, or of pairs in
-    packed rows two. Attention then runs over twice as many tokens: prompts are all but a row."""
+    packed rows two. Attention then runs over twice as many tokens: prompts are all but a row.
+
+    Args:
+        parts: into how many parts the rows are then cut; the last one is returned, which sees the
+            most keys.
+    """
     rows, seq = batch.tokens.shape
     per_row = 2 if paired and batch.cu_seqlens is not None else 1
     halves = torch.arange(seq) * per_row // seq
@@ -100,9 +118,14 @@ def full_preferences(batch: Batch, paired: bool) -> PairBatch:
     count = rows * per_row
     ends = torch.arange(1, count + 1) * (rows * seq) // count - 1
     full = PairBatch(**vars(batch), sample_ids=ids, num_samples=count, ends=ends)
-    if per_row == 2:
-        places = torch.zeros(rows * seq, dtype=torch.int64)
-        return replace(full, sources=places.repeat(2), places=places)
+    full = full if parts == 1 else full.cut(parts - 1, parts)
+    if per_row == 2:  # in a dry run only sizes count
+        places = torch.zeros(full.tokens.numel(), dtype=torch.int64)
+        sources = torch.zeros(2 * rows * seq, dtype=torch.int64)
+        if not isinstance(cut := full.cu_seqlens, CutRows):
+            return replace(full, sources=sources, places=places)
+        prompts = CutPrompts(cut.cu_seqlens, cut.cu_seqlens, sources, places)
+        return replace(full, cu_seqlens=cut._replace(prompts=prompts))
     if paired:
         return full
     labels = torch.arange(rows) % 2 == 0

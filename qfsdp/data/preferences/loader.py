@@ -99,7 +99,7 @@ class PreferenceLoader(StepLoader):
     def _completed(self, batch: Any) -> PairBatch:
         """A batch with the reference's log-probabilities, and its samples row by row."""
         items = self.items_of(batch)
-        if self.paired and batch.sources is None:  # each pair has two rows
+        if self.paired and not batch.is_packed:  # each pair has two rows
             batch = replace(batch, samples=tuple((index,) for index in items for _ in range(2)))
         if self.reference is None:
             return batch

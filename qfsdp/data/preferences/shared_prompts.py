@@ -15,6 +15,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from qfsdp.data.cut_rows import CutPrompts
+
 
 class SharedDocuments(NamedTuple):
     """The documents of packed rows, some of which begin with tokens of the document before.
@@ -51,3 +53,23 @@ def share_documents(lengths: Sequence[int], shared: Sequence[int]) -> SharedDocu
     cu_seqlens = torch.full((-(-(len(ends) + 1) // 64) * 64,), total, dtype=torch.int32)
     cu_seqlens[0], cu_seqlens[1 : len(ends) + 1] = 0, ends
     return SharedDocuments(cu_seqlens, sources, places)
+
+
+def cut_documents(
+    documents: SharedDocuments, rows: int, seq: int, part: int, parts: int
+) -> CutPrompts:
+    """One of `parts` equal parts of every row."""
+    stop, total = (part + 1) * seq // parts, len(documents.sources)
+    row, at = documents.sources // seq, documents.sources % seq
+    is_own = documents.places[documents.sources] == torch.arange(total)
+    is_query = is_own & (at >= part * seq // parts) & (at < stop)
+
+    def borders(chosen: Tensor) -> Tensor:
+        before = torch.cat([torch.zeros(1, dtype=torch.int64), chosen.cumsum(0)])
+        return before[documents.cu_seqlens.long()].int()
+
+    lengths, cu_queries = documents.cu_seqlens.diff(), borders(is_query)
+    is_key = (at < stop) & (cu_queries.diff() > 0).repeat_interleave(lengths)
+    sources = (row * stop + at)[is_key]
+    places = documents.places.view(rows, parts, -1)[:, part].flatten()
+    return CutPrompts(cu_queries, borders(is_key), sources, places)

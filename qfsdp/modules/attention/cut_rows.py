@@ -55,8 +55,9 @@ def attend_cut_rows(
     batch, _, own, head_dim = q.shape
     scale = head_dim**-0.5 if scale is None else scale
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
+    documents = (rows.cu_seqlens, None, None) if rows.prompts is None else rows.prompts[:3]
     how = (batch, rows.part, window, scale, group)
-    out = _AttendCutRows.apply(q, k, v, sinks, rows.cu_seqlens, *how)
+    out = _AttendCutRows.apply(q, k, v, sinks, *documents, *how)
     return out.unflatten(0, (batch, own)).transpose(1, 2)
 
 
@@ -71,6 +72,8 @@ class _AttendCutRows(torch.autograd.Function):
         v: Tensor,
         sinks: Tensor | None,
         cu_seqlens: Tensor,
+        cu_keys: Tensor | None,
+        sources: Tensor | None,
         batch: int,
         part: int,
         window: int | None,
@@ -78,14 +81,14 @@ class _AttendCutRows(torch.autograd.Function):
         group: str,
     ) -> Tensor:
         ctx.how = batch, part, window, scale, group
-        out, total = _attend(q, k, v, sinks, cu_seqlens, *ctx.how)
-        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, total)
+        out, total = _attend(q, k, v, sinks, cu_seqlens, cu_keys, sources, *ctx.how)
+        ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, total, cu_keys, sources)
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *gradients(ctx, grad, _attend_backward), None, None, None, None, None, None
+        return *gradients(ctx, grad, _attend_backward), *(None,) * 8
 
 
 @custom_op("qfsdp::attend_cut_rows")
@@ -95,16 +98,22 @@ def _attend(
     v: Tensor,
     sinks: Tensor | None,
     cu_seqlens: Tensor,
+    cu_keys: Tensor | None,
+    sources: Tensor | None,
     batch: int,
     part: int,
     window: int | None,
     scale: float,
     group: str,
 ) -> tuple[Tensor, Tensor]:
-    """The results of `sinks.attention` for a part's queries."""
-    reach = _Reach(batch, len(q) // batch, part, window, group)
+    """The results of `sinks.attention` for a part's queries. With `cu_keys` and `sources`, those of
+    `CutPrompts`, `cu_seqlens` is its `cu_queries`."""
+    # A prompt may stand in a row farther ahead than the window of the answer that shares it.
+    reach = _Reach(batch, len(q) // batch, part, None if cu_keys is not None else window, group)
     keys, values = reach.gathered(k, v)
-    how = reach.how(cu_seqlens, len(keys))
+    how = reach.how(cu_seqlens, cu_keys, len(keys))
+    if sources is not None:
+        keys, values = keys.index_select(0, sources), values.index_select(0, sources)
     return attention(q, keys, values, sinks, *how, window, scale)
 
 
@@ -117,6 +126,8 @@ def _attend_backward(
     cu_seqlens: Tensor,
     out: Tensor,
     total: Tensor,
+    cu_keys: Tensor | None,
+    sources: Tensor | None,
     batch: int,
     part: int,
     window: int | None,
@@ -124,13 +135,20 @@ def _attend_backward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of this part, over the queries of all parts."""
-    reach = _Reach(batch, len(q) // batch, part, window, group)
+    reach = _Reach(batch, len(q) // batch, part, None if cu_keys is not None else window, group)
     keys, values = reach.gathered(k, v)
-    bounds, *how = reach.how(cu_seqlens, len(keys))
+    shape = keys.shape
+    bounds, *how = reach.how(cu_seqlens, cu_keys, len(keys))
+    if sources is not None:
+        keys, values = keys.index_select(0, sources), values.index_select(0, sources)
     of_q, of_keys, of_values = attention_backward(
         grad, q, keys, values, bounds, out, total, *how, window, scale
     )
     del keys, values  # of_keys and of_values are as large
+    if sources is not None:  # at most two numbers are added up, in any order
+        of_keys, of_values = (
+            t.new_zeros(shape).index_add_(0, sources, t) for t in (of_keys, of_values)
+        )
     return of_q, *reach.scattered(of_keys, of_values)
 
 
@@ -185,8 +203,12 @@ class _Reach:
         of_keys, of_values = mine.flatten(0, 1).split(heads, 1)
         return of_keys.contiguous(), of_values.contiguous()
 
-    def how(self, cu_seqlens: Tensor, seen: int) -> tuple[Tensor, Tensor, int, int]:
+    def how(
+        self, cu_seqlens: Tensor, cu_keys: Tensor | None, seen: int
+    ) -> tuple[Tensor, Tensor, int, int]:
         """The arguments of `sinks.attention` that say which queries and keys are whose."""
+        if cu_keys is not None:
+            return cu_seqlens, cu_keys, self.own, seen // self.batch
         width, stop = self.own * self.parts, (self.part + 1) * self.own
         rows, keys = cu_seqlens // width, seen // self.batch
 

@@ -30,8 +30,11 @@ def document_lengths(positions: Tensor, labels: Tensor | None, documents: Docume
     if documents is None:
         assert labels is not None
         return counted_tokens(labels).sum(1, keepdim=True).clamp(min=1)
+    prompts = documents.prompts if isinstance(documents, CutRows) else None
     if isinstance(documents, SharedDocuments):
         bounds, places = documents.cu_seqlens, documents.places
+    elif isinstance(documents, CutRows) and prompts is not None:
+        bounds, places = documents.cu_seqlens, prompts.places
     elif isinstance(documents, CutRows):
         rows, own = positions.shape
         first = torch.arange(rows, device=positions.device).unsqueeze(1) * own * documents.parts
