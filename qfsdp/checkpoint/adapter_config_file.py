@@ -22,6 +22,7 @@ from qfsdp.hub.download import hub_name
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import SCALED_INPUTS
 from qfsdp.modules.adapters.places import ends_with
+from qfsdp.modules.adapters.whole import KEY, WHOLE
 
 CONFIG_FILE = "adapter_config.json"
 WEIGHTS_FILE = "adapter_model.safetensors"
@@ -74,7 +75,7 @@ def peft_config(
         "target_modules": linears,
         "fan_in_fan_out": False,
         "inference_mode": True,
-        "modules_to_save": ["score"] if has_head else None,
+        "modules_to_save": ["score"] if has_head else config.modules_to_save,
         **excluded_modules(tensors),
     }
     if config.method == "ia3":
@@ -135,11 +136,6 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
     kind = written.get("peft_type")
     if not isinstance(kind, str) or kind not in KEY_ENDS:
         raise UserError(f"{file}: peft_type {kind!r}; expected {', '.join(KEY_ENDS)}")
-    if not set(written.get("modules_to_save") or ()) <= PEFT_HEADS:
-        raise UserError(
-            f"{file}: modules_to_save {written['modules_to_save']}; expected none: qfsdp does not "
-            "load modules that were trained as a whole, but for a score head"
-        )
     for key, value in written.items():
         if (reason := _unsupported(key, value, written)) is not None:
             raise UserError(f"{file}: {key} {value!r}: {reason}")
@@ -233,6 +229,8 @@ def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
     if key == "init_lora_weights":
         kept = value in UNCHANGED_BASE_INIT
         return None if kept else "this initialization changed the base that the adapter belongs to"
+    if key == "ensure_weight_tying" and written.get("modules_to_save"):
+        return None
     if key == "init_weights":
         return None if isinstance(value, bool) else "qfsdp has the default form alone"
     if key in ("rank_pattern", "alpha_pattern"):
@@ -251,6 +249,23 @@ def _is_pattern(key: str, value: Any) -> bool:
     with suppress(re.error):
         return all(re.compile(name) and 0 < v < LARGEST_ALPHA for name, v in value.items())
     return False
+
+
+def whole_names(file: Path, written: Mapping[str, Any], keys: Iterable[str]) -> list[str] | None:
+    """`adapter.modules_to_save` of an adapter with these keys.
+
+    Raises:
+        UserError: it has others than `WHOLE`, or lacks the weight of one.
+    """
+    names, given = written.get("modules_to_save") or [], set(keys)
+    last = {str(name).rpartition(".")[2] for name in names} - PEFT_HEADS
+    found = [name for name in WHOLE if f"{KEY}{WHOLE[name]}.weight" in given]
+    if not last <= WHOLE.keys():
+        expected = f"expected some of {', '.join(WHOLE)}"
+        raise UserError(f"{file}: modules_to_save {names!r:.80}; {expected}")
+    if missing := sorted(last - {*found}):
+        raise UserError(f"{file}: modules_to_save {names}, but {missing[0]!r} is not in the folder")
+    return found if last else None
 
 
 def why_unread(key: str) -> str:

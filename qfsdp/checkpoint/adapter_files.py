@@ -38,6 +38,7 @@ from qfsdp.checkpoint.adapter_config_file import (
     peft_config,
     read_peft_config,
     selects_some,
+    whole_names,
     why_unread,
 )
 from qfsdp.checkpoint.adapter_digests import check_digests, digests
@@ -58,6 +59,13 @@ from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
+from qfsdp.modules.adapters.whole import (
+    EMBEDDING,
+    HEAD,
+    tied_copy,
+    ties_whole,
+    whole_parameters,
+)
 from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite
@@ -75,11 +83,12 @@ PEFT_FIELDS = {
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
     """PEFT's key -> parameter, of every adapter tensor of `model`, of its score head, and of
-    `start_tensors`."""
+    `start_tensors` and `whole_parameters`."""
     head = score_head(model)
     heads: dict[str, Tensor] = {} if head is None else {HEAD_KEY: head.weight}
     return (
         heads
+        | whole_parameters(model)
         | start_tensors(model)
         | {
             f"base_model.model.{name}.{peft_field}": param
@@ -138,9 +147,13 @@ def write_adapter(
         if not is_finite(tensor):
             raise UserError(f"'{folder}': tensor {key!r} holds NaN or infinity; nothing is written")
     tensors, config = as_lora(tensors, config)
+    tied = tied_copy(config.modules_to_save, tensors)
+    tensors = tensors | tied
     linears = _adapted_modules(key for key in tensors if not is_of_experts(key))
     linears = linears if config.selects else _last_names(linears)
     settings = peft_config(config, linears, base, tensors)
+    if tied and config.is_low_rank:  # PEFT has it for LoRA alone
+        settings["ensure_weight_tying"] = True
     tensors = to_peft(tensors, config)
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -194,6 +207,7 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     targets = modules if selects_some(written) else _last_names(modules)
     config = config_of(written, modules)
     config.targets = targets
+    config.modules_to_save = whole_names(folder / CONFIG_FILE, written, tensors)
     if not config.is_low_rank:
         return config
     for key, stored in tensors.items():
@@ -227,6 +241,9 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
     names, params = _matching_tensors(model, file.parent), adapter_parameters(model)
     with _opened(file) as tensors:
         check_digests(file, tensors, read_peft_config(file.parent))
+        if ties_whole(model) and not torch.equal(*map(tensors.get_tensor, (EMBEDDING, HEAD))):
+            expected = "expected equal ones, as this model ties them"
+            raise UserError(f"{file}: tensors {EMBEDDING!r} and {HEAD!r} differ; {expected}")
         for key, stored in names.items():
             values = stored.rows(tensors)
             _check_finite(file, stored.name, values.float())
@@ -334,6 +351,8 @@ def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]
     params, found = adapter_parameters(model), read_adapter_header(folder)
     if missing := params.keys() - found.keys():
         _check_coverage(folder, min(missing), found)
+    if ties_whole(model):
+        found.pop(HEAD, None)
     for key in sorted(params.keys() ^ found.keys()):
         where = "is missing" if key in params else why_unread(key)
         raise UserError(f"{file}: tensor {key!r} {where}")

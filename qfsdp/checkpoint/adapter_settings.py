@@ -28,7 +28,7 @@ def check_settings(
         model: adapted as `config` says; may be on the meta device.
 
     Raises:
-        UserError: method, rank, alpha or linears differ.
+        UserError: method, rank, alpha, linears or whole modules differ.
     """
     fields = OF_KIND.get(theirs.method, list(SHARED_FIELDS))
     if config.method != theirs.method and not (config.is_low_rank and theirs.is_low_rank):
@@ -39,6 +39,13 @@ def check_settings(
         trained = ", ".join(_as_peft(theirs, field) for field in differing)
         fix = " ".join(f"adapter.{field}={_as_yaml(theirs, field)}" for field in differing)
         raise UserError(f"{mine}, but {folder} was trained with {trained}; expected {fix}")
+    whole = [sorted(c.modules_to_save or ()) for c in (config, theirs)]
+    if whole[0] != whole[1]:
+        shown, its = (f"[{','.join(names)}]" if names else "null" for names in whole)
+        raise UserError(
+            f"adapter.modules_to_save: {shown}, but {folder} was trained with {its}; expected "
+            f"adapter.modules_to_save={its}"
+        )
     adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
     found, known = {name.rpartition(".")[2] for name in theirs.linears}, linears_of(model)
     if found != adapted and found <= {*LINEAR_NAMES, *ROUTER_NAMES}:

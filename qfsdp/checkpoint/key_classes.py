@@ -22,7 +22,7 @@ _SAME = """
     adapter.method adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.rslora
     adapter.init adapter.lora_plus_ratio adapter.start_from adapter.expert_rank
     adapter.expert_sharing adapter.layers adapter.exclude adapter.rank_pattern adapter.alpha_pattern
-    adapter.block_size head.classes head.center
+    adapter.block_size adapter.modules_to_save head.classes head.center
     trainable.layers trainable.embeddings trainable.dtype
 """
 

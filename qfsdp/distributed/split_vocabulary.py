@@ -36,6 +36,7 @@ from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear
+from qfsdp.modules.adapters.whole import computed_in
 from qfsdp.modules.chunk_gradients import chunk_functions
 from qfsdp.modules.collectives import all_gather, reduce_scatter
 from qfsdp.modules.hub_models.decoder import HubDecoder
@@ -106,7 +107,7 @@ class SplitVocabulary:
         self.group = shard_group(mesh)
         self.ranks, self.rank = self.group.size(), self.group.rank()
         self._on_host = _host_group(mesh, world)
-        self._dtype = model.compute_dtype
+        self._dtype = computed_in(model)
         self._vocabulary = model.config.vocab_size
         made: dict[nn.Parameter, nn.Parameter] = {}  # one of a tied weight
         for module in (*model.model.embed_tokens.modules(), *model.lm_head.modules()):
@@ -179,7 +180,7 @@ class SplitVocabulary:
             return QuantizedLinear(weight.fetch(), None), trained
         weight = weight.detach()
         own = nn.Linear(1, 1, bias=False, device="meta")
-        own.weight = nn.Parameter(weight.to(self._dtype or weight.dtype), requires_grad=False)
+        own.weight = nn.Parameter(weight.to(self._dtype), requires_grad=False)
         return own, trained
 
     def _own(self, param: Tensor) -> Tensor:
@@ -290,7 +291,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, rows: Tensor, tokens: Tensor, split: SplitVocabulary) -> Tensor:
         ctx.split, ctx.count = split, len(tokens)
-        most, dtype = split.largest(len(tokens)), split._dtype or rows.dtype
+        most, dtype = split.largest(len(tokens)), split._dtype
         places, mine = split._places(split.gathered(filled(tokens, most)))
         ctx.save_for_backward(places, mine)
         found = rows.new_empty(most, rows.size(1), dtype=dtype)

@@ -20,9 +20,9 @@ from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.folded import fold_adapters
 from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.adapters.low_rank_linear import (
-    adapted_linears,
     refresh_dora_norms,
 )
+from qfsdp.modules.adapters.whole import keep_computed
 from qfsdp.modules.hub_models.decoder import AnyDecoder, share_base
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.tensor_subclasses import nf4_by_bitsandbytes
@@ -111,11 +111,12 @@ def load_adapters_of_one_base(
     for name, folder in adapters.items():
         decoder = _build(model, quantization, folder, weights)
         share_base(decoder, base)
-        for _, module in adapted_linears(decoder):
+        for module in decoder.modules():
             for field, param in list(module.named_parameters(recurse=False)):
                 if param.is_meta:
                     empty = torch.empty_like(param, device=world.device)
                     setattr(module, field, torch.nn.Parameter(empty, requires_grad=False))
+        decoder.tie_weights()  # where both are the adapter's own
         load_adapter(decoder, folder)
         refresh_dora_norms(decoder)
         fold_adapters(decoder)
@@ -155,4 +156,5 @@ def _build(
     quantize_linears(decoder, quantization, weights.formats)
     if adapter is not None:
         add_adapters(decoder, read_adapter_config(adapter))
+        keep_computed(decoder)
     return decoder.requires_grad_(False)

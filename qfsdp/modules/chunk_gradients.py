@@ -26,16 +26,20 @@ GRADIENT_CHUNK_WEIGHTS = 1 << 24
 
 
 def chunk_functions(
-    head: nn.Module, trained: Sequence[Tensor], loss: LossesAndGradient
+    head: nn.Module,
+    trained: Sequence[Tensor],
+    loss: LossesAndGradient,
+    dtype: torch.dtype | None = None,
 ) -> tuple[Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tensor]]]:
     """The logits of a chunk `[n, hidden]`; and, as `_of_any`, its losses and gradients.
 
     Args:
         head: with all rows of the vocabulary, or with some, which `loss` must know.
+        dtype: in which a plain weight is computed; None: its own.
     """
     weight = cast(Tensor, head.weight)
     if isinstance(head, nn.Linear):
-        weight = weight.detach()
+        weight = weight.detach().to(dtype or weight.dtype)
         return partial(F.linear, weight=weight), partial(_of_plain, weight, loss)
     if isinstance(head, QuantizedLinear) and head.bias is None:
         return partial(_logits, weight), partial(_of_quantized, weight, loss)

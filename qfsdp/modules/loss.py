@@ -100,7 +100,7 @@ class OutputLayer(nn.Linear):
         num_targets: int | None = None,
     ) -> Tensor:
         if labels is None:
-            return super().forward(x)
+            return F.linear(x, self.weight.to(x.dtype))
         return head_loss(self, x, labels, sample_ids, num_samples, num_targets)
 
 
@@ -217,7 +217,7 @@ def _in_chunks(
     grad_hidden = torch.zeros_like(hidden) if wanted else None
     grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
     step = chunk_tokens(cast(Tensor, head.weight).size(0))
-    logits, gradients = chunk_functions(head, trained, _losses_and_gradient_)
+    logits, gradients = chunk_functions(head, trained, _losses_and_gradient_, hidden.dtype)
     losses = []
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)

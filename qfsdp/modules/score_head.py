@@ -58,13 +58,16 @@ def add_score_head(model: Any, config: HeadConfig) -> None:
     `init_adapters` starts it. Call it after `add_adapters`, which freezes the model.
 
     Raises:
-        UserError: the model is one of transformers'.
+        UserError: the model is one of transformers', or other modules are trained as a whole.
     """
     if not hasattr(model, "output_name"):
         raise UserError(
             f"head: {model.config.architecture} is computed by transformers; expected a model that "
             "qfsdp builds itself (docs/guide/models.md)"
         )
+    if (whole := getattr(model, "whole_modules", None)) is not None:
+        expected = "expected null with a score head"
+        raise UserError(f"adapter.modules_to_save: {sorted(whole)}; {expected}")
     factors = replace(model.config.multipliers, logits=1.0)
     model.config = replace(model.config, tie_word_embeddings=False, multipliers=factors)
     delattr(model, model.output_name)

@@ -33,6 +33,7 @@ from qfsdp.modules.adapters.linears import ScaledLinear
 from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
 from qfsdp.modules.adapters.miss import BlockSharedLinear
 from qfsdp.modules.adapters.oft import RotatedLinear
+from qfsdp.modules.adapters.whole import computed_in
 from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.transformer import Decoder, DecoderLayer
@@ -208,8 +209,7 @@ class Meter:
     ) -> None:
         self._model, self._world, self._clock = model, world, clock
         self._memory = MemoryUsage(model, optimizer, world)
-        dtype = model.compute_dtype or model.parts.embedding.weight.dtype
-        self._rate = matmul_rate(world.device, dtype)
+        self._rate = matmul_rate(world.device, computed_in(model))
         self._memory.reset()  # leaves out the memory of measuring the rate
         self._start()
 

@@ -337,7 +337,7 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     ),
     "modules_to_save": (
         says(modules_to_save=["lm_head"]),
-        "modules_to_save ['lm_head']; expected none: qfsdp does not load modules",
+        "modules_to_save ['lm_head'], but 'lm_head' is not in the folder",
     ),
     "bias": (says(bias="lora_only"), "bias 'lora_only': qfsdp trains no biases"),
     "rank_pattern": (

@@ -1,4 +1,4 @@
-"""IA3, MiSS, OFT, rsLoRA, LoRA+ and starts from the base, as runs of the recipe.
+"""IA3, MiSS, OFT, rsLoRA, LoRA+, whole modules and starts from the base, as runs of the recipe.
 
 Losses and adapters are the same on 1, 2 and 3 ranks, and have the same bits in a resumed run.
 """
@@ -49,12 +49,19 @@ VARIANTS = {
         "adapter.targets=[q_proj,o_proj,lm_head]",
     ],
     "ia3_head": ["adapter.method=ia3", "optimizer.lr=0.01", "adapter.targets=[all-linear,lm_head]"],
+    "whole": ["adapter.method=lora", "adapter.modules_to_save=[embed_tokens,lm_head]"],
+    "whole_split": [
+        "adapter.method=dora",
+        "adapter.modules_to_save=[lm_head]",
+        "sharding.vocabulary=split",
+    ],
 }
 # On each rank torchao keeps 8-bit states for tensors of at least 4096 numbers, if 256 divides them.
 EIGHT_BIT = ["optimizer=torchao.optim.AdamW8bit", "~optimizer.fused", "adapter.rank=64"]
 EIGHT_BIT.append("adapter.targets=[q_proj,o_proj]")
 RESUMED = {
-    name: VARIANTS[name] for name in ("lora_plus", "loftq_dora", "pissa", "miss", "oft", "ia3_head")
+    name: VARIANTS[name]
+    for name in ("lora_plus", "loftq_dora", "pissa", "miss", "oft", "ia3_head", "whole")
 }
 RESUMED["lora_plus_8bit"] = [*VARIANTS["lora_plus"], *EIGHT_BIT]
 

@@ -5,6 +5,7 @@
     W' = l * W, and bias' = l * bias             IA3 of the outputs; l: one factor per row
     W' = W * l                                   IA3 of the inputs; l: one factor per column
     W' = W + [D^T D^T ... ],  W' = W R^T         MiSS, OFT
+    W' = the adapter's weight                    modules trained as a whole
 
 W is the weight that training multiplied by: dequantized if it was quantized. The merge is computed
 in fp32 and rounded once. Rows are read, merged and written some megabytes at a time; only a
@@ -63,6 +64,7 @@ from qfsdp.modules.adapters.linears import ScaledLinear, add_adapters
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, base_parameters
 from qfsdp.modules.adapters.miss import merged_blocks
 from qfsdp.modules.adapters.oft import merged_rotations
+from qfsdp.modules.adapters.whole import KEY, whole_parameters
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig
@@ -160,7 +162,7 @@ class Merge:
             config = read_adapter_config(self.adapter)
             add_adapters(model, config)
             check_adapter(config, self.adapter, model)
-        adapted = _adapted(model)
+        adapted = _adapted(model) | {key.removeprefix(KEY) for key in whole_parameters(model)}
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
         if isinstance(model, HubDecoder):
             return self._changed(formats, adapted, shapes)
@@ -308,16 +310,20 @@ class Merge:
     def _merged(self, name: str, rows: Iterator[Tensor], device: torch.device) -> Iterator[Tensor]:
         """All rows of a weight, merged with its adapter."""
         assert self.adapter is not None
-        stem, found = f"base_model.model.{name.rpartition('.')[0]}", self._adapter_tensors
+        stem, found = f"{KEY}{name.rpartition('.')[0]}", self._adapter_tensors
+        keys = {field: f"{stem}.{peft_field}" for field, peft_field in PEFT_FIELDS.items()}
+        keys["whole"] = f"{KEY}{name}"
         with safe_open(self.adapter / WEIGHTS_FILE, framework="pt") as file:
             tensors = {
                 field: found[key].rows(file).to(device, torch.float32)
-                for field, peft_field in PEFT_FIELDS.items()
-                if (key := f"{stem}.{peft_field}") in found
+                for field, key in keys.items()
+                if key in found
             }
         at = 0
         for chunk in rows:
-            if "ia3_l" in tensors:
+            if "whole" in tensors:
+                merged = tensors["whole"][at : at + len(chunk)]
+            elif "ia3_l" in tensors:
                 factors = tensors["ia3_l"]
                 of_inputs = len(factors) == 1  # every row needs all of them
                 merged = scaled_rows(chunk, factors if of_inputs else factors[at : at + len(chunk)])

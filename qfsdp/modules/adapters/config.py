@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.adapters.places import check_pattern, check_places, ends_with, is_pattern
+from qfsdp.modules.adapters.whole import WHOLE
 from qfsdp.modules.targets import ALL_LINEAR
 
 N = TypeVar("N", int, float)
@@ -52,6 +53,8 @@ class AdapterConfig:
         lora_plus_ratio: learning rate of B as a multiple of the learning rate of the rest, e.g. 16
             (LoRA+, https://arxiv.org/abs/2402.12354); null: the same learning rate.
         start_from: a PEFT adapter folder to start from; null: fresh adapters.
+        modules_to_save: modules that are trained as a whole too, `embed_tokens`, `lm_head` or both,
+            in fp32; null: none. Tied ones are named both, and stay tied.
         block_size: inputs that a rotation of OFT turns; divides the inputs of every linear.
         expert_rank: rank of every expert of a mixture: a number, or "divided": rank / experts per
             token, at least 1, so that a token meets as many numbers as in a dense model. null:
@@ -73,6 +76,7 @@ class AdapterConfig:
     init: Literal["default", "loftq", "pissa", "olora"] = "default"
     lora_plus_ratio: float | None = None
     start_from: str | None = None
+    modules_to_save: list[str] | None = None
     block_size: int = 32
     expert_rank: int | Literal["divided"] | None = None
     expert_sharing: Literal["outer"] | None = None
@@ -162,6 +166,9 @@ class AdapterConfig:
                 if not 0 < number < float("inf"):
                     expected = "a number above 0 for each pattern"
                     raise InvalidField(f"{name}_pattern", {pattern: number}, expected)
+        whole = self.modules_to_save
+        if whole is not None and sorted({*whole} & WHOLE.keys()) != sorted(whole) or whole == []:
+            raise InvalidField("modules_to_save", whole, f"some of {', '.join(WHOLE)}, or null")
         check_places(self.linears, self.layers, self.exclude)
 
 

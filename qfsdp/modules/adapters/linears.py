@@ -52,6 +52,7 @@ from qfsdp.modules.adapters.miss import BlockSharedLinear
 from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.adapters.places import adapted_places
 from qfsdp.modules.adapters.reference import keep_start
+from qfsdp.modules.adapters.whole import train_whole
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
 from qfsdp.modules.experts.router import ChoosesExperts, Router
 from qfsdp.modules.experts.stacked import ExpertLinear, bias_of_rows
@@ -181,6 +182,7 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
     for name, module in targets:
         assert isinstance(module, ADAPTABLE)
         replace_module(model, name, _adapted(model, name, module, config))
+    train_whole(model, config.modules_to_save)
     keep_start(model, "none", config)
     model.register_forward_pre_hook(prepare)
 

@@ -14,6 +14,7 @@ from typing import Literal
 import torch
 from torch import nn
 
+from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, adapted_linears
 from qfsdp.tensor_subclasses.dtensor import local_part
@@ -31,7 +32,13 @@ def keep_start(model: nn.Module, reference: Reference, config: AdapterConfig) ->
 
     Args:
         config: of the adapters.
+
+    Raises:
+        UserError: there is a reference, and modules are trained as a whole.
     """
+    if reference != "none" and config.modules_to_save is not None:
+        expected = f"expected null with reference: {reference}, as no copy of them is kept"
+        raise UserError(f"adapter.modules_to_save: {config.modules_to_save}; {expected}")
     starts_otherwise = config.start_from is not None or config.init != "default"
     if not config.changes_base and not (reference == "start" and starts_otherwise):
         return

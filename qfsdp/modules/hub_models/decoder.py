@@ -16,6 +16,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
 from qfsdp.modules.adapters.linears import AdaptedLinear
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.adapters.whole import KEY, whole_parameters
 from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.hub_models.buffers import (
     check_buffers,
@@ -230,10 +231,13 @@ class HubDecoder(nn.Module):
 
 
 def share_base(model: AnyDecoder, base: AnyDecoder) -> None:
-    """Gives `model`, on the meta device, the base parameters and the buffers of `base`."""
+    """Gives `model`, on the meta device, the base parameters and the buffers of `base`, but for
+    modules of its own that were trained as a whole."""
+    own = whole_parameters(model)
     for name, param in base_parameters(base):
         owner, _, field = name.rpartition(".")
-        setattr(model.get_submodule(owner), field, param)
+        if f"{KEY}{name}" not in own:
+            setattr(model.get_submodule(owner), field, param)
     for name, buffer in base.named_buffers(remove_duplicate=False):  # none of our own decoder
         owner, _, field = name.rpartition(".")
         setattr(model.get_submodule(owner), field, buffer)
