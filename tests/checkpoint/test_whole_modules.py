@@ -25,7 +25,9 @@ from qfsdp.checkpoint.adapter_files import (
 from qfsdp.checkpoint.adapter_start import start_adapters
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.merge import Merge
+from qfsdp.checkpoint.weights.model_config import ModelConfig
 from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.evaluation.inference_model import load_adapters_of_one_base
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.reference import keep_start
 from qfsdp.modules.adapters.whole import EMBEDDING, HEAD
@@ -166,10 +168,9 @@ def test_mistakes(tmp_path: Path) -> None:
     save_file(tensors | {HEAD: tensors[HEAD] + 1}, folder / WEIGHTS_FILE)
     with pytest.raises(UserError, match="differ; expected equal ones, as this model ties them"):
         check_adapter(BOTH, folder, model)
-    for name, message in (("norm", "expected some of"), ("score", "expected some of")):
-        (folder / CONFIG_FILE).write_text(settings.replace('"embed_tokens"', f'"{name}"'))
-        with pytest.raises(UserError, match=message):
-            read_adapter_config(folder)
+    (folder / CONFIG_FILE).write_text(settings.replace('"embed_tokens"', '"norm"'))
+    with pytest.raises(UserError, match="expected some of embed_tokens, lm_head"):
+        read_adapter_config(folder)
 
 
 def test_load_adapter_fills_all(tmp_path: Path) -> None:
@@ -181,3 +182,22 @@ def test_load_adapter_fills_all(tmp_path: Path) -> None:
     other = load_model(base, adapter=BOTH)
     load_adapter(other, tmp_path / "adapter")
     assert torch.equal(other.lm_head.weight, model.model.embed_tokens.weight)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_adapters_of_one_base(tied: bool, tmp_path: Path) -> None:
+    """Each has its own whole modules; the base keeps its own, which the others share."""
+    base = write_tiny_model(tmp_path / "model", tie_word_embeddings=tied)
+    model = load_model(base, adapter=BOTH, targets=["all-linear"])
+    start_adapters(model, BOTH, str(base), seed=0)
+    randomize_adapters(model)
+    save_adapter(model, BOTH, str(base), tmp_path / "adapter", cpu_world())
+    section, nf4 = ModelConfig(str(base), dtype="fp32"), QuantizationConfig("nf4")
+    adapters = {"own": str(tmp_path / "adapter")}
+    found = load_adapters_of_one_base(section, nf4, "base", adapters, cpu_world())
+    tokens = torch.arange(24).view(1, 24)
+    with torch.no_grad():
+        expected, plain = model(tokens), load_model(base, targets=["all-linear"])(tokens)
+        torch.testing.assert_close(found["own"](tokens), expected, rtol=0, atol=1e-5)
+        torch.testing.assert_close(found["base"](tokens), plain, rtol=0, atol=1e-5)
+    assert found["own"].model.norm.weight is found["base"].model.norm.weight
