@@ -273,7 +273,7 @@ def why_unread(key: str) -> str:
     if ".lora_embedding_" in key:
         return "adapts embeddings, which qfsdp does not; expected target_modules without them"
     if key == HEAD_KEY:
-        return "is the head of a reward model or classifier; expected recipes/reward_distributed"
+        return "is the head of a reward model or classifier; expected recipes/score"
     if key.endswith((".embed_tokens.weight", ".lm_head.weight")):
         return (
             "is a whole layer, as PEFT writes with save_embedding_layers; expected adapters alone"

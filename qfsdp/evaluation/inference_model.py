@@ -4,12 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter, read_adapter_config
+from qfsdp.checkpoint.adapter_config_file import HEAD_KEY
+from qfsdp.checkpoint.adapter_files import (
+    check_adapter,
+    load_adapter,
+    read_adapter_config,
+    read_adapter_header,
+)
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
@@ -17,6 +24,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
+from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.folded import fold_adapters
 from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.adapters.low_rank_linear import (
@@ -25,7 +33,21 @@ from qfsdp.modules.adapters.low_rank_linear import (
 from qfsdp.modules.adapters.whole import keep_computed
 from qfsdp.modules.hub_models.decoder import AnyDecoder, share_base
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
+from qfsdp.modules.score_head import HeadConfig, add_score_head
 from qfsdp.tensor_subclasses import nf4_by_bitsandbytes
+
+
+def stored_head(folder: str | Path) -> HeadConfig:
+    """The score head of an adapter.
+
+    Raises:
+        UserError: see `read_adapter_config`; or it has none.
+    """
+    found = read_adapter_header(local_folder(folder)).get(HEAD_KEY)
+    if found is None:
+        expected = "expected an adapter of recipes/reward_distributed, or PEFT's of type SEQ_CLS"
+        raise UserError(f"adapter: '{folder}' has no score head; {expected}")
+    return HeadConfig(classes=found.shape[0])
 
 
 def check_for_inference(
@@ -33,6 +55,7 @@ def check_for_inference(
     quantization: QuantizationConfig,
     adapter: str | None,
     sharding: ShardingConfig,
+    head: HeadConfig | None = None,
 ) -> AnyDecoder:
     """Checks the arguments of `load_for_inference`. Reads configs and headers but no tensors.
 
@@ -45,7 +68,7 @@ def check_for_inference(
     if (parts := sharding.context_parallel) > 1:
         raise UserError(f"sharding.context_parallel: {parts}; expected 1, as nothing is trained")
     weights = model.weights()
-    decoder = _build(model, quantization, adapter, weights)
+    decoder = _build(model, quantization, adapter, weights, head)
     weights.check(decoder)
     if sharding.offload_base == "disk" and model.quantize_cache is None:
         check_disk(decoder, weights)
@@ -60,6 +83,7 @@ def load_for_inference(
     adapter: str | None,
     sharding: ShardingConfig,
     world: World,
+    head: HeadConfig | None = None,
 ) -> AnyDecoder:
     """Loads the model in eval mode, without gradients. Every rank must call it.
 
@@ -70,12 +94,13 @@ def load_for_inference(
     Args:
         model, quantization: the base: plain, quantized while it is loaded, or stored quantized.
         adapter: a folder in PEFT's format, or None.
+        head: the score head that the adapter has (`stored_head`); None: an output layer is used.
 
     Raises:
         UserError: `check_for_inference` raises it, or a weight holds NaN or infinity.
     """
     weights = open_weights(model, quantization, world)
-    decoder = _build(model, quantization, adapter, weights)
+    decoder = _build(model, quantization, adapter, weights, head)
     if sharding.strategy != "ddp":
         shard_model(decoder, sharding, world)
     load_base(decoder, weights, world.device, sharding, progress=world.rank == 0)
@@ -150,6 +175,7 @@ def _build(
     quantization: QuantizationConfig,
     adapter: str | None,
     weights: ModelWeights,
+    head: HeadConfig | None = None,
 ) -> AnyDecoder:
     """The decoder on the meta device, with quantized linears and adapters, without gradients."""
     decoder = model.build()
@@ -157,4 +183,6 @@ def _build(
     if adapter is not None:
         add_adapters(decoder, read_adapter_config(adapter))
         keep_computed(decoder)
+    if head is not None:
+        add_score_head(decoder, head)
     return decoder.requires_grad_(False)

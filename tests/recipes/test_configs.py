@@ -33,7 +33,7 @@ FOLDERS = ("block_expansion", "join", "merge", "quantize")  # recipes that write
 SWEEPS = [config for config in CONFIGS if config.stem.startswith("sweep_")]
 # Files that sweeps read.
 DATA = ("prices", "published_2x24gb", "published_7b", "published_70b_machines")
-NOT_TRAINING = ("chat", "doctor", "evaluate", "export", "generate", "judge", "serve")  # recipes
+NOT_TRAINING = ("chat", "doctor", "evaluate", "export", "generate", "judge", "score", "serve")
 OTHERS = (*FOLDERS, *DATA, *NOT_TRAINING)
 TRAINING = [c for c in CONFIGS if c.stem not in OTHERS and c not in SWEEPS]
 # Those of the article differ in what the test replaces: model, rows and batch. One of each method.

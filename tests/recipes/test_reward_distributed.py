@@ -9,11 +9,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed.world import World
+from qfsdp.modules.adapters.config import AdapterConfig
+from tests.models import adapted_model, cpu_world
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
+from tests.tiny import run_recipe as run_recipe_here
 from tests.toy_data import TOY_CONFIG
 
 CONFIG = """
@@ -107,3 +111,41 @@ def test_a_mistake_is_one_line(words: tuple[str], smollm2_dir: Path, tmp_path: P
         recipe.check(cfg)
         recipe.build_loader(cfg, World(torch.device("cpu")))
     assert MISTAKES[words] in str(error.value) and "\n" not in str(error.value)
+
+
+@pytest.mark.usefixtures("eager")
+def test_rows_are_scored(smollm2_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
+    """By the trained adapter as in validation; one of another kind is refused."""
+    model = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir, hidden_size=96)
+    rows, output = tmp_path / "rows.jsonl", tmp_path / "scores.jsonl"
+    texts = ["It is 5.", "It is 6, I think.", "Seven apples", "No answer at all"]
+    lines = [{"text": text, "label": at % 3} for at, text in enumerate(texts)]
+    rows.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    source = f"{{_component_: qfsdp.data.class_dataset, source: {rows}}}"
+    argv = ["--config", "configs/smollm2_135m_reward.yaml", f"model.path={model}", "epochs=2"]
+    argv += [f"dataset={source}", f"output_dir={tmp_path}/run", "head.classes=3", "report=false"]
+    argv += [f"validation.sets.held={source}"]
+    run_recipe_here("reward_distributed", argv)
+    capfd.readouterr()
+    argv = [
+        "--config",
+        "configs/score.yaml",
+        f"dataset={source}",
+        f"output={output}",
+        "max_seq_len=64",
+    ]
+    run_recipe_here("score", [*argv, f"adapter={tmp_path}/run/adapter"])
+    held = metrics(tmp_path / "run")[2]
+    numbers = f"loss {held['validation/held/loss']:.4g}, "
+    numbers += f"accuracy {held['validation/held/accuracy']:.4g}"
+    assert f"4 rows: {numbers}" in capfd.readouterr().out
+    scored = [json.loads(line) for line in output.read_text().splitlines()]
+    assert [line["row"] for line in scored] == [0, 1, 2, 3]
+    assert [line["label"] for line in scored] == [0, 1, 2, 0]
+    assert all(len(line["scores"][0]) == 3 for line in scored)
+
+    adapter = AdapterConfig("lora", rank=2)
+    plain = adapted_model(model, adapter)
+    save_adapter(plain, adapter, str(model), tmp_path / "plain", cpu_world())
+    with pytest.raises(UserError, match="'.*plain' has no score head; expected an adapter of"):
+        run_recipe_here("score", [*argv, f"adapter={tmp_path}/plain", f"output={tmp_path}/2.jsonl"])

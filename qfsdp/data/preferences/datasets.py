@@ -139,7 +139,8 @@ def class_dataset(
     """Texts with their class, for `head.classes` of recipes/reward_distributed.
 
     A text is tokenized as transformers does without a chat template: with bos if the tokenizer puts
-    it before texts, without eos. What is longer than `max_seq_len` loses its end.
+    it before texts, without eos. What is longer than `max_seq_len` loses its end. Skips rows with
+    less than two tokens.
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.
