@@ -93,6 +93,13 @@ WORDS: dict[str, tuple[str, ...]] = {
         "model.path=/nowhere",
         "model.path={rows}",
     ),
+    "add_tokens": (
+        "new_tokens=[]",
+        "new_tokens=['']",
+        "pad_to_multiple_of=0",
+        "output_dir={good}",
+        "model.path=/nowhere",
+    ),
     "block_expansion": (
         "rate=0",
         "rate=-1",

@@ -128,5 +128,10 @@ def _trees(model: Path, rows: Path, folder: Path) -> dict[str, dict]:
             "gpu": "rtx4090",
             "grid": {"batch_size": [1, 2]},
         },
+        "add_tokens": {
+            "model": {"path": str(model)},
+            "output_dir": "more",
+            "new_tokens": ["<new>"],
+        },
         "block_expansion": {"model": {"path": str(model)}, "output_dir": "expanded", "rate": 0.5},
     }

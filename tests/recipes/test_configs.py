@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,13 @@ from tests.tiny import (
 )
 
 CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
-FOLDERS = ("block_expansion", "join", "merge", "quantize")  # recipes that write a model folder
+FOLDERS = (
+    "add_tokens",
+    "block_expansion",
+    "join",
+    "merge",
+    "quantize",
+)  # recipes that write a model folder
 SWEEPS = [config for config in CONFIGS if config.stem.startswith("sweep_")]
 # Files that sweeps read.
 DATA = ("prices", "published_2x24gb", "published_7b", "published_70b_machines")
@@ -176,8 +183,10 @@ def test_configs_of_the_article_are_written_from_its_list() -> None:
 
 @pytest.mark.parametrize("name", FOLDERS)
 @pytest.mark.usefixtures("eager")
-def test_model_folders_are_written(name: str, tmp_path: Path) -> None:
-    model = write_tiny_model(tmp_path / "model", hidden_size=96)
+def test_model_folders_are_written(name: str, smollm2_dir: Path, tmp_path: Path) -> None:
+    write = partial(write_tiny_model_with_tokenizer, tokenizer=smollm2_dir)
+    write = write if name == "add_tokens" else write_tiny_model
+    model = write(tmp_path / "model", hidden_size=96)
     argv = ["--config", str(ROOT / f"configs/{name}.yaml"), f"model.path={model}"]
     argv.append(f"output_dir={tmp_path}/out")
     if name == "merge":
