@@ -19,10 +19,12 @@ from tests.cli.stand_in import ROOT
 QDORA = load_recipe(ROOT / "recipes/qdora_distributed.py").Config
 FULL = load_recipe(ROOT / "recipes/full_finetune_distributed.py").Config
 DPO = load_recipe(ROOT / "recipes/dpo_distributed.py").Config
+REWARD = load_recipe(ROOT / "recipes/reward_distributed.py").Config
 CONFIGS = {
     QDORA: "configs/llama3_8b_qdora.yaml",
     FULL: "configs/llama3_8b_full.yaml",
     DPO: "configs/llama3_8b_dpo.yaml",
+    REWARD: "configs/smollm2_135m_reward.yaml",
 }
 LOSS = "qfsdp.training.preference_losses"
 # A component that takes the arguments that answers name.
