@@ -78,6 +78,21 @@ def _configs() -> dict[str, Callable[[], Any]]:
         "lfm2": lambda: t.Lfm2Config(**SIZES, full_attn_idxs=[1, 3]),
         "llama": lambda: t.LlamaConfig(**SIZES),
         "mamba": lambda: t.MambaConfig(**SIZES),
+        "apertus": lambda: t.ApertusConfig(**SIZES),
+        "falcon_h1": lambda: t.FalconH1Config(
+            **SIZES, mamba_d_ssm=128, mamba_n_heads=4, mamba_d_head=32, mamba_d_state=16
+        ),
+        "glm4_7": lambda: t.Glm4MoeLiteConfig(
+            **SIZES | {"num_key_value_heads": 4},
+            q_lora_rank=32,
+            kv_lora_rank=32,
+            qk_rope_head_dim=16,
+            qk_nope_head_dim=16,
+            v_head_dim=32,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=64,
+        ),
         **_multimodal(t),
     }
 
@@ -167,7 +182,10 @@ def save_hub_model(name: str, folder: Path, **changes: Any) -> nn.Module:
 def with_tokenizer(name: str, folder: Path, tokenizer: Path) -> Path:
     """A random model folder with the tokenizer of another folder: SmolLM2's 49,152 tokens."""
     given = _configs()[name]()
-    given.get_text_config().vocab_size = 49152
+    text = given.get_text_config()
+    text.vocab_size = 49152
+    if hasattr(text, "vocab_size_per_layer_input"):
+        text.vocab_size_per_layer_input = 49152
     _class(given).from_config(given).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).symlink_to(tokenizer / file)

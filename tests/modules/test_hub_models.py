@@ -17,7 +17,7 @@ from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears
 from qfsdp.modules.hub_models import config as hub_config
-from qfsdp.modules.hub_models.decoder import build_decoder
+from qfsdp.modules.hub_models.buffers import check_buffers
 from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
 from tests import hub_models
 from tests.hub_models import built
@@ -34,7 +34,11 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
     return tokens, labels
 
 
-@pytest.mark.parametrize("name", hub_models.PARAMETERS)
+# A single number in files; buffers that the module around them computes, and scaled logits.
+SPECIAL = [pytest.param(name, marks=pytest.mark.long) for name in ("apertus", "falcon_h1")]
+
+
+@pytest.mark.parametrize("name", [*hub_models.PARAMETERS, *SPECIAL])
 def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> None:
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer
@@ -43,7 +47,12 @@ def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> Non
     tokens, labels = batch()
     with torch.no_grad():
         plain = built(tmp_path / "model")(tokens)
-    own_layers = name in ("qwen3_5", "qwen3_5_whole", "lfm2")  # see hub_models/documents.py
+    own_layers = name in (
+        "qwen3_5",
+        "qwen3_5_whole",
+        "lfm2",
+        "falcon_h1",
+    )  # see hub_models/documents.py
     expected = reference(tokens, use_cache=False).logits
     bound = 1e-5 * float(expected.abs().max()) if own_layers else 0.0
     torch.testing.assert_close(plain, expected, rtol=0, atol=bound)
@@ -128,11 +137,11 @@ def test_a_config_may_hold_infinity() -> None:
     assert hub_config.hub_config(given, "config.json").hf.time_step_limit[1] == float("inf")
 
 
-def test_a_module_with_a_single_number_is_refused() -> None:
-    given: dict[str, Any] = {**hub_models.SIZES, "architectures": ["ApertusForCausalLM"]}
-    config = hub_config.hub_config(given | {"model_type": "apertus"}, "config.json")
-    with pytest.raises(UserError, match="keeps a single number, .*act_fn.* not sharded"):
-        build_decoder(config, torch.float32)
+def test_a_single_number_that_is_trained_is_refused() -> None:
+    hf = nn.Module()
+    hf.scale = nn.Parameter(torch.ones(()))
+    with pytest.raises(UserError, match="folder: Module keeps a single number, scale"):
+        check_buffers(hf, "folder")
 
 
 def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:

@@ -82,6 +82,9 @@ FAMILIES = {
 # Whole models whose text model transformers computes, as tests/hub_models.py has them small.
 OF_TRANSFORMERS = {
     "qwen3_5": "qwen3_5_whole",
+    "qwen3_6": "qwen3_5_moe",
+    "gemma4": "gemma4_whole",
+    "glm4_7": "glm4_7",
     "gemma3_12b": "gemma3",
     "mistral_small": "mistral3",
 }

@@ -59,7 +59,7 @@ def _rows(
     if source.transposed and first.shape != shape:
         return _transposed(first, name)
     if len(parts) == 1:
-        return first
+        return replace(first, shape=first.shape or (1,))
     for part in parts:
         if part.shape != first.shape or part.dtype != first.dtype:
             raise UserError(

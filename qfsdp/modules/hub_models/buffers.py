@@ -19,19 +19,22 @@ from qfsdp.common.errors import UserError
 
 
 def stored_buffers_as_parameters(hf: nn.Module) -> None:
-    """Makes every buffer that files hold a frozen parameter of the same name."""
+    """Makes every buffer that files hold a frozen parameter of the same name; a single number is
+    one of a single row."""
     for module in hf.modules():
         for name, buffer in list(module.named_buffers(recurse=False)):
             if name not in module._non_persistent_buffers_set:
                 del module._buffers[name]
-                module.register_parameter(name, nn.Parameter(buffer, requires_grad=False))
+                rows = buffer.view(1) if buffer.dim() == 0 else buffer
+                module.register_parameter(name, nn.Parameter(rows, requires_grad=False))
 
 
 def check_buffers(hf: nn.Module, source: str) -> None:
     """Raises `UserError` for a module that keeps a tensor which is neither parameter nor buffer:
-    nothing computes it on the rank's device. Also for single numbers, which have no rows."""
-    for name, value in hf.state_dict(keep_vars=True).items():
-        if value.dim() == 0:
+    nothing computes it on the rank's device. Also for a single number that is trained: it has no
+    rows."""
+    for name, param in hf.named_parameters():
+        if param.dim() == 0:
             raise UserError(
                 f"{source}: {type(hf).__name__} keeps a single number, {name}, which is not "
                 "sharded; such a model is not trained"
@@ -60,12 +63,28 @@ def compute_buffers(hf: nn.Module, source: str) -> None:
         for param in module.parameters(recurse=False):
             cast(Any, param)._is_hf_initialized = True  # left as it is
         owner._init_weights(module)
-        for field, buffer in buffers.items():
-            if isinstance(buffer, FakeTensor) or not buffer.is_floating_point():
-                continue
-            if bool(buffer.isnan().any()):
-                where = f"{name}.{field} of {type(hf).__name__}"
-                raise UserError(f"{source}: transformers does not compute {where}")
+        if next(_unset(module), None) is not None:  # a module around it may compute them
+            _init_around(hf, name, owner)
+        if (field := next(_unset(module), None)) is not None:
+            where = f"{name}.{field} of {type(hf).__name__}"
+            raise UserError(f"{source}: transformers does not compute {where}")
+
+
+def _unset(module: nn.Module) -> Iterator[str]:
+    """Names of the buffers that hold NaN."""
+    for field, buffer in module.named_buffers(recurse=False):
+        known = isinstance(buffer, FakeTensor) or not buffer.is_floating_point()
+        if not known and bool(buffer.isnan().any()):
+            yield field
+
+
+def _init_around(hf: nn.Module, name: str, owner: Any) -> None:
+    """Calls `_init_weights` for the modules around `name`, which leaves all parameters."""
+    for param in hf.parameters():
+        cast(Any, param)._is_hf_initialized = True
+    while name:
+        name = name.rpartition(".")[0]
+        owner._init_weights(hf.get_submodule(name))
 
 
 def _with_buffers(hf: nn.Module) -> Iterator[tuple[str, nn.Module, Any]]:

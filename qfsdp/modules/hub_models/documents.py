@@ -153,6 +153,7 @@ def _state_space(
     scaled = values * dt.unsqueeze(-1)
     found, state = state_space(C, B, scaled, A.float() * dt, seq_idx, state)
     found = found if D is None else found + D.unsqueeze(-1) * values
+    found = found.contiguous()  # modules call `view` on it
     return (found, state.mT) if return_final_states else found
 
 

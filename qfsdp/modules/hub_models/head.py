@@ -16,16 +16,21 @@ from torch import Tensor, nn
 
 
 class GivenBody(nn.Module):
-    """Stands for the body: returns the same hidden states whatever it is asked."""
+    """Stands for the body: returns the same hidden states whatever it is asked. Its numbers are the
+    body's."""
 
-    def __init__(self, hidden: Tensor) -> None:
+    def __init__(self, hidden: Tensor, body: nn.Module) -> None:
         super().__init__()
+        self.__dict__["body"] = body
         self.output = _given_output()(last_hidden_state=hidden)
 
     def forward(self, *_: Any, **__: Any) -> Any:
         return self.output
 
     def __getattr__(self, name: str) -> Any:
+        value = getattr(self.__dict__["body"], name, None)
+        if isinstance(value, int | float):
+            return value  # Falcon-H1 scales logits by one
         return self  # some classes call a part of their body, such as `model.decoder`
 
 
@@ -83,7 +88,8 @@ class HubHead:
         """`[batch, seq, hidden]` -> `[batch, seq, vocab]`."""
         shell = object.__new__(type(self.hf))
         shell.__dict__ = dict(self.hf.__dict__)
-        shell._modules = dict(self.hf._modules) | {self.body: GivenBody(hidden)}
+        given = GivenBody(hidden, self.hf.get_submodule(self.body))
+        shell._modules = dict(self.hf._modules) | {self.body: given}
         if "." not in self.output:
             shell._modules[self.output] = Unhooked(self.hf.get_submodule(self.output))
         logits: Tensor = type(self.hf).forward(shell, input_ids=tokens, use_cache=False).logits
