@@ -113,6 +113,7 @@ def test_a_mistake_is_one_line(words: tuple[str], smollm2_dir: Path, tmp_path: P
     assert MISTAKES[words] in str(error.value) and "\n" not in str(error.value)
 
 
+@pytest.mark.long
 @pytest.mark.usefixtures("eager")
 def test_rows_are_scored(smollm2_dir: Path, tmp_path: Path, capfd: pytest.CaptureFixture) -> None:
     """By the trained adapter as in validation; one of another kind is refused."""

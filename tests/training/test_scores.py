@@ -113,6 +113,7 @@ def their_losses(model: Any, head: HeadConfig) -> list[float]:
     return losses
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("head", "method"), [(PAIRS, "lora"), (CLASSES, "dora")])
 def test_ten_updates_as_peft(
     head: HeadConfig, method: str, model_dir: Path, tmp_path: Path
