@@ -100,6 +100,7 @@ def test_unused_rows_and_merge(smollm2_dir: Path, tmp_path: Path) -> None:
     assert torch.equal(again, weight)
 
 
+@pytest.mark.long
 def test_mistakes(smollm2_dir: Path, tmp_path: Path) -> None:
     weights = ModelWeights(model_of(tmp_path / "model", smollm2_dir, 49152))
     for tokens, message in (

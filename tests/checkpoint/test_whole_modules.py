@@ -184,6 +184,7 @@ def test_load_adapter_fills_all(tmp_path: Path) -> None:
     assert torch.equal(other.lm_head.weight, model.model.embed_tokens.weight)
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("tied", [True, False])
 def test_adapters_of_one_base(tied: bool, tmp_path: Path) -> None:
     """Each has its own whole modules; the base keeps its own, which the others share."""
