@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 # docs/guide/python.md; imported when they are first used.
 __all__ = ["Model", "Run", "UserError", "estimate", "evaluate", "generate", "load", "train"]
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 
 def __getattr__(name: str) -> object:
