@@ -91,6 +91,16 @@ COMMANDS = {
     ),
     "full": training("full_finetune_distributed"),
     "dpo": training("dpo_distributed", "reference_logprobs={work}/logprobs"),
+    "reward": training("reward_distributed"),
+    "score": Command(
+        "score",
+        (
+            *("adapter={shop}/reward/adapter", LETTERS),
+            *("dataset={{_component_: tests.preferences.preferences}}", "max_seq_len=64"),
+            *("model.path={shop}/model", "output={work}/out/scores.jsonl"),
+        ),
+    ),
+    "tokens": tool("add_tokens", "model.path={shop}/worded", "new_tokens=[<think>]"),
     "quantize": tool("quantize"),
     "quantize, hqq": tool("quantize", "quantization.format=hqq", "max_file_bytes=300000"),
     "quantize, bnb": tool("quantize", "layout=bnb"),
@@ -212,6 +222,12 @@ def prepare(shop: Workshop) -> None:
     write_tiny_model_with_tokenizer(shop.folder / "worded", words, **small, **heads)
     lora = ["model.path={shop}/even", "output_dir={shop}/lora", "adapter.method=lora"]
     made = run(shop, Command("qdora_distributed", (*lora, "epochs=1")), shop.folder / "run")
+    assert made[0] == 0, made[1]
+    made = run(
+        shop,
+        Command("reward_distributed", ("output_dir={shop}/reward", "epochs=1")),
+        shop.folder / "run",
+    )
     assert made[0] == 0, made[1]
     (shop.folder / "questions.jsonl").write_text(QUESTION)
     (shop.folder / "sweep.yaml").write_text(

@@ -123,7 +123,8 @@ def write_rows(shop: Workshop) -> Path:
 def write_preferences_config(shop: Workshop) -> None:
     config = (TOY_CONFIG + "adapter: {{rank: 5, alpha: 7}}\n").format(folder=shop.folder)
     config = config.replace("tests.toy_data.Samples", "tests.preferences.preferences")
-    (shop.folder / f"{PREFERENCES.recipe}.yaml").write_text(config)
+    for recipe in (PREFERENCES.recipe, "reward_distributed"):
+        (shop.folder / f"{recipe}.yaml").write_text(config)
 
 
 Make = Callable[[Workshop, Path], Input]
