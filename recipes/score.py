@@ -37,6 +37,7 @@ from qfsdp.evaluation.inference_model import (
 from qfsdp.launch.start import launch
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.modules.score_head import HeadConfig
 from qfsdp.planning.oom import Run, explain_out_of_memory
 from qfsdp.training.scores import ScoreObjective, last_scores
 
@@ -71,13 +72,12 @@ def check(cfg: Config) -> None:
     cfg.model.check_length(cfg.max_seq_len, model.config.max_position_embeddings)
 
 
-def build_loader(cfg: Config, world: World) -> PreferenceLoader:
+def build_loader(cfg: Config, head: HeadConfig, world: World) -> PreferenceLoader:
     """This rank's batches of the rows, in their order."""
     tokenizer = build_tokenizer(cfg.tokenizer, cfg.adapter)
     rows, limit = cfg.model.any_config().vocab_size, RowLimit(cfg.max_seq_len)
-    classes = stored_head(cfg.adapter).classes
     return PreferenceLoader(
-        build_preferences("dataset", cfg.dataset, tokenizer, rows, limit, classes=classes),
+        build_preferences("dataset", cfg.dataset, tokenizer, rows, limit, classes=head.classes),
         batch_size=cfg.batch_size,
         gradient_accumulation_steps=1,
         rank=world.rank,
@@ -89,10 +89,12 @@ def build_loader(cfg: Config, world: World) -> PreferenceLoader:
     )
 
 
-def score(cfg: Config, model: AnyDecoder, loader: PreferenceLoader, world: World) -> dict[str, Any]:
+def score(
+    cfg: Config, head: HeadConfig, model: AnyDecoder, loader: PreferenceLoader, world: World
+) -> dict[str, Any]:
     """Scores all rows and writes them; returns loss, accuracy and means of rewards."""
     batches = list(loader.epoch())
-    update = ScoreObjective(stored_head(cfg.adapter)).begin(batches, world)
+    update = ScoreObjective(head).begin(batches, world)
     mine: list[dict[str, Any]] = []
     with evaluating(model):
         for batch in (batch.to(world.device) for batch in batches):
@@ -119,11 +121,12 @@ def lines_of(batch: PairBatch, items: list[int], scores: list[Any]) -> list[dict
 @explain_out_of_memory
 def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding)
-    loader = build_loader(cfg, world)
+    head = stored_head(cfg.adapter)
+    loader = build_loader(cfg, head, world)
     run.model = model = load_for_inference(
-        cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world, stored_head(cfg.adapter)
+        cfg.model, cfg.quantization, cfg.adapter, cfg.sharding, world, head
     )
-    found = score(cfg, model, loader, world)
+    found = score(cfg, head, model, loader, world)
     if world.rank == 0:
         numbers = ", ".join(f"{name} {value:.4g}" for name, value in found.items())
         print(f"{len(loader.items)} rows: {numbers}\nscores: {cfg.output}")

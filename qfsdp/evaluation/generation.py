@@ -174,9 +174,8 @@ def _generate(
         if not (world.max(len(rows)) if together else rows):
             break
         if not rows:
-            cache, tokens = start(
-                model, [], sampling.max_new_tokens, world.device
-            )  # runs along with the other ranks
+            # Without prompts it runs along with the other ranks.
+            cache, tokens = start(model, [], sampling.max_new_tokens, world.device)
         logits = model(tokens, cache=cache)
         moved()
         if not rows:

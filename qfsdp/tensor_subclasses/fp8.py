@@ -67,19 +67,23 @@ def frozen_weight_fp8(
     if metadata:
         scales, offset = metadata
         dynamic = table(DYNAMIC_LEVELS, qdata)
-        scale, inverse = _row_scales(absmax, scales, offset, dynamic, row_offset)
+        first = row_offset * absmax.size(1)
+        scale, inverse = _decoded_scales(absmax, scales, offset, dynamic, first)
     else:
-        scale = numbers_of(absmax, torch.float32).amax(1).clamp(min=1e-30) / LARGEST
-        inverse = scale.reciprocal()
+        scale, inverse = _row_scales(numbers_of(absmax, torch.float32))
     return frozen_weight(qdata, metadata, format, cols, row_offset, E4M3, inverse), scale
 
 
 @partial(compiled, smallest=1 << 8)
-def _row_scales(
-    absmax_codes: Tensor, scales: Tensor, offset: Tensor, dynamic: Tensor, row_offset: int
+def _decoded_scales(
+    absmax_codes: Tensor, scales: Tensor, offset: Tensor, dynamic: Tensor, first: int
 ) -> tuple[Tensor, Tensor]:
+    """`_row_scales` of quantized absmax, in one kernel."""
+    return _row_scales((absmax_of_blocks(absmax_codes, scales, dynamic, first) + offset).abs())
+
+
+def _row_scales(absmax: Tensor) -> tuple[Tensor, Tensor]:
     """The scale of each row, fp32 `[rows]`, and its inverse."""
-    absmax = (absmax_of_blocks(absmax_codes, scales, dynamic, row_offset) + offset).abs()
     scale = absmax.amax(1).clamp(min=1e-30) / LARGEST
     return scale, scale.reciprocal()
 

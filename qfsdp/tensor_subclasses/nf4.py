@@ -71,7 +71,8 @@ class NF4Tensor(QuantizedTensor):
         scales, offset = metadata
         codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
         dynamic = table(DYNAMIC_LEVELS, qdata)
-        products = absmax_products(absmax_codes, scales, dynamic, row_offset)
+        first = row_offset * absmax_codes.size(1)
+        products = absmax_products(absmax_codes, scales, dynamic, first)
         return dequantizer(codes, products, offset, cols, dtype, row_scale)
 
     def _quantize(
@@ -143,13 +144,12 @@ def dequantize_nf4(
 dequantizer = dequantize_nf4  # in models that answer perhaps `nf4_by_bitsandbytes`
 
 
-def absmax_of_blocks(
-    absmax_codes: Tensor, scales: Tensor, dynamic: Tensor, row_offset: int
-) -> Tensor:
-    """Codes uint8 `[rows, blocks_per_row]` -> level * scale, fp32: absmax without the offset."""
+def absmax_of_blocks(absmax_codes: Tensor, scales: Tensor, dynamic: Tensor, first: int) -> Tensor:
+    """Codes uint8 `[rows, blocks_per_row]` -> level * scale, fp32: absmax without the offset.
+    `first`: the number of the first block, counted from where `scales` begin."""
     rows, per_row = absmax_codes.shape
     block = torch.arange(rows * per_row, device=absmax_codes.device).view(rows, per_row)
-    return dynamic[absmax_codes.int()] * scales[(block + row_offset * per_row) // SCALE_BLOCK]
+    return dynamic[absmax_codes.int()] * scales[(block + first) // SCALE_BLOCK]
 
 
 absmax_products = partial(compiled, smallest=1 << 8)(absmax_of_blocks)
@@ -169,13 +169,19 @@ def _write_weights(
     out: Tensor,
 ) -> None:
     """The kernel of `dequantize_nf4`; `out` holds two weights in each integer (`write_pairs`)."""
-    absmax = products + offset
+    _write_levels(codes, products + offset, row_scale, levels, out)
+
+
+def _write_levels(
+    codes: Tensor, absmax: Tensor, row_scale: Tensor | None, levels: Tensor, out: Tensor
+) -> None:
+    """Writes level * absmax of every code, in the kernels of both ways."""
     if row_scale is not None:
         absmax = absmax * row_scale.unsqueeze(1)
     absmax = absmax.unsqueeze(-1)
     if not torch.compiler.is_compiling():
         return write_uncompiled(NF4_PAIRS, codes, absmax, out)
-    code = codes.unflatten(1, (products.size(1), BLOCK // 2)).int()
+    code = codes.unflatten(1, (absmax.size(1), BLOCK // 2)).int()
     # Selections of fp16 and fp8 do not vectorize: 0.07 G weights/s, 0.9 with the table.
     selects = on_cpu(code) and out.dtype in (torch.int32, torch.int64)
     level = _selected_level if selects else levels.__getitem__
@@ -197,10 +203,10 @@ def _selected_level(code: Tensor) -> Tensor:
 
 
 # ---- dequantizing: one kernel on GPUs ----------------------------------------------------------
-# It works out the absmax of a weight's block for each weight: 1.24 times faster than two kernels
-# on an H200 (1.07 to 1.76; small weights gain most), and one launch. Compilers for GPUs would fuse
-# the product and the sum of absmax into one operation, which rounds once; `ROUNDED_AS_ON_CPUS`
-# keeps the bits of bitsandbytes.
+# The kernel computes the absmax of a block anew for each weight. It takes 1/1.24 of the time of two
+# kernels on an H200 (1/1.07 to 1/1.76; small weights gain most), and one launch. Compilers for GPUs
+# would fuse the product and the sum of absmax into one operation, which rounds once.
+# `ROUNDED_AS_ON_CPUS` keeps the bits of bitsandbytes.
 
 
 def dequantize_at_once(
@@ -241,13 +247,5 @@ def _write_at_once(
 ) -> None:
     """`skip`: blocks of the first scale that are in earlier rows. `out` holds two weights in each
     integer (`write_pairs`)."""
-    rows, blocks = absmax_codes.shape
-    block = torch.arange(rows * blocks, device=codes.device).view(rows, blocks)
-    absmax = dynamic[absmax_codes.int()] * scales[(block + skip) // SCALE_BLOCK] + offset
-    if row_scale is not None:
-        absmax = absmax * row_scale.unsqueeze(1)
-    absmax = absmax.unsqueeze(-1)
-    if not torch.compiler.is_compiling():
-        return write_uncompiled(NF4_PAIRS, codes, absmax, out)
-    code = codes.unflatten(1, (blocks, BLOCK // 2)).int()
-    write_pairs(levels[code >> 4] * absmax, levels[code & 15] * absmax, out)
+    absmax = absmax_of_blocks(absmax_codes, scales, dynamic, skip) + offset
+    _write_levels(codes, absmax, row_scale, levels, out)
