@@ -13,8 +13,8 @@ tokens under the keys of the whole size. `cuda_graphs=true` takes one size, beca
 shapes that came first; steps that a GPU did not replay have no figures then.
 
     --model NAME     llama3_8b, llama3_1_8b, qwen3_8b, or llama3_70b_8_layers: 8 of its 80 layers
-    --row TOKENS     of a row, 2,048 if not given; a micro-batch has as many rows as it takes
-    --steps COUNT    after as many for the warm-up, at most four
+    --row TOKENS     length of a row, 2,048 by default; --tokens / --row rows are a micro-batch
+    --steps COUNT    timed steps, 8 by default; before them up to four warm up
     --fsdp           wraps the model by FSDP2, which a single process otherwise does without
     --packed         rows hold documents of 128 to 1024 tokens
     --estimate       compares the peak with the memory estimate; layers then run uncompiled, as in

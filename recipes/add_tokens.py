@@ -46,9 +46,9 @@ class Config:
 
     model: Source
     output_dir: str  # the new model folder
-    new_tokens: list[str]  # their texts; ids follow those of the tokenizer, in this order
-    special: bool = False  # as <|im_end|>: not decoded, and not spelled by the text of messages
-    pad_to_multiple_of: int = 64  # of which the number of rows is, if rows are added
+    new_tokens: list[str]  # texts of the tokens; their ids follow the last one
+    special: bool = False  # like <|im_end|>: decoding skips them, messages cannot spell them
+    pad_to_multiple_of: int = 64  # the number of rows becomes a multiple of it, if rows are added
     max_file_bytes: int = MAX_FILE_BYTES  # of one safetensors file
 
     def check(self) -> None:

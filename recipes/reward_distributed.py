@@ -72,7 +72,7 @@ class Config:
     output_dir: str  # for the adapter, checkpoints, metrics and the resolved config
     model: ModelConfig
     tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
-    dataset: Component  # qfsdp.data.preference_dataset; of classes also class_dataset, kto_dataset
+    dataset: Component  # qfsdp.data.preference_dataset; for classes class_dataset or kto_dataset
     optimizer: Component  # e.g. torch.optim.AdamW, torchao.optim.AdamW8bit
     head: HeadConfig = field(default_factory=HeadConfig)
     lr_scheduler: Component | None = None  # null: a constant learning rate
@@ -87,7 +87,7 @@ class Config:
     profiler: ProfilerConfig = field(default_factory=ProfilerConfig)
     push_to_hub: str | None = None  # org/name, for output_dir/adapter; a new one is private
     resume: str | None = None  # "auto", a checkpoint, or the output_dir of another run
-    batch_size: int = 1  # pairs or texts per rank and micro-batch; packed: rows
+    batch_size: int = 1  # pairs or texts per rank and micro-batch; with packed, rows
     gradient_accumulation_steps: int = 1  # micro-batches per update
     global_batch_size: int | None = None  # samples per update; decides the micro-batches if given
     max_seq_len: int = 2048  # tokens; longer samples are cut

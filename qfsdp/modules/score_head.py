@@ -22,12 +22,13 @@ START = 0.02  # deviation of the new weight, as transformers starts it
 
 @dataclass
 class HeadConfig:
-    """Section `head`: what is predicted of a row.
+    """Section `head`: the scores that a model gives to a row.
 
     Fields:
-        classes: scores of a row. 1: a reward, trained on pairs; more: classes, trained on labels.
-        center: of pairs: weight of the squared sum of both rewards, which keeps their mean near 0
-            (arXiv:2312.09244; TRL's `center_rewards_coefficient`); 0.01 is usual.
+        classes: number of scores of a row. With 1 the score is a reward, trained on pairs. With
+            more, each is the logit of a class, trained on labels.
+        center: adds center * (sum of the two rewards)^2 to the loss of a pair, which keeps the mean
+            reward near 0 (arXiv:2312.09244; TRL's `center_rewards_coefficient`). 0.01 is usual.
     """
 
     classes: int = 1

@@ -108,7 +108,7 @@ class ScoreUpdate:
     def metrics(self) -> dict[str, float]:
         """What is logged of the update, means over the units of all ranks; every rank must call it.
 
-        loss        exactly, for the sum of the ranks' parts is rounded
+        loss        added up in fp64 where the device has it
         accuracy    share of pairs whose chosen answer has the larger reward, or of right classes
         rewards/chosen, rewards/rejected, rewards/margin
                     of pairs

@@ -33,8 +33,8 @@ from tests.toy_data import TOY_CONFIG, Samples
 RECIPE = "full_finetune_distributed"
 CONFIG = TOY_CONFIG + "\nmax_steps: 3\nclip_grad_norm: 1.0\n"
 WORDS = ["model.implementation=transformers", "checkpoint.every_n_steps=null"]
-# Experts of which files have one by one; a whole model with one weight for both ends; and layers
-# that share keys and values, with a buffer that files hold.
+# DeepSeek-V3: files hold experts one by one. Gemma 3: embedding and output layer are one weight.
+# Gemma 4: layers share keys and values, and files hold a buffer.
 NAMES = [
     pytest.param("deepseek_v3", marks=pytest.mark.long),
     *(pytest.param(name, marks=pytest.mark.slow) for name in ("gemma3", "gemma4", "qwen3_5_moe")),

@@ -144,8 +144,8 @@ def bits_of(row: Row, column: str) -> int:
 
 
 def with_label(labels: list[int], desirable: int) -> list[int]:
-    """Token labels whose first one says whether the answer is desirable, 1 or 0, or has another
-    number of the row.
+    """Token labels with a number of the row in the place of the first: 1 or 0 for an answer that is
+    desirable or not, a class, or the bits of a margin.
 
     No token comes before the first one, so it is never a target, and its label is free.
     """
