@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -41,8 +42,12 @@ LONGEST_FILES = (
 )
 
 
-# Tests that `make test-slow` runs, not .ci/run: more values of what another test there shows.
-TOO_LONG = (Path(__file__).parent / "too_long_for_ci.txt").read_text().splitlines()
+# Mark -> the tests that have it beside those marked in their files: slow ones show more values of
+# what another test of .ci/run shows; long ones are too many for the ten minutes of `make test`.
+LISTED = {
+    mark: re.findall("^[^#\n].*", Path(__file__).with_name(file).read_text(), re.MULTILINE)
+    for mark, file in (("slow", "too_long_for_ci.txt"), ("long", "too_long_for_make_test.txt"))
+}
 
 
 @pytest.hookimpl(tryfirst=True)  # before pytest chooses by -m
@@ -50,11 +55,11 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     names = {item.nodeid.removeprefix("tests/"): item for item in items}
     files = {name.partition("::")[0] for name in names}
     everything = len(items) > 4000  # a file may be missing: its package is not installed
-    for name in TOO_LONG:
+    for mark, name in ((mark, name) for mark, listed in LISTED.items() for name in listed):
         if name in names:
-            names[name].add_marker(pytest.mark.slow)
+            names[name].add_marker(mark)
         elif everything and name.partition("::")[0] in files:
-            raise pytest.UsageError(f"tests/too_long_for_ci.txt: no test {name}")
+            raise pytest.UsageError(f"listed as {mark} in tests/*.txt: no test {name}")
     places = {name: place for place, name in enumerate(LONGEST_FILES)}
 
     def place(item: pytest.Item) -> int:
