@@ -94,11 +94,8 @@ class OfAdapter:
 
     @classmethod
     def below(cls, tree: dict[str, Any]) -> dict[str, Any]:
-        """Keys that are weaker than those of `tree`, and stronger than the defaults.
-
-        Raises:
-            UserError: the adapter names no base, and `tree` has no `model.path`.
-        """
+        """Keys that are weaker than those of `tree`, and stronger than the defaults. Raises
+        UserError: the adapter names no base, and `tree` has no `model.path`."""
         adapter = next(_adapters(tree), None)
         of_adapter = None if adapter is None else base_of(adapter)
         found = {"model": {"path": DEMO_MODEL}} if of_adapter is None else of_adapter

@@ -119,11 +119,8 @@ def excluded_modules(keys: Iterable[str]) -> dict[str, str]:
 
 
 def read_peft_config(folder: Path) -> dict[str, Any]:
-    """The content of `adapter_config.json`, checked: `config_of` can read it.
-
-    Raises:
-        UserError: the file is missing or broken, or has an option that qfsdp lacks.
-    """
+    """The content of `adapter_config.json`, checked: `config_of` can read it. Raises UserError: the
+    file is missing or broken, or has an option that qfsdp lacks."""
     file = folder / CONFIG_FILE
     if not file.is_file():
         raise UserError(missing_files(folder))
@@ -252,11 +249,8 @@ def _is_pattern(key: str, value: Any) -> bool:
 
 
 def whole_names(file: Path, written: Mapping[str, Any], keys: Iterable[str]) -> list[str] | None:
-    """`adapter.modules_to_save` of an adapter with these keys.
-
-    Raises:
-        UserError: it has others than `WHOLE`, or lacks the weight of one.
-    """
+    """`adapter.modules_to_save` of an adapter with these keys. Raises UserError: it has others than
+    `WHOLE`, or lacks the weight of one."""
     names, given = written.get("modules_to_save") or [], set(keys)
     last = {str(name).rpartition(".")[2] for name in names} - PEFT_HEADS
     found = [name for name in WHOLE if f"{KEY}{WHOLE[name]}.weight" in given]

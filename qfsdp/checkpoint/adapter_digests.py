@@ -33,10 +33,7 @@ def digests(tensors: Mapping[str, Tensor], settings: Mapping[str, Any]) -> dict[
         tensors: name -> CPU tensor, as they are stored.
         settings: of `adapter_config.json`.
     """
-    return {
-        TENSORS: _of_tensors(tensors, tensors.__getitem__),
-        SETTINGS: _of_settings(settings),
-    }
+    return {TENSORS: _of_tensors(tensors, tensors.__getitem__), SETTINGS: _of_settings(settings)}
 
 
 def check_digests(file: Path, opened: Any, settings: Mapping[str, Any] | None = None) -> None:

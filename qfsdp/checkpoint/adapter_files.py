@@ -59,13 +59,7 @@ from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
-from qfsdp.modules.adapters.whole import (
-    EMBEDDING,
-    HEAD,
-    tied_copy,
-    ties_whole,
-    whole_parameters,
-)
+from qfsdp.modules.adapters.whole import EMBEDDING, HEAD, tied_copy, ties_whole, whole_parameters
 from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite
@@ -138,11 +132,8 @@ def write_adapter(
     files: Mapping[str, str] | None = None,
 ) -> None:
     """Writes adapter tensors (PEFT's key -> CPU tensor) in PEFT's format, and `files` beside them.
-
-    Raises:
-        UserError: a number is not finite, or the folder cannot be written (a full disk). The folder
-            is then as it was before.
-    """
+    Raises UserError: a number is not finite, or the folder cannot be written (a full disk). The
+    folder is then as it was before."""
     for key, tensor in tensors.items():
         if not is_finite(tensor):
             raise UserError(f"'{folder}': tensor {key!r} holds NaN or infinity; nothing is written")
@@ -194,11 +185,8 @@ def _last_names(modules: Iterable[str]) -> list[str]:
 
 def read_adapter_config(folder: str | Path) -> AdapterConfig:
     """The adapter in `folder` as a section `adapter`; `targets` are the linears that its tensors
-    belong to. Reads settings and a file's header only.
-
-    Raises:
-        UserError: a file is missing or broken, or the adapter is of another kind.
-    """
+    belong to. Reads settings and a file's header only. Raises UserError: a file is missing or
+    broken, or the adapter is of another kind."""
     folder = local_folder(folder)
     written, tensors = read_peft_config(folder), read_adapter_header(folder)
     modules = _adapted_modules(tensors)
@@ -291,11 +279,8 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file that is read within a `with` block.
-
-    Raises:
-        UserError: it cannot be read, or is damaged.
-    """
+    """A safetensors file that is read within a `with` block. Raises UserError: it cannot be read,
+    or is damaged."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -342,11 +327,8 @@ def read_adapter_header(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
-    """Key -> tensor in the file, of every adapter tensor of `model`.
-
-    Raises:
-        UserError: the file lacks a tensor, has another one, or a tensor has another shape.
-    """
+    """Key -> tensor in the file, of every adapter tensor of `model`. Raises UserError: the file
+    lacks a tensor, has another one, or a tensor has another shape."""
     file = folder / WEIGHTS_FILE
     params, found = adapter_parameters(model), read_adapter_header(folder)
     if missing := params.keys() - found.keys():

@@ -34,22 +34,14 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import seeded, start_magnitudes
 from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.adapters.row_norms import row_chunks
-from qfsdp.tensor_subclasses.dtensor import (
-    gather_rows,
-    local_part,
-    local_rows,
-    whole_tensor,
-)
+from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
 def check_base_start(model: nn.Module, config: AdapterConfig, weights: ModelWeights) -> None:
-    """The preflight of `init_from_base`; `model` may be on the meta device.
-
-    Raises:
-        UserError: experts, routers or `lm_head` are adapted, the rank is too large, or the original
-            weights are not available.
-    """
+    """The preflight of `init_from_base`; `model` may be on the meta device. Raises UserError:
+    experts, routers or `lm_head` are adapted, the rank is too large, or the original weights are
+    not available."""
     if weights.quantized:
         raise UserError(
             f"adapter.init: {config.init!r} needs the original weights, and model.path "

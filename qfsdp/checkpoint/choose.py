@@ -35,19 +35,12 @@ class Choice:
     damaged: dict[Path, str] = field(default_factory=dict)
 
     def check(self, settings: dict[str, Any]) -> list[str]:
-        """Compares settings with those of the first of `folders`; see `check_settings`.
-
-        Raises:
-            UserError: they are not the checkpoint's.
-        """
+        """Compares settings with those of the first of `folders`; see `check_settings`. Raises
+        UserError: they are not the checkpoint's."""
         return check_settings(settings, self.folders[0]) if self.folders else []
 
     def drop(self, folder: Path, damage: str) -> None:
-        """Moves a folder to `damaged`.
-
-        Raises:
-            UserError: no other is left.
-        """
+        """Moves a folder to `damaged`. Raises UserError: no other is left."""
         self.damaged[folder] = damage
         if folder in self.folders:
             self.folders.remove(folder)
@@ -80,11 +73,7 @@ class Choice:
 
 def published(output_dir: Path) -> list[Path]:
     """The checkpoints of a run that were completely written, oldest first. They may be damaged
-    since.
-
-    Raises:
-        OSError: the folder may not be read.
-    """
+    since. Raises OSError: the folder may not be read."""
     try:
         found = list((output_dir / FOLDER).iterdir())
     except (FileNotFoundError, NotADirectoryError, ValueError):  # ValueError: a null character
@@ -162,10 +151,7 @@ def _undamaged(folders: list[Path], output_dir: Path) -> Choice:
 
 def check_files(folder: Path) -> dict[str, Any]:
     """The values of `facts.json`, if all files of the checkpoint have the sizes that are in it.
-
-    Raises:
-        Damaged: they have not.
-    """
+    Raises Damaged: they have not."""
     try:
         values = read_settings(folder)
     except OSError as error:

@@ -88,10 +88,7 @@ def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
         for name in ("tokens", "labels", "mask"):
             if name in sample:
                 digest.update(f"{name} {torch.as_tensor(sample[name]).tolist()}".encode())
-    settings = {
-        "dataset (its length)": size,
-        "dataset (its tokens)": digest.hexdigest()[:16],
-    }
+    settings = {"dataset (its length)": size, "dataset (its tokens)": digest.hexdigest()[:16]}
     if isinstance(arrays := getattr(dataset, "dataset", dataset), TokenizedDataset):
         whole = hashlib.sha256()
         for array in (arrays.tokens, arrays.labels, arrays.ends):  # also of rows without a file
@@ -187,11 +184,8 @@ def write_settings(folder: Path, settings: Mapping[str, Any], **more: Any) -> No
 
 
 def read_settings(folder: Path) -> dict[str, Any]:
-    """The values that `write_settings` wrote; the settings are at "facts".
-
-    Raises:
-        Damaged: the file is missing or broken.
-    """
+    """The values that `write_settings` wrote; the settings are at "facts". Raises Damaged: the file
+    is missing or broken."""
     if not folder.is_dir():
         raise Damaged("a file, not a folder" if folder.is_file() else "missing")
     values = read_sealed(folder / SETTINGS_FILE)
@@ -241,10 +235,7 @@ def _content(key: str, value: str) -> dict[str, str]:
         whole.update(content_digest(value).encode())
     else:
         whole.update("".join(map(file_digest, files)).encode())
-    return {
-        key: f"{CONTENT}{sampled.hexdigest()[:16]}",
-        key + WHOLE: whole.hexdigest()[:32],
-    }
+    return {key: f"{CONTENT}{sampled.hexdigest()[:16]}", key + WHOLE: whole.hexdigest()[:32]}
 
 
 def _hidden(value: Any) -> Any:

@@ -86,12 +86,8 @@ class Join:
 
     def plan(self) -> dict[str, dict[int, AdapterConfig]]:
         """Linear -> index of each adapter that has it -> its config there, in the model's order.
-        Reads the adapters, and headers of the base.
-
-        Raises:
-            UserError: an adapter is broken, of another base, or not LoRA on linears; or ranks
-                differ.
-        """
+        Reads the adapters, and headers of the base. Raises UserError: an adapter is broken, of
+        another base, or not LoRA on linears; or ranks differ."""
         self._check_bases()
         found: dict[str, dict[int, AdapterConfig]] = {}
         order: list[str] = []

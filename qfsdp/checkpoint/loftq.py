@@ -48,12 +48,8 @@ ITERATIONS = 8
 
 
 def check_loftq(model: nn.Module, weights: ModelWeights) -> None:
-    """The preflight of `init_loftq`; `model` may be on the meta device.
-
-    Raises:
-        UserError: an expert is adapted, no adapted linear is quantized, or the original weights are
-            not available.
-    """
+    """The preflight of `init_loftq`; `model` may be on the meta device. Raises UserError: an expert
+    is adapted, no adapted linear is quantized, or the original weights are not available."""
     if weights.quantized:
         raise UserError(
             f"adapter.init: 'loftq' needs the original weights, and model.path "

@@ -131,11 +131,7 @@ class Checkpointer:
     """
 
     def __init__(
-        self,
-        config: CheckpointConfig,
-        output_dir: Path,
-        world: World,
-        export: Export | None = None,
+        self, config: CheckpointConfig, output_dir: Path, world: World, export: Export | None = None
     ) -> None:
         self._config, self._world, self._export = config, world, export
         self._output_dir, self._folder = output_dir, output_dir / FOLDER

@@ -47,11 +47,8 @@ class UnsafeFile(UserError):
 
 
 def load_entries(folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
-    """Loads entries of a `state` folder: fills tensors in place, and returns all entries.
-
-    Raises:
-        UnsafeFile: a file asks for code. Damaged files raise errors of any kind.
-    """
+    """Loads entries of a `state` folder: fills tensors in place, and returns all entries. Raises
+    UnsafeFile: a file asks for code. Damaged files raise errors of any kind."""
     reader = _Reader(folder)
     try:
         dcp.load(entries, storage_reader=reader, planner=_Planner(), no_dist=True)

@@ -196,12 +196,9 @@ class ReadState:
 
 
 def read_state(folder: Path, saved_ranks: int, model: nn.Module, world: World) -> ReadState:
-    """Reads this rank's rows of a `state` folder, without communication. Changes nothing.
-
-    Raises:
-        UserError: part of the optimizer's state can be read only by `saved_ranks` ranks, or a file
-            asks for code (`safe_reader.UnsafeFile`). Damaged files raise errors of any kind.
-    """
+    """Reads this rank's rows of a `state` folder, without communication. Changes nothing. Raises
+    UserError: part of the optimizer's state can be read only by `saved_ranks` ranks, or a file asks
+    for code (`safe_reader.UnsafeFile`). Damaged files raise errors of any kind."""
     params = trained_tensors(model)
     same = saved_ranks == world.size
     own = rank_entry(world.rank if same else 0)

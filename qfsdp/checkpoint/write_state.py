@@ -29,11 +29,7 @@ def write_state(folder: Path, entries: dict[str, Any], world: World, group: Any)
     writer = _Writer(folder, entries, world.rank)
     planner = DefaultSavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     dcp.save(
-        entries,
-        storage_writer=writer,
-        planner=planner,
-        process_group=group,
-        no_dist=group is None,
+        entries, storage_writer=writer, planner=planner, process_group=group, no_dist=group is None
     )
     ranks = [writer.hashed]
     if group is not None:

@@ -105,10 +105,7 @@ def _torch_as_before() -> Iterator[None]:
         generators = torch.random.fork_rng([])
     else:
         generators = torch.random.fork_rng([0], device_type=device.type)
-    with (
-        generators,
-        torch.compiler.set_stance("default"),
-    ):
+    with generators, torch.compiler.set_stance("default"):
         try:
             yield
         finally:

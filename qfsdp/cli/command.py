@@ -213,9 +213,7 @@ def copy(name: str, destination: Path, no_clobber: bool, make_parents: bool) -> 
 
 def print_file(name: str, sort: bool) -> None:
     """Prints a recipe or a config as it is; with `sort`, a config's keys sorted, without comments.
-
-    Raises UserError.
-    """
+    Raises UserError."""
     path = recipes.find_either(name) or name
     try:
         text = Path(path).read_text(encoding="utf-8")
@@ -239,9 +237,7 @@ def _reason(error: Exception) -> str:
 
 def validate(name: str) -> None:
     """Checks a config against its recipe's schema and its components against their signatures.
-
-    Raises UserError.
-    """
+    Raises UserError."""
     from qfsdp.launch.start import validate_config
 
     path = recipes.find_config(name) or name

@@ -156,9 +156,7 @@ def plan(model: str, source: str, overrides: Sequence[str]) -> Plan:
 
 def look(source: str, given: Mapping[str, str]) -> Form | None:
     """The form of the rows, of local files without torch; None: `dataset._component_` is given.
-
-    Raises UserError.
-    """
+    Raises UserError."""
     from qfsdp.data.files.rows import check_source, load_rows, no_column
     from qfsdp.data.row_forms import LOOKED_AT, Form, first_rows, form_of, typical, wrapped
 

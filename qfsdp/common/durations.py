@@ -10,11 +10,8 @@ _LONGEST = 366 * 24 * 3600.0
 
 
 def parse_duration(text: str | float) -> float:
-    """Seconds of "20s", "10min", "2h" or a plain number of seconds.
-
-    Raises:
-        ValueError: the text is not a duration, or not above 0 and at most a year.
-    """
+    """Seconds of "20s", "10min", "2h" or a plain number of seconds. Raises ValueError: the text is
+    not a duration, or not above 0 and at most a year."""
     match = re.fullmatch(r"\s*([0-9.e+-]+)\s*([a-z]*)\s*", str(text))
     try:
         seconds = float(match[1]) * _SECONDS[match[2]] if match else math.nan

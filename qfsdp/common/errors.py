@@ -51,10 +51,8 @@ class InvalidField(ValueError):
 
 
 def check_bounds(section: Any, *names: str, least: int, most: int = MOST_INTEGER) -> None:
-    """Checks that the named integer fields of a config section lie from `least` to `most`.
-
-    Raises InvalidField.
-    """
+    """Checks that the named integer fields of a config section lie from `least` to `most`. Raises
+    InvalidField."""
     for name in names:
         if getattr(section, name) < least:
             raise InvalidField(name, getattr(section, name), f"an integer of at least {least}")

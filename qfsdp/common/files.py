@@ -64,10 +64,7 @@ def xxh3(file: Path) -> str:
 @contextmanager
 def whole_file(path: Path) -> Iterator[Path]:
     """The file to write within a `with` block; it is renamed to `path` at the end of the block.
-
-    Raises:
-        OSError: it cannot be written.
-    """
+    Raises OSError: it cannot be written."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         # Created first, for the permissions that the umask gives: safetensors puts a file with 0600

@@ -96,11 +96,8 @@ def spec_of(name: str) -> ModuleSpec | None:
 
 
 def name_in_package(package: str, name: str) -> Any:
-    """A name of the module that `package` was; `__getattr__` of such a package calls this.
-
-    Raises:
-        AttributeError: the module has no such name, or it is a module of the package.
-    """
+    """A name of the module that `package` was; `__getattr__` of such a package calls this. Raises
+    AttributeError: the module has no such name, or it is a module of the package."""
     if name.startswith("__") or f"{package}.{name}" in MOVED.values():
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     value = name_of_today(package, name)

@@ -9,11 +9,8 @@ _UNITS |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 
 
 def parse_size(text: str | int) -> int:
-    """Bytes of "24GiB" (2**30), "24GB" (10**9) or a plain number of bytes.
-
-    Raises:
-        ValueError: the text is not a size, or not above 0.
-    """
+    """Bytes of "24GiB" (2**30), "24GB" (10**9) or a plain number of bytes. Raises ValueError: the
+    text is not a size, or not above 0."""
     match = re.fullmatch(r"\s*([0-9.]+)\s*([A-Za-z]*)\s*", str(text))
     unit = _UNITS.get((match[2] or "B").upper()) if match else None
     try:

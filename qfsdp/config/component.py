@@ -54,11 +54,9 @@ class Component:
     key: str = field(default="", compare=False, repr=False)
 
     def resolve(self, key: str = "") -> Any:
-        """Imports and returns the object; modules of the working directory can be imported.
-
-        Raises UserError if it does not exist, its module fails to import, or it is not of the kind
-        that its place asks for (`qfsdp.config.component_types`).
-        """
+        """Imports and returns the object; modules of the working directory can be imported. Raises
+        UserError if it does not exist, its module fails to import, or it is not of the kind that
+        its place asks for (`qfsdp.config.component_types`)."""
         key = key or self.key
         check_path(join_key(key, "_component_"), self.path)
         if os.getcwd() not in sys.path:
@@ -139,12 +137,9 @@ class Component:
         return UserError(f"{key}.{name}: '{self.path}' takes no argument '{name}'{hint}")
 
     def build(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls the object with `args`, the config's arguments and `kwargs` (which win).
-
-        Raises:
-            UserError: the object comes from a config, is not qfsdp's and raises anything; or it
-                returns something that its place in the config cannot use.
-        """
+        """Calls the object with `args`, the config's arguments and `kwargs` (which win). Raises
+        UserError: the object comes from a config, is not qfsdp's and raises anything; or it returns
+        something that its place in the config cannot use."""
         try:
             built = self.call(*args, **kwargs)
         except Exception as error:

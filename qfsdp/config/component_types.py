@@ -71,19 +71,15 @@ def kind_at(key: str) -> Kind | None:
 
 
 def check_path(place: str, path: str) -> None:
-    """Refuses a dotted path into Python itself, before anything is imported.
-
-    Raises UserError; `place` is the path's key in the config.
-    """
+    """Refuses a dotted path into Python itself, before anything is imported. Raises UserError;
+    `place` is the path's key in the config."""
     if path.partition(".")[0] in sys.stdlib_module_names:
         raise _of_python(place, path)
 
 
 def check_kind(place: str, path: str, target: Any, kind: Kind | None) -> None:
     """Checks the class or function at `path` without calling it; None allows all but Python's own.
-
-    Raises UserError; `place` is the path's key in the config.
-    """
+    Raises UserError; `place` is the path's key in the config."""
     if not callable(target):
         raise UserError(f"{place}: '{path}' cannot be called")
     while isinstance(target, partial):

@@ -56,10 +56,8 @@ def defaults(schema: type) -> dict[str, Any]:
 def overlay(
     schema: type, below: dict[str, Any], above: dict[str, Any], prefix: str = ""
 ) -> dict[str, Any]:
-    """`above` over `below`: sections key by key, components as `onto_component`.
-
-    Raises UserError: a section is something else. Interpolations of its keys would fail later.
-    """
+    """`above` over `below`: sections key by key, components as `onto_component`. Raises UserError:
+    a section is something else. Interpolations of its keys would fail later."""
     hints = get_type_hints(schema)
     # In the schema's order: interpolations are resolved in it, and the first error is reported.
     order = [name for name in hints if name in below or name in above]
@@ -120,10 +118,7 @@ def build_section(schema: Any, tree: Any, prefix: str) -> Any:
 def check_values(value: Any, key: str = "") -> None:
     """Checks a value of a config at any depth: numbers are finite, integers have 64 bits, texts no
     NUL, and the user of "~user/..." exists. No key has a use for others: a learning rate of
-    infinity makes NaN of every weight.
-
-    Raises UserError, which names the key.
-    """
+    infinity makes NaN of every weight. Raises UserError, which names the key."""
     if isinstance(value, dict):
         for name, entry in value.items():
             check_values(entry, join_key(key, str(name)))

@@ -82,10 +82,8 @@ def similar_name(kind: str, name: str) -> str | None:
 
 
 def find_either(name: str) -> str | None:
-    """The file of a recipe or a config, as `find_recipe` and `find_config` know them.
-
-    Raises UserError: both have the name, such as `merge`.
-    """
+    """The file of a recipe or a config, as `find_recipe` and `find_config` know them. Raises
+    UserError: both have the name, such as `merge`."""
     recipe, config = find_file(f"recipes/{name}"), find_file(f"configs/{name}")
     if recipe and config and not os.path.isfile(name):
         both = f"recipes/{name} or configs/{name}"

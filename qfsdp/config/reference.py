@@ -159,10 +159,8 @@ def _comments(schema: type) -> dict[str, str]:
 
 
 def component_keys(component: Component, place: str) -> Iterator[Key]:
-    """What a component takes, by its signature; without what the recipe passes.
-
-    Raises UserError, as `Component.resolve`.
-    """
+    """What a component takes, by its signature; without what the recipe passes. Raises UserError,
+    as `Component.resolve`."""
     target = component.resolve(place)
     owner = target.__init__ if inspect.isclass(target) else target
     said, kind = _argument_sentences(target) | _argument_sentences(owner), kind_at(place)
@@ -207,9 +205,7 @@ def wants_help(argv: Sequence[str]) -> bool:
 
 def print_help(usage: str, recipe_file: str, argv: Sequence[str]) -> None:
     """Prints all keys of a recipe; with `--config` in `argv` also the values and components there.
-
-    Raises UserError: the recipe has no dataclass `Config`, or the config cannot be read.
-    """
+    Raises UserError: the recipe has no dataclass `Config`, or the config cannot be read."""
     recipe = load_recipe(recipe_file)
     if not is_dataclass(recipe.Config):
         raise UserError(f"{recipe_file}: Config is no dataclass, so it has no keys to list")
@@ -280,12 +276,7 @@ def _key_lines(key: Key, value: Any, width: int) -> Iterator[str]:
         yield head
     else:
         yield from _wrap(head, width, subsequent_indent=indent)
-    yield from _wrap(
-        key.sentence,
-        width,
-        initial_indent=indent,
-        subsequent_indent=indent,
-    )
+    yield from _wrap(key.sentence, width, initial_indent=indent, subsequent_indent=indent)
 
 
 def shown(value: Any) -> str:

@@ -45,11 +45,8 @@ def run_tool(schema: type[T], main: Callable[[T, Training], None]) -> None:
 
 
 def read_tool_config(schema: type[T], argv: Sequence[str]) -> tuple[T, Training]:
-    """Reads a tool's own config, a `schema`, and the training config.
-
-    Raises:
-        UserError: as `load_config`; or the config belongs to a recipe that does not train.
-    """
+    """Reads a tool's own config, a `schema`, and the training config. Raises UserError: as
+    `load_config`; or the config belongs to a recipe that does not train."""
     own = {field.name for field in fields(schema)}  # type: ignore[arg-type]
     mine = [word for word in argv if word.partition("=")[0] in own]
     training = read_training([word for word in argv if word not in mine])
@@ -58,10 +55,8 @@ def read_tool_config(schema: type[T], argv: Sequence[str]) -> tuple[T, Training]
 
 
 def read_training(argv: Sequence[str]) -> Training:
-    """Loads the recipe and the config of `--config FILE [key=value ...]`.
-
-    Raises UserError as `read_tool_config`.
-    """
+    """Loads the recipe and the config of `--config FILE [key=value ...]`. Raises UserError as
+    `read_tool_config`."""
     words = [part for word in argv for part in _apart(word)]
     path = next((b for a, b in pairwise(words) if a == "--config"), "")
     file = recipe_file_of(path)

@@ -25,23 +25,11 @@ from qfsdp.data.chat.context_columns import (
     system_of,
     with_system,
 )
-from qfsdp.data.chat.messages import (
-    as_message,
-    as_tools,
-    from_json,
-    may_train,
-    text_of,
-    unfilled,
-)
+from qfsdp.data.chat.messages import as_message, as_tools, from_json, may_train, text_of, unfilled
 from qfsdp.data.chat.trained_spans import TokenizedChat
 from qfsdp.data.files.rows import Row, Rows, load_rows, require_column
 from qfsdp.data.reading import reads_rows
-from qfsdp.data.tokenized_dataset import (
-    TokenizedDataset,
-    TokenizedRow,
-    Unusable,
-    tokenize_rows,
-)
+from qfsdp.data.tokenized_dataset import TokenizedDataset, TokenizedRow, Unusable, tokenize_rows
 from qfsdp.data.tokenizer import HFTokenizer
 
 if TYPE_CHECKING:

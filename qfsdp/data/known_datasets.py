@@ -38,16 +38,12 @@ gsm8k_dataset = partial(
 """Grade-school maths problems. Answers end in `#### N` (arXiv:2110.14168)."""
 
 orca_math_dataset = partial(
-    instruct_dataset,
-    source="microsoft/orca-math-word-problems-200k",
-    prompt_column="question",
+    instruct_dataset, source="microsoft/orca-math-word-problems-200k", prompt_column="question"
 )
 """Maths word problems: columns `question` and `answer` (arXiv:2402.14830)."""
 
 sql_create_context_dataset = partial(
-    instruct_dataset,
-    source="b-mc2/sql-create-context",
-    prompt_template="{context}\n\n{question}",
+    instruct_dataset, source="b-mc2/sql-create-context", prompt_template="{context}\n\n{question}"
 )
 """Questions about tables, answered in SQL. `context` has the CREATE statements."""
 
@@ -97,11 +93,8 @@ openassistant_dataset = partial(guanaco_dataset, source="timdettmers/openassista
 
 
 def turns_of_text(text: str) -> list[Row]:
-    """The messages `{"role", "content"}` of a conversation stored as text.
-
-    Raises:
-        Unusable: the text has neither form of `guanaco_dataset`.
-    """
+    """The messages `{"role", "content"}` of a conversation stored as text. Raises Unusable: the
+    text has neither form of `guanaco_dataset`."""
     if "[INST]" in text:
         return list(_inst_turns(text))
     start, *parts = re.split(r"### (Human|Assistant):", text)

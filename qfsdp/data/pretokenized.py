@@ -94,10 +94,7 @@ def _integers(
     row: Row, column: str, least: int, most: int | None, length: int | None = None
 ) -> list[int]:
     """A cell that is a list of integers from `least` to below `most`; -100 may stand for none.
-
-    Raises:
-        UserError: it is not.
-    """
+    Raises UserError: it is not."""
     values = row[column]
     if not isinstance(values, list):
         kind = type(values).__name__
@@ -119,11 +116,7 @@ def _integers(
 
 
 def _without_padding(mask: list[int]) -> slice:
-    """The positions whose mask is 1.
-
-    Raises:
-        UserError: they are not next to each other.
-    """
+    """The positions whose mask is 1. Raises UserError: they are not next to each other."""
     total = sum(mask)
     start = mask.index(1) if total else 0
     if sum(mask[start : start + total]) != total:

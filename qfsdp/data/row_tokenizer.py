@@ -199,11 +199,8 @@ class RowTokenizer:
         return self.each(part, start)
 
     def each(self, rows: Iterable[Row], start: int) -> tuple[TokenizedDataset, Counts]:
-        """Tokenizes rows, the first of which has the number `start`, counted from 0.
-
-        Raises:
-            UserError: a row is wrong. The message names it.
-        """
+        """Tokenizes rows, the first of which has the number `start`, counted from 0. Raises
+        UserError: a row is wrong. The message names it."""
         dataset, counts = TokenizedDataset(), Counts()
         left_out: Counter[str] = Counter()
         each = enumerate(read_each(rows, self.source), start=start + 1)

@@ -88,11 +88,7 @@ class StreamedDataset:
         return replace(self, pack=(max_seq_len, seed))
 
     def first(self) -> TokenizedDataset:
-        """The samples of the first rows.
-
-        Raises:
-            UserError: one of them is wrong.
-        """
+        """The samples of the first rows. Raises UserError: one of them is wrong."""
         found, _ = self.tokenizer.each(islice(self.rows.after(0, None), LOOKED_AT), 0)
         if self.check is not None:
             self.check(found)
@@ -111,11 +107,8 @@ class BlockReader:
         self._at: Place | None = None
 
     def __call__(self, place: Place) -> tuple[TokenizedDataset, Counts, Place]:
-        """The block at `place`, what became of its rows, and where the next one begins.
-
-        Raises:
-            UserError: a row is wrong, or no row of a whole epoch can be used.
-        """
+        """The block at `place`, what became of its rows, and where the next one begins. Raises
+        UserError: a row is wrong, or no row of a whole epoch can be used."""
         stream = self._stream
         if place != self._at:
             self._rows = stream.rows.after(place.row, place.of_rows)
@@ -191,11 +184,8 @@ class StreamLoader:
         return progress
 
     def step(self, step: int) -> list[Batch]:
-        """This rank's micro-batches of global step `step`, counted from 0.
-
-        Raises:
-            UserError: a row is wrong.
-        """
+        """This rank's micro-batches of global step `step`, counted from 0. Raises UserError: a row
+        is wrong."""
         if step not in (self._next, self._next - 1):
             kept = self._progress.get("stream") or {}
             if kept.get("step") == step:

@@ -201,10 +201,7 @@ def _mapped(folder: Path, sizes: Mapping[str, int]) -> Arrays:
 @contextmanager
 def locked(folder: Path, source: str) -> Iterator[None]:
     """Holds the lock of a dataset. The system releases it when the process ends, however it ends.
-
-    Raises:
-        OSError: the cache cannot be written, or its file system has no locks.
-    """
+    Raises OSError: the cache cannot be written, or its file system has no locks."""
     from filelock import FileLock, Timeout
 
     folder.parent.mkdir(parents=True, exist_ok=True)

@@ -166,11 +166,8 @@ class Background:
             self._connection.send(arguments)
 
     def answer(self) -> Any:
-        """The result of the oldest request without an answer.
-
-        Raises:
-            UserError: the work did, or the process was ended from outside.
-        """
+        """The result of the oldest request without an answer. Raises UserError: the work did, or
+        the process was ended from outside."""
         try:
             found, problem = self._connection.recv()
         except (EOFError, OSError):

@@ -39,14 +39,7 @@ from qfsdp.data.tokenize_processes import in_order
 if TYPE_CHECKING:
     from pathlib import Path
 
-__all__ = [
-    "Sample",
-    "TokenizedDataset",
-    "TokenizedRow",
-    "Unusable",
-    "one_by_one",
-    "tokenize_rows",
-]
+__all__ = ["Sample", "TokenizedDataset", "TokenizedRow", "Unusable", "one_by_one", "tokenize_rows"]
 
 
 def tokenize_rows(

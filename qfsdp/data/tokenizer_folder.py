@@ -145,11 +145,8 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def eos_ids(folder: Path) -> set[int]:
-    """The `eos_token_id` of `config.json` and `generation_config.json` in a model's folder.
-
-    Raises:
-        UserError: a file is no JSON object, or they are no ids.
-    """
+    """The `eos_token_id` of `config.json` and `generation_config.json` in a model's folder. Raises
+    UserError: a file is no JSON object, or they are no ids."""
     found: set[int] = set()
     for name in ("config.json", "generation_config.json"):
         file = folder / name

@@ -27,9 +27,7 @@ from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.folded import fold_adapters
 from qfsdp.modules.adapters.linears import add_adapters
-from qfsdp.modules.adapters.low_rank_linear import (
-    refresh_dora_norms,
-)
+from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.adapters.whole import keep_computed
 from qfsdp.modules.hub_models.decoder import AnyDecoder, share_base
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
@@ -38,11 +36,7 @@ from qfsdp.tensor_subclasses import nf4_by_bitsandbytes
 
 
 def stored_head(folder: str | Path) -> HeadConfig:
-    """The score head of an adapter.
-
-    Raises:
-        UserError: see `read_adapter_config`; or it has none.
-    """
+    """The score head of an adapter. Raises UserError: see `read_adapter_config`; or it has none."""
     found = read_adapter_header(local_folder(folder)).get(HEAD_KEY)
     if found is None:
         expected = "expected an adapter of recipes/reward_distributed, or PEFT's of type SEQ_CLS"

@@ -127,10 +127,7 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
 
 def load_likelihood_tasks(key: str, config: LMEvalConfig) -> dict[str, Any]:
     """`load_tasks`, {} without tasks; refuses tasks that generate text, which training does not do.
-
-    Raises:
-        UserError: as `load_tasks`, and for such a task, with `key` before it.
-    """
+    Raises UserError: as `load_tasks`, and for such a task, with `key` before it."""
     tasks = load_tasks(config) if config.tasks else {}
     for name, task in tasks.items():
         if task.OUTPUT_TYPE == "generate_until":

@@ -155,10 +155,7 @@ def whole_folder(folder: Path) -> Path:
 
 def find_model_file(path: str, file: str) -> Path:
     """A small file of a model that is a folder, or a name on the hub; downloads that file only.
-
-    Raises:
-        UserError: see `previewed`.
-    """
+    Raises UserError: see `previewed`."""
     folder = local_folder(path)
     if (folder / file).exists():
         return folder / file
@@ -167,10 +164,7 @@ def find_model_file(path: str, file: str) -> Path:
 
 def small_folder(key: str, name: str, kind: Kind) -> Path:
     """The folder of `name` with its small files at least; downloads them if it is on the hub.
-
-    Raises:
-        UserError: see `previewed`.
-    """
+    Raises UserError: see `previewed`."""
     folder = local_folder(name)
     if folder.exists() or hub_name(name) is None:
         return folder
@@ -328,11 +322,8 @@ def cache_folder() -> Path:
 
 
 def _find(key: str, name: str, kind: Kind) -> Repository:
-    """Asks the hub for the repository's files; takes the cache's if it cannot be reached.
-
-    Raises:
-        UserError: neither has it.
-    """
+    """Asks the hub for the repository's files; takes the cache's if it cannot be reached. Raises
+    UserError: neither has it."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     repo, revision = split_name(name) or (name, None)

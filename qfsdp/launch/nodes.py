@@ -53,11 +53,8 @@ def set_rendezvous(args: Namespace, nodes: range) -> None:
 
 def wait_for_master(args: Namespace) -> None:
     """Waits until the agent of node 0 can be reached; node 0 and other rendezvous wait for nothing.
-
-    Raises:
-        UserError: it cannot within `WAIT_S`, or the seconds of `--rdzv_conf timeout=N`; or the
-            name of its host is not known.
-    """
+    Raises UserError: it cannot within `WAIT_S`, or the seconds of `--rdzv_conf timeout=N`; or the
+    name of its host is not known."""
     if args.standalone or args.rdzv_backend != "static" or int(args.node_rank) == 0:
         return
     place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"

@@ -68,10 +68,7 @@ def check_one_process() -> None:
 
 def numbers_of_nodes(nnodes: str) -> range:
     """The numbers of machines that torchrun's flag --nnodes allows: "2", or "1:4" for 1 to 4.
-
-    Raises:
-        UserError: it is neither.
-    """
+    Raises UserError: it is neither."""
     least, colon, most = nnodes.partition(":")
     if len(nnodes) < 20 and _is_count(least) and _is_count(most if colon else "1"):
         allowed = range(int(least), int(most or least) + 1)
@@ -83,12 +80,8 @@ def numbers_of_nodes(nnodes: str) -> range:
 
 def number_of_ranks(nproc_per_node: str) -> int:
     """The ranks on this machine that torchrun's flag --nproc_per_node asks for; words such as "gpu"
-    mean one per accelerator.
-
-    Raises:
-        UserError: it is no number and none of torchrun's words, or above `MOST_RANKS_PER_CORE` for
-            each core of the machine.
-    """
+    mean one per accelerator. Raises UserError: it is no number and none of torchrun's words, or
+    above `MOST_RANKS_PER_CORE` for each core of the machine."""
     if nproc_per_node in RANK_WORDS:
         return local_world_size()
     most = MOST_RANKS_PER_CORE * (os.cpu_count() or 1)

@@ -63,11 +63,8 @@ class Comparison:
 
 
 def read_published(file: Path, cells: Sequence[Cell]) -> list[tuple[dict[str, Any], Any, Cell]]:
-    """The reports' figures with the cell of each: (report, figure, cell).
-
-    Raises:
-        UserError: the file cannot be read; or a point is that of no cell or of several.
-    """
+    """The reports' figures with the cell of each: (report, figure, cell). Raises UserError: the
+    file cannot be read; or a point is that of no cell or of several."""
     try:
         reports = yaml.safe_load(file.read_text(encoding="utf-8"))
         found = []

@@ -65,11 +65,8 @@ class Results:
         return self._rows.get(key)
 
     def add(self, row: Row) -> None:
-        """Adds a cell, and writes the file again under its final name once it is complete.
-
-        Raises:
-            UserError: it cannot be written.
-        """
+        """Adds a cell, and writes the file again under its final name once it is complete. Raises
+        UserError: it cannot be written."""
         with self._lock:
             self._rows[row["key"]] = row
             text = "".join(to_json(row, default=str) + "\n" for row in self._rows.values())

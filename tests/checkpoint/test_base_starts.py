@@ -11,11 +11,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from qfsdp.checkpoint.adapter_files import (
-    load_adapter,
-    read_adapter_config,
-    save_adapter,
-)
+from qfsdp.checkpoint.adapter_files import load_adapter, read_adapter_config, save_adapter
 from qfsdp.checkpoint.adapter_start import check_start, start_adapters
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder

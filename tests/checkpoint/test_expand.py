@@ -281,11 +281,7 @@ def test_an_interrupted_run_leaves_no_model(
     def interrupt(*_: Any) -> None:
         raise Interrupted
 
-    stops = (
-        (convert, "check_finite"),
-        (convert, "copy_companions"),
-        (convert, "write_index"),
-    )
+    stops = ((convert, "check_finite"), (convert, "copy_companions"), (convert, "write_index"))
     for where, name in stops:
         with monkeypatch.context() as patch:
             patch.setattr(where, name, interrupt)

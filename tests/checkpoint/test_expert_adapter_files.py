@@ -186,10 +186,7 @@ def test_shared_factors_are_written_for_every_expert(method: str, tmp_path: Path
             lambda c, t: c.update(rank_pattern={"experts.down_proj": 3}),
             r"expected \[3 \* experts, in",
         ),
-        (
-            lambda c, t: c.update(r=8),
-            r"has shape \[20, \d+\]; expected \[8 \* experts, in\]",
-        ),
+        (lambda c, t: c.update(r=8), r"has shape \[20, \d+\]; expected \[8 \* experts, in\]"),
         (lambda c, t: c.update(rank_pattern={"q_proj": 3}), "rank_pattern 3, but tensor .*q_proj"),
         (
             lambda c, t: c.update(rank_pattern={"experts.down_proj": 3, "experts.gate_up_proj": 3}),

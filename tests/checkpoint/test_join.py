@@ -191,11 +191,7 @@ def test_factors_beyond_the_rank_of_the_sum() -> None:
             r"adapters\[1\]: rank 3, and adapters\[0\] has rank 5 \(",
         ),
         (["a", "dora"], [], r"adapters\[1\]: '.*dora' is DoRA; expected LoRA"),
-        (
-            ["a", "other"],
-            [],
-            r"adapters\[1\]: '.*/other' was trained over 'org/x', and '",
-        ),
+        (["a", "other"], [], r"adapters\[1\]: '.*/other' was trained over 'org/x', and '"),
         (["a", "none"], [], r"none does not exist"),
         (["a"], ["adapter=x"], "adapter: 'x' is not valid; expected a folder, or null and several"),
         ([], [], "adapter: None is not valid; expected a folder, or null and several `adapters`"),

@@ -13,12 +13,7 @@ import torch
 from omegaconf import OmegaConf
 from safetensors.torch import load_file, save_file
 
-from qfsdp.checkpoint.compatibility import (
-    _content,
-    check_settings,
-    read_settings,
-    write_settings,
-)
+from qfsdp.checkpoint.compatibility import _content, check_settings, read_settings, write_settings
 from qfsdp.checkpoint.key_classes import ABSENT, CLASSES, class_of, names_a_file
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.common.errors import UserError

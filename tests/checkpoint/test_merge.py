@@ -463,10 +463,7 @@ def test_one_writer_at_a_time(even: tuple[Path, Path], tmp_path: Path) -> None:
             "'model.layers.0.mlp.down_proj.weight' has 577 columns; expected requantize=none",
         ),
         (["model.path={nan}"], "model.layers.1.input_layernorm.weight: holds NaN or infinity"),
-        (
-            ["adapter={of_nan}"],
-            "layers.0.mlp.up_proj.lora_A.weight' holds NaN or infinity",
-        ),
+        (["adapter={of_nan}"], "layers.0.mlp.up_proj.lora_A.weight' holds NaN or infinity"),
         (["dtype=fp8"], "dtype: 'fp8' is not valid; expected one of 'bf16', 'fp16', 'fp32'"),
         (["max_file_bytes=0"], "max_file_bytes: 0 is not valid; expected a number of bytes"),
     ],

@@ -19,11 +19,7 @@ from tests.cli.stand_in import CONFIG, RECIPE, ROOT, STEP, Result, run, write_st
 
 FLAGS = ["--nproc_per_node", "2", "--max-restarts", "1", "--nnodes", "1"]
 FLAGS += ["--rdzv_backend", "c10d", "--rdzv_endpoint", "localhost:0"]
-TWO_RANKS = [
-    "packaged preflight",
-    "packaged rank 0 of 2: llama",
-    "packaged rank 1 of 2: llama",
-]
+TWO_RANKS = ["packaged preflight", "packaged rank 0 of 2: llama", "packaged rank 1 of 2: llama"]
 NO_RECIPE = (
     "error: {}: no such recipe; expected one that `{} ls` lists, "
     "or a Python file that defines Config and main"

@@ -241,10 +241,7 @@ def test_to_yaml_comes_back_equal(load: Any, text: str) -> None:
         ),
         ("optimizer=3", "optimizer: 3 is not valid; expected a mapping with _component_"),
         ("logger.x=1", "logger._component_ is required; give it in the config file"),
-        (
-            "adapter.rank=-1",
-            "adapter.rank: -1 is not valid; expected an integer of at least 1",
-        ),
+        ("adapter.rank=-1", "adapter.rank: -1 is not valid; expected an integer of at least 1"),
         ("batch_size=101", "batch_size: 101 is not valid; expected at most 100"),
         ("odd.kind=even", "odd.size is required; give it in the config file or as odd.size=VALUE"),
         ("output_dir=${nope}", "output_dir: Interpolation key 'nope' not found"),

@@ -350,11 +350,7 @@ def test_two_ranks_of_torchrun_share_one_download(server: HubServer, model: Path
     ],
 )
 def test_a_wrong_push_is_found_before_the_download(
-    name: str,
-    token: str | None,
-    expected: str,
-    server: HubServer,
-    monkeypatch: pytest.MonkeyPatch,
+    name: str, token: str | None, expected: str, server: HubServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if token is not None:
         monkeypatch.setenv("HF_TOKEN", token)

@@ -63,11 +63,7 @@ def test_the_phases_of_a_dry_run_do_not_count(
 def test_two_devices_start_two_ranks(checkout: Path) -> None:
     result = recipe(checkout, "devices=2")
     assert result.status == 0, result.err
-    assert result.out == [
-        "here preflight",
-        "here rank 0 of 2: llama",
-        "here rank 1 of 2: llama",
-    ]
+    assert result.out == ["here preflight", "here rank 0 of 2: llama", "here rank 1 of 2: llama"]
 
 
 @pytest.mark.parametrize(

@@ -17,12 +17,7 @@ def unmarked(template: str) -> str:
 
 
 def simple(
-    user: str,
-    answer: str,
-    prompt: str,
-    other: str | None = None,
-    start: str = "",
-    end: str = "",
+    user: str, answer: str, prompt: str, other: str | None = None, start: str = "", end: str = ""
 ) -> str:
     """A template that writes messages one after the other.
 
@@ -250,8 +245,4 @@ SPECIALS = [
            "[/INST]", "[TOOL_CALLS]", "[TOOL_RESULTS]", "[/TOOL_RESULTS]", "[gMASK]", "<sop>"}
     ),
 ]  # fmt: skip
-EOS = {
-    "r1": "<｜end▁of▁sentence｜>",
-    "gpt-oss": "<|return|>",
-    "granite": "<|end_of_text|>",
-}
+EOS = {"r1": "<｜end▁of▁sentence｜>", "gpt-oss": "<|return|>", "granite": "<|end_of_text|>"}

@@ -173,14 +173,8 @@ def test_chat_rows(tokenizer: HFTokenizer, tmp_path: Path, caplog: Any) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (
-            {"answer_column": "anser"},
-            "no column 'anser' .* expected one of answer, prompt$",
-        ),
-        (
-            {"prompt_column": "Promt"},
-            "no column 'Promt' .* expected one of prompt, answer$",
-        ),
+        ({"answer_column": "anser"}, "no column 'anser' .* expected one of answer, prompt$"),
+        ({"prompt_column": "Promt"}, "no column 'Promt' .* expected one of prompt, answer$"),
         ({"prompt_template": "{q}"}, "prompt_template: no column 'q'"),
         ({"prompt_template": "{prompt"}, "prompt_template: '{prompt': expected '}'"),
         ({"prompt_template": "prompt"}, "names no column"),

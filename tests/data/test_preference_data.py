@@ -308,11 +308,7 @@ def test_packed_labels_and_mismatches(tokenizer: HFTokenizer, tmp_path: Path) ->
                     for index, label, both in zip(items, batch.desirable, parts, strict=True):
                         found[index] = (bool(label), both[0][1], both[1][1])
         expected = {
-            i: (
-                i % 3 == 0,
-                halves(dataset[i])[0][1],
-                halves(dataset[(i + 1) % 12])[0][1],
-            )
+            i: (i % 3 == 0, halves(dataset[i])[0][1], halves(dataset[(i + 1) % 12])[0][1])
             for i in range(12)
         }
         assert found == expected

@@ -31,10 +31,7 @@ ROWS = {
     "my_data.jsonl": {"instruction": "Add.", "input": "2 + 3", "output": "5"},
     "questions.jsonl": {"question": "2 + 3?", "answer": "It is 5"},
     "chats.jsonl": {
-        "messages": [
-            {"role": "user", "content": "2 + 3?"},
-            {"role": "assistant", "content": "5"},
-        ]
+        "messages": [{"role": "user", "content": "2 + 3?"}, {"role": "assistant", "content": "5"}]
     },
 }
 

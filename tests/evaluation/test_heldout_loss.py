@@ -88,11 +88,7 @@ def both(
 
 @pytest.mark.parametrize(
     ("size", "sharding"),
-    [
-        (1, {}),
-        (3, {"strategy": "shard_grad_op"}),
-        pytest.param(2, {}, marks=pytest.mark.slow),
-    ],
+    [(1, {}), (3, {"strategy": "shard_grad_op"}), pytest.param(2, {}, marks=pytest.mark.slow)],
     ids=["1", "3-shard_grad_op", "2"],
 )
 def test_loss_equals_single_samples_and_training_is_unchanged(

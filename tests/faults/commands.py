@@ -26,15 +26,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from examples.demo import cache_dir
 from examples.demo.smollm2 import prepare_model
 from tests.faults.inputs import LETTERS, write_preferences_config, write_rows
-from tests.faults.runs import (
-    ROOT,
-    Outcome,
-    Trial,
-    Workshop,
-    count_operations,
-    metrics,
-    print_to,
-)
+from tests.faults.runs import ROOT, Outcome, Trial, Workshop, count_operations, metrics, print_to
 from tests.tiny import write_tiny_model, write_tiny_model_with_tokenizer
 from tests.waiting import wait_until
 

@@ -56,10 +56,7 @@ epochs: 3
 """
 )
 RECIPES = {  # name -> what else its config has, and the file that a complete run leaves
-    "qdora_distributed": (
-        "adapter: {rank: 5, alpha: 7}\n",
-        "adapter/adapter_model.safetensors",
-    ),
+    "qdora_distributed": ("adapter: {rank: 5, alpha: 7}\n", "adapter/adapter_model.safetensors"),
     "full_finetune_distributed": (
         "trainable: {layers: [1]}\nquantization: {format: nf4}\n",
         "model/model.safetensors",

@@ -95,12 +95,9 @@ class GgufExport:
         return sum(tensor.nbytes for tensor in self.tensors)
 
     def write(self, file: Path, world: World) -> None:
-        """Writes the file on rank 0; every rank must call it.
-
-        Raises:
-            UserError: on every rank: the folder is being written by another process, the file
-                cannot be written, or a weight holds NaN or infinity.
-        """
+        """Writes the file on rank 0; every rank must call it. Raises UserError: on every rank: the
+        folder is being written by another process, the file cannot be written, or a weight holds
+        NaN or infinity."""
         with world.same_error():
             if world.rank != 0:
                 return
@@ -159,12 +156,9 @@ class GgufExport:
 
 
 def plan_gguf(merge: Merge, type: GgufType) -> GgufExport:
-    """Everything about the file but the weights. Reads headers and the tokenizer only.
-
-    Raises:
-        UserError: see `gguf_model`, `read_gguf_tokenizer` and `Merge.plan`; or the package `gguf`
-            is missing.
-    """
+    """Everything about the file but the weights. Reads headers and the tokenizer only. Raises
+    UserError: see `gguf_model`, `read_gguf_tokenizer` and `Merge.plan`; or the package `gguf` is
+    missing."""
     try:
         import gguf
     except ImportError:

@@ -102,12 +102,8 @@ class GgufModel:
 
 
 def gguf_model(folder: Path) -> GgufModel:
-    """The model in a folder. Reads `config.json` only.
-
-    Raises:
-        UserError: llama.cpp's graph of this architecture computes something else, or the
-            architecture is not in `ARCHITECTURES`.
-    """
+    """The model in a folder. Reads `config.json` only. Raises UserError: llama.cpp's graph of this
+    architecture computes something else, or the architecture is not in `ARCHITECTURES`."""
     file = folder / "config.json"
     parts = DecoderConfig.from_dir(folder)  # checks that the file is a config
     names = json.loads(file.read_text(encoding="utf-8"))["architectures"]

@@ -48,11 +48,8 @@ class VllmAdapter:
     rank: int
 
     def write(self, folder: Path, world: World) -> None:
-        """Copies the adapter on rank 0; every rank must call it.
-
-        Raises:
-            UserError: on every rank: the folder cannot be written.
-        """
+        """Copies the adapter on rank 0; every rank must call it. Raises UserError: on every rank:
+        the folder cannot be written."""
         with world.same_error():
             if world.rank != 0:
                 return

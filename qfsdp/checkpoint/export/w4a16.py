@@ -58,10 +58,7 @@ class W4A16Export:
 
     def write(self, folder: Path, world: World, max_file_bytes: int) -> None:
         """Writes a model folder. Every rank must call it; each rank writes a part of the files.
-
-        Raises:
-            UserError: see `convert_folder`.
-        """
+        Raises UserError: see `convert_folder`."""
         merge = self.merge
         conversions = {w.name: self._conversion(w, world.device) for w in self.plan}
         config = merge.model_config(self.plan)
@@ -117,12 +114,9 @@ class W4A16Export:
 
 
 def plan_w4a16(merge: Merge, group_size: int) -> W4A16Export:
-    """Everything about the folder but the weights. Reads headers only.
-
-    Raises:
-        UserError: see `Merge.plan`; or a weight has no whole groups or is of an expert, or the
-            package `compressed-tensors` is missing.
-    """
+    """Everything about the folder but the weights. Reads headers only. Raises UserError: see
+    `Merge.plan`; or a weight has no whole groups or is of an expert, or the package
+    `compressed-tensors` is missing."""
     try:
         import compressed_tensors  # noqa: F401
     except ImportError:

@@ -108,11 +108,8 @@ def with_system(system: str | None, messages: list[dict[str, Any]]) -> list[dict
 
 
 def history_of(row: Row, column: str | None) -> list[Any]:
-    """The turns in a column, each as `as_message` takes it; pairs of texts are two.
-
-    Raises:
-        UserError: the column holds something else.
-    """
+    """The turns in a column, each as `as_message` takes it; pairs of texts are two. Raises
+    UserError: the column holds something else."""
     value = None if column is None else row.get(column)
     turns = from_json("history", value or [])
     if not isinstance(turns, list):

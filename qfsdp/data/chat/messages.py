@@ -86,11 +86,8 @@ def as_message(turn: Any) -> dict[str, Any]:
 
 def may_train(turn: Mapping[str, Any]) -> bool:
     """Whether a message may be trained: `weight`, `train`, `training`, `loss` are not 0 or false.
-
-    Raises:
-        UserError: one of them is neither true, false, 0, 1 nor null; or a key chooses parts of the
-            message or their weights, as `train_detail` of Axolotl and `loss_scale` of ms-swift do.
-    """
+    Raises UserError: one of them is neither true, false, 0, 1 nor null; or a key chooses parts of
+    the message or their weights, as `train_detail` of Axolotl and `loss_scale` of ms-swift do."""
     for key in _CHOOSES_PARTS:
         if turn.get(key) is not None:
             raise UserError(

@@ -92,11 +92,8 @@ def _walked(folder: Path) -> tuple[list[Path], list[str]]:
 
 
 def check_beginning(file: Path) -> None:
-    """Checks the first megabyte of a data file.
-
-    Raises:
-        UserError: it is binary, not UTF-8, or does not begin with a JSON object or a list of them.
-    """
+    """Checks the first megabyte of a data file. Raises UserError: it is binary, not UTF-8, or does
+    not begin with a JSON object or a list of them."""
     with file.open("rb") as stream:
         data = stream.read(BEGINNING)
     if suffix_of(file) == ".parquet":
@@ -140,11 +137,8 @@ def _check_json_beginning(file: Path, text: str) -> None:
 
 
 def check_whole(file: Path) -> None:
-    """Finds the first line of a CSV or text file that is not UTF-8.
-
-    Raises:
-        UserError: there is one.
-    """
+    """Finds the first line of a CSV or text file that is not UTF-8. Raises UserError: there is
+    one."""
     if file.suffix in (".parquet", ".arrow", ".gz"):
         return
     with file.open("rb") as stream:

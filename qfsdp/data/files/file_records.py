@@ -41,11 +41,8 @@ class Records(Protocol):
 
 
 def records_of(file: Path) -> Records:
-    """The rows of a data file, by its suffix and, for JSON, by how it begins.
-
-    Raises:
-        UserError: a CSV file has no header.
-    """
+    """The rows of a data file, by its suffix and, for JSON, by how it begins. Raises UserError: a
+    CSV file has no header."""
     kind = SUFFIXES[suffix_of(file)]
     if kind == "parquet":
         from qfsdp.data.files.parquet_files import ParquetRecords

@@ -79,11 +79,8 @@ class FilePart:
         return {**vars(self), "_left": None}
 
     def rows(self, start: int, stop: int) -> Iterator[FileRow]:
-        """Rows `start` to `stop`, counted from 0.
-
-        Raises:
-            UserError: a row cannot be read, or the file has changed.
-        """
+        """Rows `start` to `stop`, counted from 0. Raises UserError: a row cannot be read, or the
+        file has changed."""
         if start >= stop:
             return
         with _reading(self.file):
@@ -224,10 +221,7 @@ def _reading(file: Path) -> Iterator[None]:
 
 def file_state(file: Path) -> tuple[int, int, int, int]:
     """What changes with a file. A program that copies it may set one of the times, not the other.
-
-    Raises:
-        UserError: there is no such file.
-    """
+    Raises UserError: there is no such file."""
     with _reading(file):
         found = os.stat(file)
     return found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns

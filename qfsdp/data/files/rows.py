@@ -182,12 +182,7 @@ def _spans(source: str, split: str, count: int | None) -> list[range]:
 
 
 def _load(
-    source: str,
-    path: Path,
-    split: str,
-    subset: str | None,
-    data_files: str | None,
-    streaming: bool,
+    source: str, path: Path, split: str, subset: str | None, data_files: str | None, streaming: bool
 ) -> Any:
     """The rows as `datasets` loads them, from the hub or a folder that it saved."""
     from datasets import disable_progress_bars, load_dataset

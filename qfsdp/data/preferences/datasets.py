@@ -168,9 +168,7 @@ hh_dataset = partial(preference_dataset, source="Anthropic/hh-rlhf", prompt_colu
 """Anthropic's helpful and harmless dialogues (arXiv:2204.05862): whole dialogues as text."""
 
 ultrafeedback_dataset = partial(
-    preference_dataset,
-    source="HuggingFaceH4/ultrafeedback_binarized",
-    split="train_prefs",
+    preference_dataset, source="HuggingFaceH4/ultrafeedback_binarized", split="train_prefs"
 )
 """UltraFeedback, binarized (arXiv:2310.01377, 2310.16944): whole dialogues as messages."""
 

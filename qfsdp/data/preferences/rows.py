@@ -104,10 +104,7 @@ class PreferenceRows:
 
 
 def is_true(row: Row, column: str) -> bool:
-    """A cell with true or false; those of CSV files are text.
-
-    Raises UserError.
-    """
+    """A cell with true or false; those of CSV files are text. Raises UserError."""
     truth = {"true": True, "false": False}.get(str(row[column]).lower())
     if truth is None:
         raise UserError(f"{column}: {str(row[column])[:60]!r}; expected true or false")
@@ -115,10 +112,7 @@ def is_true(row: Row, column: str) -> bool:
 
 
 def class_of(row: Row, column: str, names: Sequence[str] | None) -> int:
-    """The number of the class that a cell has or names.
-
-    Raises UserError.
-    """
+    """The number of the class that a cell has or names. Raises UserError."""
     value = str(row[column])
     if names is not None and value in names:
         return list(names).index(value)
@@ -129,10 +123,7 @@ def class_of(row: Row, column: str, names: Sequence[str] | None) -> int:
 
 
 def bits_of(row: Row, column: str) -> int:
-    """A number of a cell as the int32 with the bits of its fp32.
-
-    Raises UserError.
-    """
+    """A number of a cell as the int32 with the bits of its fp32. Raises UserError."""
     try:
         margin = float(row[column])
     except (TypeError, ValueError):

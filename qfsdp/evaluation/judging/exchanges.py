@@ -175,10 +175,7 @@ class Exchanges:
 
 def answer_text(response: Any) -> str:
     """The text of a chat completion; "" if the model refuses, or stopped before it said anything.
-
-    Raises:
-        ValueError: there is no answer in it.
-    """
+    Raises ValueError: there is no answer in it."""
     if not isinstance(response, dict):
         raise ValueError("no object")
     choices = response.get("choices")

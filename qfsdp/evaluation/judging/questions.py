@@ -33,11 +33,8 @@ class Question:
 
 
 def read_questions(key: str, path: str) -> list[Question]:
-    """The questions of a file, in its order.
-
-    Raises:
-        UserError: the file cannot be read, or a row is no question; or two have the same id.
-    """
+    """The questions of a file, in its order. Raises UserError: the file cannot be read, or a row is
+    no question; or two have the same id."""
     found = [
         _question(f"{path}, row {number}", row)
         for number, row in enumerate(read_rows(key, path, "question_id", "turns"), 1)

@@ -29,12 +29,7 @@ class Answer:
     """
 
     def __init__(
-        self,
-        asked: Asked,
-        prompt: list[int],
-        chat: bool,
-        served: Served,
-        ended: Callable[[], None],
+        self, asked: Asked, prompt: list[int], chat: bool, served: Served, ended: Callable[[], None]
     ) -> None:
         self._usage_asked, self._chat, self._ended = asked.usage, chat, ended
         self._prompt, self._seconds = len(prompt), served.limits.seconds

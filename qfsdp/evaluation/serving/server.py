@@ -33,11 +33,8 @@ def check_packages() -> None:
 
 
 def open_socket(host: str, port: int) -> socket.socket:
-    """A socket that listens on `host` and `port`; port 0 takes a free one.
-
-    Raises:
-        UserError: the address is not this machine's, or the port is taken.
-    """
+    """A socket that listens on `host` and `port`; port 0 takes a free one. Raises UserError: the
+    address is not this machine's, or the port is taken."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     try:
         return socket.create_server((host, port), family=family, backlog=MOST_CONNECTIONS)
