@@ -6,6 +6,7 @@ fails until it does. A component (`optimizer`, `dataset`, ...) has one class for
 
 from __future__ import annotations
 
+import re
 from typing import Any, Literal
 
 from qfsdp.data.files.data_files import SUFFIXES
@@ -23,7 +24,7 @@ _SAME = """
     adapter.init adapter.lora_plus_ratio adapter.start_from adapter.expert_rank
     adapter.expert_sharing adapter.layers adapter.exclude adapter.rank_pattern adapter.alpha_pattern
     adapter.block_size adapter.modules_to_save head.classes head.center
-    trainable.layers trainable.embeddings trainable.dtype
+    trainable.layers trainable.embeddings trainable.dtype adapters
 """
 
 # The length of the run, limits that keep it healthy, and what changes only rounding.
@@ -92,11 +93,23 @@ _PATHS = ("path", "file", "folder", "dir", "source")
 _NO_FILES = ("auto", "chatml", "plain")  # of tokenizer.chat_template
 
 
+def _of_one(key: str) -> str:
+    """The key of a run with one adapter for one of an adapter among several."""
+    found = re.fullmatch(r"adapters\.[^.]+\.(.+)", key)
+    if found is None:
+        return key
+    name = found[1].partition(".")[0]
+    if name in ("dataset", "lr_scheduler", "seed"):
+        return found[1]
+    return "optimizer.lr" if name == "lr" else f"adapter.{found[1]}"
+
+
 def class_of(key: str) -> Class:
     """The class of a dotted key. Keys that a copied recipe has added are "told"; what is no key but
     a digest or a product of keys, such as "model (its weights)", is "same"."""
     if " " in key:
         return "same"
+    key = _of_one(key)
     if key.startswith("dataset.") and key.rpartition(".")[2] in NOT_IN_RESULTS:
         return "free"
     while key not in CLASSES and "." in key:
@@ -114,6 +127,7 @@ def names_a_file(key: str, settings: dict[str, Any]) -> bool:
         settings: all keys, with their values.
     """
     value, (parent, _, name) = settings[key], key.rpartition(".")
+    key = _of_one(key)
     if not isinstance(value, str) or not value:
         return False
     if key == "adapter.start_from":

@@ -240,7 +240,7 @@ def restore(read: ReadState, state: TrainState, world: World) -> None:
     _restore_optimizer(state.optimizer, params, states, host["groups"])
     if state.scheduler is not None:
         state.scheduler.load_state_dict(host["scheduler"])
-        _follow_schedule(state.scheduler)
+        follow_schedule(state.scheduler)
     if state.progress is not None:
         state.progress.update(host.get("progress", {}))
     if read.same_ranks:
@@ -249,7 +249,7 @@ def restore(read: ReadState, state: TrainState, world: World) -> None:
         torch.manual_seed(torch.initial_seed() + 1_000_003 * host["step"])
 
 
-def _follow_schedule(scheduler: LRScheduler) -> None:
+def follow_schedule(scheduler: LRScheduler) -> None:
     """Sets the learning rates of the next step by the schedule. Those of the checkpoint, 0 at the
     end of a run, are another schedule's if the run was made longer."""
     if isinstance(scheduler, LambdaLR):

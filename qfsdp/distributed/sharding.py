@@ -30,6 +30,7 @@ from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import LowRankRouter
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, base_parameters
+from qfsdp.modules.adapters.several import OneOfSeveral
 from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizedLinear
@@ -222,7 +223,7 @@ def _offload_base(model: AnyDecoder, config: ShardingConfig, world: World) -> No
             replace_module(model, name, module)
         if not isinstance(module, AdaptedLinear | QuantizedLinear | ExpertLinear):
             continue
-        if isinstance(module, LowRankRouter):
+        if isinstance(module, LowRankRouter | OneOfSeveral):
             continue
         weight = module.weight.data
         if not isinstance(weight, QuantizedTensor):

@@ -33,6 +33,7 @@ from qfsdp.checkpoint.state import Stager, trained_tensors
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.common.sizes import parse_size
 from qfsdp.data import Batch
+from qfsdp.data.joined import joined
 from qfsdp.data.preferences.batch import full_preferences
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import copies_ahead, shard_model
@@ -295,7 +296,7 @@ def _mark_parameters(model: nn.Module, tracker: MemoryTracker) -> None:
 def _batches(cfg: Any) -> list[Batch]:
     """Micro-batches of full rows; a packed row holds one sample, of the largest possible length."""
     parts = cfg.sharding.context_parallel
-    rows, seq = rows_of(cfg), -(-cfg.max_seq_len // parts) * parts
+    rows, seq = rows_of(cfg) // adapters_of(cfg), -(-cfg.max_seq_len // parts) * parts
     tokens = torch.zeros(rows, seq, dtype=torch.int64)
     batch = Batch(tokens, tokens.clone(), rows * seq, targets=rows * seq)
     if cfg.packed:
@@ -305,13 +306,20 @@ def _batches(cfg: Any) -> list[Batch]:
         batch = full_preferences(batch, objective.takes(labels=False), parts)
     elif parts > 1:
         batch = batch.cut(parts - 1, parts)  # the last part sees the most keys
+    if hasattr(cfg, "adapters"):
+        batch = joined([batch] * adapters_of(cfg))
     return [batch] * min(cfg.gradient_accumulation_steps, MICRO_BATCHES)
 
 
 def rows_of(cfg: Any) -> int:
     """Rows of a micro-batch: those of a pair are two, unless it is packed."""
     paired = any(objective.takes(labels=False) for objective in step_options(cfg).values())
-    return int(cfg.batch_size) * (2 if paired and not cfg.packed else 1)
+    return int(cfg.batch_size) * (2 if paired and not cfg.packed else 1) * adapters_of(cfg)
+
+
+def adapters_of(cfg: Any) -> int:
+    """How many adapters have rows of their own in a micro-batch."""
+    return len(getattr(cfg, "adapters", ())) or 1
 
 
 def micro_batch_tokens(cfg: Any) -> int | None:

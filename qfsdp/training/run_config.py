@@ -91,5 +91,5 @@ def check_with_model(cfg: Any, model: Any) -> None:
     """
     if isinstance(model, HubConfig):
         check_hub_run(cfg, model)
-    check_compile(cfg.compile, cfg.compile_cache_dir)
+    check_compile(cfg.compile, get_key(cfg, "compile_cache_dir"))
     cfg.model.check_length(cfg.max_seq_len, model.max_position_embeddings)

@@ -37,11 +37,12 @@ def keys(schema: Any, prefix: str = "") -> typing.Iterator[str]:
 
 
 def test_every_key_of_the_training_recipes_has_a_class() -> None:
-    assert len(TRAINING) == 4
+    assert len(TRAINING) == 5
     known = {key for name in TRAINING for key in keys(load_recipe(name).Config)}
     assert known == CLASSES.keys()
-    assert class_of("model (its weights)") == "same"
+    assert class_of("model (its weights)") == class_of("adapters.a.lr") == "same"
     assert {class_of(f"dataset.sets.chat.{name}") for name in NOT_IN_RESULTS} == {"free"}
+    assert {class_of(f"adapters.a.dataset.{name}") for name in NOT_IN_RESULTS} == {"free"}
 
 
 def compared(folder: Path, was: dict[str, Any], now: dict[str, Any]) -> list[str]:

@@ -28,6 +28,7 @@ from examples.demo.smollm2 import prepare_model
 from tests.faults.inputs import LETTERS, write_preferences_config, write_rows
 from tests.faults.runs import ROOT, Outcome, Trial, Workshop, count_operations, metrics, print_to
 from tests.tiny import write_tiny_model, write_tiny_model_with_tokenizer
+from tests.toy_data import TOY_CONFIG
 from tests.waiting import wait_until
 
 NOTHING_WRITTEN = ("chat", "doctor", "find_fit", "serve")
@@ -84,6 +85,7 @@ COMMANDS = {
     "full": training("full_finetune_distributed"),
     "dpo": training("dpo_distributed", "reference_logprobs={work}/logprobs"),
     "reward": training("reward_distributed"),
+    "several": training("several_adapters"),
     "score": Command(
         "score",
         (
@@ -206,6 +208,9 @@ def prepare(shop: Workshop) -> None:
 
     write_rows(shop)
     write_preferences_config(shop)
+    adapters = "adapters: {{a: {{rank: 3}}, b: {{rank: 2, method: lora, lr: 1e-4}}}}\n"
+    text = (TOY_CONFIG + adapters).format(folder=shop.folder)
+    (shop.folder / "several_adapters.yaml").write_text(text)
     # Columns that blocks of 64 divide, a tokenizer's files, and an adapter that vLLM loads.
     write_tiny_model(shop.folder / "even", intermediate_size=576)
     words = prepare_model(cache_dir())

@@ -41,7 +41,8 @@ SWEEPS = [config for config in CONFIGS if config.stem.startswith("sweep_")]
 # Files that sweeps read.
 DATA = ("prices", "published_2x24gb", "published_7b", "published_70b_machines")
 NOT_TRAINING = ("chat", "doctor", "evaluate", "export", "generate", "judge", "score", "serve")
-OTHERS = (*FOLDERS, *DATA, *NOT_TRAINING)
+OF_OTHER_TESTS = ("smollm2_135m_several",)  # tests/recipes/test_several_adapters.py
+OTHERS = (*FOLDERS, *DATA, *NOT_TRAINING, *OF_OTHER_TESTS)
 TRAINING = [c for c in CONFIGS if c.stem not in OTHERS and c not in SWEEPS]
 # Those of the article differ in what the test replaces: model, rows and batch. One of each method.
 RUN = [c for c in TRAINING if "article" not in c.stem or "article_10k_llama3" in c.stem]

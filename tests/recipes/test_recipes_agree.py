@@ -33,6 +33,14 @@ DIFFERENT = {
         "train_step": "the loss compares scores",
         "main": "an update is told what to minimize",
     },
+    "several_adapters": {
+        "check": "each adapter's own keys are checked",
+        "build_model": "a linear has several adapters",
+        "load_model": "each adapter has its own start",
+        "build_loader": "each adapter has its own rows",
+        "train_step": "each adapter has its own loss, and its own update",
+        "main": "optimizers, schedules and results are those of each adapter",
+    },
 }
 
 
