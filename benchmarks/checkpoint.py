@@ -38,8 +38,7 @@ from qfsdp.checkpoint.choose import check_files, published
 from qfsdp.checkpoint.digests import Verification
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
 from qfsdp.checkpoint.state import Stager, TrainState, read_state
-from qfsdp.checkpoint.verified import read_verified
-from qfsdp.checkpoint.write_state import write_state
+from qfsdp.checkpoint.state_files import read_verified, write_state
 from tests.models import cpu_world
 from tests.ranks import run_ranks
 
@@ -79,7 +78,7 @@ def measure(folder: Path, layers: int, rounds: int) -> Times:
         write_state(folder / "again", entries, world, group)
 
     def plain_write() -> None:
-        with mock.patch("qfsdp.checkpoint.write_state._Writer", _PlainWriter):
+        with mock.patch("qfsdp.checkpoint.state_files._Writer", _PlainWriter):
             write()
 
     return in_turns(

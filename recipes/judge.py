@@ -58,11 +58,9 @@ class Config:
     request_timeout: float = 300.0  # seconds for a whole request, tried up to three times
 
     def check(self) -> None:
-        check_bounds(self, "in_flight", least=1)
+        check_bounds(self, "in_flight", "max_questions", least=1)
         if not 0 < self.request_timeout < float("inf"):
             raise InvalidField("request_timeout", self.request_timeout, "seconds above 0")
-        if self.max_questions is not None and self.max_questions < 1:
-            raise InvalidField("max_questions", self.max_questions, "1 or more, or null")
         if not self.candidates:
             raise InvalidField("candidates", {}, "at least one, such as candidates.mine.url=...")
         names = ", ".join(self.candidates)

@@ -69,10 +69,8 @@ class Config(HardwareConfig):
     def check(self) -> None:
         super().check()
         check_bounds(self, "world_size", least=1, most=2**16)
-        check_bounds(self, "steps", least=1)
+        check_bounds(self, "steps", "samples", least=1)
         check_bounds(self, "warmup", least=0)
-        if self.samples is not None and self.samples < 1:
-            raise InvalidField("samples", self.samples, "an integer of at least 1, or null")
         if self.evaluation is not None and self.mode != "run":
             raise InvalidField("evaluation", self.evaluation, "null, or mode=run")
 

@@ -52,8 +52,7 @@ from qfsdp.checkpoint.state import (
     restore,
     trained_tensors,
 )
-from qfsdp.checkpoint.verified import read_verified
-from qfsdp.checkpoint.write_state import reason, write_state
+from qfsdp.checkpoint.state_files import read_verified, reason, write_state
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.files import PARTIAL, sync, sync_folder, warn_of_space
 from qfsdp.common.long_waits import long_wait
@@ -103,14 +102,11 @@ class CheckpointConfig:
         return self.every_n_steps is not None or self.every_minutes is not None
 
     def check(self) -> None:
-        if self.every_n_steps is not None and self.every_n_steps < 1:
-            expected = "an integer of at least 1, or null"
-            raise InvalidField("every_n_steps", self.every_n_steps, expected)
         if self.every_minutes is not None and not self.every_minutes > 0:
             raise InvalidField("every_minutes", self.every_minutes, "a number above 0, or null")
         if self.publish == "":  # the working directory, which may hold other things
             raise InvalidField("publish", self.publish, "the path of a folder, or null")
-        check_bounds(self, "keep_last", "publish_last", least=1)
+        check_bounds(self, "every_n_steps", "keep_last", "publish_last", least=1)
 
 
 # ---- saving and loading --------------------------------------------------------------------------

@@ -19,6 +19,7 @@ from pathlib import Path
 from qfsdp import __version__
 from qfsdp.common.devices import check_system
 from qfsdp.common.errors import UserError, user_errors
+from qfsdp.common.files import why
 from qfsdp.common.output import check_output, outlive_output_errors
 from qfsdp.common.quiet import quiet_torchao
 from qfsdp.config import recipe_files as recipes
@@ -223,16 +224,12 @@ def print_file(name: str, sort: bool) -> None:
             tree = yaml.safe_load(text)
             text = yaml.dump(tree, sort_keys=True, indent=4, width=80, allow_unicode=True)
     except (OSError, ValueError, RecursionError) as error:
-        raise UserError(f"{name}: {_reason(error)}; expected a recipe or a config") from None
+        raise UserError(f"{name}: {why(error)}; expected a recipe or a config") from None
     except Exception as error:  # yaml.YAMLError, which is not imported without --sort
         if type(error).__module__.partition(".")[0] != "yaml":
             raise
-        raise UserError(f"{name}: {_reason(error)}; expected a YAML file") from None
+        raise UserError(f"{name}: {why(error)}; expected a YAML file") from None
     print(text, end="" if text.endswith("\n") else "\n")
-
-
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or str(error).splitlines()[0]
 
 
 def validate(name: str) -> None:

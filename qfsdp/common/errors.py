@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 from qfsdp.common.printable import printable, redacted
 
@@ -51,13 +51,14 @@ class InvalidField(ValueError):
 
 
 def check_bounds(section: Any, *names: str, least: int, most: int = MOST_INTEGER) -> None:
-    """Checks that the named integer fields of a config section lie from `least` to `most`. Raises
-    InvalidField."""
+    """Checks that the named integer fields of a config section lie from `least` to `most`; null is
+    allowed where a field's type has it. Raises InvalidField."""
     for name in names:
-        if getattr(section, name) < least:
-            raise InvalidField(name, getattr(section, name), f"an integer of at least {least}")
-        if getattr(section, name) > most:
-            raise InvalidField(name, getattr(section, name), f"an integer of at most {most}")
+        value = getattr(section, name)
+        if value is not None and not least <= value <= most:
+            bound = f"an integer of at {f'least {least}' if value < least else f'most {most}'}"
+            may_be_null = type(None) in get_args(get_type_hints(type(section)).get(name))
+            raise InvalidField(name, value, bound + ", or null" * may_be_null)
 
 
 def shortened(text: str, most: int = 300) -> str:

@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qfsdp.common.messages import first_line
 from qfsdp.common.sizes import format_size
 from qfsdp.common.terminal import warn
 
@@ -153,7 +154,7 @@ def why(error: BaseException) -> str:
     """
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
-    text = (str(error) or type(error).__name__).splitlines()[0]
+    text = first_line(error)
     found = re.search(r"\(os error (\d+)\)", text)
     return os.strerror(int(found[1])) if found else text
 

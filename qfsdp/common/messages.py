@@ -42,7 +42,8 @@ def required(key: str) -> UserError:
 
 
 def first_line(error: BaseException) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]
+    """The first line of an exception's text, or its type."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
 def join_key(prefix: str, name: str) -> str:

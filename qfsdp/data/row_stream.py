@@ -9,6 +9,7 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.messages import first_line
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
@@ -59,9 +60,8 @@ class RowStream:
                 yield row
                 number += 1
         except (DatasetsError, ValueError, OSError, RecursionError, EOFError, zlib.error) as error:
-            reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
             where = f"dataset.source: {self._source}, row {number + 1}"
-            raise UserError(f"{where}: {reason[0]}") from None
+            raise UserError(f"{where}: {first_line(error.__cause__ or error)}") from None
 
     def place(self) -> dict[str, Any]:
         """The place after the last row that was read: numbers and text, for a checkpoint."""

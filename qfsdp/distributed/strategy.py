@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.sizes import parse_size
 
 
@@ -68,10 +68,8 @@ class ShardingConfig:
             value = getattr(self, name)
             if value is not None and not self.strategy.startswith("hybrid"):
                 raise InvalidField(name, value, "null, or a strategy that starts with hybrid")
-            if value is not None and value < 1:
-                raise InvalidField(name, value, "an integer of at least 1, or null")
-        if self.prefetch < 0:
-            raise InvalidField("prefetch", self.prefetch, "an integer of at least 0")
+        check_bounds(self, "replicate", "shard", least=1)
+        check_bounds(self, "prefetch", least=0)
         if self.offload_base != "none" and self.cpu_offload:
             why = "none: cpu_offload moves the base to host memory already"
             raise InvalidField("offload_base", self.offload_base, why)

@@ -59,10 +59,7 @@ class ExactMatchConfig:
     batch_size: int | None = None
 
     def check(self) -> None:
-        for name in ("max_rows", "max_new_tokens", "batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidField(name, value, "an integer of at least 1")
+        check_bounds(self, "max_rows", "max_new_tokens", "batch_size", least=1)
         check_bounds(self, "shots", "seed", least=0)
         if self.shots and self.examples is None:
             raise InvalidField("examples", None, f"a file to draw {self.shots} shots from")

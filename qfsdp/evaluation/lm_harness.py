@@ -21,9 +21,9 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.errors import UserError, check_bounds
 from qfsdp.common.long_waits import long_wait
-from qfsdp.common.messages import did_you_mean, nearest
+from qfsdp.common.messages import did_you_mean, first_line, nearest
 from qfsdp.data.files.json_lines import read_rows
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.intervals import Interval, mean_interval
@@ -62,10 +62,8 @@ class LMEvalConfig:
     chat_template: bool = False
 
     def check(self) -> None:
-        if self.limit is not None and self.limit < 1:
-            raise InvalidField("limit", self.limit, "an integer of at least 1, or null")
-        if self.num_fewshot is not None and self.num_fewshot < 0:
-            raise InvalidField("num_fewshot", self.num_fewshot, "an integer of at least 0, or null")
+        check_bounds(self, "limit", least=1)
+        check_bounds(self, "num_fewshot", least=0)
 
 
 @dataclass(frozen=True)
@@ -111,10 +109,9 @@ def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
         try:
             tasks: dict[str, Any] = manager.load(specs)["tasks"]
         except (OSError, ValueError, KeyError) as error:
-            reason = str(error).strip().splitlines() or [type(error).__name__]
             raise UserError(
-                f"lm_eval.tasks: {', '.join(config.tasks)}: {reason[0]}; expected access to the "
-                "hub, or lm_eval.local_data"
+                f"lm_eval.tasks: {', '.join(config.tasks)}: {first_line(error)}; expected access "
+                "to the hub, or lm_eval.local_data"
             ) from error
     for task in tasks.values():
         if config.num_fewshot is not None and task.get_config("num_fewshot") != 0:

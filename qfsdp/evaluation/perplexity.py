@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.encode import naming
 from qfsdp.data.files.json_lines import check_regular
@@ -42,12 +42,9 @@ class TextConfig:
     add_bos: bool = False
 
     def check(self) -> None:
-        if self.window < 2:
-            raise InvalidField("window", self.window, "an integer of at least 2")
+        check_bounds(self, "window", "max_tokens", least=2)
         if self.stride is not None and not 1 <= self.stride <= self.window:
             raise InvalidField("stride", self.stride, "an integer from 1 to window, or null")
-        if self.max_tokens is not None and self.max_tokens < 2:
-            raise InvalidField("max_tokens", self.max_tokens, "an integer of at least 2, or null")
 
 
 class TextWindows:

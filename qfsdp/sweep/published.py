@@ -28,6 +28,7 @@ import yaml
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import why
+from qfsdp.common.messages import first_line
 from qfsdp.config.load import get_key
 from qfsdp.planning.estimate import FRAGMENTATION
 from qfsdp.sweep.cells import Cell, flattened
@@ -79,9 +80,9 @@ def read_published(file: Path, cells: Sequence[Cell]) -> list[tuple[dict[str, An
     except OSError as error:
         raise UserError(f"published: '{file}' cannot be read: {why(error)}") from None
     except (ValueError, KeyError, TypeError, yaml.YAMLError) as error:
-        what = str(error).splitlines()[0]
+        what = f"published: '{file}' is not valid ({first_line(error)})"
         expected = "reports as `qfsdp/sweep/published.py` describes them"
-        raise UserError(f"published: '{file}' is not valid ({what}); expected {expected}") from None
+        raise UserError(f"{what}; expected {expected}") from None
     return found
 
 

@@ -44,11 +44,9 @@ def check_run_config(cfg: Any) -> None:
     if "/" in where and not nearest_existing(Path(where).expanduser()).is_dir():
         raise InvalidField("reference_logprobs", where, "a folder, not a file or a path in a file")
     check_bounds(cfg, "batch_size", "gradient_accumulation_steps", least=1, most=2**20)
-    check_bounds(cfg, "epochs", "log_every_n_steps", least=1)
+    check_bounds(cfg, "epochs", "log_every_n_steps", "max_steps", least=1)
     check_bounds(cfg, "max_seq_len", least=2)
     check_bounds(cfg, "seed", least=0)
-    if cfg.max_steps is not None and cfg.max_steps < 1:
-        raise InvalidField("max_steps", cfg.max_steps, "an integer of at least 1, or null")
     if cfg.max_steps is None and cfg.dataset.kwargs.get("streaming") is True:
         expected = "an integer: the number of rows of dataset.streaming=true is not known"
         raise InvalidField("max_steps", None, expected)

@@ -20,7 +20,7 @@ from typing import Any, cast
 from torch import nn
 from torch.utils.data import Subset
 
-from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.files import PARTIAL, not_written, recover_folder, replace_folder, why, write_json
 from qfsdp.common.progress import at_step
 from qfsdp.common.terminal import warn
@@ -68,12 +68,7 @@ class ValidationConfig:
     lm_eval: LMEvalConfig = field(default_factory=LMEvalConfig)
 
     def check(self) -> None:
-        if self.eval_every < 1:
-            raise InvalidField("eval_every", self.eval_every, "an integer of at least 1")
-        for name in ("batch_size", "max_batches", "patience"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidField(name, value, "an integer of at least 1, or null")
+        check_bounds(self, "eval_every", "batch_size", "max_batches", "patience", least=1)
         for name in self.sets:
             if not re.fullmatch(r"[\w.-]+", name):  # it is part of a metric's name
                 raise InvalidField("sets", name, "names of letters, digits, '_', '-' and '.'")

@@ -25,9 +25,9 @@ from torch.multiprocessing import ProcessExitedException
 from qfsdp.checkpoint.choose import find_checkpoints, published
 from qfsdp.checkpoint.compatibility import read_settings, write_settings
 from qfsdp.checkpoint.digests import describe_file
-from qfsdp.checkpoint.finite import first_not_finite
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
 from qfsdp.checkpoint.state import TrainState
+from qfsdp.checkpoint.state_files import first_not_finite
 from qfsdp.common.errors import UserError
 from qfsdp.tensor_subclasses.dtensor import local_part, whole_tensor
 from tests.models import cpu_world

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.messages import first_line
 from qfsdp.common.progress import moved
 from qfsdp.data.files.file_records import Records, line_of, records_of
 from qfsdp.data.files.parquet_files import ParquetRecords
@@ -214,8 +215,7 @@ def _reading(file: Path) -> Iterator[None]:
     except UnicodeDecodeError:
         raise UserError(f"{file}: not UTF-8; expected UTF-8 text") from None
     except DAMAGED as error:
-        lines = str(getattr(error, "strerror", None) or error).strip().splitlines()
-        reason = lines[0] if lines else type(error).__name__
+        reason = getattr(error, "strerror", None) or first_line(error)
         raise UserError(f"{file}: {reason}; expected a file that can be read") from None
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.messages import first_line
 
 _ROWS = 256  # read at a time
 _BUFFER = 2**20  # bytes; without it whole columns of a row group are read
@@ -62,8 +63,7 @@ class ParquetRecords:
         return row if self._features is None else self._features.decode_example(row)
 
     def _wrong(self, error: BaseException) -> UserError:
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        return UserError(f"{self.file}: {reason}; expected a Parquet file")
+        return UserError(f"{self.file}: {first_line(error)}; expected a Parquet file")
 
 
 def exact_numbers(schema: Any) -> Callable[[dict[str, Any]], dict[str, Any]]:

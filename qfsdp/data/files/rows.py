@@ -12,16 +12,16 @@ import os
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Protocol
 
 from qfsdp.common.errors import UserError, speaks_for_all
+from qfsdp.common.file_digests import file_digest
 from qfsdp.common.long_waits import long_wait
-from qfsdp.common.progress import moved
+from qfsdp.common.messages import first_line
 from qfsdp.common.terminal import is_terminal
 from qfsdp.data.files.data_files import SUFFIXES, check_beginning, listed, suffix_of
-from qfsdp.data.files.file_rows import FilePart, FileRow, FileRows, FileStream, file_state
+from qfsdp.data.files.file_rows import FilePart, FileRow, FileRows, FileStream
 from qfsdp.data.files.json_lines import check_regular
 from qfsdp.data.reading import current
 from qfsdp.data.row_stream import RowStream
@@ -175,7 +175,7 @@ def _spans(source: str, split: str, count: int | None) -> list[range]:
             return []
         found = ReadInstruction.from_spec(split).to_absolute({"train": count})
     except (ValueError, AssertionError) as error:
-        reason = (str(error).strip().splitlines() or ["not valid"])[0]
+        reason = first_line(error)
         hint = " Files have only train; dataset.data_files chooses some." * ("Unknown" in reason)
         raise UserError(f"dataset.source: {source}, split {split}: {reason}{hint}") from None
     return [range(part.from_ or 0, count if part.to is None else part.to) for part in found]
@@ -209,36 +209,19 @@ def _load(
                 f"dataset.source: the hub has no dataset '{source}'; expected a file, a folder or "
                 "org/name; private and gated ones need `hf auth login`, or HF_TOKEN"
             ) from error
-        reason = str(error.__cause__ or error).strip().splitlines() or [type(error).__name__]
-        raise UserError(f"dataset.source: {source}, split {split}: {reason[0]}") from error
+        reason = first_line(error.__cause__ or error)
+        raise UserError(f"dataset.source: {source}, split {split}: {reason}") from error
 
 
 def content_digest(source: str) -> str:
-    """A hash of the contents of a file or of all data files of a folder; "" for a hub name.
-
-    Reads them whole, once per process: 1 GB/s or more. The time of a file says too little: a file
-    that is copied back from a backup has its old time.
-    """
+    """A hash of the contents of a file or of all data files of a folder; "" for a hub name. Each is
+    read whole, once per machine: 1 GB/s or more."""
     path = Path(source).expanduser()
     if not os.path.exists(path):
         return ""
     with long_wait(f"hashing {source}"):
-        hashes = [
-            f"{file.relative_to(path)} {_file_digest(file, *file_state(file))}"
-            for file in _data_files(path)
-        ]
+        hashes = [f"{file.relative_to(path)} {file_digest(file)}" for file in _data_files(path)]
     return hashlib.sha256("\n".join(hashes).encode(errors="surrogateescape")).hexdigest()
-
-
-@lru_cache(maxsize=1000)
-def _file_digest(file: Path, *state: int) -> str:
-    """The hash of a file in that state."""
-    digest = hashlib.sha256()
-    with file.open("rb") as stream:
-        while data := stream.read(2**24):
-            digest.update(data)
-            moved()
-    return digest.hexdigest()
 
 
 def read_each(rows: Iterable[Row], source: str) -> Iterator[Row]:

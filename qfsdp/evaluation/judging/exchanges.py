@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.files import not_written, to_json
 from qfsdp.common.progress import moved
 
@@ -49,8 +49,7 @@ class EndpointConfig:
     def check(self) -> None:
         if not self.url.startswith(("http://", "https://")):
             raise InvalidField("url", self.url, "one that begins with http:// or https://")
-        if self.max_tokens is not None and self.max_tokens < 1:
-            raise InvalidField("max_tokens", self.max_tokens, "an integer of at least 1, or null")
+        check_bounds(self, "max_tokens", least=1)
         own = {"model", "messages", "max_tokens", "temperature", "stream"}
         for name in own & set(self.options):
             raise InvalidField(f"options.{name}", self.options[name], "a field that has no own key")
