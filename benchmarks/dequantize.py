@@ -58,8 +58,9 @@ from benchmarks.timing import (
     write_figures,
 )
 from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.compiled import can_compile
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 SMOLLM2 = [(576, 576), (192, 576), (1536, 576), (576, 1536)]
 LLAMA_8B = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]

@@ -28,14 +28,14 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, spread, tell, write_figures
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import init_adapters, row_norms
+from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.modules.adapters.low_rank_linear import (
     LowRankLinear,
     low_rank_linears,
     refresh_dora_norms,
 )
 from qfsdp.modules.quantized_linear import QuantizedLinear
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses import frozen_weight, nf4
 
 SHAPES = [(4096, 4096), (1024, 4096), (1024, 4096), (4096, 4096)]  # q, k, v, o
 SHAPES += [(14336, 4096), (14336, 4096), (4096, 14336)]  # gate, up, down
@@ -113,7 +113,7 @@ def furthest(found: Tensor, norms: Tensor) -> float:
 @contextmanager
 def pieces_of(weights: int) -> Iterator[None]:
     """Norms of so many weights at a time, on any device."""
-    with mock.patch.multiple(row_norms, NORM_CHUNK_ON_GPU=weights, NORM_CHUNK_WEIGHTS=weights):
+    with mock.patch.multiple(frozen_weight, NORM_CHUNK_ON_GPU=weights, NORM_CHUNK_WEIGHTS=weights):
         yield
 
 

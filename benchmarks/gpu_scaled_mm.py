@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, geometric, in_turns, ratios, tell, write_figures
 from qfsdp.tensor_subclasses import fp8, nf4
-from qfsdp.tensor_subclasses.quantized_tensor import frozen_weight
+from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 
 SHAPES = [(4096, 4096), (1024, 4096), (14336, 4096), (4096, 14336)]
 PAIRS = [("rowwise", "bf16"), ("tensorwise", "bf16"), ("rowwise_fast", "bf16")]

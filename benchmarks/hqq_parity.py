@@ -47,7 +47,8 @@ from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.perplexity import TextConfig, dataset_loss, text_windows
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.four_bit import BLOCK
-from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor, frozen_weight
+from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
+from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 LLAMA_8B = (14336, 4096)
 WINDOW = 1024

@@ -35,8 +35,8 @@ from qfsdp.checkpoint.weights.read import STORED_DTYPES, Read
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.linears import LowRankExpertLinear, seeded, start_magnitudes
 from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
-from qfsdp.modules.adapters.row_norms import held_rows, row_chunks
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, shard_group
+from qfsdp.tensor_subclasses.frozen_weight import held_rows, row_chunks
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 

@@ -43,7 +43,7 @@ _PACKAGES = {
         "adapter_config=config adapters=linears folded_linear=folded row_norms reference"
     ),
     ("qfsdp.modules", "qfsdp.modules.low_rank"): (
-        "adapted_linear=autograd adapted_linear_ops=product same_input=grouped"
+        "adapted_linear=product adapted_linear_ops=product same_input=grouped"
     ),
     ("qfsdp.modules", "qfsdp.modules.experts"): (
         "experts=stacked adapted_experts=adapted expert_product=product mixture router routing"

@@ -23,7 +23,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.data.batch import ALL_POSITIONS, IGNORE_INDEX
-from qfsdp.modules.chunk_gradients import chunk_functions
+from qfsdp.modules.chunk_gradients import (
+    LossesAndGradient,
+    of_any,
+    of_quantized,
+    quantized_logits,
+)
+from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 # Logits of a chunk: 128 MB in bf16, 512 tokens of a vocabulary of 128,256.
@@ -32,6 +38,9 @@ CHUNK_LOGITS = 1 << 26
 # rows of tiles, so the gradient of the hidden state has 160 tiles of 128 x 128: two rounds on the
 # 132 processors of an H200. 512 tokens make 128 tiles, one round.
 TILE = 128
+
+# Weights of the output layer whose gradient is added at a time: 32 MB in bf16.
+GRADIENT_CHUNK_WEIGHTS = 1 << 24
 
 
 def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
@@ -228,6 +237,44 @@ def _in_chunks(
         of_chunk, grad_hidden[part] = gradients(hidden[part], labels[part], of_rows, grads)
         losses.append(of_chunk)
     return losses, grad_hidden, grads
+
+
+def chunk_functions(
+    head: nn.Module,
+    trained: Sequence[Tensor],
+    loss: LossesAndGradient,
+    dtype: torch.dtype | None = None,
+) -> tuple[Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tensor]]]:
+    """The logits of a chunk `[n, hidden]`; and, as `of_any`, its losses and gradients.
+
+    Args:
+        head: with all rows of the vocabulary, or with some, which `loss` must know.
+        dtype: in which a plain weight is computed; None: its own.
+    """
+    weight = cast(Tensor, head.weight)
+    if isinstance(head, nn.Linear):
+        weight = weight.detach().to(dtype or weight.dtype)
+        return partial(F.linear, weight=weight), partial(_of_plain, weight, loss)
+    if isinstance(head, QuantizedLinear) and head.bias is None:
+        return partial(quantized_logits, weight), partial(of_quantized, weight, loss)
+    return head.forward, partial(of_any, head, trained, loss)
+
+
+def _of_plain(
+    weight: Tensor,
+    loss: LossesAndGradient,
+    hidden: Tensor,
+    labels: Tensor,
+    weights: Tensor | None,
+    grads: list[Tensor],
+) -> tuple[Tensor, Tensor]:
+    """`of_any` for a plain weight, without another tensor of its size; `grads`: [] if frozen."""
+    rows = max(1, GRADIENT_CHUNK_WEIGHTS // hidden.size(1))
+    losses, grad_logits = loss(F.linear(hidden, weight), labels, weights)
+    for grad in grads:
+        for into, columns in zip(grad.split(rows), grad_logits.split(rows, dim=1), strict=True):
+            into += columns.t() @ hidden
+    return losses, grad_logits @ weight
 
 
 def chunk_tokens(vocabulary: int) -> int:

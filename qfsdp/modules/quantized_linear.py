@@ -23,8 +23,9 @@ from qfsdp.modules.targets import (
     target_modules,
 )
 from qfsdp.tensor_subclasses.fp8 import TILE, backward_product, forward_product
+from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor, frozen_weight
+from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 LINEARS = (nn.Linear, ExpertLinear)
 """What can be quantized."""

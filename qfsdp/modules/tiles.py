@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qfsdp.modules.activations import held_by_autograd
-from qfsdp.tensor_subclasses.held_weights import weights_held
+from qfsdp.tensor_subclasses.frozen_weight import weights_held
 from qfsdp.tensor_subclasses.kernels import dry_run
 
 Part = Callable[[Tensor], Tensor]

@@ -26,11 +26,11 @@ import torch
 from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import numbers_of, table
+from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
 from qfsdp.tensor_subclasses.nf4 import absmax_of_blocks
 from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS
-from qfsdp.tensor_subclasses.quantized_tensor import frozen_weight
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

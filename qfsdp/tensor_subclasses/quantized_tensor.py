@@ -44,7 +44,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.tensor_subclasses import tensor_methods
-from qfsdp.tensor_subclasses.held_weights import held
 from qfsdp.tensor_subclasses.tensor_ops import OPS, RowPosition, refused
 
 FORMATS: dict[str, type[QuantizedTensor]] = tensor_methods.FORMATS
@@ -371,26 +370,3 @@ class QuantizedTensor(tensor_methods.TensorMethods):
         # `rows=0`: the metadata belongs to the shard, so nothing else is copied into the weight.
         position = RowPosition(first, rows=0)
         return self._like(qdata, metadata=metadata, position=position, store=None), ()
-
-
-def frozen_weight(
-    weight: Tensor,
-    metadata: Sequence[Tensor],
-    format: str,
-    cols: int,
-    row_offset: int,
-    dtype: torch.dtype,
-    row_scale: Tensor | None = None,
-) -> Tensor:
-    """Rows of a frozen weight, quantized or plain, as numbers of `dtype`.
-
-    A function of plain tensors and numbers, for custom ops.
-
-    Args:
-        weight: the bytes of a quantized weight; or a plain weight `[rows, cols]`, with `format` "".
-        row_scale: fp32 `[rows]`, multiplied in before rounding to `dtype`.
-    """
-    if not format:
-        return (weight if row_scale is None else weight * row_scale.unsqueeze(1)).to(dtype)
-    rows = FORMATS[format].dequantize_rows
-    return held(weight, dtype, lambda: rows(weight, metadata, cols, row_offset, dtype, row_scale))

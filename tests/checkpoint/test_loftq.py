@@ -17,8 +17,9 @@ from qfsdp.checkpoint.loftq import best_product
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.common.errors import UserError
+from qfsdp.modules.adapters import low_rank_linear
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import init_adapters, row_norms
+from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.modules.adapters.low_rank_linear import (
     LowRankLinear,
     low_rank_linears,
@@ -234,7 +235,7 @@ def test_linears_that_are_not_quantized_start_as_usual(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("module", "reads_weights"), [(loftq, "best_product"), (row_norms, "held_rows")]
+    ("module", "reads_weights"), [(loftq, "best_product"), (low_rank_linear, "held_rows")]
 )
 def test_a_resumed_run_computes_no_start(
     module: Any, reads_weights: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

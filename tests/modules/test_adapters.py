@@ -17,15 +17,16 @@ from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.config.component import Component
 from qfsdp.modules.adapters import linears as adapters
+from qfsdp.modules.adapters import low_rank_linear
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import init_adapters, parameter_groups, row_norms
+from qfsdp.modules.adapters.linears import init_adapters, parameter_groups
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, LowRankLinear, adapted_linears
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import check_targets, target_modules
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import dtensor as shards
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses import frozen_weight, nf4
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.optimizer import build_optimizer
@@ -246,7 +247,7 @@ def test_norms_do_not_depend_on_chunks_and_ranks(
     """7 rows of the widest weight at a time. On three ranks all A are gathered at once, on two a
     few at a time."""
     at_once = refreshed_norms(folders["llama"])
-    monkeypatch.setattr(row_norms, "NORM_CHUNK_WEIGHTS", 7 * 577)
+    monkeypatch.setattr(frozen_weight, "NORM_CHUNK_WEIGHTS", 7 * 577)
     in_chunks = refreshed_norms(folders["llama"])
     on_ranks = run_ranks(3, refreshed_norms, folders["llama"])
     on_ranks += run_ranks(2, refreshed_norms, folders["llama"], 3000)
@@ -350,8 +351,8 @@ def initial_adapters(folder: Path) -> dict[str, Tensor]:
 def test_the_start_reads_a_weight_once_and_has_the_norms_of_a_refresh(
     format: str, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    chunks, read = row_norms.row_chunks, list[Tensor]()
-    monkeypatch.setattr(row_norms, "row_chunks", lambda w: read.append(w) or chunks(w))
+    chunks, read = low_rank_linear.row_chunks, list[Tensor]()
+    monkeypatch.setattr(low_rank_linear, "row_chunks", lambda w: read.append(w) or chunks(w))
     model = adapted_model(folders["llama"], adapter("dora"), format=format)
     modules = [module for _, module in adapters.low_rank_linears(model)]
     assert modules and len(read) == len(modules)

@@ -9,9 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import LowRankExpertLinear, init_adapters, row_norms
+from qfsdp.modules.adapters.linears import LowRankExpertLinear, init_adapters
 from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.experts.stacked import ExpertLinear
+from qfsdp.tensor_subclasses import frozen_weight
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 EXPERTS, OUT, IN, RANK = 5, 6, 64, 3
@@ -104,7 +105,7 @@ def test_outputs_and_gradients_equal_the_product_multiplied_out(
 def test_norms_are_those_of_the_adapted_rows_in_pieces_of_any_size(
     format: str, chunk: int, shared: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(row_norms, "NORM_CHUNK_WEIGHTS", chunk)
+    monkeypatch.setattr(frozen_weight, "NORM_CHUNK_WEIGHTS", chunk)
     module = made("dora", format, shared=shared)
     a = module.lora_A.detach().double().view(-1, RANK, IN)
     b = module.lora_B.detach().double().view(-1, OUT, RANK)

@@ -8,14 +8,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qfsdp.modules import chunk_gradients
 from qfsdp.modules import loss as loss_module
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import row_norms
 from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
 from qfsdp.modules.loss import head_loss, summed_cross_entropy
 from qfsdp.modules.quantized_linear import QuantizedLinear
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses import frozen_weight, nf4
 from tests.models import adapted_model, randomize_adapters
 from tests.tiny import write_tiny_model
 
@@ -59,8 +57,8 @@ def test_loss_and_gradients_in_chunks(
     name: str, chunk: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loss_module, "CHUNK_LOGITS", chunk * VOCABULARY)
-    monkeypatch.setattr(chunk_gradients, "GRADIENT_CHUNK_WEIGHTS", 100 * HIDDEN)
-    monkeypatch.setattr(row_norms, "NORM_CHUNK_WEIGHTS", 100 * HIDDEN)
+    monkeypatch.setattr(loss_module, "GRADIENT_CHUNK_WEIGHTS", 100 * HIDDEN)
+    monkeypatch.setattr(frozen_weight, "NORM_CHUNK_WEIGHTS", 100 * HIDDEN)
     head, generator = head_of(name), torch.Generator().manual_seed(1)
     hidden = torch.randn(3, 20, HIDDEN, generator=generator).requires_grad_()
     labels = torch.randint(0, VOCABULARY, (3, 20), generator=generator)
@@ -99,7 +97,7 @@ def test_a_trained_head_is_left_alone_where_nothing_is_recorded(
     def gradients(*_: object) -> None:
         raise NotImplementedError
 
-    monkeypatch.setattr(chunk_gradients, "_of_plain", gradients)
+    monkeypatch.setattr(loss_module, "_of_plain", gradients)
     with pytest.raises(NotImplementedError):
         head_loss(head, hidden, labels)
     with torch.no_grad():

@@ -18,9 +18,8 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.modules.adapters.low_rank_linear import low_rank_linears, refresh_dora_norms
-from qfsdp.modules.low_rank import autograd as adapted_linear
 from qfsdp.modules.low_rank import grouped as same_input
-from qfsdp.modules.low_rank import product as adapted_linear_ops
+from qfsdp.modules.low_rank import product as adapted_linear
 from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels.custom_op import CUSTOM_OPS
@@ -234,7 +233,7 @@ def test_launches_of_a_layer(
     6.9 a linear."""
     model = model_of(folder, method)
     step(model)  # writes the copies
-    original = adapted_linear_ops.frozen_weight
+    original = adapted_linear.frozen_weight
 
     def one_kernel(*args: Any) -> Tensor:
         counted.found[counted.within, "dequantize"] += 1
@@ -243,7 +242,7 @@ def test_launches_of_a_layer(
         counted.within = within
         return made
 
-    monkeypatch.setattr(adapted_linear_ops, "frozen_weight", one_kernel)
+    monkeypatch.setattr(adapted_linear, "frozen_weight", one_kernel)
     with Launches() as counted:
         step(model)
     found: Counter[str] = Counter()

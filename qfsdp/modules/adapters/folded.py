@@ -23,8 +23,9 @@ from qfsdp.modules.adapters.linears import Adaptable
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, LowRankLinear
 from qfsdp.modules.low_rank.product import scaled_b
 from qfsdp.modules.targets import replace_module
+from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
 @custom_op("qfsdp::folded_linear")

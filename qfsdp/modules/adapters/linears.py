@@ -35,7 +35,6 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.common.errors import UserError
-from qfsdp.modules.adapters import row_norms
 from qfsdp.modules.adapters.config import SHARED_OUTER, AdapterConfig, check_rank, check_sharing
 from qfsdp.modules.adapters.low_rank_linear import (
     ADAPTABLE,
@@ -52,12 +51,13 @@ from qfsdp.modules.adapters.miss import BlockSharedLinear
 from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.adapters.places import adapted_places
 from qfsdp.modules.adapters.reference import keep_start
+from qfsdp.modules.adapters.row_norms import adapted_expert_norms
 from qfsdp.modules.adapters.whole import train_whole
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
 from qfsdp.modules.experts.router import ChoosesExperts, Router
 from qfsdp.modules.experts.stacked import ExpertLinear, bias_of_rows
-from qfsdp.modules.low_rank.autograd import adapted_linear
 from qfsdp.modules.low_rank.grouped import prepare
+from qfsdp.modules.low_rank.product import adapted_linear
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.modules.score_head import SCORE, START, score_head
 from qfsdp.modules.targets import replace_module
@@ -129,7 +129,7 @@ class LowRankExpertLinear(LowRankLinear):
         ends = torch.arange(1, self.experts + 1, dtype=torch.int32, device=weight.device)
         ends = ends * size - first
         a = of_all(a, self.experts * b.size(1))
-        return row_norms.adapted_expert_norms(weight, a, b, self.scaling, base_squares, ends)
+        return adapted_expert_norms(weight, a, b, self.scaling, base_squares, ends)
 
 
 class LowRankRouter(ChoosesExperts, LowRankLinear):  # type: ignore[misc]  # two `forward`s

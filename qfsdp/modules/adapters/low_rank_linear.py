@@ -1,4 +1,11 @@
-"""LoRA and DoRA on a linear; `linears` says what they compute."""
+"""LoRA and DoRA on a linear; `linears` says what they compute.
+
+DoRA needs the row norms of W + scaling * B A. They are computed without the product B A:
+
+    |w + s b A|^2 = |w|^2 + (2 s w A^T + s^2 b A A^T) . b
+
+W is read in pieces, as the plain rows that forward multiplies by.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +15,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qfsdp.modules.adapters import row_norms
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.experts.router import Router
 from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.modules.low_rank.grouped import Copies, low_rank_outputs
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.score_head import score_head
-from qfsdp.tensor_subclasses.dtensor import (
-    local_part,
-    on_mesh,
-    whole_tensors,
-)
+from qfsdp.tensor_subclasses.dtensor import local_part, on_mesh, whole_tensors
+from qfsdp.tensor_subclasses.frozen_weight import held_rows, row_chunks
+from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 Adaptable = nn.Linear | QuantizedLinear | ExpertLinear | Router
 ADAPTABLE = (nn.Linear, QuantizedLinear, ExpertLinear, Router)
@@ -118,7 +122,7 @@ class LowRankLinear(AdaptedLinear):
 
     def norms(self, weight: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
         """Row norms of W + scaling * B A, of the rows that this rank holds in `weight` and `b`."""
-        return row_norms.adapted_norms(weight, a, b, self.scaling, base_squares)
+        return adapted_norms(weight, a, b, self.scaling, base_squares)
 
 
 def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
@@ -151,11 +155,44 @@ def refresh_dora_norms(model: nn.Module, b_is_zero: bool = False) -> None:
     for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
         assert module.weight_norm is not None
         b = module.held_b()
-        weight = row_norms.held_rows(module.weight, module.weight_norm, b.device)
+        weight = held_rows(module.weight, module.weight_norm, b.device)
         if (squares := module.base_squares) is None:
-            squares = module.base_squares = row_norms.squared_norms(weight)
-        norms = row_norms.roots(squares) if b_is_zero else module.norms(weight, a, b, squares)
+            squares = module.base_squares = squared_norms(weight)
+        norms = roots(squares) if b_is_zero else module.norms(weight, a, b, squares)
         local_part(module.weight_norm).copy_(norms)
+
+
+def squared_norms(weight: Tensor) -> Tensor:
+    """fp32 `[rows]`, the squared norm of each row."""
+    squares = torch.empty(weight.size(0), dtype=torch.float32, device=weight.device)
+    for part, rows in row_chunks(weight):
+        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32, out=squares[part])
+    return squares.square_()
+
+
+def adapted_norms(
+    weight: Tensor, a: Tensor, b: Tensor, scaling: float, base_squares: Tensor
+) -> Tensor:
+    """fp32 `[rows]`, the row norms of W + scaling * B A."""
+    mixed = torch.empty_like(b, dtype=weight.dtype)  # W A^T, `[rows, rank]`
+    a = a.to(mixed.dtype)
+    for part, rows in row_chunks(weight):
+        torch.mm(rows, a.t(), out=mixed[part])
+    return _norms(mixed, a, b * scaling, base_squares)
+
+
+@compiled
+def _norms(mixed: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
+    """Row norms, without the product B A. `mixed` is w A^T of rows w, `base_squares` their squared
+    norms; b is scaled."""
+    gram = a.float() @ a.t().float()
+    return roots(base_squares + ((2 * mixed.float() + b @ gram) * b).sum(1))
+
+
+def roots(squares: Tensor) -> Tensor:
+    """Row norms, fp32 `[rows]`, from their squares."""
+    # In a row of zeros (an unused vocabulary entry) magnitude and norm are equal: their ratio is 1.
+    return squares.clamp(min=0.0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
 
 
 def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:

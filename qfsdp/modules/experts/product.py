@@ -20,9 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 CHUNK_BYTES = 1 << 30  # of dequantized experts; Qwen3-30B-A3B has 805 MB in a projection of a layer
 

@@ -21,13 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from qfsdp.modules.low_rank.autograd import (
+from qfsdp.modules.low_rank.product import (
     MOST_TOGETHER,
     Ready,
     adapted_linears,
+    scaled_b,
     with_row_gradient,
 )
-from qfsdp.modules.low_rank.product import scaled_b
 
 # B of some linears is scaled in fp32 at a time: 16 MB.
 NUMBERS_AT_A_TIME = 1 << 22
