@@ -13,7 +13,7 @@ from safetensors.torch import save_file
 
 from qfsdp.config import recipe_files as recipes
 from qfsdp.config.load import load_config
-from qfsdp.tensor_subclasses.kernels.compiled import has_compiler
+from qfsdp.tensor_subclasses.kernels.ability import has_compiler
 
 needs_compiler = pytest.mark.skipif(
     not has_compiler(), reason="inductor needs a C++ compiler (install g++)"

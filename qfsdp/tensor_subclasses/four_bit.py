@@ -15,7 +15,6 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.tensor_subclasses.kernels import compiled as kernels
-from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
 
 BLOCK = 64
 KERNEL_CHUNK = 1 << 21  # weights computed at a time: temporaries of 30 MB, 110 uncompiled
@@ -45,17 +44,6 @@ def table(values: tuple[float, ...], like: Tensor) -> Tensor:
 @functools.cache
 def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
-
-
-@kernels.compiled
-def pack_pairs(codes: Tensor) -> Tensor:
-    """Codes uint8 `[rows, cols]` -> two codes in a byte, the first high, `[rows, cols/2]`.
-
-    A separate kernel, on pairs of bytes as 16-bit numbers: in the kernel that computes the codes,
-    separating even and odd ones prevents vectorization, 138 against 780 M weights/s per core.
-    """
-    pairs = codes.view(torch.int16)
-    return (((pairs & 15) << 4) | (pairs >> 8)).to(torch.uint8)
 
 
 def numbers_of(columns: Tensor, dtype: torch.dtype) -> Tensor:
@@ -112,7 +100,7 @@ def write_pairs(first: Tensor, second: Tensor, out: Tensor) -> None:
             half.to(torch.float8_e4m3fn).view(torch.uint8).int() for half in (first, second)
         )
         pair = ((high << 8) | low).to(torch.int16)
-    elif out.dtype == torch.int32 and on_cpu(first):
+    elif out.dtype == torch.int32 and kernels.on_cpu(first):
         # Rounding to bf16 vectorizes on CPUs in integers only.
         low, high = (_rounded_to_bf16(half.view(torch.int32)) for half in (first, second))
         pair = (high & -65536) | ((low >> 16) & 65535)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from qfsdp.tensor_subclasses.dtensor import local_rows
-from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
+from qfsdp.tensor_subclasses.kernels.compiled import on_cpu
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 # Weights at a time in `refresh_dora_norms`: 8 MB in bf16 stay in a CPU's cache. On a GPU 128 MB:

@@ -20,7 +20,7 @@ weights cannot be exchanged.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -33,11 +33,15 @@ from qfsdp.tensor_subclasses.four_bit import (
     write_pairs,
     write_uncompiled,
 )
-from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS, compiled
-from qfsdp.tensor_subclasses.kernels.dry_run import on_cpu
+from qfsdp.tensor_subclasses.kernels.compiled import (
+    FLAT_ON_GPUS,
+    ROUNDED_AS_ON_CPUS,
+    compiled,
+    on_cpu,
+)
 from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, NF4_PAIRS, SCALE_BLOCK
-from qfsdp.tensor_subclasses.nf4_quantize import check_finite, quantize_absmax, write_codes
-from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
+from qfsdp.tensor_subclasses.nf4_quantize import quantize_nf4
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
 class NF4Tensor(QuantizedTensor):
@@ -47,6 +51,7 @@ class NF4Tensor(QuantizedTensor):
     metadata_names = ("scales", "offset")
     scales: Tensor
     offset: Tensor
+    _quantize = quantize_nf4
 
     @staticmethod
     def row_bytes(cols: int) -> int:
@@ -74,22 +79,6 @@ class NF4Tensor(QuantizedTensor):
         first = row_offset * absmax_codes.size(1)
         products = absmax_products(absmax_codes, scales, dynamic, first)
         return dequantizer(codes, products, offset, cols, dtype, row_scale)
-
-    def _quantize(
-        self, pieces: Iterable[Tensor], name: str, gather_rows: GatherRows | None
-    ) -> None:
-        # The second level needs the absmax of every block of the whole weight, one per 64 weights.
-        # Each rank quantizes all of them and keeps the codes of its own rows.
-        absmax = write_codes(pieces, self.qdata)
-        whole = absmax if gather_rows is None else gather_rows(absmax)
-        check_finite(whole, name)
-        absmax_codes, scales, offset = quantize_absmax(whole)
-        if not torch.isfinite(offset):
-            raise ValueError(f"{name}: its mean absmax overflows fp32; it cannot be quantized")
-        mine = slice(self.row_offset, self.row_offset + absmax.size(0))
-        self.qdata[:, -absmax.size(1) :] = absmax_codes[mine]
-        self.scales.copy_(scales)
-        self.offset.copy_(offset)
 
 
 # ---- quantizing ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from qfsdp.common.files import nearest_existing
 from qfsdp.config.load import get_key
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.refused import check_hub_run
-from qfsdp.tensor_subclasses.kernels.compiled import check_compile
+from qfsdp.tensor_subclasses.kernels.ability import check_compile
 from qfsdp.training.preference import step_options
 
 

@@ -394,5 +394,5 @@ def test_compiled_kernels_count_only_their_results(tiny: Path, monkeypatch: Any)
     eager = estimate(*cfg, 1)
     monkeypatch.delenv("QFSDP_EAGER_KERNELS")
     compiled = estimate(*cfg, 1)
-    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.has_compiler", lambda: False)
+    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.ability.has_compiler", lambda: False)
     assert eager.peak > compiled.peak == estimate(*cfg, 1).peak

@@ -22,6 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels import dry_run
+from qfsdp.tensor_subclasses.kernels.compiled import on_cpu
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -34,7 +35,7 @@ def takes_grouped(x: Tensor, experts: int, *sizes: int) -> bool:
     if x.dtype != torch.bfloat16 or x.size(0) < experts or any(size % 8 for size in sizes):
         return False
     if dry_run.current is not None:
-        return not dry_run.on_cpu(x)
+        return not on_cpu(x)
     return x.is_cuda and torch.cuda.get_device_capability(x.device) >= (8, 0)
 
 

@@ -299,7 +299,8 @@ def adapted_linears(
         `[..., out]` each, of x's dtype, with gradients for x, dropped, a and b.
     """
     metadata: list[Tensor] = []
-    which, plain = (scaling, "", 0, False), list[Tensor]()
+    plain: list[Tensor] = []
+    which = (scaling, "", 0, False)
     for weight in weights:
         held, of_weight, format, first = bytes_of(weight)
         which = (scaling, format, first, fp8 and bool(format))

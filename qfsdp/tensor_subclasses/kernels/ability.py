@@ -24,6 +24,8 @@ from pathlib import Path
 
 import torch
 
+from qfsdp.common.errors import UserError
+
 FOLDER = "TORCHINDUCTOR_CACHE_DIR"
 OF_TRITON = "TRITON_CACHE_DIR"
 FREE = 1 << 16  # bytes that must fit in a folder of compiled code: about one kernel
@@ -191,3 +193,35 @@ def _said(error: BaseException) -> str:
     lines = [line.strip() for line in str(text or error).splitlines()]
     said = [line for line in lines if "rror:" in line or "No space" in line]
     return (said or lines or ["it says nothing"])[0][:200]
+
+
+def check_compile(compile: bool, path: str | None) -> None:
+    """Checks the keys `compile` and `compile_cache_dir`.
+
+    Raises:
+        UserError: the folder cannot be made; or layers are to be compiled, and a trial fails.
+    """
+    use_cache_dir(path, report=False)
+    if compile and not has_compiler():
+        raise UserError(f"compile: true, but {why_not()}; or compile=false")
+
+
+def use_cache_dir(path: str | None, report: bool) -> None:
+    """Sets the folder of compiled code, which the next start reuses.
+
+    Args:
+        path: None: PyTorch's default, `TORCHINDUCTOR_CACHE_DIR` or a folder of the user in /tmp.
+        report: print the folder.
+
+    Raises:
+        UserError: the folder cannot be made.
+    """
+    if path is not None:
+        folder = Path(path).expanduser().absolute()
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(f"compile_cache_dir: '{path}' cannot be made: {error}") from None
+        os.environ[FOLDER] = str(folder)
+    if report:
+        print(f"compiled code: {cache_folder()}", flush=True)

@@ -6,22 +6,15 @@ import functools
 import logging
 import os
 from collections.abc import Callable
-from pathlib import Path
 from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from qfsdp.common.errors import UserError
 from qfsdp.tensor_subclasses.kernels import dry_run
-from qfsdp.tensor_subclasses.kernels.ability import (
-    FOLDER,
-    cache_folder,
-    failed_build,
-    has_compiler,
-    is_failed_build,
-    why_not,
-)
+from qfsdp.tensor_subclasses.kernels.ability import check_compile as check_compile
+from qfsdp.tensor_subclasses.kernels.ability import failed_build, is_failed_build, why_not
+from qfsdp.tensor_subclasses.kernels.ability import use_cache_dir as use_cache_dir
 from qfsdp.tensor_subclasses.kernels.dispatch import Kernel
 
 DYNAMIC_DEVICES = ("cpu",)  # devices for which `static_on_gpus` changes nothing
@@ -70,36 +63,10 @@ def _stop_compiling(error: Exception) -> None:
     _say_uncompiled(failed_build(error))
 
 
-def check_compile(compile: bool, path: str | None) -> None:
-    """Checks the keys `compile` and `compile_cache_dir`.
-
-    Raises:
-        UserError: the folder cannot be made; or layers are to be compiled, and a trial fails.
-    """
-    use_cache_dir(path, report=False)
-    if compile and not has_compiler():
-        raise UserError(f"compile: true, but {why_not()}; or compile=false")
-
-
-def use_cache_dir(path: str | None, report: bool) -> None:
-    """Sets the folder of compiled code, which the next start reuses.
-
-    Args:
-        path: None: PyTorch's default, `TORCHINDUCTOR_CACHE_DIR` or a folder of the user in /tmp.
-        report: print the folder.
-
-    Raises:
-        UserError: the folder cannot be made.
-    """
-    if path is not None:
-        folder = Path(path).expanduser().absolute()
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"compile_cache_dir: '{path}' cannot be made: {error}") from None
-        os.environ[FOLDER] = str(folder)
-    if report:
-        print(f"compiled code: {cache_folder()}", flush=True)
+def on_cpu(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is on the CPU, or in a dry run stands for one on the CPU."""
+    dry = dry_run.current
+    return tensor.device.type == "cpu" if dry is None else dry.target == "cpu"
 
 
 def compiled(

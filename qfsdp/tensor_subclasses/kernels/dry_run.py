@@ -52,8 +52,3 @@ def following(dry_run: DryRun) -> Iterator[None]:
         yield
     finally:
         current = before
-
-
-def on_cpu(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is on the CPU, or in a dry run stands for one on the CPU."""
-    return tensor.device.type == "cpu" if current is None else current.target == "cpu"
