@@ -34,17 +34,15 @@ their use and in its own stream. The gathered result is an ordinary quantized we
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, Protocol
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.tensor_subclasses import tensor_methods
-from qfsdp.tensor_subclasses.tensor_ops import OPS, RowPosition, refused
+from qfsdp.tensor_subclasses.tensor_ops import OPS, RowPosition, aten, implements, refused
 
 FORMATS: dict[str, type[QuantizedTensor]] = tensor_methods.FORMATS
 """Quantized formats by their name in configs ("nf4"); every subclass adds itself."""
@@ -306,23 +304,25 @@ class QuantizedTensor(tensor_methods.TensorMethods):
             f"cols={self.cols}, dtype={self.dtype}, device={self.device})"
         )
 
-    def __tensor_flatten__(self) -> tuple[list[str], tuple[Any, ...]]:
-        names = ["qdata", *self.metadata_names]
-        return names, (self.cols, self.dtype, self.row_offset, self.global_rows)
+    def own_position(self) -> RowPosition:
+        """The position of a copy: its memory holds the rows of `self` and no others."""
+        held = self.qdata.size(0)
+        rows = held if self.position.rows is None else min(held, self.position.rows)
+        return replace(self.position, rows=rows)
 
-    @classmethod
-    def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: tuple[Any, ...], size: Any, stride: Any
-    ) -> QuantizedTensor:
-        cols, dtype, row_offset, global_rows = context
-        metadata = [inner[name] for name in cls.metadata_names]
-        return cls(inner["qdata"], metadata, cols, dtype, RowPosition(row_offset), global_rows)
+    def asked_dtype(self, kwargs: Any, op: str) -> torch.dtype:
+        """The dtype that a call asks for; default: that of `self`."""
+        dtype: torch.dtype = kwargs.get("dtype") or self.dtype
+        if not dtype.is_floating_point:
+            raise refused(type(self), f"{op} to {dtype}")
+        return dtype
 
-    def _stable_hash_for_caching(self) -> str:
-        """Everything that a compiled graph may depend on, for the caches of `torch.compile`."""
-        inner = [(tuple(t.shape), t.dtype) for t in (self.qdata, *self.metadata)]
-        fields = (self.format, self.device, self.requires_grad, self.__tensor_flatten__()[1], inner)
-        return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
+    def requires_grad_(self, requires_grad: bool = True) -> QuantizedTensor:
+        """A quantized weight has no gradient: `True` is refused."""
+        if requires_grad:
+            raise refused(type(self), "gradients; expected requires_grad=False")
+        super().requires_grad_(False)
+        return self
 
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
@@ -336,37 +336,25 @@ class QuantizedTensor(tensor_methods.TensorMethods):
                 return handler(args[0], args[1:], kwargs or {})
         return handler(args[0], args[1:], kwargs or {})
 
-    # ---- FSDP2 -----------------------------------------------------------------------
-    # The one-argument form of fsdp_pre_all_gather: with the five-argument form FSDP2 requires
-    # inputs of exactly the padded *logical* size, and bytes have another size.
 
-    def fsdp_pre_all_gather(self, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """This rank's bytes, padded so that all ranks send equally many rows; and the metadata."""
-        rows_per_rank = -(-self.global_rows // self.position.parts // mesh.size())
-        qdata = self.fetch().qdata
-        if missing := rows_per_rank - qdata.size(0):
-            qdata = F.pad(qdata, (0, 0, 0, missing))
-        return (qdata.contiguous(),), self.metadata
+# ---- what loading asks of every weight; `tensor_ops` has all other operations --------------------
 
-    def fsdp_post_all_gather(
-        self,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[Tensor, ...],
-        param_dtype: torch.dtype,
-        *,
-        out: QuantizedTensor | None = None,
-    ) -> tuple[QuantizedTensor, tuple[Tensor, ...]] | None:
-        """The gathered bytes without padding, as the whole weight, or its part with these rows.
 
-        The second result, the inner tensors that FSDP2 may free, is empty. The weight is a view of
-        the all-gather output, whose storage FSDP2 frees and refills itself. If a view were
-        reported, FSDP2 would shrink that storage to the size of the view.
-        """
-        if out is not None:
-            return None  # `out` is a view of the storage that has just been refilled
-        rows = self.global_rows // self.position.parts
-        qdata = all_gather_outputs[0][:rows]
-        first = 0 if self.position.parts == 1 else self.row_offset // rows * rows
-        # `rows=0`: the metadata belongs to the shard, so nothing else is copied into the weight.
-        position = RowPosition(first, rows=0)
-        return self._like(qdata, metadata=metadata, position=position, store=None), ()
+@implements(aten.detach.default, aten.alias.default)
+def _alias(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
+    return self._like(self.qdata)
+
+
+@implements(aten.empty_like.default)
+def _empty_like(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
+    device = torch.device(kwargs.get("device") or self.device)
+    fields: dict[str, Any] = {
+        "metadata": [torch.empty_like(entry, device=device) for entry in self.metadata],
+        "dtype": self.asked_dtype(kwargs, "aten.empty_like"),
+        "position": self.own_position(),
+        "device": device,
+    }
+    if self.store is not None and device.type != "meta":
+        return self._like(self.store.empty(self.qdata.shape), **fields)
+    pinned = bool(kwargs.get("pin_memory"))
+    return self._like(torch.empty_like(self.qdata, device=device, pin_memory=pinned), **fields)

@@ -1,4 +1,5 @@
-"""Methods of `torch.Tensor` that do not reach `__torch_dispatch__`: copying, saving, sharing.
+"""Methods that torch calls and that do not reach `__torch_dispatch__`: copying, saving, sharing, and
+what the compiler and FSDP2 ask.
 
 torch would use the memory of the tensor itself. A quantized weight has none: its bytes are in inner
 tensors. With torch's own methods `share_memory_`, `apply_` and DLPack end the process with a
@@ -8,10 +9,12 @@ saved weight only with `weights_only=False`.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.tensor_subclasses.tensor_ops import RowPosition, refused
@@ -37,13 +40,6 @@ class TensorMethods(torch.Tensor):
     numpy = _without("numpy")
     tolist = _without("tolist")
     __dlpack__ = _without("__dlpack__")
-
-    def requires_grad_(self, requires_grad: bool = True) -> TensorMethods:
-        """A quantized weight has no gradient: `True` is refused."""
-        if requires_grad:
-            raise refused(type(self), "gradients; expected requires_grad=False")
-        super().requires_grad_(False)
-        return self
 
     @property
     def data(self) -> Tensor:
@@ -77,6 +73,64 @@ class TensorMethods(torch.Tensor):
         rows = (self.cols, self.dtype, self.row_offset, self.global_rows)
         inner = [self.fetch().qdata, *self.metadata]
         return rebuild, (self.format, inner, *rows, self.dim(), isinstance(self, nn.Parameter))
+
+    # ---- the compiler ----------------------------------------------------------------
+
+    def __tensor_flatten__(self: Any) -> tuple[list[str], tuple[Any, ...]]:
+        names = ["qdata", *self.metadata_names]
+        return names, (self.cols, self.dtype, self.row_offset, self.global_rows)
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls: Any, inner: dict[str, Tensor], context: tuple[Any, ...], size: Any, stride: Any
+    ) -> TensorMethods:
+        cols, dtype, row_offset, global_rows = context
+        metadata = [inner[name] for name in cls.metadata_names]
+        made: TensorMethods = cls(
+            inner["qdata"], metadata, cols, dtype, RowPosition(row_offset), global_rows
+        )
+        return made
+
+    def _stable_hash_for_caching(self: Any) -> str:
+        """Everything that a compiled graph may depend on, for the caches of `torch.compile`."""
+        inner = [(tuple(t.shape), t.dtype) for t in (self.qdata, *self.metadata)]
+        fields = (self.format, self.device, self.requires_grad, self.__tensor_flatten__()[1], inner)
+        return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
+
+    # ---- FSDP2 -----------------------------------------------------------------------
+    # The one-argument form of fsdp_pre_all_gather: with the five-argument form FSDP2 requires
+    # inputs of exactly the padded *logical* size, and bytes have another size.
+
+    def fsdp_pre_all_gather(self: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
+        """This rank's bytes, padded so that all ranks send equally many rows; and the metadata."""
+        rows_per_rank = -(-self.global_rows // self.position.parts // mesh.size())
+        qdata = self.fetch().qdata
+        if missing := rows_per_rank - qdata.size(0):
+            qdata = F.pad(qdata, (0, 0, 0, missing))
+        return (qdata.contiguous(),), self.metadata
+
+    def fsdp_post_all_gather(
+        self: Any,
+        all_gather_outputs: tuple[Tensor, ...],
+        metadata: tuple[Tensor, ...],
+        param_dtype: torch.dtype,
+        *,
+        out: TensorMethods | None = None,
+    ) -> tuple[TensorMethods, tuple[Tensor, ...]] | None:
+        """The gathered bytes without padding, as the whole weight, or its part with these rows.
+
+        The second result, the inner tensors that FSDP2 may free, is empty. The weight is a view of
+        the all-gather output, whose storage FSDP2 frees and refills itself. If a view were
+        reported, FSDP2 would shrink that storage to the size of the view.
+        """
+        if out is not None:
+            return None  # `out` is a view of the storage that has just been refilled
+        rows = self.global_rows // self.position.parts
+        qdata = all_gather_outputs[0][:rows]
+        first = 0 if self.position.parts == 1 else self.row_offset // rows * rows
+        # `rows=0`: the metadata belongs to the shard, so nothing else is copied into the weight.
+        position = RowPosition(first, rows=0)
+        return self._like(qdata, metadata=metadata, position=position, store=None), ()
 
 
 def rebuild(

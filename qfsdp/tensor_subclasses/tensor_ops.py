@@ -49,7 +49,7 @@ def refused(cls: type, what: str) -> NotImplementedError:
     )
 
 
-def _implements(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+def implements(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
     """Registers a function as the handler of `ops`."""
 
     def register(handler: Callable[..., Any]) -> Callable[..., Any]:
@@ -59,57 +59,22 @@ def _implements(*ops: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]
     return register
 
 
-def _dtype(self: QuantizedTensor, kwargs: Any, op: str) -> torch.dtype:
-    """The dtype that a call asks for; default: that of `self`."""
-    dtype = kwargs.get("dtype") or self.dtype
-    if not dtype.is_floating_point:
-        raise refused(type(self), f"{op} to {dtype}")
-    return dtype
-
-
-def _own_position(self: QuantizedTensor) -> RowPosition:
-    """The position of a copy: its memory holds the rows of `self` and no others."""
-    held = self.qdata.size(0)
-    rows = held if self.position.rows is None else min(held, self.position.rows)
-    return replace(self.position, rows=rows)
-
-
-@_implements(aten.detach.default, aten.alias.default)
-def _alias(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
-    return self._like(self.qdata)
-
-
-@_implements(aten.clone.default)
+@implements(aten.clone.default)
 def _clone(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     metadata = [entry.clone() for entry in self.metadata]
-    return self._like(self.qdata.clone(), metadata=metadata, position=_own_position(self))
+    return self._like(self.qdata.clone(), metadata=metadata, position=self.own_position())
 
 
-@_implements(aten._to_copy.default)
+@implements(aten._to_copy.default)
 def _to(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     """Moves the bytes. A new dtype changes `dtype` only, the bytes stay as they are."""
-    dtype = _dtype(self, kwargs, "aten._to_copy")
+    dtype = self.asked_dtype(kwargs, "aten._to_copy")
     where = {k: kwargs[k] for k in ("device", "non_blocking") if kwargs.get(k) is not None}
     qdata, *metadata = (t.to(copy=True, **where) for t in (self.qdata, *self.metadata))
-    return self._like(qdata, metadata=metadata, dtype=dtype, position=_own_position(self))
+    return self._like(qdata, metadata=metadata, dtype=dtype, position=self.own_position())
 
 
-@_implements(aten.empty_like.default)
-def _empty_like(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
-    device = torch.device(kwargs.get("device") or self.device)
-    fields: dict[str, Any] = {
-        "metadata": [torch.empty_like(entry, device=device) for entry in self.metadata],
-        "dtype": _dtype(self, kwargs, "aten.empty_like"),
-        "position": _own_position(self),
-        "device": device,
-    }
-    if self.store is not None and device.type != "meta":
-        return self._like(self.store.empty(self.qdata.shape), **fields)
-    pinned = bool(kwargs.get("pin_memory"))
-    return self._like(torch.empty_like(self.qdata, device=device, pin_memory=pinned), **fields)
-
-
-@_implements(aten.new_zeros.default, aten.new_empty.default)
+@implements(aten.new_zeros.default, aten.new_empty.default)
 def _new_rows(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     """Rows for a (padded) shard of the same weight. They hold no weights: `copy_` fills them and
     sets the row offset. FSDP2 asks for `[0]` where a rank has no rows."""
@@ -117,7 +82,7 @@ def _new_rows(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     if shape != [0] and shape[1:] != [self.cols]:
         what = f"aten.new_zeros and aten.new_empty of {shape}, only [n, {self.cols}]"
         raise refused(type(self), what)
-    dtype = _dtype(self, kwargs, "aten.new_zeros")
+    dtype = self.asked_dtype(kwargs, "aten.new_zeros")
     device = torch.device(kwargs.get("device") or self.device)
     bytes_shape = (shape[0], self.qdata.size(1))
     if self.store is not None and device.type != "meta":
@@ -134,7 +99,7 @@ def _new_rows(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     )
 
 
-@_implements(aten.split.Tensor)
+@implements(aten.split.Tensor)
 def _split(self: QuantizedTensor, args: Any, kwargs: Any) -> list[QuantizedTensor]:
     rows, dim = args[0], args[1] if len(args) > 1 else kwargs.get("dim", 0)
     if dim not in (0, -2) or self.dim() != 2:
@@ -144,7 +109,7 @@ def _split(self: QuantizedTensor, args: Any, kwargs: Any) -> list[QuantizedTenso
     return [self._rows(part, start) for start, part in zip(starts, parts, strict=True)]
 
 
-@_implements(aten.slice.Tensor)
+@implements(aten.slice.Tensor)
 def _slice(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     given = tuple(args)
     dim, start, end, step = given + (0, None, None, 1)[len(given) :]
@@ -154,7 +119,7 @@ def _slice(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     return self._rows(self.qdata[rows.start : max(rows.start, rows.stop)], rows.start)
 
 
-@_implements(aten.as_strided.default)
+@implements(aten.as_strided.default)
 def _as_strided(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     """Only strides that `view` gives: contiguous rows from the first on."""
     size, stride, offset = args[0], args[1], (args[2] if len(args) > 2 else 0) or 0
@@ -163,7 +128,7 @@ def _as_strided(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTenso
     return _view(self, (size,), {})
 
 
-@_implements(aten.view.default)
+@implements(aten.view.default)
 def _view(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     """The same rows, also flattened: FSDP2 keeps a flat alias of every shard."""
     size, rows = list(args[0]), self.qdata.size(0)
@@ -174,7 +139,7 @@ def _view(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     return self._like(self.qdata, shape=None)
 
 
-@_implements(aten.copy_.default)
+@implements(aten.copy_.default)
 def _copy_(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     source = args[0]
     if difference := _difference(self, source):
@@ -217,12 +182,12 @@ def _difference(self: QuantizedTensor, source: Any) -> str:
     return ""
 
 
-@_implements(aten.is_pinned.default)
+@implements(aten.is_pinned.default)
 def _is_pinned(self: QuantizedTensor, args: Any, kwargs: Any) -> bool:
     return self.qdata.is_pinned()
 
 
-@_implements(aten._pin_memory.default)
+@implements(aten._pin_memory.default)
 def _pin_memory(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
     qdata, *metadata = (t.pin_memory() for t in (self.qdata, *self.metadata))
-    return self._like(qdata, metadata=metadata, position=_own_position(self))
+    return self._like(qdata, metadata=metadata, position=self.own_position())
