@@ -15,9 +15,12 @@ from __future__ import annotations
 
 from torch.optim import Optimizer
 
+from qfsdp.training.steps import LOSS_SCALE as SCALE
+from qfsdp.training.steps import loss_scale as loss_scale
+
 INITIAL, LEAST = 2.0**16, 1.0
 GROWTH_INTERVAL = 2000  # updates
-SCALE, SINCE, SKIPPED = "loss_scale", "updates_since_overflow", "skipped_steps"
+SINCE, SKIPPED = "updates_since_overflow", "skipped_steps"
 
 
 def start_loss_scale(optimizer: Optimizer, model_dtype: str) -> None:
@@ -29,11 +32,6 @@ def start_loss_scale(optimizer: Optimizer, model_dtype: str) -> None:
 def has_loss_scale(optimizer: Optimizer) -> bool:
     """Whether the model computes in fp16."""
     return SCALE in optimizer.param_groups[0]
-
-
-def loss_scale(optimizer: Optimizer) -> float:
-    """The factor of the loss in backward; 1 unless the model computes in fp16."""
-    return float(optimizer.param_groups[0].get(SCALE, 1.0))
 
 
 def update_loss_scale(optimizer: Optimizer, overflow: bool) -> None:

@@ -23,7 +23,6 @@ from qfsdp.common.terminal import warn
 from qfsdp.data.batch import Batch
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
-from qfsdp.training.finite_steps import DECIDE, are_finite, start_reading
 from qfsdp.training.locate_nonfinite import StepParts, locate_nonfinite
 from qfsdp.training.loss_scale import (
     LEAST,
@@ -32,6 +31,7 @@ from qfsdp.training.loss_scale import (
     skipped_by_overflow,
     update_loss_scale,
 )
+from qfsdp.training.steps import DECIDE, are_finite, start_reading
 from qfsdp.training.steps_in_backward import StepsInBackward
 
 OnNonFinite = Literal["stop", "skip"]

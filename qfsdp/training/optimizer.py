@@ -20,8 +20,8 @@ from qfsdp.config.component import Component
 from qfsdp.config.component_types import check_built, kind_at
 from qfsdp.tensor_subclasses.dtensor import sharded
 from qfsdp.tensor_subclasses.kernels.ability import has_compiler, why_not
+from qfsdp.training.steps import backward as backward
 from qfsdp.training.steps_in_backward import StepsInBackward
-from qfsdp.training.steps_in_backward import backward as backward
 
 log = logging.getLogger("qfsdp")
 

@@ -13,8 +13,10 @@ draws answers from the model that trains.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TypeVar, cast
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -26,15 +28,18 @@ from qfsdp.data.batch import Batch
 from qfsdp.distributed.gradients import clip_grad_norm, reduce_gradients, trainable_parameters
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
-from qfsdp.training.cuda_graphs import StepGraphs
-from qfsdp.training.finite_steps import are_finite, step_if_finite
-from qfsdp.training.loss_scale import loss_scale
 from qfsdp.training.step_clock import StepClock
-from qfsdp.training.steps_in_backward import backward
+from qfsdp.training.steps_in_backward import StepsInBackward
+
+if TYPE_CHECKING:
+    from qfsdp.training.cuda_graphs import StepGraphs
 
 __all__ = ["forward_backward", "optim_step", "save"]
 
 AnyBatch = TypeVar("AnyBatch", bound=Batch)
+
+DECIDE = ("loss", "grad_norm", "lr")  # an update is left out if one of them is not finite
+LOSS_SCALE = "loss_scale"  # of fp16, in the first group of the optimizer
 
 
 def forward_backward(
@@ -85,6 +90,19 @@ def forward_backward(
     return loss
 
 
+def backward(loss: Tensor, optimizer: Optimizer, world: World) -> None:
+    """`loss.backward()`, times the loss scale of fp16. If it would update weights
+    (`StepsInBackward`), it is left out for a loss that is NaN or infinite on some rank."""
+    if isinstance(optimizer, StepsInBackward) and not optimizer.may_begin(loss, world):
+        return
+    (loss * loss_scale(optimizer)).backward()  # type: ignore[no-untyped-call]
+
+
+def loss_scale(optimizer: Optimizer) -> float:
+    """The factor of the loss in backward; 1 unless the model computes in fp16."""
+    return float(optimizer.param_groups[0].get(LOSS_SCALE, 1.0))
+
+
 def optim_step(
     model: nn.Module,
     optimizer: Optimizer,
@@ -123,3 +141,79 @@ def optim_step(
     if scheduler is not None and are_finite(metrics):
         scheduler.step()
     return metrics
+
+
+# ---- no update from NaN or infinity --------------------------------------------------------------
+
+
+def start_reading(loss: Tensor, grad_norm: Tensor, lr: float) -> Callable[[], dict[str, float]]:
+    """Starts to copy the loss and the gradient norm of an update to the host.
+
+    Args:
+        loss, grad_norm: of all ranks, `[]`.
+
+    Returns:
+        A function that waits for the copy, and for nothing that the device is given after it; it
+        returns `loss`, `grad_norm` and `lr`, the same on every rank.
+    """
+    copy = torch.stack([loss.double(), grad_norm.to(loss.device).double()])
+    ended = None
+    if copy.device.type != "cpu":
+        copy, ended = copy.to("cpu", non_blocking=True), torch.Event(copy.device)
+        ended.record()
+
+    @functools.cache
+    def read() -> dict[str, float]:
+        if ended is not None:
+            ended.synchronize()
+        numbers = copy.tolist()
+        return {"loss": numbers[0], "grad_norm": numbers[1], "lr": lr}
+
+    return read
+
+
+def step_if_finite(
+    optimizer: Optimizer, loss: Tensor, grad_norm: Tensor
+) -> Callable[[], dict[str, float]]:
+    """`optimizer.step()`, unless the loss, the gradient norm or the learning rate is not finite.
+
+    PyTorch's fused optimizers decide on the device (`found_inf`, as `torch.amp.GradScaler` tells
+    them). For others the host waits for the two numbers first.
+
+    Args:
+        loss, grad_norm: of all ranks, `[]`.
+
+    Returns:
+        As of `start_reading`.
+    """
+    lr = float(optimizer.param_groups[0]["lr"])  # a tensor in some optimizers
+    read = start_reading(loss, grad_norm, lr)
+    if decides_on_device(optimizer, loss.device) and math.isfinite(lr):
+        finite = torch.isfinite(loss) & torch.isfinite(grad_norm.to(loss.device))
+        told: Any = optimizer
+        told.found_inf = (~finite).float()
+        try:
+            optimizer.step()
+        finally:
+            del told.found_inf
+    elif are_finite(read()):
+        optimizer.step()
+    return read
+
+
+def decides_on_device(optimizer: Optimizer, device: torch.device) -> bool:
+    """Whether a tensor on `device` can tell the optimizer to leave an update out.
+
+    Not if parameters lie in host memory: PyTorch copies the tensor to them without waiting, so the
+    optimizer could read an old value.
+    """
+    groups = optimizer.param_groups
+    fused = all(group.get("fused") for group in groups)
+    beside = all(param.device == device for group in groups for param in group["params"])
+    return fused and beside and getattr(optimizer, "_step_supports_amp_scaling", False)
+
+
+def are_finite(metrics: Mapping[str, float]) -> bool:
+    """Whether an update may be applied: its loss, gradient norm and learning rate are neither NaN
+    nor infinite. Other metrics, as rewards, are only logged."""
+    return all(math.isfinite(metrics[name]) for name in DECIDE)

@@ -1,4 +1,4 @@
-"""Backward of a loss; with `StepsInBackward` it updates the weights too."""
+"""Weights that are updated in backward, one after the other."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from torch.optim import Optimizer
 from qfsdp.distributed.gradients import USED_GRAD_NORM, total_loss
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part
-from qfsdp.training.loss_scale import loss_scale
 
 
 class StepsInBackward(Optimizer):
@@ -40,6 +39,12 @@ class StepsInBackward(Optimizer):
             for param in group["params"]:
                 # FSDP2 calls these hooks of a sharded parameter once its gradient is reduced.
                 param.register_post_accumulate_grad_hook(self._update)
+
+    def may_begin(self, loss: Tensor, world: World) -> bool:
+        """Whether backward may update weights: the loss of no rank is NaN or infinite. To know it,
+        the host waits for the loss."""
+        self.grad_norms.clear()
+        return math.isfinite(total_loss(loss, world).item())
 
     @torch.no_grad()
     def _update(self, param: Tensor) -> None:
@@ -80,14 +85,3 @@ class StepsInBackward(Optimizer):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: backward has freed the gradients."""
-
-
-def backward(loss: Tensor, optimizer: Optimizer, world: World) -> None:
-    """`loss.backward()`, times the loss scale of fp16. If it would update weights
-    (`StepsInBackward`), it is left out for a loss that is NaN or infinite on some rank. To know it,
-    the host waits for the loss."""
-    if isinstance(optimizer, StepsInBackward):
-        optimizer.grad_norms.clear()
-        if not math.isfinite(total_loss(loss, world).item()):
-            return
-    (loss * loss_scale(optimizer)).backward()  # type: ignore[no-untyped-call]
