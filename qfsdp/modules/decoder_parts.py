@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qfsdp.modules.norms import NormConfig
+from qfsdp.modules.mlp import NormConfig
 from qfsdp.modules.rope import RopeConfig
 from qfsdp.modules.rope_scalings import LongRopeScaling
 
@@ -121,7 +121,7 @@ class ExpertsConfig:
         activation: of the gate, as in `MLPConfig`.
         bias: both linears of every expert have one.
         interleaved: rows of gate and up alternate; otherwise all rows of gate come first.
-        clamp: limit and gain of the activation that replaces `activation` (`qfsdp.modules.mlp`).
+        clamp: limit and gain of the activation that replaces `activation` (`ClampedGate`).
         shared: what all tokens use; None: nothing.
         stored: names of an expert's linears in files with one tensor for each expert: gate, up and
             down. Files with one 3-D tensor for all experts have `gate_up_proj` and `down_proj`.

@@ -1,50 +1,26 @@
-"""The dense feed-forward of a decoder layer."""
+"""The norms and the dense feed-forward of a decoder layer."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 
-from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.low_rank.grouped import outputs
+
+if TYPE_CHECKING:
+    from qfsdp.modules.decoder_config import DecoderConfig
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
 }
-
-
-class ClampedGate(torch.autograd.Function):
-    """gpt-oss's `(up + 1) * gate * sigmoid(gain * gate)`, with gate at most `limit` and up between
-    `-limit` and `limit`: `[..., inner]`.
-
-    The gradient is written out, so that gate and up are all that is kept: autograd would keep six
-    tensors of their size.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, gate: Tensor, up: Tensor, limit: float, gain: float) -> Tensor:
-        ctx.limit, ctx.gain = limit, gain
-        ctx.save_for_backward(gate, up)
-        gate = gate.clamp(max=limit)
-        return (up.clamp(-limit, limit) + 1) * gate * torch.sigmoid(gain * gate)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        (gate, up), limit, gain = ctx.saved_tensors, ctx.limit, ctx.gain
-        clamped = gate.clamp(max=limit)
-        share = torch.sigmoid(gain * clamped)
-        of_gate = grad * (up.clamp(-limit, limit) + 1)
-        of_gate = of_gate * share * (1 + gain * clamped * (1 - share)) * (gate <= limit)
-        return of_gate, grad * clamped * share * (up.abs() <= limit), None, None
 
 
 class MLP(nn.Module):
@@ -70,3 +46,56 @@ class MLP(nn.Module):
         that a token multiplies."""
         linears = [[getattr(self, name) for name in self.inner], [getattr(self, self.outer)]]
         return [(Fraction(1), same_input) for same_input in linears]
+
+
+# ---- root mean square norms (arXiv:1910.07467), computed in fp32 ---------------------------------
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """What the norms of a decoder compute.
+
+    Fields:
+        eps: added to the mean square.
+        rounds_once: the weight multiplies in fp32, and the product is rounded to the input's dtype.
+            False: the normalised value is rounded before the weight multiplies it, as in Llama.
+        offset: added to the weight: 1 for Gemma, whose checkpoints hold the difference from 1.
+    """
+
+    eps: float = 1e-6
+    rounds_once: bool = False
+    offset: float = 0.0
+
+    def build(self, size: int) -> nn.Module:
+        """A norm over the last `size` numbers."""
+        if self.rounds_once:
+            return RoundedOnceRMSNorm(size, self.eps, self.offset)
+        return RMSNorm(size, self.eps)
+
+
+class RMSNorm(nn.Module):
+    """The norm of Llama: rounds to the input's dtype *before* the weight multiplies.
+
+    `F.rms_norm(x, ..., weight)` rounds once, after it: bf16 logits would differ.
+    """
+
+    def __init__(self, size: int, eps: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, eps=self.eps) * self.weight
+
+
+class RoundedOnceRMSNorm(nn.Module):
+    """The norm of OLMo 2 and, with an offset of 1, of Gemma: rounds after the weight."""
+
+    def __init__(self, size: int, eps: float, offset: float) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((size,), 1.0 - offset))
+        self.eps, self.offset = eps, offset
+
+    def forward(self, x: Tensor) -> Tensor:
+        normalised = F.rms_norm(x.float(), self.weight.shape, eps=self.eps)
+        return (normalised * (self.weight.float() + self.offset)).to(x.dtype)

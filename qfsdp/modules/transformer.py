@@ -15,11 +15,12 @@ from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.data.cut_rows import CutRows, counted_tokens
 from qfsdp.modules.activation_offload import Offload
-from qfsdp.modules.activations import ActivationConfig, Checkpointing, checkpointed
+from qfsdp.modules.activations import Checkpointing, checkpointed
 from qfsdp.modules.attention.document_lengths import Documents, document_lengths
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
 from qfsdp.modules.attention.self_attention import Attention, within_window
 from qfsdp.modules.collectives import over_parts
+from qfsdp.modules.decoder_base import DecoderBase, LayerBase
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.experts.mixture import MixtureMLP
@@ -27,7 +28,6 @@ from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.loss import OutputLayer, head_loss
 from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.mlp import MLP
-from qfsdp.modules.model_parts import ModelParts
 from qfsdp.modules.rope import RopeConfig
 from qfsdp.modules.tiles import in_tiles
 from qfsdp.modules.varying_lengths import mark_lengths
@@ -35,7 +35,7 @@ from qfsdp.modules.varying_lengths import mark_lengths
 RotaryTables = dict[RopeConfig | None, tuple[Tensor | None, Tensor | None]]
 
 
-class DecoderLayer(nn.Module):
+class DecoderLayer(LayerBase):
     """Attention and feed-forward, each behind a norm, before a norm, or both, and added to the
     residual.
 
@@ -59,11 +59,6 @@ class DecoderLayer(nn.Module):
         self.offload: Offload | None = None
         self.tile_tokens: int | None = None  # of `ActivationConfig`
         self.compiled = False
-
-    def compile_block(self) -> None:
-        """Compiles `block`; FSDP2's hooks on the layer stay outside of the compiled code."""
-        self.block = torch.compile(self.block)  # type: ignore[method-assign]
-        self.compiled = True
 
     @property
     def recomputed(self) -> Checkpointing:
@@ -124,7 +119,7 @@ class DecoderLayer(nn.Module):
     ) -> Any:
         """`[batch, seq, hidden]`; with `counted`, of a mixture, also its `routing_sums`."""
         if cache is not None:
-            return self._cached_block(x, cos, sin, mask, cache)
+            return self.cached_block(x, cos, sin, mask, cache)
         if self.compiled:  # marked here: FSDP2's hooks pass other tensors than the caller's
             mark_lengths(x, cos, sin, mask, cu_seqlens, counted)
         args = (x, cos, sin, mask, cu_seqlens, None, counted)
@@ -135,25 +130,6 @@ class DecoderLayer(nn.Module):
         tables = (table for table in (cos, sin) if table is not None)
         with self.offload.layer((*self.parameters(), *copies_in(self), *tables)):
             return checkpointed(self.block, mode, *args)
-
-    def _cached_block(
-        self,
-        x: Tensor,
-        cos: Tensor | None,
-        sin: Tensor | None,
-        mask: Tensor | None,
-        cache: LayerCache,
-    ) -> Tensor:
-        """`block` with a cache. A prompt runs uncompiled: one call does not pay for a build."""
-        if self.compiled and cache.slots is None:
-            return DecoderLayer.block(self, x, cos, sin, mask, None, cache)
-        if self.compiled:
-            for tensor in (x, cos, sin, cache.slots):
-                if tensor is not None:
-                    torch._dynamo.maybe_mark_dynamic(tensor, 0)
-            for tensor, dim in ((mask, 3), (cache.keys, 2), (cache.values, 2)):
-                torch._dynamo.maybe_mark_dynamic(tensor, [0, dim])
-        return self.block(x, cos, sin, mask, None, cache)
 
 
 class Backbone(nn.Module):
@@ -166,7 +142,7 @@ class Backbone(nn.Module):
         self.norm = config.norm.build(config.hidden_size)
 
 
-class Decoder(nn.Module):
+class Decoder(DecoderBase):
     """A causal language model whose parameters carry their Hugging Face names.
 
     It has no buffers: every forward computes the rotary tables. With `tie_word_embeddings`,
@@ -193,41 +169,6 @@ class Decoder(nn.Module):
         self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
         self.output_name = "lm_head"  # or of what `add_score_head` puts there
         self.tie_weights()
-
-    @property
-    def parts(self) -> ModelParts:
-        """Its modules by what they are."""
-        body = self.model
-        return ModelParts(body, body.layers, body.embed_tokens, getattr(self, self.output_name))
-
-    def tie_weights(self) -> None:
-        """Makes the output layer share the embedding's weight if the config ties them."""
-        if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
-
-    def set_activations(self, config: ActivationConfig) -> None:
-        """Sets what each layer keeps for backward, and where."""
-        offload, tile = Offload() if config.offload else None, config.tile_of(self.config)
-        for index, layer in enumerate(self.model.layers):
-            layer = cast(DecoderLayer, layer)
-            layer.checkpointing = "none" if index % config.every_n_layers else config.checkpointing
-            layer.offload, layer.tile_tokens = offload, tile
-
-    def compile_layers(self) -> None:
-        """Compiles the computation of every layer; FSDP2's hooks stay outside of it.
-
-        Two builds serve all layers of a kind and all lengths of batches: one for the first layer,
-        whose input needs no gradient, and one for the others.
-        """
-        # Backward computes pointwise results (norms, rotations, silu) again instead of keeping
-        # them: 731 MB kept instead of 1059 for 2048 tokens of SmolLM2, in 1 % more time.
-        torch._functorch.config.ban_recompute_materialized_backward = False
-        # Each kind of layer has its builds; at the limit PyTorch would go on without compiling.
-        kinds = len(set(self.config.layers))
-        limit = torch._dynamo.config.recompile_limit
-        torch._dynamo.config.recompile_limit = max(limit, 8 * kinds)
-        for layer in self.model.layers:
-            cast(DecoderLayer, layer).compile_block()
 
     def forward(
         self,
@@ -271,20 +212,20 @@ class Decoder(nn.Module):
                 with attention sinks, or whole rows with labels to ranks that share rows.
         """
         if cache is not None:
-            return self._next_logits(tokens, cache)
+            return self.next_logits(tokens, cache)
         cut = self._cut(positions, mask, labels, cu_seqlens)
-        x = self._embedded(tokens)
+        x = self.embedded(tokens)
         if positions is None:
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
-        tables = self._rotary_tables(positions, x.dtype, labels, cu_seqlens)
-        masks = self._within_windows(mask, tokens, cu_seqlens)
+        tables = self.rotary_tables(positions, x.dtype, labels, cu_seqlens)
+        masks = self.within_windows(mask, tokens, cu_seqlens)
         # Routing is followed in training only.
         followed = self.config.experts and self.training and torch.is_grad_enabled()
         counted = counted_tokens(labels, cut) if followed and labels is not None else None
         x, routed = self._layers(x, tables, masks, cu_seqlens, counted)
-        x = self._final(x)
+        x = self.final(x)
         if labels is None:
-            return self._logits(x if ends is None else x.flatten(0, 1)[ends])
+            return self.logits(x if ends is None else x.flatten(0, 1)[ends])
         loss = self._loss(x, labels, sample_ids, num_samples, num_targets)
         if cut is not None and sample_ids is not None:
             loss = over_parts(loss, self.group)
@@ -326,23 +267,7 @@ class Decoder(nn.Module):
                 routed.append(sums)
         return x, routed
 
-    def _next_logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
-        x = self._embedded(tokens)
-        rows, columns = (torch.arange(size, device=tokens.device) for size in tokens.shape)
-        positions, last = columns.unsqueeze(0), cache.lengths - 1
-        lengths = cache.lengths.unsqueeze(1)
-        masks = {} if cache.filled else self._within_windows(None, tokens)
-        if cache.filled:
-            positions, last, lengths = lengths, torch.zeros_like(rows), lengths + 1
-            masks = {kind.window: cache.mask(kind.window) for kind in self.config.layers}
-        tables = self._rotary_tables(positions, x.dtype, lengths=lengths)
-        layers = zip(self.model.layers, self.config.layers, cache.layers(x.dtype), strict=True)
-        for layer, kind, kept in layers:
-            x = layer(x, *tables[kind.rope], masks[kind.window], None, kept)
-        cache.advance()
-        return self._logits(self._final(x[rows, last]))
-
-    def _within_windows(
+    def within_windows(
         self, mask: Tensor | None, tokens: Tensor, documents: Documents = None
     ) -> dict[int | None, Tensor | None]:
         """The mask of every window; attention with sinks or within documents needs none."""
@@ -351,7 +276,7 @@ class Decoder(nn.Module):
             return dict.fromkeys(windows)
         return {window: within_window(mask, window, tokens) for window in windows}
 
-    def _embedded(self, tokens: Tensor) -> Tensor:
+    def embedded(self, tokens: Tensor) -> Tensor:
         embedding, factors = self.model.embed_tokens, self.config.multipliers
         x = self.split.embedded(embedding, tokens) if self.split else embedding(tokens)
         if factors.rounds_embedding:
@@ -359,13 +284,10 @@ class Decoder(nn.Module):
             return x * torch.full((), factors.embedding, dtype=x.dtype, device=x.device)
         return x if factors.embedding == 1.0 else x * factors.embedding
 
-    def _final(self, x: Tensor) -> Tensor:
+    def final(self, x: Tensor) -> Tensor:
         """Input of the output layer. It is linear, so its input takes the logits' multiplier."""
         x, factor = self.model.norm(x), self.config.multipliers.logits
         return x if factor == 1.0 else x * factor
-
-    def _logits(self, x: Tensor) -> Tensor:
-        return self.split.logits(self.lm_head, x) if self.split else self.parts.output(x)
 
     def _loss(self, hidden: Tensor, labels: Tensor, *samples: Any) -> Tensor:
         head = self.lm_head
@@ -384,7 +306,7 @@ class Decoder(nn.Module):
             head.reshard()
         return loss
 
-    def _rotary_tables(
+    def rotary_tables(
         self,
         positions: Tensor,
         dtype: torch.dtype,

@@ -1,5 +1,4 @@
-"""Methods that torch calls past `__torch_dispatch__`: copying, saving, sharing; and what the compiler
-and FSDP2 ask of a weight.
+"""What torch calls past `__torch_dispatch__`: copying, saving, sharing; the compiler; FSDP2.
 
 torch would use the memory of the tensor itself. A quantized weight has none: its bytes are in inner
 tensors. With torch's own methods `share_memory_`, `apply_` and DLPack end the process with a

@@ -9,14 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qfsdp.data.cut_rows import CutRows
-from qfsdp.data.preferences.shared_prompts import SharedDocuments
-from qfsdp.modules.attention.cut_rows import attend_cut_rows
 from qfsdp.modules.attention.document_lengths import Documents
-from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.kv_cache import LayerCache
-from qfsdp.modules.attention.shared_prompts import attend_shared
-from qfsdp.modules.attention.sinks import attend_cached_with_sinks, attend_with_sinks
+from qfsdp.modules.attention.otherwise import attend_otherwise
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.low_rank.grouped import outputs
@@ -113,26 +108,12 @@ class Attention(nn.Module):
         q, k, v = (t.transpose(1, 2) for t in (q, k, v.view(heads)))
         if cache is not None:
             cache.put(k, v)
-        if cache is not None and cache.slots is not None:
-            assert mask is not None
-            cached = (cache.keys, cache.values)
-            if self.sinks is None:
-                y = attend_cached(q, *cached, mask, self.scale)
-            else:
-                y = attend_cached_with_sinks(q, *cached, self.sinks, mask, self.scale)
-        elif isinstance(cu_seqlens, CutRows):
-            kind = (self.window, self.scale, self.group)
-            y = attend_cut_rows(q, k, v, self.sinks, cu_seqlens, *kind)
-        elif isinstance(cu_seqlens, SharedDocuments):
-            size = (x.shape[1], self.window, self.scale)
-            y = attend_shared(q, k, v, self.sinks, cu_seqlens, *size)
-        elif self.sinks is not None:
-            how = (cu_seqlens, x.shape[1], self.window, self.scale)
-            y = attend_with_sinks(q, k, v, self.sinks, *how)
-        elif cu_seqlens is None:
+        cached = cache is not None and cache.slots is not None
+        if cu_seqlens is None and self.sinks is None and not cached:
             y = attend(q, k, v, mask, self.scale)
         else:
-            y = attend_documents(q, k, v, cu_seqlens, x.shape[1], self.window, self.scale)
+            kind = (self.sinks, self.window, self.scale, self.group)
+            y = attend_otherwise(q, k, v, mask, cu_seqlens, cache, *kind)
         return self.o_proj(y.transpose(1, 2).flatten(2))
 
     def _projections(self, x: Tensor) -> Sequence[Tensor]:
@@ -169,22 +150,6 @@ def attend(
     return F.scaled_dot_product_attention(
         q, k, v, mask, is_causal=mask is None, enable_gqa=share, scale=scale
     )
-
-
-def attend_cached(
-    q: Tensor, k: Tensor, v: Tensor, mask: Tensor, scale: float | None = None
-) -> Tensor:
-    """Grouped-query attention of one new token per row to the row's cached keys and values.
-
-    `q` is `[batch, heads, 1, head_dim]`, `k` and `v` are `[batch, kv_heads, slots, head_dim]`.
-    `mask` is bool `[batch, 1, 1, seen]` with `seen <= slots` (True: attend). Returns q's shape.
-    """
-    # The heads of a group are handled as queries of one head: nothing of the cache is expanded.
-    grouped = q.reshape(q.shape[0], k.shape[1], -1, q.shape[3])
-    seen = mask.shape[3]
-    keys, values = k[:, :, :seen], v[:, :, :seen]
-    y = F.scaled_dot_product_attention(grouped, keys, values, mask, scale=scale)
-    return y.reshape(q.shape)
 
 
 def within_window(mask: Tensor | None, window: int | None, tokens: Tensor) -> Tensor | None:

@@ -21,8 +21,9 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qfsdp.modules.decoder_parts import ExpertsConfig
+from qfsdp.modules.experts.clamped_gate import ClampedGate
 from qfsdp.modules.experts.product import CHUNK_BYTES, expert_linear
-from qfsdp.modules.mlp import ACTIVATIONS, ClampedGate
+from qfsdp.modules.mlp import ACTIVATIONS
 
 
 class Dispatch(NamedTuple):
