@@ -41,8 +41,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.huge_pages import use_huge_pages
-from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.checkpoint.weights.load import load_base, use_huge_pages
 from qfsdp.checkpoint.weights.quantize import Layout, quantize_folder
 from qfsdp.checkpoint.weights.write import (
     Entry,

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from torch import nn
 
 from qfsdp.checkpoint.weights.load import ModelConfig, load_base
-from qfsdp.checkpoint.weights.read import SINGLE
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters

@@ -30,8 +30,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.progress import streamed
-from qfsdp.checkpoint.weights.read import STORED_DTYPES, Read
+from qfsdp.checkpoint.weights.read import STORED_DTYPES, Read, streamed
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.linears import LowRankExpertLinear, seeded, start_magnitudes
 from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears

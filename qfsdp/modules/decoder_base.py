@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -105,3 +106,17 @@ class DecoderBase(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """The output layer, also where ranks share its rows."""
         return self.split.logits(self.lm_head, x) if self.split else self.parts.output(x)
+
+
+def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """(Hugging Face name, parameter) of the model without its adapters and score head.
+
+    A module with parameters that are not the base's names those that are: `base_fields`."""
+    fields: dict[str, tuple[str, ...]] = {}
+    for name, module in model.named_modules():
+        if (own := getattr(module, "base_fields", None)) is not None:
+            fields |= {name: own, f"{name}.start": ()}  # `AdaptedLinear.start`
+    for name, param in model.named_parameters():
+        module_name, _, field = name.rpartition(".")
+        if field in fields.get(module_name, (field,)):
+            yield name, param

@@ -46,6 +46,8 @@ class HeadConfig:
 class ScoreHead(nn.Linear):
     """Scores `[..., classes]`, fp32, of hidden states of any dtype; the weight is fp32."""
 
+    base_fields = ()  # see `base_parameters`
+
     def __init__(self, hidden_size: int, classes: int) -> None:
         super().__init__(hidden_size, classes, bias=False, dtype=torch.float32)
 

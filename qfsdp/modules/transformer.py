@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.data.cut_rows import CutRows, counted_tokens
 from qfsdp.modules.activation_offload import Offload
+from qfsdp.modules.activations import ActivationConfig as ActivationConfig
 from qfsdp.modules.activations import Checkpointing, checkpointed
 from qfsdp.modules.attention.document_lengths import Documents, document_lengths
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache

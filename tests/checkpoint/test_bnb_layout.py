@@ -15,7 +15,7 @@ from torch import Tensor
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.checkpoint.weights.read import SINGLE
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.quantized_linear import QuantizationConfig

@@ -26,7 +26,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.checkpoint.weights.output_folder import BEGUN
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.checkpoint.weights.read import INDEX, SINGLE
+from qfsdp.checkpoint.weights.safetensors_folder import INDEX, SINGLE
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import PARTIAL
 from qfsdp.config.load import load_config

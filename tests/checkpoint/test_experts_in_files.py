@@ -16,7 +16,7 @@ from qfsdp.checkpoint.weights.expand import expand_folder
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.checkpoint.weights.read import SINGLE
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.low_rank_linear import base_parameters

@@ -18,7 +18,8 @@ from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.fp8_layout import as_numbers, without_scales
 from qfsdp.checkpoint.weights.load import ModelConfig, load_base
-from qfsdp.checkpoint.weights.read import SINGLE, STORED_DTYPES, OpenFiles, SafetensorsFolder
+from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE, SafetensorsFolder
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE, save_adapter
-from qfsdp.checkpoint.weights.read import SINGLE
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.config import AdapterConfig

@@ -15,7 +15,8 @@ from torch import Tensor
 from qfsdp.checkpoint.weights import read as safetensors_read
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
-from qfsdp.checkpoint.weights.read import INDEX, SINGLE, OpenFiles, StoredTensor
+from qfsdp.checkpoint.weights.read import OpenFiles, StoredTensor
+from qfsdp.checkpoint.weights.safetensors_folder import INDEX, SINGLE
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig

@@ -22,7 +22,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.merge import Merge, merged_rows
 from qfsdp.checkpoint.weights.output_folder import BEGUN
 from qfsdp.checkpoint.weights.quantize import quantize_folder
-from qfsdp.checkpoint.weights.read import INDEX, SINGLE
+from qfsdp.checkpoint.weights.safetensors_folder import INDEX, SINGLE
 from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig

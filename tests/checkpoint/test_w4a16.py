@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qfsdp.checkpoint.export.w4a16 import integers
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
-from qfsdp.checkpoint.weights.read import INDEX
+from qfsdp.checkpoint.weights.safetensors_folder import INDEX
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from tests.checkpoint.test_merge import HEAD_TOO, logits, merged, plain_model, trained

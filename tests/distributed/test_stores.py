@@ -10,7 +10,8 @@ import torch
 from safetensors.torch import save_file
 
 from benchmarks.offload_tiers import work, write_quantized_model
-from qfsdp.checkpoint.weights.read import OpenFiles, SafetensorsFolder
+from qfsdp.checkpoint.weights.read import OpenFiles
+from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
 from qfsdp.common import progress
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.disk_ring import DiskRing, FileRows

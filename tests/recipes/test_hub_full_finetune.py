@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.load import ModelConfig, load_base
-from qfsdp.checkpoint.weights.read import SINGLE
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config

@@ -21,7 +21,7 @@ from examples.demo.arithmetic import write_splits
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE, adapter_parameters, read_adapter_config
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
-from qfsdp.checkpoint.weights.read import SINGLE
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig

@@ -25,7 +25,7 @@ from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.checkpoint.saved_template import read_template
 from qfsdp.checkpoint.weights.experts import of_length
 from qfsdp.checkpoint.weights.merge import EMBEDDINGS, HEAD, Merge, MergedWeight
-from qfsdp.checkpoint.weights.progress import streamed
+from qfsdp.checkpoint.weights.read import streamed
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, warn_of_space, whole_file
 from qfsdp.common.progress import moved

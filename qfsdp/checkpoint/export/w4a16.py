@@ -28,8 +28,8 @@ from qfsdp.checkpoint.weights.convert import WeightConversion, convert_folder
 from qfsdp.checkpoint.weights.experts import PARAMETER
 from qfsdp.checkpoint.weights.merge import Merge, MergedWeight
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.checkpoint.weights.progress import Pieces
 from qfsdp.checkpoint.weights.quantize import quantized_model
+from qfsdp.checkpoint.weights.read import Pieces
 from qfsdp.checkpoint.weights.write import DTYPE_NAMES, Entry, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World

@@ -22,8 +22,7 @@ from qfsdp.checkpoint.weights.experts import StoredAs
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.checkpoint.weights.progress import Pieces
-from qfsdp.checkpoint.weights.read import Read
+from qfsdp.checkpoint.weights.read import Pieces, Read
 from qfsdp.checkpoint.weights.write import SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import to_json

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
-from qfsdp.checkpoint.weights.read import SafetensorsFolder
+from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.tensor_subclasses.nf4 import BLOCK, DYNAMIC_LEVELS, NF4_LEVELS, SCALE_BLOCK

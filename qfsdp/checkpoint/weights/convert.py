@@ -22,8 +22,7 @@ from qfsdp.checkpoint.weights.experts import StoredAs
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite, fill_quantized
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.checkpoint.weights.progress import Pieces, streamed
-from qfsdp.checkpoint.weights.read import Read, StackedTensor, StoredTensor
+from qfsdp.checkpoint.weights.read import Pieces, Read, StackedTensor, StoredTensor, streamed
 from qfsdp.checkpoint.weights.verify import verified
 from qfsdp.checkpoint.weights.write import (
     Group,

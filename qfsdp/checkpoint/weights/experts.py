@@ -26,7 +26,8 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
-from qfsdp.checkpoint.weights.read import SafetensorsFolder, StackedTensor, StoredTensor
+from qfsdp.checkpoint.weights.read import StackedTensor, StoredTensor
+from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.modules.decoder_parts import DecoderParts, ExpertsConfig

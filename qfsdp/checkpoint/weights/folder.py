@@ -7,7 +7,6 @@ function that finds these columns (`qfsdp_layout.py`, `bnb_layout.py`).
 
 from __future__ import annotations
 
-import difflib
 import json
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,28 +22,21 @@ from qfsdp.checkpoint.weights.fp8_layout import FP8_METHODS, is_fp8, quantizatio
 from qfsdp.checkpoint.weights.hub_names import tensors_of_hub_model
 from qfsdp.checkpoint.weights.identity import sampled_digest, whole_digest
 from qfsdp.checkpoint.weights.other_names import (
-    EMBEDDINGS,
-    HEAD,
     PREDICTOR,
-    same_values,
     with_our_names,
 )
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
-from qfsdp.checkpoint.weights.read import SafetensorsFolder
+from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
+from qfsdp.checkpoint.weights.verify import check_fit
 from qfsdp.common.errors import UserError
 from qfsdp.hub.download import whole_folder
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.hub_models.config import (
     HubConfig,
     Implementation,
     as_stored,
     model_config,
 )
-from qfsdp.modules.score_head import score_head
-from qfsdp.tensor_subclasses.dtensor import local_part
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
-PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 _LAYOUTS = {"qfsdp": read_quantized, "bitsandbytes": read_bnb, "mxfp4": read_mxfp4}
 """`quant_method` of config.json -> the function that finds the quantized weights."""
 
@@ -157,68 +149,5 @@ class ModelWeights:
         return whole_digest(self.files.tensors, self.folder)
 
     def check(self, model: nn.Module) -> None:
-        """Checks that the folder holds exactly the base parameters of `model`.
-
-        Rotary tables and the output layer of a tied model, which some checkpoints carry, are
-        ignored: the model computes or shares them.
-
-        Raises:
-            UserError: a tensor is missing, unexpected, or has another shape or format; or a tied
-                model has an output layer of its own (transformers would not tie it).
-        """
-        expected = dict(base_parameters(model))
-        for name, param in expected.items():
-            if name in self.quantized:
-                self._check_quantized(self.quantized[name], param)
-            else:
-                self._check_plain(name, tuple(param.shape))
-        for name in (self.plain.keys() | self.quantized.keys()) - expected.keys():
-            if name == HEAD and score_head(model) is None:
-                self._check_tied()
-            elif name != HEAD and not name.endswith("rotary_emb.inv_freq"):
-                stored = self.plain[name] if name in self.plain else self.files.tensors[name]
-                file = stored.file
-                raise UserError(f"{file}: tensor {name!r} is not part of this architecture")
-
-    def _check_tied(self) -> None:
-        ends = EMBEDDINGS.removeprefix("model.")  # a text model stands deeper
-        name = next((n for n in self.plain if n.endswith(f".{ends}")), EMBEDDINGS)
-        head, embeddings = self.plain.get(HEAD), self.plain.get(name)
-        if head is None or embeddings is None or not same_values(head, embeddings):
-            file = self.files.tensors[HEAD].file
-            raise UserError(
-                f"{file}: {HEAD!r} differs from {EMBEDDINGS!r}, which tie_word_embeddings makes "
-                "the output layer; expected tie_word_embeddings: false in config.json"
-            )
-
-    def _check_plain(self, name: str, shape: tuple[int, ...]) -> None:
-        if name not in self.plain:
-            near = difflib.get_close_matches(name, self.plain, 1)
-            hint = f"; the nearest name there is {near[0]!r}" if near else ""
-            raise UserError(f"{self.folder}: tensor {name!r} is missing{hint}")
-        stored = self.plain[name]
-        if stored.shape != shape:
-            raise UserError(
-                f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; "
-                f"expected {list(shape)}, as config.json says"
-            )
-        if stored.dtype not in PLAIN_DTYPES:
-            raise UserError(
-                f"{stored.file}: tensor {name!r} is {stored.dtype}; expected "
-                f"{', '.join(PLAIN_DTYPES)}"
-            )
-
-    def _check_quantized(self, weight: StoredQuantizedWeight, param: nn.Parameter) -> None:
-        if weight.shape != tuple(param.shape):
-            raise UserError(
-                f"{weight.columns[0].file}: quantized tensor {weight.name!r} has shape "
-                f"{list(weight.shape)}; expected {list(param.shape)}, as config.json says"
-            )
-        local = local_part(param)
-        if param.requires_grad:
-            return  # the loader dequantizes a trained weight
-        if not isinstance(local, QuantizedTensor) or local.format != weight.format:
-            raise UserError(
-                f"{weight.columns[0].file}: tensor {weight.name!r} is quantized as "
-                f"{weight.format}; expected the format that the model was built for"
-            )
+        """Checks that the folder holds exactly the base parameters of `model`; see `check_fit`."""
+        check_fit(self, model)

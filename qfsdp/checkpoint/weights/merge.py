@@ -48,9 +48,8 @@ from qfsdp.checkpoint.weights.experts import PARAMETER, StoredAs, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.checkpoint.weights.progress import Pieces
 from qfsdp.checkpoint.weights.quantize import quantized_model
-from qfsdp.checkpoint.weights.read import Read, StackedTensor
+from qfsdp.checkpoint.weights.read import Pieces, Read, StackedTensor
 from qfsdp.checkpoint.weights.write import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Literal
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.read import SafetensorsFolder
+from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.compute_dtype import compute_dtype

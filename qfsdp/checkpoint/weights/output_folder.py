@@ -14,7 +14,7 @@ from typing import Any
 
 from qfsdp.checkpoint.lock import LOCK_FILE
 from qfsdp.checkpoint.weights.qfsdp_layout import FAST_DIGESTS, MANIFEST, SETTINGS_DIGESTS
-from qfsdp.checkpoint.weights.read import INDEX
+from qfsdp.checkpoint.weights.safetensors_folder import INDEX
 from qfsdp.checkpoint.weights.write import COPIED, PlannedFile, is_complete
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import PARTIAL, sha256, write_json, write_text, xxh3

@@ -15,7 +15,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from qfsdp.checkpoint.weights.read import SafetensorsFolder, StoredTensor
+from qfsdp.checkpoint.weights.read import StoredTensor
+from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.common.sealed import Damaged, read_sealed

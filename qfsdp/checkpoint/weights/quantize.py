@@ -27,14 +27,13 @@ from qfsdp.checkpoint.weights.experts import PARAMETER, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.checkpoint.weights.output_folder import ResumableFolder
-from qfsdp.checkpoint.weights.progress import Pieces
 from qfsdp.checkpoint.weights.qfsdp_layout import (
     MANIFEST,
     VERSION,
     quantized_group,
     write_quantized,
 )
-from qfsdp.checkpoint.weights.read import STORED_DTYPES
+from qfsdp.checkpoint.weights.read import STORED_DTYPES, Pieces
 from qfsdp.checkpoint.weights.verify import changed_settings
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, SafetensorsFile
 from qfsdp.common.errors import UserError

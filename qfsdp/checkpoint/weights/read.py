@@ -1,4 +1,4 @@
-"""Reads safetensors folders: headers first, then any rows of any tensor, ahead of their use.
+"""Reads any rows of any tensor of safetensors files, ahead of their use, and shows how far it is.
 
 A safetensors file (https://github.com/huggingface/safetensors) is a length, a JSON header and the
 tensors' bytes one after another, so rows of a tensor are a contiguous range of the file. They are
@@ -8,29 +8,26 @@ mapped into the process, and the ring bounds the memory, however large a tensor 
 
 from __future__ import annotations
 
-import json
 import os
-import struct
+import sys
 import threading
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from queue import Queue
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import why
 from qfsdp.common.long_waits import long_wait
-from qfsdp.common.terminal import warn
-from qfsdp.hub.download import local_folder
+from qfsdp.common.progress import NOW
+from qfsdp.common.terminal import bar
 
-INDEX = "model.safetensors.index.json"
-SINGLE = "model.safetensors"
 STORED_DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -131,89 +128,6 @@ class StackedTensor(StoredTensor):
             some = into[at : at + height - first]
             yield self.parts[index], first, some
             at += len(some)
-
-
-class SafetensorsFolder:
-    """The tensors of a folder, in one `model.safetensors` or in the files that an index lists. Of a
-    folder with both, the former is read, as transformers does, and a line says so. Opening it
-    reads headers only.
-
-    Attributes:
-        folder: its path.
-        tensors: name -> stored tensor.
-
-    Raises:
-        UserError: the folder, a file or an indexed tensor is missing or unreadable, or a file is
-            truncated or no safetensors file.
-    """
-
-    def __init__(self, folder: str | Path) -> None:
-        self.folder = local_folder(folder)
-        expected = "expected a Hugging Face model folder, or org/model of the hub"
-        if not self.folder.exists():
-            raise UserError(f"model.path: '{folder}' does not exist; {expected}")
-        if not self.folder.is_dir():
-            raise UserError(f"model.path: '{folder}' is a file; {expected}")
-        self.tensors: dict[str, StoredTensor] = {}
-        try:
-            with long_wait(f"reading the headers of {self.folder}"):
-                listed = self._read_index()
-                for file in sorted(set(listed.values())) or [SINGLE]:
-                    self._read_header(self.folder / file)
-        except OSError as error:
-            raise UserError(
-                f"{error.filename or self.folder}: cannot be read: {why(error)}"
-            ) from None
-        for name, file in listed.items():
-            if name not in self.tensors or self.tensors[name].file.name != file:
-                raise UserError(f"{self.folder / INDEX}: tensor {name!r} is not in {file}")
-
-    def _read_index(self) -> dict[str, str]:
-        index = self.folder / INDEX
-        if not index.is_file():
-            return {}
-        if (self.folder / SINGLE).is_file():
-            _say_once(f"{self.folder / SINGLE} is read, as transformers does; {INDEX} is not")
-            return {}
-        try:
-            found = dict(json.loads(index.read_bytes())["weight_map"].items())
-            outside = {file for file in set(found.values()) if "/" in file or file in ("", "..")}
-        except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-            raise UserError(f"{index}: not a safetensors index ({error})") from None
-        if outside:
-            name, file = next(entry for entry in found.items() if entry[1] in outside)
-            raise UserError(f"{index}: tensor {name!r} is in '{file}'; expected a file beside it")
-        return found
-
-    def _read_header(self, file: Path) -> None:
-        if not file.is_file():
-            raise UserError(f"{file} does not exist; the model's weights are read from it")
-        with open(file, "rb") as handle:
-            try:
-                with safe_open(file, framework="pt"):
-                    pass  # the library checks header and length
-            except SafetensorError as error:
-                raise UserError(f"{file}: truncated or not a safetensors file ({error})") from None
-            (length,) = struct.unpack("<Q", handle.read(8))
-            header = json.loads(handle.read(length))
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            begin, end = entry["data_offsets"]
-            shape = tuple(entry["shape"])
-            start = 8 + length + begin
-            self.tensors[name] = StoredTensor(name, file, entry["dtype"], shape, start, end - begin)
-
-    def read(self, tensor: StoredTensor) -> Tensor:
-        """A whole tensor on the CPU, in the dtype of the file."""
-        values = torch.empty(tensor.shape, dtype=STORED_DTYPES[tensor.dtype])
-        with closing(OpenFiles()) as files:
-            files.read_rows(tensor, 0, values)
-        return values
-
-
-@cache
-def _say_once(warning: str) -> None:
-    warn(warning)
 
 
 class OpenFiles:
@@ -371,3 +285,59 @@ class RowStream:
         size = len(rows) * read.tensor.row_bytes
         piece = buffer[:size].view(STORED_DTYPES[read.tensor.dtype])
         return piece.view(len(rows), *read.tensor.shape[1:]), buffer
+
+
+# ---- with a bar ----------------------------------------------------------------------------------
+
+Pieces = Iterator[Iterator[Tensor]]
+"""For each read, in order, the iterator over its pieces."""
+
+
+@contextmanager
+def streamed(reads: Sequence[Read], progress: bool) -> Iterator[Pieces]:
+    """Reads ahead in a thread (`RowStream`) within a `with` block.
+
+    Args:
+        progress: show a bar, or one line at the end where standard error is no terminal.
+
+    Yields:
+        The pieces of every read, in order.
+    """
+    with RowStream(reads) as stream, Progress(sum(r.size for r in reads), progress) as bar:
+        yield (bar.count(stream.next_read()) for _ in reads)
+
+
+class Progress:
+    """Bytes read by this rank: a bar with rate and time left where there is a terminal, a line if
+    it takes long where there is none, and a line at the end."""
+
+    def __init__(self, total: int, shown: bool) -> None:
+        self._total, self._shown = total, shown
+        self._since = time.perf_counter()
+        self._open = ExitStack()
+        self._bar: Any = None
+        if shown:
+            self._bar = bar(total=total, desc="loading", unit="B", unit_scale=True, leave=False)
+
+    def __enter__(self) -> Progress:
+        if self._shown and self._bar.disable:
+            self._open.enter_context(long_wait(f"loading {self._total / 2**30:.2f} GiB"))
+        return self
+
+    def __exit__(self, error: type | None, *_: object) -> None:
+        self._open.close()
+        if self._shown:
+            self._bar.close()
+        if self._shown and error is None:
+            seconds = max(time.perf_counter() - self._since, 1e-9)
+            rate = self._total / 1e6 / seconds
+            size = f"{self._total / 2**30:.2f} GiB in {seconds:.1f} s"
+            print(f"loaded {size} ({rate:.0f} MB/s per rank)", file=sys.stderr, flush=True)
+
+    def count(self, pieces: Iterator[Tensor]) -> Iterator[Tensor]:
+        """The same pieces, counted as they pass."""
+        for piece in pieces:
+            yield piece
+            NOW.moves += 1
+            if self._shown:
+                self._bar.update(piece.numel() * piece.element_size())

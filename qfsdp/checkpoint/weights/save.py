@@ -25,7 +25,7 @@ from qfsdp.checkpoint.weights.experts import StoredAs, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.checkpoint.weights.progress import Pieces
+from qfsdp.checkpoint.weights.read import Pieces
 from qfsdp.checkpoint.weights.write import DTYPE_NAMES, MAX_FILE_BYTES, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import PARTIAL, not_written, recover_folder, replace_folder

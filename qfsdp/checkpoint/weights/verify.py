@@ -1,4 +1,6 @@
-"""Digests of a model folder's files, compared while its weights are loaded.
+"""What may be wrong with a model folder: weights that do not fit the model, and damaged files.
+
+Digests of its files are compared while weights are loaded.
 
 A folder that qfsdp quantized has digests of each file in its manifest: SHA-256, which says what it
 is, and XXH3, which is compared at each load. Loading such a folder is little more than copying:
@@ -10,20 +12,33 @@ finite.
 
 from __future__ import annotations
 
+import difflib
 import hashlib
 import re
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch.distributed as dist
+from torch import nn
 
 from qfsdp.checkpoint.digests import Verification
+from qfsdp.checkpoint.weights.other_names import EMBEDDINGS, HEAD, same_values
 from qfsdp.checkpoint.weights.qfsdp_layout import FAST_DIGESTS, MANIFEST, SETTINGS_DIGESTS
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import sha256
 from qfsdp.common.sealed import Damaged, read_sealed
+from qfsdp.modules.decoder_base import base_parameters
+from qfsdp.modules.score_head import score_head
+from qfsdp.tensor_subclasses.dtensor import local_part
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
+if TYPE_CHECKING:
+    from qfsdp.checkpoint.weights.folder import ModelWeights
+    from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
+
+PLAIN_DTYPES = ("F64", "F32", "F16", "BF16")
 _SMALL = 64 << 20  # bytes; larger files of the hub have SHA-256
 
 
@@ -99,11 +114,11 @@ class WeightVerification:
         self._ranks = dist.get_world_size() if dist.is_initialized() else 1
         rank = dist.get_rank() if dist.is_initialized() else 0
         expected = known_digests(folder, files)
-        self._checks = Verification(folder, expected, rank, self._ranks)
+        self._checks = Verification(folder, expected, rank, self._ranks) if expected else None
 
     def own_damage(self) -> str | None:
         """How a file of this rank's share is damaged, or None; waits for all of them."""
-        return self._checks.damage()
+        return None if self._checks is None else self._checks.damage()
 
     def damage(self, unreadable: str | None) -> tuple[str | None, str | None]:
         """The first damage that any rank has found, and the first reason why one cannot use the
@@ -142,3 +157,76 @@ def verified(folder: Path, files: Iterable[Path]) -> Iterator[None]:
         raise
     if (damage := checks.own_damage()) is not None:
         raise refusal(folder, damage)
+
+
+# ---- whether names, shapes and formats fit -------------------------------------------------------
+
+
+def check_fit(source: ModelWeights, model: nn.Module) -> None:
+    """Checks that a folder holds exactly the base parameters of `model`.
+
+    Rotary tables and the output layer of a tied model, which some checkpoints carry, are
+    ignored: the model computes or shares them.
+
+    Raises:
+        UserError: a tensor is missing, unexpected, or has another shape or format; or a tied
+            model has an output layer of its own (transformers would not tie it).
+    """
+    expected = dict(base_parameters(model))
+    for name, param in expected.items():
+        if name in source.quantized:
+            _check_quantized(source.quantized[name], param)
+        else:
+            _check_plain(source, name, tuple(param.shape))
+    for name in (source.plain.keys() | source.quantized.keys()) - expected.keys():
+        if name == HEAD and score_head(model) is None:
+            _check_tied(source)
+        elif name != HEAD and not name.endswith("rotary_emb.inv_freq"):
+            stored = source.plain[name] if name in source.plain else source.files.tensors[name]
+            file = stored.file
+            raise UserError(f"{file}: tensor {name!r} is not part of this architecture")
+
+
+def _check_tied(source: ModelWeights) -> None:
+    ends = EMBEDDINGS.removeprefix("model.")  # a text model stands deeper
+    name = next((n for n in source.plain if n.endswith(f".{ends}")), EMBEDDINGS)
+    head, embeddings = source.plain.get(HEAD), source.plain.get(name)
+    if head is None or embeddings is None or not same_values(head, embeddings):
+        file = source.files.tensors[HEAD].file
+        raise UserError(
+            f"{file}: {HEAD!r} differs from {EMBEDDINGS!r}, which tie_word_embeddings makes "
+            "the output layer; expected tie_word_embeddings: false in config.json"
+        )
+
+
+def _check_plain(source: ModelWeights, name: str, shape: tuple[int, ...]) -> None:
+    if name not in source.plain:
+        near = difflib.get_close_matches(name, source.plain, 1)
+        hint = f"; the nearest name there is {near[0]!r}" if near else ""
+        raise UserError(f"{source.folder}: tensor {name!r} is missing{hint}")
+    stored = source.plain[name]
+    if stored.shape != shape:
+        raise UserError(
+            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; "
+            f"expected {list(shape)}, as config.json says"
+        )
+    if stored.dtype not in PLAIN_DTYPES:
+        raise UserError(
+            f"{stored.file}: tensor {name!r} is {stored.dtype}; expected {', '.join(PLAIN_DTYPES)}"
+        )
+
+
+def _check_quantized(weight: StoredQuantizedWeight, param: nn.Parameter) -> None:
+    if weight.shape != tuple(param.shape):
+        raise UserError(
+            f"{weight.columns[0].file}: quantized tensor {weight.name!r} has shape "
+            f"{list(weight.shape)}; expected {list(param.shape)}, as config.json says"
+        )
+    local = local_part(param)
+    if param.requires_grad:
+        return  # the loader dequantizes a trained weight
+    if not isinstance(local, QuantizedTensor) or local.format != weight.format:
+        raise UserError(
+            f"{weight.columns[0].file}: tensor {weight.name!r} is quantized as "
+            f"{weight.format}; expected the format that the model was built for"
+        )

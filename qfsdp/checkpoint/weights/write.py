@@ -20,7 +20,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from qfsdp.checkpoint.weights.read import INDEX, SINGLE, STORED_DTYPES
+from qfsdp.checkpoint.weights.read import STORED_DTYPES
+from qfsdp.checkpoint.weights.safetensors_folder import INDEX, SINGLE
 from qfsdp.common.files import PARTIAL, fsync, whole_file, write_json
 from qfsdp.common.progress import moved
 

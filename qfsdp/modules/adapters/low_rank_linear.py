@@ -16,19 +16,17 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.decoder_base import base_parameters as base_parameters
 from qfsdp.modules.experts.router import Router
 from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.modules.low_rank.grouped import Copies, low_rank_outputs
 from qfsdp.modules.quantized_linear import QuantizedLinear
-from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part, on_mesh, whole_tensors
 from qfsdp.tensor_subclasses.frozen_weight import held_rows, row_chunks
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 Adaptable = nn.Linear | QuantizedLinear | ExpertLinear | Router
 ADAPTABLE = (nn.Linear, QuantizedLinear, ExpertLinear, Router)
-# Of a module that is adapted: what is no part of its adapter.
-BASE_FIELDS = ("weight", "bias", "e_score_correction_bias")
 
 
 class AdaptedLinear(nn.Module):
@@ -42,6 +40,8 @@ class AdaptedLinear(nn.Module):
         start: frozen copies of the adapter's parameters at the start, by their names; empty: at
             the start the adapter changed nothing.
     """
+
+    base_fields = ("weight", "bias", "e_score_correction_bias")  # all others are its adapter's
 
     def __init__(self, base: Adaptable) -> None:
         super().__init__()
@@ -193,14 +193,3 @@ def roots(squares: Tensor) -> Tensor:
     """Row norms, fp32 `[rows]`, from their squares."""
     # In a row of zeros (an unused vocabulary entry) magnitude and norm are equal: their ratio is 1.
     return squares.clamp(min=0.0).sqrt().clamp(min=torch.finfo(torch.float32).tiny)
-
-
-def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """(Hugging Face name, parameter) of the model without its adapters and score head."""
-    adapted = {name for name, m in model.named_modules() if isinstance(m, AdaptedLinear)}
-    adapted |= {f"{name}.start" for name in adapted}
-    head = None if (found := score_head(model)) is None else found.weight
-    for name, param in model.named_parameters():
-        module, _, field = name.rpartition(".")
-        if param is not head and (module not in adapted or field in BASE_FIELDS):
-            yield name, param
