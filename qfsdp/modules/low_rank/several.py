@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qfsdp.modules.low_rank.product import scaled_b
+from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor, frozen_weight
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
 class Pair(NamedTuple):
