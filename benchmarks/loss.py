@@ -31,7 +31,8 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.memory import PeakMemory
 from benchmarks.timing import usual_dtype
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
-from qfsdp.modules.loss import head_loss, summed_cross_entropy
+from qfsdp.modules.loss import head_loss
+from tests.models import summed_cross_entropy
 
 Way = Callable[[nn.Linear, Tensor, Tensor], Tensor]
 

@@ -7,12 +7,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
+from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World, init_world
@@ -33,6 +35,12 @@ def cpu_world() -> World:
         return World(cpu)
     size = dist.get_world_size()
     return World(cpu, dist.get_rank(), size, init_device_mesh("cpu", (size,)))
+
+
+def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
+    """PyTorch's cross entropy of `[..., vocab]` in fp32, summed over labels `[...]` but -100."""
+    flat = (logits.flatten(0, -2).float(), labels.flatten())
+    return F.cross_entropy(*flat, ignore_index=IGNORE_INDEX, reduction="sum")
 
 
 def build_meta_model(

@@ -27,12 +27,11 @@ from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.modules.adapters.low_rank_linear import base_parameters, refresh_dora_norms
-from qfsdp.modules.loss import summed_cross_entropy
 from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
-from tests.models import build_meta_model
+from tests.models import build_meta_model, summed_cross_entropy
 from tests.on_gpu import GPU, IS_CUDA, allocated_bytes, forget_peak, needs_gpu, peak_bytes
 from tests.tiny import write_tiny_model
 

@@ -59,6 +59,8 @@ _PACKAGES = {
     ("qfsdp.data", "qfsdp.data.files"): (
         "csv_files data_files file_records file_rows json_lines parquet_files rows"
     ),
+    ("qfsdp.modules", "qfsdp.modules"): "norms=mlp",
+    ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): "progress=read huge_pages=load",
     ("qfsdp.training", "qfsdp.training"): "second_look=locate_nonfinite",
     ("qfsdp.training.report", "qfsdp.training.report"): "png=drawing svg=page",
     ("qfsdp.evaluation.judging", "qfsdp.evaluation.judging"): "generated_questions=questions",

@@ -43,25 +43,6 @@ TILE = 128
 GRADIENT_CHUNK_WEIGHTS = 1 << 24
 
 
-def summed_cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """Cross entropy in fp32, summed over the target tokens.
-
-    A sum, because the mean is over the target tokens of the *global* step. No single micro-batch
-    knows their number. Divided by it once, the update does not depend on how samples are split
-    over ranks and micro-batches.
-
-    Args:
-        logits: `[..., vocab]`, floating point.
-        labels: int64 `[...]`, the target of each position; -100 for none.
-
-    Returns:
-        fp32 scalar; 0 where there is no target.
-    """
-    return F.cross_entropy(
-        logits.flatten(0, -2).float(), labels.flatten(), ignore_index=IGNORE_INDEX, reduction="sum"
-    )
-
-
 def head_loss(
     head: nn.Module,
     hidden: Tensor,
@@ -70,7 +51,12 @@ def head_loss(
     num_samples: int = 0,
     num_targets: int | None = None,
 ) -> Tensor:
-    """`summed_cross_entropy(head(hidden), labels)`, in chunks of `CHUNK_LOGITS` logits.
+    """The cross entropy of `head(hidden)`, fp32, summed over the target tokens; in chunks of
+    `CHUNK_LOGITS` logits.
+
+    A sum, because the mean is over the target tokens of the *global* step. No single micro-batch
+    knows their number. Divided by it once, the update does not depend on how samples are split
+    over ranks and micro-batches.
 
     Args:
         head: any output layer: plain (frozen or trained), quantized or adapted. Its `forward` is

@@ -33,10 +33,10 @@ from qfsdp.tensor_subclasses.four_bit import (
     KERNEL_CHUNK,
     dequantize_pairs,
     table,
-    write_pairs,
     write_uncompiled,
 )
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
+from qfsdp.tensor_subclasses.kernels.pairs import write_pairs
 from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 
 MX_BLOCK = 32

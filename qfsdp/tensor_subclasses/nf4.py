@@ -30,7 +30,6 @@ from qfsdp.tensor_subclasses.four_bit import (
     BLOCK,
     dequantize_pairs,
     table,
-    write_pairs,
     write_uncompiled,
 )
 from qfsdp.tensor_subclasses.kernels.compiled import (
@@ -39,7 +38,13 @@ from qfsdp.tensor_subclasses.kernels.compiled import (
     compiled,
     on_cpu,
 )
-from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, NF4_PAIRS, SCALE_BLOCK
+from qfsdp.tensor_subclasses.nf4_levels import (
+    DYNAMIC_LEVELS,
+    NF4_LEVELS,
+    NF4_PAIRS,
+    SCALE_BLOCK,
+    write_compiled,
+)
 from qfsdp.tensor_subclasses.nf4_quantize import quantize_nf4
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -144,7 +149,7 @@ def absmax_of_blocks(absmax_codes: Tensor, scales: Tensor, dynamic: Tensor, firs
 absmax_products = partial(compiled, smallest=1 << 8)(absmax_of_blocks)
 
 
-# By default inductor splits the selections of `_selected_level` into several kernels.
+# By default inductor splits the selections of `nf4_levels._selected_level` into several kernels.
 ONE_KERNEL = FLAT_ON_GPUS | {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000}
 
 
@@ -170,25 +175,7 @@ def _write_levels(
     absmax = absmax.unsqueeze(-1)
     if not torch.compiler.is_compiling():
         return write_uncompiled(NF4_PAIRS, codes, absmax, out)
-    code = codes.unflatten(1, (absmax.size(1), BLOCK // 2)).int()
-    # Selections of fp16 and fp8 do not vectorize: 0.07 G weights/s, 0.9 with the table.
-    selects = on_cpu(code) and out.dtype in (torch.int32, torch.int64)
-    level = _selected_level if selects else levels.__getitem__
-    write_pairs(level(code >> 4) * absmax, level(code & 15) * absmax, out)
-
-
-def _selected_level(code: Tensor) -> Tensor:
-    """The fp32 level of each code (int32) by 15 selections, which vectorize; a lookup does not.
-
-    One core with AVX-512 (Zen 5): 2.07 G weights/s to bf16, 0.63 with a table of 16. With AVX2
-    (Zen 3) both run at 0.8.
-    """
-    chosen = [torch.full((), level, dtype=torch.float32) for level in NF4_LEVELS]
-    for bit in (1, 2, 4, 8):
-        is_set = (code & bit) != 0
-        pairs = zip(chosen[::2], chosen[1::2], strict=True)
-        chosen = [torch.where(is_set, one, zero) for zero, one in pairs]
-    return chosen[0]
+    write_compiled(codes, absmax, levels, out)
 
 
 # ---- dequantizing: one kernel on GPUs ----------------------------------------------------------

@@ -1,8 +1,12 @@
-"""The numbers that NF4's codes stand for; the format is described in `nf4.py`."""
+"""The numbers that NF4's codes stand for (`nf4`), and how compiled code finds them."""
 
 from __future__ import annotations
 
 import torch
+from torch import Tensor
+
+from qfsdp.tensor_subclasses.kernels.compiled import on_cpu
+from qfsdp.tensor_subclasses.kernels.pairs import write_pairs
 
 SCALE_BLOCK = 256  # absmax values per second-level scale
 
@@ -31,3 +35,35 @@ def _dynamic_levels() -> list[float]:
 
 
 DYNAMIC_LEVELS = tuple(_dynamic_levels())
+
+
+# ---- in compiled code ----------------------------------------------------------------------------
+
+
+def write_compiled(codes: Tensor, absmax: Tensor, levels: Tensor, out: Tensor) -> None:
+    """Writes level * absmax of every code, two weights in each integer of `out`.
+
+    Args:
+        codes: uint8 `[rows, cols/2]`.
+        absmax: fp32 `[rows, blocks, 1]`.
+        levels: `NF4_LEVELS`, fp32.
+    """
+    code = codes.unflatten(1, (absmax.size(1), 32)).int()
+    # Selections of fp16 and fp8 do not vectorize: 0.07 G weights/s, 0.9 with the table.
+    selects = on_cpu(code) and out.dtype in (torch.int32, torch.int64)
+    level = _selected_level if selects else levels.__getitem__
+    write_pairs(level(code >> 4) * absmax, level(code & 15) * absmax, out)
+
+
+def _selected_level(code: Tensor) -> Tensor:
+    """The fp32 level of each code (int32) by 15 selections, which vectorize; a lookup does not.
+
+    One core with AVX-512 (Zen 5): 2.07 G weights/s to bf16, 0.63 with a table of 16. With AVX2
+    (Zen 3) both run at 0.8.
+    """
+    chosen = [torch.full((), level, dtype=torch.float32) for level in NF4_LEVELS]
+    for bit in (1, 2, 4, 8):
+        is_set = (code & bit) != 0
+        pairs = zip(chosen[::2], chosen[1::2], strict=True)
+        chosen = [torch.where(is_set, one, zero) for zero, one in pairs]
+    return chosen[0]

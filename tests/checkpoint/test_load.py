@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from qfsdp.checkpoint.weights import read as safetensors_read
+from qfsdp.checkpoint.weights import safetensors_folder
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import load_base
 from qfsdp.checkpoint.weights.read import OpenFiles, StoredTensor
@@ -439,7 +439,9 @@ def test_a_file_that_may_not_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyP
     def refused(file: Path, *_: Any) -> None:
         raise PermissionError(13, "Permission denied", str(file))
 
-    monkeypatch.setattr(safetensors_read, "open", refused, raising=False)  # root may read anything
+    monkeypatch.setattr(
+        safetensors_folder, "open", refused, raising=False
+    )  # root may read anything
     with pytest.raises(UserError) as error:
         ModelWeights(folder)
     assert str(error.value) == f"{folder / SINGLE}: cannot be read: Permission denied"
