@@ -92,10 +92,8 @@ class Conversation:
         self.messages = []
 
     def answer(self, text: str) -> None:
-        """Prints the answer to `text`; both become part of the conversation.
-
-        Raises UserError, and leaves the conversation as it was, if there is no room for an answer.
-        """
+        """Prints the answer to `text`; both become part of the conversation. Raises UserError, and
+        leaves the conversation as it was, if there is no room for an answer."""
         messages = [*self.messages, {"role": "user", "content": text}]
         prompt = prompt_tokens(self._tokenizer, messages, True, self.system)
         positions = self._model.config.max_position_embeddings

@@ -175,13 +175,7 @@ def evaluate(cfg: Config, model: AnyDecoder, sets: Sets, world: World) -> list[R
         results += exact_match_results(name, found)
     if sets.tasks:
         scores, rows = run_tasks(
-            cfg.lm_eval,
-            sets.tasks,
-            model,
-            sets.tokenizer,
-            sets.stops,
-            world,
-            cfg.batch_size,
+            cfg.lm_eval, sets.tasks, model, sets.tokenizer, sets.stops, world, cfg.batch_size
         )
         for s in scores:
             results.append(Result("lm_eval", s.task, s.metric, s.value, s.interval, s.rows, "rows"))

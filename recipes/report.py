@@ -65,10 +65,8 @@ def folders_of(cfg: Config, sweeps: bool) -> list[Path]:
 
 
 def read_runs(cfg: Config) -> list[RunFolder]:
-    """The runs, with different names, the evaluations of the command line in the first.
-
-    Raises UserError.
-    """
+    """The runs, with different names, the evaluations of the command line in the first. Raises
+    UserError."""
     runs = [read_run(folder) for folder in folders_of(cfg, sweeps=False)]
     if not runs:
         return []

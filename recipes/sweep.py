@@ -94,10 +94,8 @@ def config_file(key: str, name: str) -> str:
 
 
 def read_sweep(cfg: Config) -> Sweep:
-    """Reads everything that the sweep names, and checks every cell's config.
-
-    Raises UserError for the first mistake.
-    """
+    """Reads everything that the sweep names, and checks every cell's config. Raises UserError for
+    the first mistake."""
     words = ["--config", config_file("config", cfg.config), *cfg.overrides]
     try:
         training = read_training(words)

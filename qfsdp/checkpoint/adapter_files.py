@@ -247,12 +247,9 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
 def load_adapter(model: nn.Module, folder: str | Path) -> None:
     """Fills the adapters of `model` from a folder in PEFT's format; each rank keeps only its rows.
 
-    Call `refresh_dora_norms` afterwards: DoRA's norms depend on the loaded tensors.
-
-    Raises:
-        UserError: the folder's tensors or their scaling differ from the model's, a number is not
-            finite, or a tensor is not as qfsdp has written it.
-    """
+    Call `refresh_dora_norms` afterwards: DoRA's norms depend on the loaded tensors. Raises
+    UserError: the folder's tensors or their scaling differ from the model's, a number is not
+    finite, or a tensor is not as qfsdp has written it."""
     folder = local_folder(folder)
     names = _matching_tensors(model, folder)
     config = read_adapter_config(folder)
@@ -299,11 +296,8 @@ def read_adapter_header(folder: Path) -> dict[str, StoredTensor]:
     """Key as in `adapter_parameters` -> where the tensor is, and its shape in a model.
 
     Leaves out base weights: PEFT writes a copy of an `lm_head` that it adapts. Some files name
-    `lora_magnitude_vector` by its module, `lora_magnitude_vector.weight`.
-
-    Raises:
-        UserError: the folder or the file is missing or broken, or a tensor has no float dtype.
-    """
+    `lora_magnitude_vector` by its module, `lora_magnitude_vector.weight`. Raises UserError: the
+    folder or the file is missing or broken, or a tensor has no float dtype."""
     file, shapes = folder / WEIGHTS_FILE, {}
     if not file.is_file():
         raise UserError(missing_files(folder))

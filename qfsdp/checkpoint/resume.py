@@ -175,11 +175,8 @@ class Checkpointer:
         """Loads a checkpoint into `state`; returns its step number, or 0 for None.
 
         If it is damaged, loads the newest intact one that `find` has found, says so, and sets the
-        damaged one aside. Nothing of a file reaches `state` before its digest is compared.
-
-        Raises:
-            UserError: it is damaged and there is no other, or it cannot be read.
-        """
+        damaged one aside. Nothing of a file reaches `state` before its digest is compared. Raises
+        UserError: it is damaged and there is no other, or it cannot be read."""
         self._warn_of_space(state)
         if folder is None:
             return 0

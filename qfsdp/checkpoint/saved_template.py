@@ -1,4 +1,4 @@
-"""The chat template beside an adapter or a model: what it was trained with is what it answers with.
+"""The chat template beside an adapter or a model, so that it answers with the one of its training.
 
 A run that does not use the model's own template writes `chat_template.jinja`, the name that
 transformers reads, into the adapter's folder. `recipes/generate` and `recipes/evaluate` take it

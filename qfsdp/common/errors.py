@@ -1,4 +1,4 @@
-"""What a user has got wrong: two exceptions, and how the process ends after one of them."""
+"""Mistakes of a user: their two exceptions, and how a process ends after one."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
 A class is known by its bases and methods. A function is known by what it takes or says: it takes
 what the recipe passes (a dataset's `tokenizer`), or its return annotation names a fitting class.
-What Python itself brings (`subprocess.Popen`, `os.remove`) fits nowhere, and is not even imported.
+Parts of Python itself (`subprocess.Popen`, `os.remove`) are refused before they are imported.
 """
 
 from __future__ import annotations
@@ -103,8 +103,8 @@ def check_kind(place: str, path: str, target: Any, kind: Kind | None) -> None:
     if not classes and kind.passed not in signature.parameters:
         takes = f"takes no {kind.passed} and " if kind.passed else ""
         raise UserError(
-            f"{place}: '{path}' is a function that {takes}does not say what it returns; expected "
-            f"the class of {kind.words} as its return annotation"
+            f"{place}: '{path}' is a function that {takes}has no return annotation; expected one "
+            f"that names the class of {kind.words}"
         )
 
 

@@ -97,7 +97,9 @@ def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
 
     Neither keys nor values are checked, and interpolations are not resolved. Raises UserError.
     """
-    path, overrides = _split_argv(argv, schema)
+    path, overrides = split_words(argv, schema)
+    if not path:
+        raise UserError("no config given; expected --config FILE [key=value ...]")
     tree = read_yaml(path)
     change(schema, tree, overrides)
     return path, over_defaults(schema, tree)
@@ -115,13 +117,6 @@ def over_defaults(schema: type, tree: dict[str, Any]) -> dict[str, Any]:
     if hasattr(schema, "below"):  # what other keys give, such as an adapter
         below = overlay(schema, below, schema.below(tree))
     return overlay(schema, below, tree)
-
-
-def _split_argv(argv: Sequence[str], schema: type) -> tuple[str, list[str]]:
-    path, overrides = split_words(argv, schema)
-    if not path:
-        raise UserError("no config given; expected --config FILE [key=value ...]")
-    return path, overrides
 
 
 def split_words(argv: Sequence[str], schema: type) -> tuple[str | None, list[str]]:

@@ -57,7 +57,8 @@ def read_tool_config(schema: type[T], argv: Sequence[str]) -> tuple[T, Training]
 def read_training(argv: Sequence[str]) -> Training:
     """Loads the recipe and the config of `--config FILE [key=value ...]`. Raises UserError as
     `read_tool_config`."""
-    words = [part for word in argv for part in _apart(word)]
+    apart = (w.split("=", 1) if w.startswith("--config=") else [w] for w in argv)
+    words = [part for parts in apart for part in parts]
     path = next((b for a, b in pairwise(words) if a == "--config"), "")
     file = recipe_file_of(path)
     recipe = load_recipe(file)
@@ -65,7 +66,3 @@ def read_training(argv: Sequence[str]) -> Training:
         name = os.path.basename(file).removesuffix(".py")
         raise UserError(f"{path}: it belongs to recipes/{name}, which trains nothing")
     return Training(recipe, load_config(recipe.Config, words), words)
-
-
-def _apart(word: str) -> list[str]:
-    return word.split("=", 1) if word.startswith("--config=") else [word]

@@ -42,11 +42,8 @@ class PackedDataset:
     def __init__(self, dataset: MapDataset, max_seq_len: int, seed: int) -> None:
         """Samples longer than `max_seq_len` lose their end.
 
-        Reads every item once if the dataset has no `lengths` (tokens of every sample).
-
-        Raises:
-            ValueError: `max_seq_len` is below 1.
-        """
+        Reads every item once if the dataset has no `lengths` (tokens of every sample). Raises
+        ValueError: `max_seq_len` is below 1."""
         if max_seq_len < 1:
             raise ValueError(f"max_seq_len is {max_seq_len}; expected at least 1")
         self.dataset, self.max_seq_len = dataset, max_seq_len

@@ -108,11 +108,8 @@ class DiskRing:
         self._entries[weight] = entries[-1]
 
     def start(self) -> None:
-        """Allocates the buffers and starts to read the first units.
-
-        Raises:
-            UserError: two buffers do not fit into the memory.
-        """
+        """Allocates the buffers and starts to read the first units. Raises UserError: two buffers
+        do not fit into the memory."""
         largest = max((entries[-1].stop for entries in self._units.values()), default=0)
         count = min(self._memory // max(largest, 1), len(self._units))
         if count < min(2, len(self._units)):
@@ -126,11 +123,8 @@ class DiskRing:
         self._read_ahead()
 
     def read(self, weight: Hashable, into: Tensor) -> None:
-        """Copies a weight to `into`, uint8 `[rows, row_bytes]`, in the current stream.
-
-        Raises:
-            Exception: the error of `FileRows.read_into`.
-        """
+        """Copies a weight to `into`, uint8 `[rows, row_bytes]`, in the current stream. Raises
+        Exception: the error of `FileRows.read_into`."""
         entry = self._entries[weight]
         slot = self._slot_of(entry.unit) or self._request(entry.unit)
         self._slots.remove(slot)

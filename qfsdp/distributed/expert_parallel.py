@@ -117,11 +117,8 @@ class ExpertExchange:
 
 
 def check_expert_parallel(model: Decoder, config: ShardingConfig, ranks: int) -> None:
-    """Checks that the experts of `model`, on the meta device, can be shared out.
-
-    Raises:
-        UserError: they cannot.
-    """
+    """Checks that the experts of `model`, on the meta device, can be shared out. Raises UserError:
+    they cannot."""
     parts = config.expert_parallel
     given = f"sharding.expert_parallel: {parts}"
     if model.config.experts is None:

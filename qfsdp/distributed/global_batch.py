@@ -21,11 +21,8 @@ SHOWN = 4  # numbers in an error message
 
 def check_global_batch(cfg: Any) -> None:
     """Checks that the global batch and the ranks divide for every number of ranks that the run may
-    have, and sets `gradient_accumulation_steps` for the planned one.
-
-    Raises:
-        UserError: it does not divide, or the result contradicts another key.
-    """
+    have, and sets `gradient_accumulation_steps` for the planned one. Raises UserError: it does not
+    divide, or the result contradicts another key."""
     for ranks in possible_numbers_of_ranks():
         split_batch(cfg, ranks)
     split_batch(cfg, planned_ranks()[0])

@@ -80,12 +80,8 @@ class TaskMetric:
 def load_tasks(config: LMEvalConfig) -> dict[str, Any]:
     """Loads lm-eval's task objects with their rows, by name.
 
-    Recipes call it before they load the model.
-
-    Raises:
-        UserError: the package lm-eval is missing, a task does not exist, or its rows cannot be
-            loaded.
-    """
+    Recipes call it before they load the model. Raises UserError: the package lm-eval is missing, a
+    task does not exist, or its rows cannot be loaded."""
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
             "lm_eval.tasks: the package lm-eval is missing; expected pip install lm-eval"
@@ -141,8 +137,8 @@ def _with_subjects(config: LMEvalConfig) -> list[str]:
         return list(config.tasks)
     folder = Path(config.local_data).expanduser()
     files = _files_of_splits(MMLU, folder)
-    rows = [row for file in files.values() for row in _read_mmlu(file)]
-    subjects = sorted({f"{MMLU}_{row['subject']}" for row in rows})
+    rows = (read_rows("lm_eval.local_data", file, "subject") for file in files.values())
+    subjects = sorted({f"{MMLU}_{row['subject']}" for of_file in rows for row in of_file})
     if not subjects:
         raise UserError(
             f"lm_eval.local_data: {folder} has no rows of {MMLU}; expected {MMLU}.test.jsonl with "
@@ -156,10 +152,7 @@ def check_tasks(names: Sequence[str]) -> None:
 
     That takes a second; lm-eval's own index takes 5 s on a quiet machine, 34 s on a busy one. A few
     names, which lm-eval puts together, stand in no file as they are: they pass if the files have
-    them in any place.
-
-    Raises UserError with the nearest name.
-    """
+    them in any place. Raises UserError with the nearest name."""
     unknown = sorted(set(names) - _task_names().keys())
     for name in unknown:
         if not any(name.encode() in file.read_bytes() for file in _task_files()):
@@ -255,10 +248,6 @@ def _with_local_rows(name: str, folder: Path) -> dict[str, Any]:
     }
 
 
-def _read_mmlu(file: Path) -> list[dict[str, Any]]:
-    return read_rows("lm_eval.local_data", file, "subject")
-
-
 def _read(file: Path) -> list[dict[str, Any]]:
     if file.name == TRUTHFULQA:
         return truthfulqa_rows(file)
@@ -271,12 +260,8 @@ def truthfulqa_rows(file: Path) -> list[dict[str, Any]]:
     Follows the repository's own evaluation (arXiv:2109.07958). MC1 has the best answer and all
     incorrect ones, MC2 all correct and all incorrect ones. Each ends with a period.
 
-    Scores differ from those on the hub's `multiple_choice` rows, whose choices were picked by
-    hand. This file does not contain them.
-
-    Raises:
-        UserError: the file lacks one of the four columns.
-    """
+    Scores differ from those on the hub's `multiple_choice` rows, whose choices were picked by hand.
+    This file does not contain them. Raises UserError: the file lacks one of the four columns."""
     needed = ("Question", "Best Answer", "Correct Answers", "Incorrect Answers")
     rows = []
     with file.open(encoding="utf-8-sig", newline="") as lines:

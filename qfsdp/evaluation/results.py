@@ -59,7 +59,8 @@ def format_table(results: Sequence[Result]) -> str:
         low, high = result.interval or (math.nan, math.nan)
         interval = "" if math.isnan(low) else f"{low:.4f} to {high:.4f}"
         name = f"{result.section}.{result.name}"
-        rows.append((name, result.metric, f"{result.value:.4f}", interval, _count(result)))
+        over = f"{result.count:,} {result.unit}"
+        rows.append((name, result.metric, f"{result.value:.4f}", interval, over))
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -67,18 +68,11 @@ def format_table(results: Sequence[Result]) -> str:
     )
 
 
-def _count(result: Result) -> str:
-    return f"{result.count:,} {result.unit}"
-
-
 def write_results(path: Path, results: Sequence[Result], about: dict[str, Any]) -> None:
     """Writes a JSON object: the keys of `about`, "level" and "results", a list of the results.
 
-    An unknown interval and a value that is not finite are null.
-
-    Raises:
-        UserError: the file cannot be written.
-    """
+    An unknown interval and a value that is not finite are null. Raises UserError: the file cannot
+    be written."""
     found = [asdict(result) for result in results]
     for entry in found:
         if entry["interval"] is not None and any(map(math.isnan, entry["interval"])):

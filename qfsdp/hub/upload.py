@@ -23,11 +23,8 @@ _due: list[tuple[str, Path]] = []
 def check_push(config: Any) -> None:
     """Checks that `push_to_hub` names a repository that the user's token may write.
 
-    Creates nothing.
-
-    Raises:
-        UserError: it does not, there is no token, or the hub cannot be reached.
-    """
+    Creates nothing. Raises UserError: it does not, there is no token, or the hub cannot be
+    reached."""
     name = get_key(config, KEY)
     if name is None:
         return

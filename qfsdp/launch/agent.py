@@ -1,4 +1,4 @@
-"""torchrun's agent with four habits of ours. It starts the ranks of one machine and watches them.
+"""torchrun's agent, which starts and watches the ranks of one machine, with four changes.
 
 * A killed rank is named in one line. The failures of other ranks that follow from it are left out.
 * A user's mistake ends the run. Starting again would repeat it.

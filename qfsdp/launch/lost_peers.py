@@ -1,7 +1,6 @@
-"""Ends a rank quietly whose collective fails because another rank is gone.
+"""When a rank is gone, collectives fail on the others: these end without a traceback of 37 lines.
 
-The rank that is gone says why, or the agent does (`qfsdp.launch.agent`). Without this, every other
-rank prints a traceback of 37 lines.
+The rank that is gone says why, or the agent does (`qfsdp.launch.agent`).
 """
 
 from __future__ import annotations

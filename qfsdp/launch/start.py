@@ -64,14 +64,9 @@ def launch(
 
     Ends the process with status 2 and one line on stderr after a UserError.
     """
-    argv = sys.argv[1:]
-    quiet_torchao()
-    outlive_output_errors()
-    with user_errors(), interrupts(), closed_at_end():
-        if wants_help(argv):
-            usage = f"{os.path.basename(recipe_file)} --config FILE [key=value ...]"
-            return print_help(usage, recipe_file, argv)
-        check_environment()
+    with _started(recipe_file, "--config FILE") as argv:
+        if argv is None:
+            return
         config = load_config(schema, argv)
         _keep_output(config)
         if "LOCAL_RANK" not in os.environ:
@@ -106,21 +101,33 @@ def launch_alone(
 
     Ends the process with status 2 and one line on stderr after a UserError.
     """
+    with _started(recipe_file, "WORD ..." if words else "--config FILE") as argv:
+        if argv is None:
+            return
+        if "LOCAL_RANK" in os.environ:
+            name = os.path.basename(recipe_file).removesuffix(".py")
+            raise UserError(f"recipes/{name}: it is one process; expected no flags of torchrun")
+        config = load_config(schema, argv if words is None else _typed_words(argv, words))
+        check(config)
+        main(config)
+        check_output()
+
+
+@contextmanager
+def _started(recipe_file: str, words: str) -> Iterator[list[str] | None]:
+    """A recipe's `with` block, which ends as the head of this file says: its command line, or None
+    after the help that it asks for; `words` are what the help shows before `key=value`."""
     argv = sys.argv[1:]
     quiet_torchao()
     outlive_output_errors()
     with user_errors(), interrupts(), closed_at_end():
         if wants_help(argv):
-            usage = f"{os.path.basename(recipe_file)} {'WORD ...' if words else '--config FILE'}"
-            return print_help(f"{usage} [key=value ...]", recipe_file, argv)
-        if "LOCAL_RANK" in os.environ:
-            name = os.path.basename(recipe_file).removesuffix(".py")
-            raise UserError(f"recipes/{name}: it is one process; expected no flags of torchrun")
+            usage = f"{os.path.basename(recipe_file)} {words} [key=value ...]"
+            print_help(usage, recipe_file, argv)
+            yield None
+            return
         check_environment()
-        config = load_config(schema, argv if words is None else _typed_words(argv, words))
-        check(config)
-        main(config)
-        check_output()
+        yield argv
 
 
 def _typed_words(argv: Sequence[str], key: str) -> list[str]:

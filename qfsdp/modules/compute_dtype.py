@@ -85,11 +85,8 @@ def has_bf16_gpus() -> bool:
 
 def check_fp8_products() -> None:
     """Checks that products in FP8 run here: on GPUs from compute capability 8.9. With
-    QFSDP_EMULATE_FP8=1 a CPU computes the same numbers in fp32, slower than bf16.
-
-    Raises:
-        UserError: they do not.
-    """
+    QFSDP_EMULATE_FP8=1 a CPU computes the same numbers in fp32, slower than bf16. Raises UserError:
+    they do not."""
     if _planned_device is not None or os.environ.get("QFSDP_EMULATE_FP8") == "1":
         return
     here = "a CPU"

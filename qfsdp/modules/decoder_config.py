@@ -42,9 +42,7 @@ class DecoderConfig(DecoderParts):
 
     @classmethod
     def from_dict(cls, config: dict[str, Any], source: str = "config.json") -> DecoderConfig:
-        """Reads a parsed Hugging Face `config.json`; `source` names it in errors.
-
-        Raises `UserError` for an architecture, activation or rope type that `Decoder` does not
-        compute, and for sizes that are missing, not positive integers, or do not divide.
-        """
+        """Reads a parsed Hugging Face `config.json`; `source` names it in errors. Raises
+        `UserError` for an architecture, activation or rope type that `Decoder` does not compute,
+        and for sizes that are missing, not positive integers, or do not divide."""
         return cls(**vars(read(config, source)))

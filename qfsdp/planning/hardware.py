@@ -154,11 +154,8 @@ class HardwareConfig:
 
 
 def known_name(name: str) -> str:
-    """The name in `GPUS` of a GPU as users or drivers write it ("Tesla V100-SXM2-16GB").
-
-    Raises:
-        UserError: it is not in the table.
-    """
+    """The name in `GPUS` of a GPU as users or drivers write it ("Tesla V100-SXM2-16GB"). Raises
+    UserError: it is not in the table."""
     parts = [re.sub(r"(\d)gb$", r"\1", part) for part in re.split(r"[\s_-]+", name.lower())]
     parts = [part for part in parts if not re.fullmatch(r"sxm\d?|pcie", part)]
     runs = {"".join(parts[a:b]) for a, b in combinations(range(len(parts) + 1), 2)}
@@ -198,10 +195,7 @@ def with_memory(size: int) -> Hardware:
 
 def from_file(path: str) -> dict[str, Any]:
     """The figures in a JSON file of `benchmarks/bandwidth.py`: fields of `Hardware`, and numbers.
-
-    Raises:
-        UserError: the file cannot be read, or holds something else.
-    """
+    Raises UserError: the file cannot be read, or holds something else."""
     try:
         found = json.loads(Path(path).expanduser().read_text())
     except OSError as error:
@@ -222,10 +216,7 @@ def from_file(path: str) -> dict[str, Any]:
 
 def parse_rate(text: str | float) -> float:
     """Parses a rate per second: "25GB", "25GB/s", "100TFLOPS", "100TFLOP/s" or a plain number.
-
-    Raises:
-        ValueError: the text is none of these, or not above 0.
-    """
+    Raises ValueError: the text is none of these, or not above 0."""
     word = str(text).strip()
     match = re.fullmatch(r"([0-9.]+)\s*([TG])FLOP(?:S|/s)?", word, re.IGNORECASE)
     try:
@@ -243,11 +234,8 @@ def parse_rate(text: str | float) -> float:
 
 
 def device_memory_of(cfg: Any) -> int | None:
-    """Bytes of `device_memory` in a training config; None if it is null.
-
-    Raises:
-        UserError: it is not a size.
-    """
+    """Bytes of `device_memory` in a training config; None if it is null. Raises UserError: it is
+    not a size."""
     if cfg.device_memory is None:
         return None
     try:

@@ -24,11 +24,8 @@ def find_config(path: str) -> dict[str, Any]:
 
     A known model is found by the last part of `path`, in any variant:
     "models/Meta-Llama-3-70B-Instruct", "Qwen/Qwen2.5-7B". Of other names on the hub, only the small
-    files are downloaded.
-
-    Raises:
-        UserError: `config.json` cannot be read; or `path` is neither a folder nor a known model.
-    """
+    files are downloaded. Raises UserError: `config.json` cannot be read; or `path` is neither a
+    folder nor a known model."""
     file = local_folder(path) / "config.json"
     if file.is_file():
         try:

@@ -29,7 +29,7 @@ def patched(
 
     replacements: list[tuple[Any, str, Any]] = [
         # FSDP2 frees gathered parameters by resizing their storages, which no dispatch mode sees.
-        (torch.UntypedStorage, "resize_", followed_resize),
+        (torch.UntypedStorage, "resize_", followed_resize)
     ]
     if target == "cuda":
         replacements.append((F, "rms_norm", _fused_rms_norm))

@@ -94,11 +94,8 @@ def _seconds(prediction: Prediction) -> float | None:
 
 
 def this_machine(cfg: Any, ranks: int) -> tuple[Hardware, str]:
-    """The hardware that `ranks` ranks of this machine have, and the target, "cuda" or "cpu".
-
-    Raises:
-        UserError: `cfg.device_memory` is not a size.
-    """
+    """The hardware that `ranks` ranks of this machine have, and the target, "cuda" or "cpu". Raises
+    UserError: `cfg.device_memory` is not a size."""
     import torch
 
     given = device_memory_of(cfg)

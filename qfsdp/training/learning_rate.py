@@ -25,11 +25,8 @@ _SAID = "QFSDP_LR_SAID"  # in the environment, where the ranks of a run inherit 
 def choose_lr(cfg: Any) -> None:
     """Replaces `optimizer.lr: auto` in the config of a training recipe, and prints the number.
 
-    `config.yaml` of the run and its checkpoints have the number.
-
-    Raises:
-        UserError: the rate is not known for this model, optimizer or kind of adapter.
-    """
+    `config.yaml` of the run and its checkpoints have the number. Raises UserError: the rate is not
+    known for this model, optimizer or kind of adapter."""
     if cfg.optimizer.kwargs.get("lr") != AUTO:
         return
     size, exponent = _size_and_exponent(cfg)

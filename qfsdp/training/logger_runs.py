@@ -36,10 +36,8 @@ def continued(component: Component, cfg: Any) -> Component:
 
 
 def keep_run_id(component: Component, cfg: Any) -> None:
-    """Writes the id of the run that the logger has started; does nothing for other loggers.
-
-    Raises OSError.
-    """
+    """Writes the id of the run that the logger has started; does nothing for other loggers. Raises
+    OSError."""
     name = component.path.rpartition(".")[2]
     if cfg is None or not component.path.startswith("torchtune.") or name not in (WANDB, MLFLOW):
         return

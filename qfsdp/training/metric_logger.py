@@ -43,10 +43,7 @@ class MetricLogger(Protocol):
 
 def check_logger(loggers: Component | list[Component] | None) -> None:
     """Checks the config's loggers without building them: that may create files, or runs elsewhere.
-
-    Raises:
-        UserError: `Component.check` finds a mistake, or a logger's package is not installed.
-    """
+    Raises UserError: `Component.check` finds a mistake, or a logger's package is not installed."""
     for logger in _as_list(loggers):
         key = logger.key or "metric_logger"
         logger.check(key)

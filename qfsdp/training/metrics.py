@@ -30,11 +30,7 @@ from qfsdp.training.summary import summary, trained_figures
 
 def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0) -> None:
     """Writes the whole config, the recipe's file and where it runs (`machine.json`) to the run's
-    directory, on rank 0.
-
-    Raises:
-        UserError: the directory cannot be written.
-    """
+    directory, on rank 0. Raises UserError: the directory cannot be written."""
     if rank != 0:
         return
     try:

@@ -83,11 +83,8 @@ class Term:
 
 def read_terms(loss: Losses) -> list[Term]:
     """The terms of a config's `loss`: a component, or a list of mappings with `name` (one of
-    `LOSSES`) or `_component_`, `weight` and arguments.
-
-    Raises:
-        UserError: an entry is something else.
-    """
+    `LOSSES`) or `_component_`, `weight` and arguments. Raises UserError: an entry is something
+    else."""
     if isinstance(loss, Component):
         return [Term("loss", _named("loss", loss.path, loss.kwargs))]
     terms = []
@@ -136,13 +133,9 @@ class Objective:
             raise UserError(wrong[0])
 
     def check(self) -> None:
-        """Tries every loss on four answers.
-
-        Raises:
-            UserError: a loss does not exist, does not take its arguments, needs a reference and has
-                none, or returns something else than losses and rewards; or some of the losses need
-                pairs and others labels.
-        """
+        """Tries every loss on four answers. Raises UserError: a loss does not exist, does not take
+        its arguments, needs a reference and has none, or returns something else than losses and
+        rewards; or some of the losses need pairs and others labels."""
         for term in self.terms:
             _check_arguments(term)
         paired, labelled = self._trial(labels=False), self._trial(labels=True)
@@ -256,12 +249,7 @@ class Update:
     SUMS = ("rewards", "logps", "ratios", "tokens")
 
     def __init__(
-        self,
-        terms: Sequence[Term],
-        units: float,
-        good_tokens: float,
-        kl: float,
-        world: World,
+        self, terms: Sequence[Term], units: float, good_tokens: float, kl: float, world: World
     ) -> None:
         self._terms, self._units, self._good_tokens = terms, units, good_tokens
         self._kl, self._world = torch.tensor(kl, device=world.device), world

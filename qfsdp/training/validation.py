@@ -193,12 +193,7 @@ class Validation:
         return step % self._config.eval_every == 0 or step == self._total_steps
 
     def run(
-        self,
-        step: int,
-        model: nn.Module,
-        log: RunLog,
-        meter: Meter,
-        save: Callable[[Path], None],
+        self, step: int, model: nn.Module, log: RunLog, meter: Meter, save: Callable[[Path], None]
     ) -> None:
         """Evaluates all sets if an evaluation is due; keeps the state if its loss is the lowest.
 
@@ -352,10 +347,8 @@ def _perplexity(loss: float) -> float:
 
 
 def _copy(source: Path, folder: Path) -> None:
-    """Puts a copy of a folder in the place of `folder`; links where the disk has them.
-
-    Raises OSError; nothing of the copy is left then.
-    """
+    """Puts a copy of a folder in the place of `folder`; links where the disk has them. Raises
+    OSError; nothing of the copy is left then."""
     partial = folder.with_name(folder.name + PARTIAL)
     try:
         shutil.rmtree(partial, ignore_errors=True)

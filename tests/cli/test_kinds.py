@@ -14,7 +14,7 @@ from qfsdp.config.convert import as_component
 from qfsdp.training.metric_logger import check_logger
 
 OF_PYTHON = "is a part of Python itself; expected a class or function of torch, "
-SILENT = "is a function that does not say what it returns; expected the class of "
+SILENT = "is a function that has no return annotation; expected one that names the class of "
 
 
 def message(key: str, path: str, **arguments: Any) -> str:
@@ -66,7 +66,11 @@ def test_a_module_of_python_is_not_imported() -> None:
         ("dataset", "torch.optim.SGD", "has no __len__; expected a map-style dataset (__len__, "),
         ("dataset", "torch.hub.download_url_to_file", "is a function that takes no tokenizer"),
         ("dataset", "torch.utils.data.IterableDataset", "has no __len__"),
-        ("optimizer", "torch.save", "is a function that takes no params and does not say"),
+        (
+            "optimizer",
+            "torch.save",
+            "is a function that takes no params and has no return annotation",
+        ),
     ],
 )
 def test_wrong_kind(key: str, path: str, wrong: str) -> None:

@@ -119,10 +119,7 @@ def _dense_layers(dense: list[int], config: dict[str, Any]) -> dict[str, Any]:
 
 def check_plain(weights: ModelWeights) -> int:
     """Checks that a model can be expanded, and returns its number of blocks. Reads headers only.
-
-    Raises:
-        UserError: its weights are quantized, or do not match its config.json.
-    """
+    Raises UserError: its weights are quantized, or do not match its config.json."""
     if weights.quantized:
         raise UserError(
             f"model.path: '{weights.folder}' holds quantized weights; expected plain ones: expand "
@@ -143,12 +140,9 @@ def expand_folder(
 ) -> None:
     """Writes a model folder with `new_blocks` more blocks than `weights`.
 
-    Every rank must call it; each rank writes a part of the files. Dtypes are unchanged.
-
-    Raises:
-        UserError: see `check_plain` and `convert_folder`. NaN and infinity are refused, as they
-            are not zero when multiplied by zero.
-    """
+    Every rank must call it; each rank writes a part of the files. Dtypes are unchanged. Raises
+    UserError: see `check_plain` and `convert_folder`. NaN and infinity are refused, as they are not
+    zero when multiplied by zero."""
     check_plain(weights)
     config = json.loads((weights.folder / "config.json").read_text(encoding="utf-8"))
     config.pop("quantization_config", None)  # of FP8, which is written in bf16

@@ -21,12 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from qfsdp.checkpoint.weights.read import (
-    STORED_DTYPES,
-    ComputedTensor,
-    OpenFiles,
-    StoredTensor,
-)
+from qfsdp.checkpoint.weights.read import STORED_DTYPES, ComputedTensor, OpenFiles, StoredTensor
 from qfsdp.common.errors import UserError
 
 SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale", "fbgemm_fp8": "_scale"}
@@ -115,10 +110,7 @@ def without_scales(
     tensors: Mapping[str, StoredTensor], quantization: dict[str, Any]
 ) -> dict[str, StoredTensor]:
     """The same tensors, where those in FP8 are read times their factors, and those are left out.
-
-    Raises:
-        UserError: a weight in FP8 has no factors, or they do not fit it.
-    """
+    Raises UserError: a weight in FP8 has no factors, or they do not fit it."""
     suffix = SCALES[quantization["quant_method"]]
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
     for name, stored in tensors.items():

@@ -197,11 +197,7 @@ def text_of(value: Any) -> str:
 
     Text stays as it is, and null and NaN are "". Numbers, true and false are written as in the JSON
     of the row (5, 5.00, 1e5, true); those of Parquet with the fewest digits that give the same
-    number; dates in the form of ISO 8601.
-
-    Raises:
-        UserError: it is a list, an object or bytes.
-    """
+    number; dates in the form of ISO 8601. Raises UserError: it is a list, an object or bytes."""
     if isinstance(value, str):
         return value
     if value is None or value != value:  # only NaN differs from itself

@@ -103,11 +103,8 @@ class TrainedSpans:
         """The trained ranges of the text, and what a user must know of them or None.
 
         White space after a special token that ends a message is not trained. Where the template
-        marks what is trained, no more than that is.
-
-        Raises:
-            UserError: a trained message cannot be found in the text.
-        """
+        marks what is trained, no more than that is. Raises UserError: a trained message cannot be
+        found in the text."""
         spans: list[Range] = []
         remark = None
         for index in self.conversation.trained:
@@ -279,11 +276,8 @@ class TokenizedChat:
 def plain_message(message: Any) -> dict[str, Any]:
     """A torchtune `Message` or a dict as a dict for the template, with text content.
 
-    The content of a message with tool calls may be None.
-
-    Raises:
-        UserError: there is no role, or no text.
-    """
+    The content of a message with tool calls may be None. Raises UserError: there is no role, or no
+    text."""
     if isinstance(message, Mapping):
         plain = {key: value for key, value in message.items() if key != "masked"}
     else:

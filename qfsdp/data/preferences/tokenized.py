@@ -187,14 +187,12 @@ class Preferences:
         cut = (long & (answers > space - kept))[:, None] & (self._answers > most[:, None])
         self._begins, self._prompts = self._begins + removed, self._prompts - removed
         self._answers = np.where(cut, most[:, None], self._answers)
-        same = [int(i) for i in np.flatnonzero(cut.any(1)) if self.paired and self._is_same(i)]
+        changed = np.flatnonzero(cut.any(1)).tolist() if self.paired else []
+        same = [i for i in changed if self._sample(i, 0) == self._sample(i, 1)]
         self._leave_out(same)
         if long.any():
             counts = (int(long.sum()), int((removed > 0).any(1).sum()), int(cut.any(1).sum()))
             self._tell(limit, source, counts, len(same))
-
-    def _is_same(self, index: Any) -> bool:
-        return self._sample(index, 0) == self._sample(index, 1)
 
     def _have_one_prompt(self) -> list[bool]:
         """Whether both prompts of each pair are the same. A million pairs take some 2 s."""

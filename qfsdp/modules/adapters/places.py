@@ -85,11 +85,8 @@ Places = list[tuple[str, nn.Module]]
 
 
 def adapted_places(model: nn.Module, config: Any, kind: tuple[type[nn.Module], ...]) -> Places:
-    """The linears of type `kind` that an `AdapterConfig` selects.
-
-    Raises:
-        UserError: a name, a pattern or a layer stands for no linear of the model.
-    """
+    """The linears of type `kind` that an `AdapterConfig` selects. Raises UserError: a name, a
+    pattern or a layer stands for no linear of the model."""
     places, words = _places(model, kind), _words(config.linears)
     plain = [word for word, pattern in words if not pattern and "." not in word]
     check_present("adapter.targets", plain, model, (*LINEAR_NAMES, *ROUTER_NAMES))

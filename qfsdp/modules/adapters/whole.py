@@ -31,12 +31,8 @@ class WholeEmbedding(nn.Embedding):
 
 def train_whole(model: nn.Module, names: list[str] | None) -> None:
     """Makes the modules `names` trained and fp32. Call it on the meta device, after the adapters
-    are added and everything else is frozen.
-
-    Raises:
-        UserError: a module is quantized, adapted or tied to one that is not named; or the model is
-            one of transformers.
-    """
+    are added and everything else is frozen. Raises UserError: a module is quantized, adapted or
+    tied to one that is not named; or the model is one of transformers."""
     if names is None:
         return
     given = f"adapter.modules_to_save: [{', '.join(names)}]"

@@ -25,11 +25,9 @@ def architecture_of(config: dict[str, Any]) -> Any:
 
 
 def read(config: dict[str, Any], source: str) -> DecoderParts:
-    """The decoder that a parsed `config.json` describes.
-
-    Raises `UserError`, which names `source`, for an architecture that is not in `FAMILIES` and for
-    values that the family does not have or the decoder does not compute.
-    """
+    """The decoder that a parsed `config.json` describes. Raises `UserError`, which names `source`,
+    for an architecture that is not in `FAMILIES` and for values that the family does not have or
+    the decoder does not compute."""
     architecture = architecture_of(config)
     if not isinstance(architecture, str) or architecture not in FAMILIES:
         known = ", ".join(FAMILIES)

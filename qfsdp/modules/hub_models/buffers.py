@@ -50,11 +50,8 @@ def check_buffers(hf: nn.Module, source: str) -> None:
 
 @torch.no_grad()
 def compute_buffers(hf: nn.Module, source: str) -> None:
-    """Computes every buffer that no file holds; the model must have storage.
-
-    Raises:
-        UserError: transformers does not compute one of them.
-    """
+    """Computes every buffer that no file holds; the model must have storage. Raises UserError:
+    transformers does not compute one of them."""
     for name, module, owner in list(_with_buffers(hf)):
         buffers = dict(module.named_buffers(recurse=False))
         for buffer in buffers.values():

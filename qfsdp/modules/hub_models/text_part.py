@@ -14,11 +14,8 @@ from qfsdp.modules.hub_models.config import HubConfig
 
 
 def text_model_name(hf: Any, config: HubConfig) -> tuple[str, str]:
-    """Where the body of a whole model and the text model in it are ("model.language_model").
-
-    Raises:
-        UserError: the body has none.
-    """
+    """Where the body of a whole model and the text model in it are ("model.language_model"). Raises
+    UserError: the body has none."""
     named = {id(module): name for name, module in hf.named_modules()}
     body, name = named[id(hf.base_model)], named.get(id(hf.get_decoder()), "")
     embedding = named.get(id(hf.get_input_embeddings()), "")

@@ -55,11 +55,8 @@ def svg(chart: Chart) -> str:
 
 
 def write_png(chart: Chart, path: Path) -> None:
-    """Draws a chart into `path`, a .png file; its folder is made if need be.
-
-    Raises:
-        OSError: the file cannot be written.
-    """
+    """Draws a chart into `path`, a .png file; its folder is made if need be. Raises OSError: the
+    file cannot be written."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
 

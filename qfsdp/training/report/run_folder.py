@@ -78,11 +78,8 @@ class RunFolder:
 
 
 def read_run(folder: Path) -> RunFolder:
-    """Reads the folder of a run.
-
-    Raises:
-        UserError: it does not exist, or has neither metrics nor a config.
-    """
+    """Reads the folder of a run. Raises UserError: it does not exist, or has neither metrics nor a
+    config."""
     if not folder.is_dir():
         raise UserError(f"runs: '{folder}' is no folder; expected the output_dir of a run")
     config, steps = read_config(folder / CONFIG), read_steps(folder / METRICS)
@@ -168,11 +165,8 @@ def _is_evaluation(content: dict[str, Any]) -> bool:
 
 
 def read_evaluation(file: Path) -> Evaluation:
-    """An evaluation with its questions and answers.
-
-    Raises:
-        UserError: the file is none of recipes/evaluate.
-    """
+    """An evaluation with its questions and answers. Raises UserError: the file is none of
+    recipes/evaluate."""
     try:
         content = json.loads(file.read_text(encoding="utf-8"))
         rows = content["results"]

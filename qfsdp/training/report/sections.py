@@ -249,10 +249,7 @@ def config_table(runs: Sequence[RunFolder]) -> Markup:
 
     def table_of(keys: Sequence[str]) -> Markup:
         rows = [
-            [
-                part("code", key),
-                *(config_value(run.config.get(key, "(not there)")) for run in runs),
-            ]
+            [part("code", key), *(config_value(run.config.get(key, "(not there)")) for run in runs)]
             for key in keys
         ]
         return table(("key", *(run.name for run in runs)), rows, left=1 + len(runs))
