@@ -73,10 +73,7 @@ def evaluate(
         cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(work / "quantized"))
         cfg.tokenizer.path = str(model)
         cfg.loss = {
-            "conversations": {
-                "_component_": "qfsdp.data.guanaco_dataset",
-                "source": str(held_out),
-            }
+            "conversations": {"_component_": "qfsdp.data.guanaco_dataset", "source": str(held_out)}
         }
         cfg.lm_eval = words
         cfg.max_seq_len = 512

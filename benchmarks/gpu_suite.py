@@ -41,12 +41,7 @@ from typing import Any
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from benchmarks.gpu_archive import (  # noqa: E402
-    FINISHED,
-    Archive,
-    Results,
-    code_version,
-)
+from benchmarks.gpu_archive import FINISHED, Archive, Results, code_version  # noqa: E402
 from benchmarks.gpu_parts import PARTS, Part, aims, compare  # noqa: E402
 
 WHEELS = ROOT / "gpu_wheels"

@@ -51,14 +51,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import base_arguments, tell, usual_dtype, write_figures
-from benchmarks.train_step_worker import (
-    ADAPTED,
-    ALPHA,
-    CLIP,
-    LEARNING_RATE,
-    Step,
-    training_step,
-)
+from benchmarks.train_step_worker import ADAPTED, ALPHA, CLIP, LEARNING_RATE, Step, training_step
 from qfsdp.config.load import load_config
 from qfsdp.config.recipe_files import load_recipe
 from qfsdp.data.batch import Batch

@@ -41,11 +41,7 @@ from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, ROUNDED_AS_ON
 ROWS, COLS = 8192, 8192
 TILE, WARPS = 1024, 4  # outputs and warps of a program, as inductor chooses for such kernels
 # Compute capability, multiprocessors, shared memory of a program in bytes.
-GPUS = {
-    "a100": (8, 0, 108, 166912),
-    "rtx4090": (8, 9, 128, 101376),
-    "h100": (9, 0, 132, 232448),
-}
+GPUS = {"a100": (8, 0, 108, 166912), "rtx4090": (8, 9, 128, 101376), "h100": (9, 0, 132, 232448)}
 
 
 def properties(gpu: str) -> Any:
@@ -229,12 +225,7 @@ def pointwise(folder: Path) -> Figures:
 
     cases: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Shape], int]] = {
         "two_kernels_weights": (write, nf4.ONE_KERNEL, [codes, products, offset, levels, bf16], 2),
-        "two_kernels_absmax": (
-            traced(nf4.absmax_products, 0),
-            {},
-            [absmax, scales, dynamic],
-            64,
-        ),
+        "two_kernels_absmax": (traced(nf4.absmax_products, 0), {}, [absmax, scales, dynamic], 64),
         "one_kernel": (
             at_once,
             FLAT_ON_GPUS | ROUNDED_AS_ON_CPUS,

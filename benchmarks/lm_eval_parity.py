@@ -39,12 +39,7 @@ from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 
 # Tasks with equal requests are in one group; ours computes these requests once.
-GROUPS = [
-    ["arc_easy"],
-    ["arc_challenge"],
-    ["hellaswag"],
-    ["truthfulqa_mc1", "truthfulqa_mc2"],
-]
+GROUPS = [["arc_easy"], ["arc_challenge"], ["hellaswag"], ["truthfulqa_mc1", "truthfulqa_mc2"]]
 Rows = dict[str, list[dict[str, Any]]]
 
 

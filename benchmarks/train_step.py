@@ -95,10 +95,7 @@ MEMORY_RATIOS = {
     "memory_over_peft": ("ours_qlora", "peft_qlora"),
     "memory_over_torchtune": ("ours_qlora", "torchtune_qlora"),
 }
-LOSS_DIFFERENCES = {
-    "peft": "max_loss_difference",
-    "torchtune": "max_loss_difference_torchtune",
-}
+LOSS_DIFFERENCES = {"peft": "max_loss_difference", "torchtune": "max_loss_difference_torchtune"}
 TORCHTUNE_NF4_WEIGHTS = 64 * 256  # blocks of 64, their scales in whole blocks of 256
 RANDOM_MODEL = {
     "architectures": ["LlamaForCausalLM"],

@@ -321,13 +321,13 @@ class Checkpointer:
         try:
             written = write_state(partial / "state", entries, self._world, self._group)
             if self._world.rank == 0:
-                self._publish(step, partial, final, written)
+                self._complete(step, partial, final, written)
         except BaseException:  # CheckpointException is no Exception
             if self._world.rank == 0:
                 shutil.rmtree(partial, ignore_errors=True)
             raise
 
-    def _publish(self, step: int, partial: Path, final: Path, written: dict[str, Any]) -> None:
+    def _complete(self, step: int, partial: Path, final: Path, written: dict[str, Any]) -> None:
         """Completes and renames the checkpoint, and deletes old ones; on rank 0, after all ranks
         have written.
 

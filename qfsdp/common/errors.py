@@ -14,7 +14,7 @@ from typing import Any, get_args, get_type_hints
 from qfsdp.common.printable import printable, redacted
 
 MOST_INTEGER = 2**63 - 1  # of torch
-# Of the linker, the C library, PyTorch and Python's threads.
+# Words of the linker, the C library, PyTorch and Python's threads.
 _NO_ADDRESS_SPACE = ("failed to map segment", "allocate memory", "start new thread")
 NEEDS_UTF8 = "expected a locale with UTF-8, or PYTHONUTF8=1"
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError

@@ -106,8 +106,8 @@ def sync(path: Path) -> None:
 
 
 def fsync(descriptor: int) -> None:
-    """Syncs to disk, where that exists: some network and FUSE file systems have it not for folders,
-    or for nothing."""
+    """Syncs to disk, where the file system can: some network and FUSE file systems cannot sync
+    folders, or anything."""
     try:
         os.fsync(descriptor)
     except OSError as error:

@@ -235,7 +235,7 @@ def _check_argument(key: str, value: Any, parameter: inspect.Parameter) -> None:
         raise not_valid(key, value, f"an integer of at least {least}")
 
 
-# What torchtune's and our components take in these places without a look.
+# Least values, which neither torchtune's components nor ours check.
 _LEAST = {
     "tokenizer.max_seq_len": 1,
     "lr_scheduler.num_warmup_steps": 0,

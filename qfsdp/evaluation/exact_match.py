@@ -83,7 +83,7 @@ class ExactMatch:
     right: int
     rows: int
     unanswered: int
-    """Number of answers without a number, if numbers are compared."""
+    """Answers without a number, if numbers are compared."""
 
 
 def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Question]:

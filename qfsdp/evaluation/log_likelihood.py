@@ -82,9 +82,9 @@ def _shorten(context: Sequence[int], continuation: Sequence[int], positions: int
 def _longest_row(model: AnyDecoder) -> int:
     """Longest row with several continuations.
 
-    Attention with sinks and models of transformers take no mask, so there each continuation has a
-    row of its own. So it has where a rotary embedding depends on a text's length: a row has one.
-    The sliding window is measured in the row, where other continuations lie in between.
+    Each continuation has a row of its own where there is no mask (attention with sinks, models of
+    transformers), and where a rotary embedding depends on the row's length. A sliding window counts
+    the other continuations of a row too, so a row is no longer than the window.
     """
     if isinstance(model, HubDecoder):
         return 0

@@ -58,11 +58,8 @@ class ScoreHead(nn.Linear):
 def add_score_head(model: Any, config: HeadConfig) -> None:
     """Replaces the output layer of a `Decoder` on the meta device by an unset `ScoreHead`.
 
-    `init_adapters` starts it. Call it after `add_adapters`, which freezes the model.
-
-    Raises:
-        UserError: the model is one of transformers', or other modules are trained as a whole.
-    """
+    `init_adapters` starts it. Call it after `add_adapters`, which freezes the model. Raises
+    UserError: the model is one of transformers', or other modules are trained as a whole."""
     if not hasattr(model, "output_name"):
         raise UserError(
             f"head: {model.config.architecture} is computed by transformers; expected a model that "

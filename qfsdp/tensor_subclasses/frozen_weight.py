@@ -26,11 +26,8 @@ NORM_CHUNK_WEIGHTS, NORM_CHUNK_ON_GPU = 1 << 22, 1 << 26
 
 def bytes_of(weight: Tensor) -> tuple[Tensor, list[Tensor], str, int]:
     """Bytes, metadata, format and first row of a quantized weight, as `frozen_weight` takes them;
-    of a plain one itself, [], "" and 0.
-
-    Raises:
-        ValueError: a product with it would be wrong (`QuantizedTensor.check_product`).
-    """
+    of a plain one itself, [], "" and 0. Raises ValueError: a product with it would be wrong
+    (`QuantizedTensor.check_product`)."""
     if not isinstance(weight, QuantizedTensor):
         return weight, [], "", 0
     position = weight.position

@@ -165,11 +165,8 @@ class QuantizedTensor(tensor_methods.TensorMethods):
     def empty(
         cls, rows: int, cols: int, dtype: torch.dtype, device: torch.device | str
     ) -> QuantizedTensor:
-        """A whole weight with uninitialized bytes, to be sharded and filled later.
-
-        Raises:
-            TypeError: `dtype` is not floating point.
-        """
+        """A whole weight with uninitialized bytes, to be sharded and filled later. Raises
+        TypeError: `dtype` is not floating point."""
         if not dtype.is_floating_point:
             raise TypeError(f"{cls.__name__}: dtype {dtype}; expected floating point")
         qdata = torch.empty(rows, cls.row_bytes(cols), dtype=torch.uint8, device=device)
@@ -238,11 +235,8 @@ class QuantizedTensor(tensor_methods.TensorMethods):
             raise ValueError(f"{name}: {rows} rows; expected {self.qdata.size(0)}")
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The held rows as a plain tensor of this shape, of `dtype` (default: `self.dtype`).
-
-        Raises:
-            ValueError: rows that `new_zeros` made have not been filled.
-        """
+        """The held rows as a plain tensor of this shape, of `dtype` (default: `self.dtype`). Raises
+        ValueError: rows that `new_zeros` made have not been filled."""
         self.check_filled()
         rows = self.dequantize_rows(
             self.fetch().qdata, self.metadata, self.cols, self.row_offset, dtype or self.dtype

@@ -32,9 +32,7 @@ ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
 
 
 def build_optimizer(
-    component: Component,
-    parameters: Iterable[Tensor | dict[str, Any]],
-    in_backward: bool = False,
+    component: Component, parameters: Iterable[Tensor | dict[str, Any]], in_backward: bool = False
 ) -> Optimizer:
     """Builds the optimizer over `parameters`, its first argument.
 
@@ -160,12 +158,9 @@ def build_scheduler(
 
 
 def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
-    """Builds both for a dummy parameter, to find mistakes before anything is loaded.
-
-    Raises:
-        UserError: an unknown name or argument, a value that they refuse (a negative lr), or a
-            `step` that needs an argument, such as the closure of L-BFGS.
-    """
+    """Builds both for a dummy parameter, to find mistakes before anything is loaded. Raises
+    UserError: an unknown name or argument, a value that they refuse (a negative lr), or a `step`
+    that needs an argument, such as the closure of L-BFGS."""
     optimizer.check("optimizer", provided=["params"])
     dummy = torch.nn.Parameter(torch.zeros(1, 1))
 

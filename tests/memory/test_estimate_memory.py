@@ -86,10 +86,7 @@ def test_a_gpu_by_name(
         ("local_world_size=2", "local_world_size: 2 is not valid; expected a divisor of 1"),
         ("model.path=models/GPT-5", "model.path: 'models/GPT-5' is not a model folder; expected"),
         ("device_memory=many", "device_memory: 'many'; expected a size such as 24GiB"),
-        (
-            "optimizer.fsued=true",
-            "optimizer.fsued: 'torch.optim.AdamW' takes no argument 'fsued'",
-        ),
+        ("optimizer.fsued=true", "optimizer.fsued: 'torch.optim.AdamW' takes no argument 'fsued'"),
         ("target=tpu", "target: 'tpu' is not valid; expected one of 'cuda', 'cpu'"),
     ],
 )
@@ -142,8 +139,6 @@ def test_options_that_do_not_fit_or_are_refused() -> None:
     lines = [*option_lines(cfg, of, 4, 2, int(1.5 * GIB))]
     assert len(lines) == 1 + 6 * 3 + 1 and lines[0].split("  ")[0] == "strategy"
     assert lines[1].split()[-5:] == ["2.00", "8.00", "1.00", "2.00", "no"]
-    assert lines[10].split() == [
-        *("full_shard", "none", "1.00", "8.00", "1.00", "2.00", "yes"),
-    ]
+    assert lines[10].split() == [*("full_shard", "none", "1.00", "8.00", "1.00", "2.00", "yes")]
     assert lines[13].endswith("refused: nothing is frozen") and "base in the host" in lines[13]
     assert len([*option_lines(cfg, of, 1, 1, None)]) == 1 + 3 * 3 + 1

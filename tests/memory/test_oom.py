@@ -99,10 +99,7 @@ def run(cfg: Any, fail: Callable[[], None]) -> None:
     ("fail", "requested"), [(on_cuda, "2.50 GiB"), (on_cpu, "4194304.00 GiB"), (of_python, None)]
 )
 def test_a_step_that_fails(
-    fail: Callable[[], None],
-    requested: str | None,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    fail: Callable[[], None], requested: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # All tensors of this process count, also those that earlier tests left.
     count = 3 if fail is of_python else 10_000

@@ -169,11 +169,7 @@ def test_preflight_false(argv: list[str], capsys: pytest.CaptureFixture[str]) ->
     ],
 )
 def test_bounds_need_no_dry_run(
-    argv: list[str],
-    words: list[str],
-    message: str,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    argv: list[str], words: list[str], message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(Predictor, "__call__", lambda self, changes: pytest.fail("a dry run"))
     huge = write_tiny_model(tmp_path / "huge", max_position_embeddings=2**31 - 1)

@@ -13,14 +13,7 @@ from qfsdp.planning.changes import CHECKPOINTING, Changes, as_words, as_yaml, ch
 from qfsdp.planning.hardware import Hardware, known_gpu
 from qfsdp.planning.predict import Prediction
 from qfsdp.planning.roofline import StepTime
-from qfsdp.planning.search import (
-    Candidate,
-    Trial,
-    candidates,
-    divisors,
-    largest_batch,
-    search,
-)
+from qfsdp.planning.search import Candidate, Trial, candidates, divisors, largest_batch, search
 from tests.tiny import ROOT, load_recipe
 
 GIB = 1 << 30
@@ -123,10 +116,7 @@ def test_slower_ways_are_not_tried_if_a_whole_step_fits() -> None:
 def test_strongest_checkpointing_is_predicted_first() -> None:
     model = MemoryModel(base=40, sample=1)
     found = list(search(candidates(RANKS), model, 8, card(24)))
-    assert names(found) == [
-        "ddp, checkpointing full: no",
-        "full_shard, checkpointing none: 8",
-    ]
+    assert names(found) == ["ddp, checkpointing full: no", "full_shard, checkpointing none: 8"]
     requested = [
         a["activation.checkpointing"] for a in model.requests if a["sharding.strategy"] == "ddp"
     ]

@@ -62,9 +62,7 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
     },
     "seed_oss": {**ATTENTION, "attention_out_bias": EITHER, "mlp_bias": EITHER},
     "olmo2": {"attention_bias": EITHER, "head_dim": [8]},
-    "olmo3": {
-        **{"attention_bias": EITHER, "sliding_window": WINDOWS, "layer_types": LAYER_TYPES},
-    },
+    "olmo3": {**{"attention_bias": EITHER, "sliding_window": WINDOWS, "layer_types": LAYER_TYPES}},
     "gemma3_text": {
         **{"attention_bias": EITHER, "sliding_window": WINDOWS, "layer_types": LAYER_TYPES},
         **{"query_pre_attn_scalar": [4, 50], "sliding_window_pattern": [2, 3]},

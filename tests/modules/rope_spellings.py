@@ -67,21 +67,19 @@ PLACES: dict[str, Callable[[Config, Config], Config]] = {
     "both, equal": lambda one, other: {"rope_scaling": dict(one), "rope_parameters": one},
     "both, unlike": lambda one, other: {"rope_scaling": one, "rope_parameters": other},
     "both, new default": lambda one, other: {
-        **{"rope_scaling": one, "rope_parameters": {"rope_type": "default", BASE: 300.0}},
+        **{"rope_scaling": one, "rope_parameters": {"rope_type": "default", BASE: 300.0}}
     },
     "both, old null": lambda one, other: {"rope_scaling": None, "rope_parameters": one},
     "both, old empty": lambda one, other: {"rope_scaling": {}, "rope_parameters": one},
     "nested": lambda one, other: {"rope_parameters": _nested(one, other)},
-    "nested, type": lambda one, other: {
-        "rope_parameters": _nested(_as_type(one), _as_type(other)),
-    },
+    "nested, type": lambda one, other: {"rope_parameters": _nested(_as_type(one), _as_type(other))},
     "nested, full only": lambda one, other: {"rope_parameters": {"full_attention": one}},
     "nested, sliding only": lambda one, other: {"rope_parameters": {"sliding_attention": one}},
     "nested, a null": lambda one, other: {
-        "rope_parameters": {"full_attention": one, "sliding_attention": None},
+        "rope_parameters": {"full_attention": one, "sliding_attention": None}
     },
     "nested beside old": lambda one, other: {
-        **{"rope_scaling": one, "rope_parameters": _nested(other, one)},
+        **{"rope_scaling": one, "rope_parameters": _nested(other, one)}
     },
     "nested in rope_scaling": lambda one, other: {"rope_scaling": _nested(one, other)},
 }

@@ -22,13 +22,7 @@ from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.trainable import TrainableConfig, set_trainable
 from qfsdp.modules.transformer import Decoder
-from tests.modules.random_configs import (
-    OPTIONS,
-    compare,
-    random_config,
-    randomize,
-    with_our_names,
-)
+from tests.modules.random_configs import OPTIONS, compare, random_config, randomize, with_our_names
 from tests.modules.rope_spellings import DETAILS, KINDS, LENGTHS, PLACES, spelled
 
 CPU = torch.device("cpu")
@@ -55,12 +49,7 @@ GRANITE = {
     "residual_multiplier": 0.6,
     "logits_scaling": 1.3,
 }
-GEMMA = {
-    "head_dim": 34,
-    "sliding_window": 7,
-    "query_pre_attn_scalar": 23,
-    "attention_bias": True,
-}
+GEMMA = {"head_dim": 34, "sliding_window": 7, "query_pre_attn_scalar": 23, "attention_bias": True}
 GRANITE4 = {"num_local_experts": 0, "shared_intermediate_size": 147, "layer_types": None}
 GRANITE4 |= {"layer_types": ["full_attention"] * 4, "mamba_n_heads": 6, "mamba_d_head": "auto"}
 LONGROPE = {"rope_type": "longrope", "rope_theta": 5000.0, "partial_rotary_factor": 0.75}
@@ -82,10 +71,7 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "llama-yarn-factor": ("llama", {"rope_parameters": YARN | {"attention_factor": 0.8}}),
     "llama-dynamic": ("llama", {"rope_parameters": DYNAMIC}),
-    "llama-dynamic-longer": (
-        "llama",
-        {"rope_parameters": DYNAMIC, "max_position_embeddings": 26},
-    ),
+    "llama-dynamic-longer": ("llama", {"rope_parameters": DYNAMIC, "max_position_embeddings": 26}),
     "mistral-yarn": ("mistral", {"rope_parameters": YARN, "sliding_window": 7}),
     "qwen3-yarn-mixed": (
         "qwen3",
@@ -443,10 +429,7 @@ OLD_SPELLING: dict[str, tuple[str, dict[str, Any]]] = {
             "sliding_window_pattern": 2,
         },
     ),
-    "olmo3": (
-        "olmo3",
-        {"rope_theta": 500000.0, "rope_scaling": YARN | {"attention_factor": 1.2}},
-    ),
+    "olmo3": ("olmo3", {"rope_theta": 500000.0, "rope_scaling": YARN | {"attention_factor": 1.2}}),
     "phi3": (
         "phi3",
         {
@@ -505,10 +488,7 @@ SPELLED: dict[str, tuple[str, dict[str, Any]]] = {
         {"rope_parameters": {"rope_type": "default", "partial_rotary_factor": 0.5}},
     ),
     "share-null": ("glm4", {"partial_rotary_factor": None, "head_dim": 32}),
-    "original-outside": (
-        "llama",
-        {"rope_parameters": YARN, "original_max_position_embeddings": 8},
-    ),
+    "original-outside": ("llama", {"rope_parameters": YARN, "original_max_position_embeddings": 8}),
     "original-outside-nested": (
         "gemma3_text",
         {

@@ -23,11 +23,7 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.experts.routing import (
-    balance_loss,
-    routing_metrics,
-    routing_sums,
-)
+from qfsdp.modules.experts.routing import balance_loss, routing_metrics, routing_sums
 from qfsdp.modules.transformer import Decoder
 from tests.modules.test_families import (
     max_difference,

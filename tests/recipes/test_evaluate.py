@@ -134,10 +134,7 @@ def test_two_ranks_of_a_sharded_model_as_one_process(words: list[str], tmp_path:
     [
         (["~loss", "~text", "~exact_match", "~lm_eval"], r"all empty; expected at least one$"),
         (["output=x.txt"], r"^output: 'x.txt'; expected a file that ends in .json$"),
-        (
-            ["output={folder}/text.txt"],
-            r"text.txt' exists already; expected a new file$",
-        ),
+        (["output={folder}/text.txt"], r"text.txt' exists already; expected a new file$"),
         (
             ["loss.arithmetic.prompt_colum=x"],
             r"^loss.arithmetic.prompt_colum: .*did you mean 'prompt_column'",

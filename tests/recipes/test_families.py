@@ -50,14 +50,7 @@ NAMES = [
     "ministral3",
     "llama-yarn",
 ]
-MIXTURES = [
-    "qwen3-moe-dense-layers",
-    "qwen2-moe",
-    "olmoe",
-    "mixtral",
-    "glm4-moe",
-    "gpt-oss",
-]
+MIXTURES = ["qwen3-moe-dense-layers", "qwen2-moe", "olmoe", "mixtral", "glm4-moe", "gpt-oss"]
 ALL = [*NAMES, *MIXTURES]
 PEFT_SCRIPT = """
 from peft import PeftModel

@@ -27,10 +27,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     root = tmp_path_factory.mktemp("mixtures")
     for family in ("qwen3_moe", "gpt_oss"):
         reference(family, vocab_size=577).save_pretrained(root / family)
-    return {
-        "qwen3_moe": root / "qwen3_moe",
-        "mxfp4": with_blocks(root / "gpt_oss", root / "mxfp4"),
-    }
+    return {"qwen3_moe": root / "qwen3_moe", "mxfp4": with_blocks(root / "gpt_oss", root / "mxfp4")}
 
 
 def unchanged(tensors: dict[str, Tensor]) -> None:

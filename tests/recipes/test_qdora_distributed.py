@@ -17,12 +17,7 @@ from safetensors.torch import load_file, save_file
 from examples.demo.arithmetic import write_splits
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
-from tests.tiny import (
-    ROOT,
-    load_recipe,
-    needs_compiler,
-    write_tiny_model_with_tokenizer,
-)
+from tests.tiny import ROOT, load_recipe, needs_compiler, write_tiny_model_with_tokenizer
 from tests.waiting import LIMIT_S, without_waiting
 
 TUNE = Path(sys.executable).with_name("tune")
@@ -226,10 +221,7 @@ def nothing_wrong(
         (["batch_size=0"], "batch_size: 0 is not valid; expected an integer of at least 1"),
         (["max_steps=many"], "max_steps: 'many' is not valid; expected an integer or null"),
         (["model.lora_rank=8"], "unknown key 'model.lora_rank'; here it is 'adapter.rank'"),
-        (
-            ["enable_activation_checkpointing=true"],
-            "here it is 'activation.checkpointing=full'",
-        ),
+        (["enable_activation_checkpointing=true"], "here it is 'activation.checkpointing=full'"),
         (["optimizer.learning_rate=1"], "'torch.optim.AdamW' takes no argument 'learning_rate'"),
         (["optimizer.lr=-1"], "optimizer: torch.optim.AdamW refuses its arguments: Invalid"),
         (["optimizer=torch.optim.AdmaW"], "did you mean 'torch.optim.AdamW'?"),

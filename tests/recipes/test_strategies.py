@@ -75,11 +75,7 @@ RANKS = [
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("size", "methods"),
-    [
-        *RANKS,
-        pytest.param(4, ["dora"], marks=SLOW),
-        pytest.param(4, ["lora"], marks=SLOW),
-    ],
+    [*RANKS, pytest.param(4, ["dora"], marks=SLOW), pytest.param(4, ["lora"], marks=SLOW)],
 )
 def test_every_strategy_trains_the_same(
     size: int, methods: Sequence[str], model_dir: Path, reference: dict[str, dict[str, Any]]
@@ -96,8 +92,7 @@ def test_every_strategy_trains_the_same(
 
 
 @pytest.mark.parametrize(
-    ("size", "methods"),
-    [*RANKS[:2], pytest.param(3, ["dora"], marks=pytest.mark.long), RANKS[3]],
+    ("size", "methods"), [*RANKS[:2], pytest.param(3, ["dora"], marks=pytest.mark.long), RANKS[3]]
 )
 def test_an_offloaded_base_trains_the_same(
     size: int,

@@ -194,17 +194,11 @@ def test_points_and_nested_keys(model: Path, tmp_path: Path) -> None:
         ({"gpu": "rtx4096"}, r"gpu: 'rtx4096' is unknown; did you mean 'rtx4090'"),
         ({"gpu": None}, r"gpu: null; expected gpu=rtx4090"),
         ({"config": "configs/none"}, r"config: 'configs/none' is no config; expected one that"),
-        (
-            {"config": "configs/merge"},
-            r"config: .*: it belongs to recipes/merge, which trai",
-        ),
+        ({"config": "configs/merge"}, r"config: .*: it belongs to recipes/merge, which trai"),
         ({"overrides": ["batch_sise=1"]}, r"config: unknown key 'batch_sise'; did you mean"),
         ({"prices": "none.yaml"}, r"prices: 'none.yaml' is no config; expected"),
         ({"published": "none.yaml"}, r"published: 'none.yaml' is no config; expected"),
-        (
-            {"mode": "steps", "grid": {"world_size": [1, 2]}},
-            r"grid.world_size: an axis of mode=",
-        ),
+        ({"mode": "steps", "grid": {"world_size": [1, 2]}}, r"grid.world_size: an axis of mode="),
         ({"grid": {"world_size": [100_000]}}, r"grid: world_size: 100000 .* from 1 to 65,536"),
         (
             {"mode": "run", "evaluation": "evaluate", "evaluation_overrides": ["batch_sise=1"]},

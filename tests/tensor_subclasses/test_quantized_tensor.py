@@ -205,10 +205,7 @@ INPUT_SHAPES = [(7, COLS), (2, 5, COLS), (0, COLS)]
 @pytest.mark.parametrize("shape", INPUT_SHAPES, ids=str)
 @pytest.mark.parametrize("with_bias", [False, True], ids=["no bias", "bias"])
 def test_linear_equals_that_of_the_dequantized_weight(
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    with_bias: bool,
-    weight: NF4Tensor,
+    shape: tuple[int, ...], dtype: torch.dtype, with_bias: bool, weight: NF4Tensor
 ) -> None:
     plain = weight.dequantize(dtype)
     bias = torch.randn(ROWS, dtype=dtype) if with_bias else None

@@ -187,11 +187,7 @@ MISTAKES: dict[str, tuple[Losses, Any, str]] = {
     "a name": (Component("sigmiod"), "base", "loss: 'sigmiod' is no loss; .*sigmoid"),
     "a path": (Component("my.loss"), "base", "'my.loss' does not exist"),
     "an argument": (Component("sigmoid", {"betta": 1}), "base", "'betta'.*beta"),
-    "a number": (
-        Component("ipo", {"beta": 0.0}),
-        "base",
-        "loss.beta: 0.0; expected a number",
-    ),
+    "a number": (Component("ipo", {"beta": 0.0}), "base", "loss.beta: 0.0; expected a number"),
     "smoothing": (
         [{"name": "robust", "label_smoothing": 0.5}],
         "base",

@@ -102,11 +102,7 @@ def add_tokens(
     weights: ModelWeights, new: NewTokens, folder: Path, world: World, max_file_bytes: int
 ) -> None:
     """Writes a model folder with the new tokens. Every rank must call it; each rank writes a part
-    of the files.
-
-    Raises:
-        UserError: see `convert_folder`.
-    """
+    of the files. Raises UserError: see `convert_folder`."""
     config = json.loads((weights.folder / "config.json").read_text(encoding="utf-8"))
     config["vocab_size"] = new.rows
     tables = [name for name in TABLES if name in weights.plain]

@@ -34,12 +34,9 @@ _JSON_BYTES = 256  # size of a quant_state, padded with blanks
 
 
 def read_bnb(files: SafetensorsFolder, config: dict[str, Any]) -> dict[str, StoredQuantizedWeight]:
-    """The quantized weights of a bitsandbytes checkpoint.
-
-    Raises:
-        UserError: 8-bit or FP4 weights, other block sizes or levels than NF4's, a number of
-            columns that 64 does not divide, or a missing tensor or one of another size.
-    """
+    """The quantized weights of a bitsandbytes checkpoint. Raises UserError: 8-bit or FP4 weights,
+    other block sizes or levels than NF4's, a number of columns that 64 does not divide, or a
+    missing tensor or one of another size."""
     if config.get("load_in_8bit"):
         raise UserError(f"{files.folder}: bitsandbytes 8-bit weights; expected 4-bit NF4")
     states = [name for name in files.tensors if STATE in name]
@@ -80,10 +77,8 @@ def _read_weight(files: SafetensorsFolder, state_name: str) -> StoredQuantizedWe
 
 
 def _read_state(files: SafetensorsFolder, name: str, where: str) -> dict[str, Any]:
-    """The JSON object in a `quant_state` tensor; the values that are used have their types.
-
-    Raises UserError, which begins with `where`.
-    """
+    """The JSON object in a `quant_state` tensor; the values that are used have their types. Raises
+    UserError, which begins with `where`."""
     stored = files.tensors[name]
     try:
         state = json.loads(bytes(files.read(stored).tolist()) if stored.dtype == "U8" else b"")
@@ -122,11 +117,8 @@ def _check_levels(files: SafetensorsFolder, name: str, levels: tuple[float, ...]
 
 
 def bnb_group(name: str, format: str, rows: int, cols: int) -> Group:
-    """The tensors that a weight of format "nf4" or "nf4_fp32_absmax" is stored as.
-
-    Raises:
-        UserError: 64 does not divide `cols`.
-    """
+    """The tensors that a weight of format "nf4" or "nf4_fp32_absmax" is stored as. Raises
+    UserError: 64 does not divide `cols`."""
     if cols % BLOCK:
         raise UserError(
             f"layout: bnb stores whole blocks of {BLOCK} columns, and {name!r} has {cols} columns; "

@@ -148,11 +148,8 @@ def _stack(name: str, parts: list[StoredTensor], where: object) -> StoredTensor:
 def read_mxfp4(
     files: SafetensorsFolder, config: dict[str, Any]
 ) -> dict[str, StoredQuantizedWeight]:
-    """The experts of gpt-oss as published.
-
-    Raises:
-        UserError: blocks without scales or the reverse, or one of another dtype or shape.
-    """
+    """The experts of gpt-oss as published. Raises UserError: blocks without scales or the reverse,
+    or one of another dtype or shape."""
     found, tensors = {}, files.tensors
     for name in sorted(tensors):
         if not name.endswith((BLOCKS, SCALES)):

@@ -18,11 +18,7 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 def check_disk(model: AnyDecoder, source: ModelWeights) -> None:
     """Checks that the offloaded weights are stored as the bytes that the model holds: the frozen
-    linears of the layers, and `lm_head` if it is quantized.
-
-    Raises:
-        UserError: one is not.
-    """
+    linears of the layers, and `lm_head` if it is quantized. Raises UserError: one is not."""
     for name, param in base_parameters(model):
         local, plain = local_part(param), source.plain.get(name)
         offloaded = name.endswith("_proj.weight") and not param.requires_grad

@@ -54,11 +54,8 @@ class StoredQuantizedWeight:
 def read_quantized(
     files: SafetensorsFolder, config: dict[str, Any]
 ) -> dict[str, StoredQuantizedWeight]:
-    """The quantized weights that the manifest of a folder lists.
-
-    Raises:
-        UserError: the manifest is missing or of another version, or contradicts a tensor.
-    """
+    """The quantized weights that the manifest of a folder lists. Raises UserError: the manifest is
+    missing or of another version, or contradicts a tensor."""
     manifest = read_manifest(files)
     found = {}
     for name, weight in manifest["weights"].items():
@@ -89,11 +86,8 @@ def read_quantized(
 
 
 def read_manifest(files: SafetensorsFolder) -> dict[str, Any]:
-    """The manifest of a quantized folder.
-
-    Raises:
-        UserError: it is missing, broken or of another version.
-    """
+    """The manifest of a quantized folder. Raises UserError: it is missing, broken or of another
+    version."""
     file = files.folder / MANIFEST
     if not file.exists():
         raise UserError(

@@ -137,11 +137,8 @@ class OpenFiles:
         self._descriptors: dict[Path, int] = {}
 
     def read_rows(self, tensor: StoredTensor, row: int, into: Tensor) -> None:
-        """Fills a contiguous CPU tensor with the bytes of `tensor` from row `row` on.
-
-        Raises:
-            UserError: the file cannot be read, or ends within the tensor.
-        """
+        """Fills a contiguous CPU tensor with the bytes of `tensor` from row `row` on. Raises
+        UserError: the file cannot be read, or ends within the tensor."""
         if not into.numel():
             return
         if isinstance(tensor, ComputedTensor):

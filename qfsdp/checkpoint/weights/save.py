@@ -148,11 +148,7 @@ def _trained(
 
 
 def _frozen(
-    name: str,
-    shape: Sequence[int],
-    weights: ModelWeights,
-    dtype: torch.dtype,
-    parts: DecoderParts,
+    name: str, shape: Sequence[int], weights: ModelWeights, dtype: torch.dtype, parts: DecoderParts
 ) -> WeightConversion:
     target, dtype = stored_as(name, tuple(shape), parts), dtype_of(name, dtype)
     stored = weights.quantized.get(name)

@@ -165,13 +165,10 @@ def verified(folder: Path, files: Iterable[Path]) -> Iterator[None]:
 def check_fit(source: ModelWeights, model: nn.Module) -> None:
     """Checks that a folder holds exactly the base parameters of `model`.
 
-    Rotary tables and the output layer of a tied model, which some checkpoints carry, are
-    ignored: the model computes or shares them.
-
-    Raises:
-        UserError: a tensor is missing, unexpected, or has another shape or format; or a tied
-            model has an output layer of its own (transformers would not tie it).
-    """
+    Rotary tables and the output layer of a tied model, which some checkpoints carry, are ignored:
+    the model computes or shares them. Raises UserError: a tensor is missing, unexpected, or has
+    another shape or format; or a tied model has an output layer of its own (transformers would not
+    tie it)."""
     expected = dict(base_parameters(model))
     for name, param in expected.items():
         if name in source.quantized:

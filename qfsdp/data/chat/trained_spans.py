@@ -2,7 +2,7 @@
 
 The whole conversation is rendered once and tokenized once, which gives the ids that inference sees.
 The template process says what the template wrote while it was at which message (`Rendered.turns`).
-Of an answer, what stands before it when a model is to answer is not trained:
+The header, which the template also writes before an answer that a model is to give, is not trained:
 
     <|im_start|>user\\nHi<|im_end|>\\n<|im_start|>assistant\\nHello<|im_end|>\\n
     |------------ turns[0] ----------|------------- turns[1] -------------|

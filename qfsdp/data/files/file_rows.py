@@ -1,6 +1,6 @@
 """The rows of data files on this machine: counted first and then read in order, or streamed.
 
-Of every 64th row the place in its file is kept, so ten million rows take 1.3 MB in memory.
+The place of every 64th row in its file is kept, so ten million rows take 1.3 MB in memory.
 """
 
 from __future__ import annotations

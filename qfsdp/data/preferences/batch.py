@@ -16,9 +16,9 @@ from qfsdp.data.preferences.shared_prompts import SharedDocuments, cut_documents
 class PairBatch(Batch):
     """A micro-batch of samples (a prompt with one answer) whose log-probabilities are compared.
 
-    Only answers have labels. The samples are numbered in the order of their positions. Of pairs
-    come chosen, rejected, chosen, rejected, ..., each in a row of its own, or packed, both of a
-    pair in one row, where their prompt stands once.
+    Only answers have labels. The samples are numbered in the order of their positions: pairs as
+    chosen, rejected, chosen, rejected, .... Each sample has a row of its own; packed, both of a
+    pair stand in one row, with their prompt once.
 
     Fields:
         sample_ids: int64 `[batch, seq]`, the number of the sample that a position belongs to. It

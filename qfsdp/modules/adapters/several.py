@@ -97,11 +97,8 @@ class SeveralLinear(QuantizedLinear):
 
 def add_several(model: nn.Module, configs: Mapping[str, AdapterConfig]) -> None:
     """Freezes `model` and adds unset adapters, by name. `model.adapter_rows` gets their rows.
-
-    Raises:
-        UserError: an adapter's targets stand for nothing, for linears that it cannot adapt, or its
-            rank is too large for one.
-    """
+    Raises UserError: an adapter's targets stand for nothing, for linears that it cannot adapt, or
+    its rank is too large for one."""
     if getattr(model.config, "experts", None) is not None:
         raise UserError("adapters: this model is a mixture of experts; expected one without")
     model.requires_grad_(False)

@@ -196,11 +196,8 @@ def _said(error: BaseException) -> str:
 
 
 def check_compile(compile: bool, path: str | None) -> None:
-    """Checks the keys `compile` and `compile_cache_dir`.
-
-    Raises:
-        UserError: the folder cannot be made; or layers are to be compiled, and a trial fails.
-    """
+    """Checks the keys `compile` and `compile_cache_dir`. Raises UserError: the folder cannot be
+    made; or layers are to be compiled, and a trial fails."""
     use_cache_dir(path, report=False)
     if compile and not has_compiler():
         raise UserError(f"compile: true, but {why_not()}; or compile=false")

@@ -10,14 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from qfsdp.training.report.charts import (
-    Chart,
-    Line,
-    is_geometric,
-    needs_log,
-    number,
-    thinned,
-)
+from qfsdp.training.report.charts import Chart, Line, is_geometric, needs_log, number, thinned
 from qfsdp.training.report.drawing import HEIGHT, svg, write_png
 from qfsdp.training.report.page import figure
 
