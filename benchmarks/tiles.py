@@ -36,9 +36,9 @@ from qfsdp.planning.known_models import find_config
 from tests.tiny import load_recipe
 
 
-def write_layer(folder: Path) -> Path:
-    """A model folder with one layer of SmolLM2-135M."""
-    config = find_config("SmolLM2-135M") | {"vocab_size": 1024, "num_hidden_layers": 1}
+def write_layer(folder: Path, layers: int = 1) -> Path:
+    """A model folder with some layers of SmolLM2-135M."""
+    config = find_config("SmolLM2-135M") | {"vocab_size": 1024, "num_hidden_layers": layers}
     torch.manual_seed(0)
     model = Decoder(DecoderConfig.from_dict(config))
     for name, param in model.named_parameters():

@@ -81,7 +81,9 @@ def shard_model(
     for layer in parts.layers:
         if config.wrap == "linear":
             for module in layer.modules():
-                if isinstance(module, LINEARS) and not isinstance(module, FSDPModule):
+                if isinstance(module, LINEARS) and not isinstance(
+                    module, FSDPModule | OneOfSeveral
+                ):
                     _shard_unit(module, **unit)
         _shard_unit(layer, **unit)
     if splits_vocabulary(model, config, unit["mesh"].size(-1), tokens):

@@ -139,6 +139,7 @@ class NonFiniteWatch:
         before, checkpoints = step - 1, self._checkpoints
         optimizer = self._state.optimizer
         damaged = isinstance(optimizer, StepsInBackward) and bool(optimizer.grad_norms)
+        damaged = damaged or getattr(optimizer, "apart", False)  # of several adapters
         try:
             if before > checkpoints.saved_step and not damaged:
                 set_random_state(self._random, self._world.device)

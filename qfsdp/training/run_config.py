@@ -73,6 +73,7 @@ def not_with_tiles(cfg: Any) -> list[str]:
             get_key(cfg, "sharding.wrap") == "linear"
         ),
         "adapter.dropout above 0": get_key(cfg, "adapter.dropout"),
+        "several adapters": get_key(cfg, "adapters"),
     }
     return [other for other, given in others.items() if given]
 

@@ -25,6 +25,7 @@ from qfsdp.checkpoint.compatibility import data_settings
 from qfsdp.checkpoint.state import follow_schedule
 from qfsdp.common.devices import sum_dtype
 from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
 from qfsdp.data.joined import JoinedBatch, JoinedLoader
 from qfsdp.data.loader import StepLoader
@@ -35,7 +36,7 @@ from qfsdp.modules.adapters.several import BESIDE, AdapterRows, alone
 from qfsdp.training.locate_nonfinite import Losses, Part
 from qfsdp.training.optimizer import build_optimizer, build_scheduler
 from qfsdp.training.step_clock import StepClock
-from qfsdp.training.steps import optim_step
+from qfsdp.training.steps import are_finite, optim_step
 
 
 @dataclass
@@ -118,16 +119,12 @@ def check_several(cfg: Any) -> None:
         "model.dtype": (cfg.model.dtype, "fp16", "bf16 or fp32"),
         "compile": (cfg.compile, True, "false"),
         "quantization.compute": (cfg.quantization.compute, "fp8", "bf16"),
-        "sharding.wrap": (cfg.sharding.wrap, "linear", "decoder_layer"),
     }
     for key, (value, wrong, expected) in refused.items():
         if value == wrong:
             raise InvalidField(key, value, f"{expected} with several adapters")
-    if cfg.sharding.context_parallel > 1 or cfg.activation.tile_tokens is not None:
-        raise UserError(
-            f"sharding.context_parallel: {cfg.sharding.context_parallel}; activation.tile_tokens: "
-            f"{cfg.activation.tile_tokens}; expected 1 and null: parts of rows hide whose they are"
-        )
+    if (parts := cfg.sharding.context_parallel) > 1:
+        raise InvalidField("sharding.context_parallel", parts, "1 with several adapters")
     if cfg.checkpoint.publish is not None:
         raise InvalidField("checkpoint.publish", cfg.checkpoint.publish, "null: it takes one")
 
@@ -140,7 +137,11 @@ class Optimizers(Optimizer):
 
     Attributes:
         each: one of each adapter.
+        apart: some have made the last step and others, with NaN or infinity, have not: such a state
+            is that of no step.
     """
+
+    apart = False
 
     def __init__(self, each: Sequence[Optimizer]) -> None:
         self.each = list(each)
@@ -277,6 +278,11 @@ def update_each(
         found[name] = optim_step(
             alone(model, name), own, losses[at], world, clip=clip, scheduler=plan, clock=clock
         )
+    bad = [name for name, of in found.items() if not are_finite(of)]
+    if isinstance(optimizer, Optimizers):
+        optimizer.apart = 0 < len(bad) < len(found)
+    if bad and world.rank == 0:
+        warn(f"adapters {', '.join(bad)}: a loss or gradient is not finite")
     of_all = {key: [of[key] for of in found.values()] for key in ("loss", "grad_norm", "lr")}
     metrics = {f"{name}/{key}": value for name, of in found.items() for key, value in of.items()}
     together = {

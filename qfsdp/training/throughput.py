@@ -30,9 +30,10 @@ from qfsdp.data.batch import Batch
 from qfsdp.data.cut_rows import CutRows
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import ScaledLinear
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
+from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.adapters.miss import BlockSharedLinear
 from qfsdp.modules.adapters.oft import RotatedLinear
+from qfsdp.modules.adapters.several import SeveralLinear
 from qfsdp.modules.adapters.whole import computed_in
 from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.hub_models.decoder import HubDecoder
@@ -160,12 +161,17 @@ class _Work:
                 trained = True
             if isinstance(linear, LowRankLinear):
                 weights += zip(linear.factors, (self.trained, True), strict=True)
+            met: dict[Tensor, int] = {}  # by one of so many tokens
+            if isinstance(linear, SeveralLinear):
+                for _, part in low_rank_linears(linear):
+                    weights += zip(part.factors, (self.trained, True), strict=True)
+                    met |= dict.fromkeys(part.factors, len(linear.rows.names))
             if isinstance(linear, BlockSharedLinear):
                 weights.append((linear.miss_block, True))
             if isinstance(linear, RotatedLinear):  # a rotation has each number twice
                 weights = [(linear.weight, True), *2 * [(linear.oft_R, self.trained)]]
             for weight, wanted in weights:
-                product = int(2 * tokens * weight.numel() * share)
+                product = int(2 * tokens * weight.numel() * share / met.get(weight, 1))
                 self.forward += product
                 self.backward += product * (weight.requires_grad + wanted)
                 trained = trained or weight.requires_grad
