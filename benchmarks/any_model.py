@@ -307,7 +307,7 @@ itself, and of the others those that are equal: {text}, and of those that take p
 
 `packed`: the samples of a row do not see each other, so `packed: true` is allowed. `plain`: linears
 that are neither quantized nor adapted. `only quantized`: those whose names experts have too.
-Experts that are stacked in one tensor are not listed: they stay as they are.
+Stacked experts are not listed: they are quantized, and adapted if `adapter.targets` names them.
 """
 TABLE = """
 | architecture | also built by qfsdp | packed | plain | only quantized |

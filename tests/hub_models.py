@@ -61,6 +61,18 @@ def _configs() -> dict[str, Callable[[], Any]]:
             layer_types=["sliding_attention", "full_attention"] * 2,
             final_logit_softcapping=30.0,
         ),
+        "gemma4_moe": lambda: t.Gemma4TextConfig(
+            **SIZES,
+            head_dim=32,
+            global_head_dim=32,
+            sliding_window=16,
+            layer_types=["sliding_attention", "full_attention"] * 2,
+            hidden_size_per_layer_input=0,
+            enable_moe_block=True,
+            num_experts=4,
+            top_k_experts=2,
+            moe_intermediate_size=64,
+        ),
         "deepseek_v3": lambda: t.DeepseekV3Config(
             **SIZES | {"num_key_value_heads": 4},
             q_lora_rank=32,
@@ -135,10 +147,21 @@ def _multimodal(t: Any) -> dict[str, Callable[[], Any]]:
 MULTIMODAL = ["gemma3", "gemma4_whole", "qwen3_5_whole", "qwen3_vl", "mistral3"]
 NAMES = ["qwen3_5", "gemma4", "deepseek_v3", "lfm2", "llama"]
 # Recurrent layers, shared keys and values, and experts are in the short suite.
+MIXTURES = ["qwen3_5_moe", "glm4_7", "gemma4_moe"]
 PARAMETERS = [
     *(*NAMES[:3], MULTIMODAL[0]),
-    *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[3:] + MULTIMODAL[1:]),
+    *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[3:] + MULTIMODAL[1:] + MIXTURES),
 ]
+
+
+EXPERT_NAMES = ["experts.gate_up_proj", "experts.down_proj"]
+
+
+def adapter_of(name: str, rank: int = 4) -> AdapterConfig:
+    """DoRA of all linears; of a mixture LoRA, with its experts: PEFT has no DoRA of these."""
+    if name in (*MIXTURES, "deepseek_v3"):
+        return AdapterConfig("lora", rank=rank, alpha=8, targets=["all-linear", *EXPERT_NAMES])
+    return AdapterConfig("dora", rank=rank, alpha=8)
 
 
 def _class(config: Any) -> Any:

@@ -15,6 +15,8 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.hub_models.decoder import HubDecoder
+from qfsdp.modules.hub_models.experts import stacked_experts
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 PREAMBLE = """
@@ -35,11 +37,16 @@ def base_model():
 
 
 def dequantized_base(model: nn.Module) -> dict[str, Tensor]:
-    """The base weights that `model` computes with, under their Hugging Face names."""
-    return {
+    """The base weights that `model` computes with, under their Hugging Face names; of a model of
+    transformers in its shapes."""
+    found = {
         name: (p.dequantize() if isinstance(p, QuantizedTensor) else p.detach()).contiguous()
         for name, p in base_parameters(model)
     }
+    if isinstance(model, HubDecoder):
+        for name, param in stacked_experts(model.config.meta):
+            found[name] = found.pop(f"{name}.weight").view(param.shape)
+    return found
 
 
 def run_peft(

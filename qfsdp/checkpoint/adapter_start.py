@@ -28,7 +28,7 @@ def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights)
         UserError: see `check_adapter`, `check_loftq` and `check_base_start`; or a rank of experts
             without experts.
     """
-    if config.expert_rank is not None and model.config.experts is None:
+    if config.expert_rank is not None and model.config.experts_per_token is None:
         raise UserError(
             f"adapter.expert_rank: {config.expert_rank!r}, but this model has no mixture of "
             "experts; expected null"

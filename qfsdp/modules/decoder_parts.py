@@ -223,6 +223,11 @@ class DecoderParts:
         )
 
     @property
+    def experts_per_token(self) -> int | None:
+        """None: no layer is a mixture."""
+        return None if self.experts is None else self.experts.top_k
+
+    @property
     def by_length(self) -> bool:
         """Whether a rotary embedding depends on the length of a document."""
         return any(kind.rope is not None and kind.rope.scaling.by_length for kind in self.layers)

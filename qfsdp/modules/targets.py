@@ -105,17 +105,20 @@ def adapted_modules(
     model: nn.Module, targets: str | list[str], kind: type[nn.Module] | tuple[type[nn.Module], ...]
 ) -> list[tuple[str, nn.Module]]:
     """`target_modules` of `adapter.targets`, without those that are quantized only
-    (`HubDecoder.not_adapted`). Raises `UserError` if `targets` names one of these."""
-    kept = set(getattr(model, "not_adapted", ()))
-    names = {name.rpartition(".")[2] for name in kept}
+    (`HubDecoder.not_adapted`) and experts of transformers' models, which have longer names
+    (`places.py`). Raises `UserError` if `targets` names nothing but these."""
+    experts = getattr(model, "expert_linears", ())
+    kept = {*getattr(model, "not_adapted", ()), *experts}
+    found = [(n, m) for n, m in target_modules(model, targets, kind) if n not in kept]
+    names = {n.rpartition(".")[2] for n in kept} - {n.rpartition(".")[2] for n, _ in found}
     for name in [targets] if isinstance(targets, str) else targets:
         if name in names:
+            more = "or experts.gate_up_proj and experts.down_proj"
             raise UserError(
-                f"adapter.targets: {name!r} also names experts of this model, which are not "
-                "adapted; expected targets without it"
+                f"adapter.targets: {name!r} also names experts of this model; expected targets "
+                f"without it, {more if experts else 'as they are not adapted'}"
             )
-    found = target_modules(model, targets, kind)
-    return [(name, module) for name, module in found if name not in kept]
+    return found
 
 
 def replace_module(model: nn.Module, name: str, module: nn.Module) -> None:

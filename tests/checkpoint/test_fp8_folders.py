@@ -106,7 +106,7 @@ def test_weights_and_merges_equal_those_of_the_dequantized_model(
     fp8 = to_fp8(tmp_path / "plain", tmp_path / "fp8")
     theirs = kind.from_pretrained(fp8, dtype=torch.bfloat16)  # dequantized, as this is a CPU
     expected = theirs.state_dict()
-    for key, param in base_parameters(loaded(fp8, implementation)):
+    for key, param in dequantized_base(loaded(fp8, implementation)).items():
         assert torch.equal(param, expected[key].to(param.dtype)), key
     plain = kind.from_pretrained(tmp_path / "plain", dtype=torch.bfloat16)
     plain.load_state_dict(expected)  # its own `save_pretrained` would write FP8

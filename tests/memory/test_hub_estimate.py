@@ -21,6 +21,7 @@ from tests.memory import test_estimate_full_finetune as full
 from tests.memory.test_estimate import figures, load, measured
 from tests.ranks import run_ranks
 
+EXPERTS = ",".join(["all-linear", *hub_models.EXPERT_NAMES])
 HUB = "model.implementation=transformers"
 
 
@@ -46,6 +47,8 @@ def parsed(name: str, layers: int) -> dict[str, Any]:
             for given in (
                 ("deepseek_v3", 1, ("packed=true", "activation.checkpointing=full")),
                 ("gemma4", 1, ("adapter.method=ia3",)),
+                ("qwen3_5_moe", 1, ()),
+                ("glm4_7", 2, ("adapter.method=lora", f"adapter.targets=[{EXPERTS}]")),
                 ("gemma3", 1, ("activation.checkpointing=selective",)),
                 ("lfm2", 1, ()),
                 ("llama", 2, ()),

@@ -12,12 +12,16 @@ import torch.nn.functional as F
 from torch import nn
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter
+from qfsdp.checkpoint.expert_adapter_files import to_peft
 from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import adapted_linears
+from qfsdp.modules.adapters.linears import add_adapters
+from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
 from qfsdp.modules.hub_models import config as hub_config
 from qfsdp.modules.hub_models.buffers import check_buffers
+from qfsdp.modules.hub_models.decoder import HubDecoder, build_decoder
+from qfsdp.modules.hub_models.experts import stacked_experts
 from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
 from tests import hub_models
 from tests.hub_models import built
@@ -41,23 +45,20 @@ SPECIAL = [pytest.param(name, marks=pytest.mark.long) for name in ("apertus", "f
 @pytest.mark.parametrize("name", [*hub_models.PARAMETERS, *SPECIAL])
 def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> None:
     from peft import PeftModel
-    from peft.tuners.lora.layer import LoraLayer
+    from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
     reference: Any = hub_models.save_hub_model(name, tmp_path / "model")
     tokens, labels = batch()
     with torch.no_grad():
         plain = built(tmp_path / "model")(tokens)
-    own_layers = name in (
-        "qwen3_5",
-        "qwen3_5_whole",
-        "lfm2",
-        "falcon_h1",
-    )  # see hub_models/documents.py
+    # See hub_models/documents.py and experts.py.
+    own_layers = name in ("qwen3_5", "qwen3_5_whole", "lfm2", "falcon_h1", "deepseek_v3")
+    own_layers |= name in hub_models.MIXTURES
     expected = reference(tokens, use_cache=False).logits
     bound = 1e-5 * float(expected.abs().max()) if own_layers else 0.0
     torch.testing.assert_close(plain, expected, rtol=0, atol=bound)
 
-    adapter = AdapterConfig("dora", rank=4, alpha=8)
+    adapter = hub_models.adapter_of(name)
     model = built(tmp_path / "model", adapter)
     save_adapter(model, adapter, str(tmp_path / "model"), tmp_path / "adapter", cpu_world())
     missing, unexpected = reference.load_state_dict(dequantized_base(model), strict=False)
@@ -66,10 +67,15 @@ def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> Non
     assert all(name == "lm_head.weight" or name.split(".")[1] in beside for name in missing)
     peft = PeftModel.from_pretrained(reference, str(tmp_path / "adapter"), is_trainable=True)
     adapted = {
-        n for n, module in peft.base_model.model.named_modules() if isinstance(module, LoraLayer)
+        f"{n.replace('.base_layer', '')}.{m.parameter_name}".removesuffix(".weight")
+        if isinstance(m, ParamWrapper)
+        else n
+        for n, m in peft.base_model.model.named_modules()
+        if isinstance(m, LoraLayer)
     }
     assert adapted == {name for name, _ in adapted_linears(model)}
-    assert adapted == set(model.linears) - set(model.not_adapted)
+    experts = set() if adapter.targets else set(model.expert_linears)
+    assert adapted == set(model.linears) - set(model.not_adapted) - experts
 
     logits = peft.eval()(tokens, use_cache=False).logits
     torch.testing.assert_close(model(tokens), logits, atol=3e-5, rtol=1e-5)  # up to 20
@@ -79,16 +85,17 @@ def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> Non
     loss.backward()
     torch.testing.assert_close(loss, theirs, atol=1e-6, rtol=1e-6)
     gradients = {n: p.grad for n, p in peft.named_parameters() if p.requires_grad}
-    ours = adapter_parameters(model)
-    assert len(gradients) == len(ours)
-    for key, param in ours.items():
+    grads = {key: param.grad for key, param in adapter_parameters(model).items()}
+    ours = to_peft({key: grad for key, grad in grads.items() if grad is not None}, adapter)
+    assert len(gradients) == len(ours) == len(grads)
+    for key, grad in ours.items():
         name_there = key.replace(".weight", ".default.weight")
         if key.endswith("magnitude_vector"):
             name_there = f"{key}.default.weight"
         expected = gradients[name_there]
-        assert expected is not None and param.grad is not None
+        assert expected is not None
         atol = 1e-5 * max(1.0, float(expected.abs().max()))
-        torch.testing.assert_close(param.grad, expected, atol=atol, rtol=1e-4, msg=key)
+        torch.testing.assert_close(grad, expected, atol=atol, rtol=1e-4, msg=key)
 
 
 @pytest.mark.parametrize(
@@ -129,6 +136,52 @@ def test_linears_of_one_name_are_taken_together() -> None:
     taken, plain = linears_of_layers(layers, "layers")
     assert taken == ["layers.0.o_proj", "layers.1.o_proj"]
     assert plain == ["layers.0.router_proj", "layers.1.router_proj"]
+
+
+def meta(name: str) -> HubDecoder:
+    """A model without storage."""
+    given = hub_models.config(name)
+    content = given.to_dict() | {"architectures": given.architectures}
+    model = build_decoder(hub_config.hub_config(content, "config.json"), torch.float32)
+    assert isinstance(model, HubDecoder)
+    return model
+
+
+@pytest.mark.parametrize(
+    ("targets", "adapted"),
+    [
+        ("all-linear", set()),
+        (["all-linear", "experts.down_proj"], {"experts.down_proj"}),
+        (r".*\.experts\..*", set(hub_models.EXPERT_NAMES)),
+    ],
+)
+def test_experts_are_adapted_if_they_are_named(targets: Any, adapted: set[str]) -> None:
+    model = meta("gemma4_moe")
+    config = AdapterConfig("lora", rank=4, targets=targets, expert_rank="divided")
+    add_adapters(model, config)
+    found = {n: m for n, m in low_rank_linears(model) if ".experts." in n}
+    assert {".".join(name.split(".")[-2:]) for name in found} == adapted
+    assert all(m.lora_B.size(1) == 2 for m in found.values())  # two experts per token
+    dense = {n for n, _ in adapted_linears(model)} - found.keys()
+    assert not dense if isinstance(targets, str) and adapted else dense
+
+
+def test_a_name_that_stands_for_experts_alone_is_refused() -> None:
+    with pytest.raises(UserError) as error:
+        add_adapters(meta("deepseek_v3"), AdapterConfig("lora", targets=["down_proj"]))
+    assert str(error.value) == (
+        "adapter.targets: 'down_proj' also names experts of this model; expected targets without "
+        "it, or experts.gate_up_proj and experts.down_proj"
+    )
+
+
+def test_experts_of_other_forms_stay_as_they_are() -> None:
+    """gpt-oss: transposed, with biases."""
+    from transformers.models.gpt_oss.modeling_gpt_oss import GptOssConfig, GptOssExperts
+
+    with torch.device("meta"):
+        experts = GptOssExperts(GptOssConfig(hidden_size=64, intermediate_size=64))
+    assert list(stacked_experts(experts)) == []
 
 
 def test_a_config_may_hold_infinity() -> None:

@@ -13,16 +13,15 @@ import torch.nn.functional as F
 from safetensors.torch import load_file
 from torch import Tensor
 
-from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE, save_adapter
+from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE, read_adapter_config, save_adapter
 from qfsdp.checkpoint.weights.load import ModelConfig, load_base
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.data import step_loader
-from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models, tiny
-from tests.hub_models import NAMES
+from tests.hub_models import MIXTURES, NAMES
 from tests.models import cpu_world
 from tests.peft_oracle import dequantized_base
 from tests.ranks import run_ranks
@@ -43,7 +42,7 @@ checkpoint: {{every_n_steps: 2, keep_last: 99}}
 # `make test-long` runs two models, `make test-slow` the others; tests/modules compares all of them.
 RUN = [
     *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[:2]),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in [*NAMES[2:], "gemma3"]),
+    *(pytest.param(name, marks=pytest.mark.slow) for name in [*NAMES[2:], *MIXTURES, "gemma3"]),
 ]
 
 
@@ -61,13 +60,18 @@ def losses(run: Path) -> list[float]:
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """The runs `run` (two ranks), its second half again (`rest`), and `alone` of a model."""
+    """The runs `run` (two ranks), its second half again (`rest`), and `alone` of a model; `three`
+    ranks of one whose experts are adapted."""
     folder = tmp_path_factory.mktemp("hub")
     hub_models.save_hub_model(request.param, folder / "model")
     config = str(folder / "config.yaml")
     Path(config).write_text(CONFIG.format(folder=folder))
     resume = f"resume={folder}/run/checkpoints/step_00000002"
     words = ["model.implementation=transformers"]  # the same with auto, but for Llama
+    adapter = hub_models.adapter_of(request.param)
+    words += [f"adapter.method={adapter.method}"]
+    if adapter.targets:
+        words += [f"adapter.targets=[{','.join(adapter.targets)}]", "max_steps=10", "epochs=9"]
     together = [(config, ["batch_size=6", *words])]
     together.append((config, ["batch_size=6", *words, f"output_dir={folder}/rest", resume]))
     with pytest.MonkeyPatch.context() as patch:
@@ -76,6 +80,9 @@ def folder(
         run_ranks(
             1, run_recipe, [(config, ["batch_size=12", *words, f"output_dir={folder}/alone"])]
         )
+        if adapter.targets:
+            three = ["batch_size=4", *words, f"output_dir={folder}/three"]
+            run_ranks(3, run_recipe, [(config, three)])
         yield folder
 
 
@@ -85,7 +92,7 @@ def plain_losses(folder: Path, scratch: Path) -> tuple[list[float], dict[str, Te
     from peft import PeftModel, get_peft_model_state_dict
     from transformers import AutoModelForCausalLM
 
-    adapter = AdapterConfig("dora", rank=4, alpha=8)
+    adapter, updates = read_adapter_config(folder / "run/adapter"), len(losses(folder / "run"))
     config = ModelConfig(str(folder / "model"), dtype="fp32", implementation="transformers")
     model = config.build()
     quantize_linears(model, QuantizationConfig())
@@ -109,7 +116,7 @@ def plain_losses(folder: Path, scratch: Path) -> tuple[list[float], dict[str, Te
         max_seq_len=64,
     )
     found = []
-    for step in range(4):
+    for step in range(updates):
         (batch,) = loader.step(step)
         logits = peft(batch.tokens, use_cache=False).logits
         loss = F.cross_entropy(logits.flatten(0, 1), batch.labels.flatten())
@@ -128,6 +135,8 @@ def test_runs_equal_a_plain_loop_of_transformers_and_peft(
     together, alone = losses(folder / "run"), losses(folder / "alone")
     assert together == pytest.approx(expected, abs=1e-5)
     assert alone == pytest.approx(expected, abs=1e-5)
+    if (folder / "three").exists():
+        assert losses(folder / "three") == pytest.approx(expected, abs=1e-5)
     assert expected[-1] != expected[0]
     written = load_file(folder / "run/adapter" / WEIGHTS_FILE)
     assert written.keys() == trained.keys()

@@ -12,6 +12,7 @@ from qfsdp.checkpoint.weights.fp8_layout import FP8_METHODS
 from qfsdp.checkpoint.weights.read import ComputedTensor, StackedTensor, StoredTensor
 from qfsdp.common.errors import UserError
 from qfsdp.modules.hub_models.config import HubConfig
+from qfsdp.modules.hub_models.experts import stacked_experts
 from qfsdp.modules.hub_models.names import Source, parameter_sources
 from qfsdp.modules.hub_models.text_part import used_names
 
@@ -37,7 +38,18 @@ def tensors_of_hub_model(
     shapes = {name: tuple(param.shape) for name, param in config.meta.state_dict().items()}
     names = used_names(config)
     sources = parameter_sources(config.meta, tensors, str(folder), names)
-    return {name: _rows(name, one, shapes.get(name), tensors) for name, one in sources.items()}
+    found = {name: _rows(name, one, shapes.get(name), tensors) for name, one in sources.items()}
+    for name, param in stacked_experts(config.meta):
+        if name in found:
+            stored = found.pop(name)
+            shape = stored.shape if stored.shape != tuple(param.shape) else _flat(stored.shape)
+            found[f"{name}.weight"] = replace(stored, shape=shape)
+    return found
+
+
+def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """Of the rows of all experts, `[experts, out, in]` -> `[experts * out, in]`."""
+    return (shape[0] * shape[1], *shape[2:])
 
 
 def _rows(

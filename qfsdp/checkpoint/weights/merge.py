@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from math import prod
 from pathlib import Path
 from typing import Any, Literal
 
@@ -42,6 +43,7 @@ from qfsdp.checkpoint.weights.convert import (
     dtype_of,
     plain_config,
     read_as_quantized,
+    stored_whole,
     whole_reads,
 )
 from qfsdp.checkpoint.weights.experts import PARAMETER, StoredAs, stored_as
@@ -49,7 +51,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.quantize import quantized_model
-from qfsdp.checkpoint.weights.read import Pieces, Read, StackedTensor
+from qfsdp.checkpoint.weights.read import Pieces, Read
 from qfsdp.checkpoint.weights.write import (
     DTYPE_NAMES,
     MAX_FILE_BYTES,
@@ -214,12 +216,10 @@ class Merge:
             )
         plan = []
         for name in sorted(formats.keys() | adapted):
-            found = self.weights.plain[name]
-            parts = found.parts if isinstance(found, StackedTensor) else (found,)
-            stored = {part.name: part.shape for part in parts}
-            if any(self.weights.tensors[n].shape != shape for n, shape in stored.items()):
-                raise UserError(f"{found.file}: {name!r} is a part of a tensor; it is not merged")
-            held, one = formats.get(name), StoredAs(stored)
+            one, held = stored_whole(self.weights, name), formats.get(name)
+            if sum(map(prod, one.shapes.values())) != prod(shapes[name]):
+                file = self.weights.plain[name].file
+                raise UserError(f"{file}: {name!r} is a part of a tensor; it is not merged")
             plan.append(MergedWeight(name, name, shapes[name], held, None, name in adapted, one))
         return plan
 

@@ -103,15 +103,15 @@ class SafetensorsFile:
         rest = entry.shape[1:] if entry.shape else ()
         assert DTYPE_NAMES[values.dtype] == entry.dtype and tuple(values.shape[1:]) == rest, name
         row_bytes = prod(rest) * _ITEM_BYTES[entry.dtype]
-        data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
-        self._write_bytes(data.data, self._starts[name] + row * row_bytes)
+        self._write_values(values, self._starts[name] + row * row_bytes)
 
     def write_pieces(self, name: str, pieces: Iterable[Tensor]) -> None:
-        """Writes tensor `name` from consecutive pieces of its rows."""
-        row = 0
+        """Writes tensor `name` from consecutive pieces of its rows, or of those of its matrices."""
+        at, entry = 0, self._entries[name]
         for piece in pieces:
-            self.write(name, piece, row)
-            row += len(piece)
+            assert DTYPE_NAMES[piece.dtype] == entry.dtype, name
+            at += self._write_values(piece, self._starts[name] + at)
+        assert at == entry.size, name
 
     def finish(self) -> None:
         """Syncs the file and gives it its name."""
@@ -125,6 +125,12 @@ class SafetensorsFile:
             os.close(self._descriptor)
         with suppress(OSError):
             self._partial.unlink()
+
+    def _write_values(self, values: Tensor, offset: int) -> int:
+        """Writes the numbers of a tensor; their bytes."""
+        data = values.cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+        self._write_bytes(data.data, offset)
+        return data.nbytes
 
     def _write_bytes(self, view: memoryview, offset: int) -> None:
         while len(view):

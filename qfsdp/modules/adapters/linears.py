@@ -203,7 +203,7 @@ def _adapted(
             return RotatedLinear(name, module, config)
         return LowRankLinear(module, _of_linear(config, name, module))
     _check_low_rank(config, "experts", name)
-    config = config.of_experts(cast(Any, model).config.experts.top_k)
+    config = config.of_experts(cast(Any, model).config.experts_per_token)
     key = "rank" if config.expert_rank is None else "expert_rank"
     config = _of_linear(config, name, module, key, module.experts)
     shared = SHARED_OUTER[name.rpartition(".")[2]] if config.expert_sharing == "outer" else None

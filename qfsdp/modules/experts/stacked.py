@@ -14,6 +14,7 @@ the smaller one (768 numbers, not 2,048, in Qwen3-30B-A3B).
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -135,6 +136,35 @@ def bias_of_rows(bias: Tensor, x: Tensor, ends: Tensor, factors: Tensor | None =
     return of_rows if factors is None else of_rows * factors.unsqueeze(1)
 
 
+def weighted_experts(
+    x: Tensor,
+    chosen: Tensor,
+    weights: Tensor,
+    experts: int,
+    inner: Callable[[Tensor, Tensor], Tensor],
+    activated: Callable[[Tensor], Tensor],
+    outer: Callable[[Tensor, Tensor, Tensor], Tensor],
+) -> Tensor:
+    """The weighted sum of the outputs of each token's experts.
+
+    Args:
+        x: `[n, hidden]`.
+        chosen: int64 `[n, top_k]`, experts of each token.
+        weights: `[n, top_k]`.
+        experts: their number.
+        inner, outer: the stacked linears, as `ExpertLinear.forward`.
+        activated: what is computed between them.
+
+    Returns:
+        `[n, hidden]` of x's dtype.
+    """
+    order, places, ends = dispatch(chosen, experts)
+    factors = weights.flatten()[order]
+    rows = spread(x, order, places)
+    y = activated(inner(rows, ends)) * factors.unsqueeze(1)
+    return combine(outer(y.to(x.dtype), ends, factors), order, places)
+
+
 class Experts(nn.Module):
     """Gated feed-forwards (see `MLP`) of which every token uses some.
 
@@ -153,22 +183,9 @@ class Experts(nn.Module):
         self.down_proj = ExpertLinear(config.count, inner, hidden, config.bias)
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """The weighted sum of the outputs of each token's experts.
-
-        Args:
-            x: `[n, hidden]`.
-            chosen: int64 `[n, top_k]`.
-            weights: `[n, top_k]`.
-
-        Returns:
-            `[n, hidden]` of x's dtype.
-        """
-        order, places, ends = dispatch(chosen, self.count)
-        factors = weights.flatten()[order]
-        rows = spread(x, order, places)
-        inner = self.activated(self.gate_up_proj(rows, ends)) * factors.unsqueeze(1)
-        y = self.down_proj(inner.to(x.dtype), ends, factors)
-        return combine(y, order, places)
+        """`weighted_experts` of these."""
+        linears = self.gate_up_proj, self.activated, self.down_proj
+        return weighted_experts(x, chosen, weights, self.count, *linears)
 
     def activated(self, gate_up: Tensor) -> Tensor:
         """`[rows, 2 * inner]` -> `[rows, inner]`."""

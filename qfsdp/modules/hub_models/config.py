@@ -22,6 +22,7 @@ CHECKED = Path(__file__).with_name("checked.json")
 """Architectures that `benchmarks/any_model.py` found equal to transformers; it writes the file."""
 DECODERS = ("GPTNeoXForCausalLM", "GPTNeoXJapaneseForCausalLM")  # `is_decoder` is not read
 SHARED = "tie_word_embeddings"
+EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 UNLIMITED = 1 << 30  # positions of a model whose config names no limit
 
 
@@ -51,6 +52,13 @@ class HubConfig:
     def takes_more_than_text(self) -> bool:
         """Whether only a part of the model, its text model, is trained."""
         return self.hf.get_text_config() is not self.hf
+
+    @property
+    def experts_per_token(self) -> int | None:
+        """As of `DecoderParts`."""
+        text = self.hf.get_text_config()
+        found = (getattr(text, key, None) for key in EXPERTS_PER_TOKEN)
+        return next((count for count in found if isinstance(count, int)), None)
 
     def most_positions(self, _: int) -> int:
         """As of `DecoderConfig`: tokens of a prompt and its answer together."""

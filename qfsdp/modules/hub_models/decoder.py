@@ -25,6 +25,7 @@ from qfsdp.modules.hub_models.buffers import (
 )
 from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 from qfsdp.modules.hub_models.documents import keep_samples_apart, numbers_of_samples
+from qfsdp.modules.hub_models.experts import take_experts
 from qfsdp.modules.hub_models.head import HubHead
 from qfsdp.modules.hub_models.linears import linears_of_layers
 from qfsdp.modules.hub_models.names import names_of_experts
@@ -34,6 +35,8 @@ from qfsdp.modules.loss import head_loss
 from qfsdp.modules.low_rank.grouped import copies_in
 from qfsdp.modules.model_parts import ModelParts
 from qfsdp.modules.transformer import Decoder
+
+ADAPTED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # as adapter files name them
 
 
 class HubDecoder(nn.Module):
@@ -47,6 +50,8 @@ class HubDecoder(nn.Module):
         hf: transformers' module; not a child.
         linears: names of the linears of its layers that are quantized and adapted.
         plain_linears: names of those that are not, see `linears_of_layers`.
+        expert_linears: names of `linears` that are stacked experts. They are adapted only if
+            `adapter.targets` names them: for PEFT too they are none of "all-linear".
         not_adapted: names of `linears` that are quantized only: PEFT could not load their adapters.
         never_trained: names of parameters that are buffers in transformers, or frozen there.
         recomputes: every layer is computed again in backward.
@@ -66,6 +71,7 @@ class HubDecoder(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.split: Any = None
         self.routing = Routing(0.0)
+        experts = take_experts(hf)
         check_buffers(hf, config.source)
         stored_buffers_as_parameters(hf)
         _keep_fp32(hf, dtype)
@@ -79,6 +85,9 @@ class HubDecoder(nn.Module):
         self.not_adapted = [n for n in self.linears if n.rpartition(".")[2] in taken]
         if not self.linears:
             raise UserError(f"{config.source}: the layers of {config.architecture} have no linears")
+        self.linears += experts
+        self.expert_linears = [name for name in experts if name.endswith(ADAPTED_EXPERTS)]
+        self.not_adapted += [name for name in experts if name not in self.expert_linears]
         self.eval()
 
     def _find_parts(self, text_model: str | None) -> None:
@@ -113,14 +122,15 @@ class HubDecoder(nn.Module):
     @property
     def linears_in_words(self) -> str:
         """Which linears were taken, for the log."""
-        kept = set(self.not_adapted)
+        kept = {*self.not_adapted, *self.expert_linears}
         kinds = {
             "adapted": [name for name in self.linears if name not in kept],
+            "adapted if named": self.expert_linears,
             "not adapted": self.not_adapted,
             "neither quantized nor adapted": self.plain_linears,
         }
         return "; ".join(
-            f"{kind}: {', '.join(sorted({name.rpartition('.')[2] for name in names}))}"
+            f"{kind}: {', '.join(sorted({_short(name) for name in names}))}"
             for kind, names in kinds.items()
             if names
         )
@@ -245,6 +255,11 @@ def share_base(model: AnyDecoder, base: AnyDecoder) -> None:
 
 
 AnyDecoder = Decoder | HubDecoder
+
+
+def _short(name: str) -> str:
+    """The end of a linear's name that tells its kind."""
+    return ".".join(name.split(".")[-2 if name.endswith(ADAPTED_EXPERTS) else -1 :])
 
 
 def build_decoder(config: AnyConfig, dtype: torch.dtype) -> Any:
