@@ -55,7 +55,7 @@ BARS = (
 )
 # What the picture tells apart, and the estimator's kinds of tensors in each.
 PARTS = {
-    "base": ("parameters_quantized", "parameters_plain"),
+    "base": ("parameters_quantized", "parameters_plain", "teacher"),
     "gathered layers": ("gathered_parameters",),
     "trained weights, gradients, optimizer": ("parameters_trained", "gradients", "optimizer_state"),
     "activations": ("activations", "workspace", "temporaries"),

@@ -68,10 +68,17 @@ def config_settings(cfg: Any) -> dict[str, Any]:
     if getattr(cfg, "reference", None) == "start" and cfg.adapter.start_from is not None:
         weights = local_folder(cfg.adapter.start_from) / WEIGHTS_FILE  # the reference; read again
         settings["adapter.start_from (its weights)"] = file_digest(weights)[:16]
-    base = ModelWeights(cfg.model.folder)
-    settings[MODEL] = base.fingerprint[:16]
-    if base.digest is not None:
-        settings[MODEL + WHOLE] = base.digest[:32]
+    models = {MODEL: cfg.model}
+    if (teacher := getattr(cfg, "teacher", None)) is not None:
+        models[f"teacher.{MODEL}"] = teacher.model
+        if teacher.adapter is not None:
+            weights = local_folder(teacher.adapter) / WEIGHTS_FILE
+            settings["teacher.adapter (its weights)"] = file_digest(weights)[:16]
+    for name, model in models.items():
+        base = ModelWeights(model.folder)
+        settings[name] = base.fingerprint[:16]
+        if base.digest is not None:
+            settings[name + WHOLE] = base.digest[:32]
     return settings
 
 

@@ -24,6 +24,10 @@ _SAME = """
     adapter.init adapter.lora_plus_ratio adapter.start_from adapter.expert_rank
     adapter.expert_sharing adapter.layers adapter.exclude adapter.rank_pattern adapter.alpha_pattern
     adapter.block_size adapter.modules_to_save head.classes head.center
+    teacher.model.dtype teacher.model.implementation teacher.model.router_aux_loss
+    teacher.quantization.format teacher.quantization.targets teacher.quantization.compute
+    teacher.adapter distillation.divergence distillation.beta distillation.temperature
+    distillation.weight distillation.top_k
     trainable.layers trainable.embeddings trainable.dtype adapters
 """
 
@@ -38,6 +42,8 @@ _TOLD = """
 # Files, memory and logs. The base is compared by its weights, the sizes of batches by their
 # product. Weights that are kept quantized or on disk are the same bytes.
 _FREE = """
+    teacher.model.path teacher.model.quantize_cache teacher.model.max_positions
+    teacher.quantization.expert_chunk
     output_dir model.path model.quantize_cache model.max_positions resume push_to_hub save_dtype
     batch_size gradient_accumulation_steps global_batch_size reference_logprobs
     metric_logger log_every_n_steps report preflight device_memory compile_cache_dir
@@ -130,7 +136,7 @@ def names_a_file(key: str, settings: dict[str, Any]) -> bool:
     key = _of_one(key)
     if not isinstance(value, str) or not value:
         return False
-    if key == "adapter.start_from":
+    if key in ("adapter.start_from", "teacher.adapter"):
         return True
     if key.partition(".")[0] not in ("tokenizer", "dataset"):
         return False

@@ -22,6 +22,7 @@ METHODS = {
     **dict.fromkeys(("lora", "qlora", "sft", "qdora", "finetune", "train"), "qdora_distributed"),
     **dict.fromkeys(("orpo", "kto", "simpo", "ipo", "cpo", "rlhf"), "dpo_distributed"),
     **dict.fromkeys(("rm", "reward", "classify"), "reward_distributed"),
+    **dict.fromkeys(("distill", "gkd", "kd"), "distill_distributed"),
     **dict.fromkeys(("infer", "inference", "predict"), "generate"),
     **dict.fromkeys(("eval", "benchmark"), "evaluate"),
 }

@@ -112,6 +112,12 @@ class HFTokenizer:
         )
         return hashlib.sha256(repr(parts).encode(errors="backslashreplace")).hexdigest()
 
+    @property
+    def vocabulary(self) -> dict[str, int]:
+        """Token -> id, with added tokens."""
+        found: dict[str, int] = self._backend.get_vocab()
+        return found
+
     @cached_property
     def longest_token(self) -> int:
         """Characters of the longest token: a text has at least its length / this many tokens."""

@@ -162,8 +162,10 @@ class SplitVocabulary:
         sample_ids: Tensor | None = None,
         num_samples: int = 0,
         num_targets: int | None = None,
+        taught: Any = None,
     ) -> Tensor:
         """`head_loss` of the same arguments. Collective, and so is its backward."""
+        assert taught is None, "a teacher's logits are not split"
         own, trained = self._own_part(head)
         given = (hidden, labels, sample_ids, num_samples, num_targets)
         return summed_by_sample(partial(self._in_chunks, own), trained, *given)

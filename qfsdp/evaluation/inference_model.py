@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,6 @@ from qfsdp.checkpoint.adapter_files import (
     read_adapter_config,
     read_adapter_header,
 )
-from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.common.errors import UserError
@@ -62,7 +62,7 @@ def check_for_inference(
     if (parts := sharding.context_parallel) > 1:
         raise UserError(f"sharding.context_parallel: {parts}; expected 1, as nothing is trained")
     weights = model.weights()
-    decoder = _build(model, quantization, adapter, weights, head)
+    decoder = build_frozen(model, quantization, adapter, weights, head)
     weights.check(decoder)
     if sharding.offload_base == "disk" and model.quantize_cache is None:
         check_disk(decoder, weights)
@@ -94,7 +94,7 @@ def load_for_inference(
         UserError: `check_for_inference` raises it, or a weight holds NaN or infinity.
     """
     weights = open_weights(model, quantization, world)
-    decoder = _build(model, quantization, adapter, weights, head)
+    decoder = build_frozen(model, quantization, adapter, weights, head)
     if sharding.strategy != "ddp":
         shard_model(decoder, sharding, world)
     load_base(decoder, weights, world.device, sharding, progress=world.rank == 0)
@@ -128,7 +128,7 @@ def load_adapters_of_one_base(
     base = load_for_inference(model, quantization, None, ShardingConfig(strategy="ddp"), world)
     decoders, weights = {base_name: base}, model.weights()
     for name, folder in adapters.items():
-        decoder = _build(model, quantization, folder, weights)
+        decoder = build_frozen(model, quantization, folder, weights)
         share_base(decoder, base)
         for module in decoder.modules():
             for field, param in list(module.named_parameters(recurse=False)):
@@ -164,14 +164,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
                 module.reshard()
 
 
-def _build(
+def build_frozen(
     model: ModelConfig,
     quantization: QuantizationConfig,
     adapter: str | None,
-    weights: ModelWeights,
+    weights: Any,
     head: HeadConfig | None = None,
 ) -> AnyDecoder:
-    """The decoder on the meta device, with quantized linears and adapters, without gradients."""
+    """The decoder on the meta device, with quantized linears and adapters, without gradients.
+
+    Args:
+        weights: `ModelWeights` or, for a dry run, what else has their `formats`.
+    """
     decoder = model.build()
     quantize_linears(decoder, quantization, weights.formats)
     if adapter is not None:

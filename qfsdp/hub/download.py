@@ -51,10 +51,9 @@ SMALL_FILES = (
 HEADERS_AT_ONCE = 8  # requests
 Kind = Literal["model", "tokenizer", "adapter"]
 _KINDS: dict[str, Kind] = {  # config key -> what it names
-    "model.path": "model",
+    **dict.fromkeys(("model.path", "teacher.model.path"), "model"),
     "tokenizer.path": "tokenizer",
-    "adapter": "adapter",
-    "adapter.start_from": "adapter",
+    **dict.fromkeys(("adapter", "adapter.start_from", "teacher.adapter"), "adapter"),
 }
 _MARKS = {"model": "config.json", "tokenizer": "tokenizer.json", "adapter": ADAPTER_FILES[0]}
 _NAME = re.compile(r"([\w-][\w.-]*/[\w.-]*[\w-])(?:@([\w][\w./-]*))?", re.ASCII)

@@ -50,6 +50,7 @@ def head_loss(
     sample_ids: Tensor | None = None,
     num_samples: int = 0,
     num_targets: int | None = None,
+    taught: Any = None,
 ) -> Tensor:
     """The cross entropy of `head(hidden)`, fp32, summed over the target tokens; in chunks of
     `CHUNK_LOGITS` logits.
@@ -68,6 +69,8 @@ def head_loss(
         num_targets: number of labels that count; None: the host waits for the device to know it.
             `ALL_POSITIONS`, without `sample_ids`: all positions are computed, and those without a
             label count nothing.
+        taught: what a teacher says (`qfsdp.modules.distillation.Taught`): its loss takes the place
+            of cross entropy. With neither `sample_ids` nor `ALL_POSITIONS`.
 
     Returns:
         fp32 scalar, or fp32 `[num_samples]`, the sums of the samples (added up in fp64, in an order
@@ -75,7 +78,7 @@ def head_loss(
         `head`.
     """
     trained: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
-    in_chunks = partial(_in_chunks, head)
+    in_chunks = partial(_in_chunks, head, taught=taught)
     if not torch.is_grad_enabled():
         trained = []
     return summed_by_sample(
@@ -93,10 +96,11 @@ class OutputLayer(nn.Linear):
         sample_ids: Tensor | None = None,
         num_samples: int = 0,
         num_targets: int | None = None,
+        taught: Any = None,
     ) -> Tensor:
         if labels is None:
             return F.linear(x, self.weight.to(x.dtype))
-        return head_loss(self, x, labels, sample_ids, num_samples, num_targets)
+        return head_loss(self, x, labels, sample_ids, num_samples, num_targets, taught)
 
 
 def summed_by_sample(
@@ -197,6 +201,7 @@ def _in_chunks(
     labels: Tensor,
     wanted: bool,
     weights: Tensor | None = None,
+    taught: Any = None,
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
     """Runs the output layer and the loss over `hidden` `[n, hidden]`, all of whose rows count.
 
@@ -204,6 +209,7 @@ def _in_chunks(
         trained: parameters of `head` that get gradients.
         wanted: whether to compute gradients.
         weights: fp32 `[n]`, factors of the gradients; None: ones.
+        taught: as of `head_loss`.
 
     Returns:
         fp32 losses of the tokens, by chunk; the gradient of `hidden` or None; the gradients of
@@ -212,15 +218,18 @@ def _in_chunks(
     grad_hidden = torch.zeros_like(hidden) if wanted else None
     grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
     step = chunk_tokens(cast(Tensor, head.weight).size(0))
-    logits, gradients = chunk_functions(head, trained, _losses_and_gradient_, hidden.dtype)
+    loss, targets = _losses_and_gradient_, labels
+    if taught is not None:
+        loss, targets, step = taught.of_chunks(loss, labels, step)
+    logits, gradients = chunk_functions(head, trained, loss, hidden.dtype)
     losses = []
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
         if grad_hidden is None:
-            losses.append(_losses_and_gradient_(logits(hidden[part]), labels[part])[0])
+            losses.append(loss(logits(hidden[part]), targets[part], None)[0])
             continue
         of_rows = None if weights is None else weights[part]
-        of_chunk, grad_hidden[part] = gradients(hidden[part], labels[part], of_rows, grads)
+        of_chunk, grad_hidden[part] = gradients(hidden[part], targets[part], of_rows, grads)
         losses.append(of_chunk)
     return losses, grad_hidden, grads
 

@@ -183,6 +183,7 @@ class Decoder(DecoderBase):
         num_samples: int = 0,
         num_targets: int | None = None,
         ends: Tensor | None = None,
+        taught: Any = None,
     ) -> Tensor:
         """Logits, or with labels the loss.
 
@@ -191,8 +192,7 @@ class Decoder(DecoderBase):
                 right, then `[batch, 1]` in each later call.
             positions: int64 `[batch, seq]`; None: 0, 1, 2, ...
             mask: bool `[batch, 1, seq, seq]`, True where a query (row) attends to a key; it must
-                be causal. None: causal attention. That serves right-padded batches too, as padding
-                comes after every real token; the loss must ignore its logits.
+                be causal. None: causal attention, also for rows padded on the right.
             labels: int64 `[batch, seq]`, -100 for none.
             cu_seqlens: int32 bounds of the samples packed into rows, see `attend_documents`, or
                 `SharedDocuments`. `positions` must then start at 0 in each sample. `CutRows`: all
@@ -201,6 +201,7 @@ class Decoder(DecoderBase):
             sample_ids: with `labels`: int64 `[batch, seq]`, samples of positions; < `num_samples`.
             num_targets: number of labels that count; with it the host does not wait for the device.
             ends: without labels: int64 `[n]`, the positions among `batch * seq` that have logits.
+            taught: with `labels`: what a teacher says, a `Taught`; its loss is returned.
 
         Returns:
             `[batch, seq, vocab]` in the weights' dtype; of `ends` `[n, vocab]`. With `labels` their
@@ -220,14 +221,13 @@ class Decoder(DecoderBase):
             positions = torch.arange(tokens.shape[1], device=tokens.device).unsqueeze(0)
         tables = self.rotary_tables(positions, x.dtype, labels, cu_seqlens)
         masks = self.within_windows(mask, tokens, cu_seqlens)
-        # Routing is followed in training only.
-        followed = self.config.experts and self.training and torch.is_grad_enabled()
+        followed = self.config.experts and self.training and torch.is_grad_enabled()  # routing
         counted = counted_tokens(labels, cut) if followed and labels is not None else None
         x, routed = self._layers(x, tables, masks, cu_seqlens, counted)
         x = self.final(x)
         if labels is None:
             return self.logits(x if ends is None else x.flatten(0, 1)[ends])
-        loss = self._loss(x, labels, sample_ids, num_samples, num_targets)
+        loss = self._loss(x, labels, sample_ids, num_samples, num_targets, taught)
         if cut is not None and sample_ids is not None:
             loss = over_parts(loss, self.group)
         return loss if counted is None else self.routing.follow(loss, routed, counted, labels, cut)

@@ -16,6 +16,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,6 +39,7 @@ from qfsdp.data.preferences.batch import full_preferences
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import copies_ahead, shard_model
 from qfsdp.distributed.world import World
+from qfsdp.evaluation.inference_model import build_frozen
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import planned_for
@@ -48,9 +50,10 @@ from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.graph_pools import captured, kept_by_graphs
 from qfsdp.planning.kernel_memory import CUBLAS_WORKSPACES, Target
 from qfsdp.planning.known_models import find_config, stored_formats
-from qfsdp.planning.tracker import CHECKPOINT, GRAPHS, MemoryTracker, Point
+from qfsdp.planning.tracker import CHECKPOINT, GRAPHS, TEACHER, MemoryTracker, Point
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.training.distillation import Teacher, of_teacher
 from qfsdp.training.learning_rate import any_lr
 from qfsdp.training.memory_usage import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, plain_tensors
 from qfsdp.training.optimizer import build_optimizer
@@ -146,7 +149,10 @@ def estimate(
         world = stack.enter_context(_fake_world(world_size, local_world_size or world_size))
         with planned_for(target):
             model = build_model(cfg, formats)
-        shard_model(model, cfg.sharding, world, micro_batch_tokens(cfg))
+        teacher, tokens = planned_teacher(cfg, target), micro_batch_tokens(cfg)
+        if teacher is not None and cfg.sharding.strategy != "ddp":
+            shard_model(teacher, of_teacher(cfg.sharding), world)
+        shard_model(model, cfg.sharding, world, None if teacher is not None else tokens)
         tracker = MemoryTracker(target, cfg.sharding.cpu_offload, local_world_size)
         if target == "cuda":
             tracker.workspace(CUBLAS_WORKSPACES, keep=True)
@@ -155,9 +161,29 @@ def estimate(
         stack.enter_context(as_in_a_run(model, cfg.packed))
         # torchao's optimizers compile their step; here it runs uncompiled.
         stack.enter_context(torch.compiler.set_stance("force_eager"))
-        found = _run(train_step, cfg, model, world, tracker)
+        step = partial(train_step, **_options(cfg, teacher, world, tracker))
+        found = _run(step, cfg, model, world, tracker)
         parts = captured(replace(cfg, compile=compiled), model, world, target)
         return found if parts == "nothing" else _with_graphs(found, parts == "norms")
+
+
+def planned_teacher(cfg: Any, target: Target) -> Any:
+    """The teacher of a distillation on the meta device; None for another config."""
+    if (given := getattr(cfg, "teacher", None)) is None:
+        return None
+    with model_folder(given.model, None) as (folder, formats), planned_for(target):
+        model = replace(given.model, path=str(folder))
+        return build_frozen(model, given.quantization, given.adapter, formats).eval()
+
+
+def _options(cfg: Any, teacher: Any, world: World, tracker: MemoryTracker) -> dict[str, Any]:
+    """What the recipe's step takes besides the arguments of all; a teacher gets fake weights."""
+    if teacher is None:
+        return step_options(cfg)
+    teacher.to_empty(device=world.device)
+    teacher.tie_weights()
+    _mark_parameters(teacher, tracker, TEACHER)
+    return {"teacher": Teacher(teacher, cfg.distillation, world)}
 
 
 def _run(
@@ -174,11 +200,9 @@ def _run(
     batches = _batches(cfg)
     clock = StepClock(world.device, tells=False)
 
-    options = step_options(cfg)
-
     def step() -> None:
         tracker.start_step()
-        train_step(model, optimizer, None, batches, cfg.clip_grad_norm, world, clock, **options)
+        train_step(model, optimizer, None, batches, cfg.clip_grad_norm, world, clock)
         tracker.note_peak()
 
     if in_backward:
@@ -283,12 +307,13 @@ def _checkpoint_copy(
     return kept
 
 
-def _mark_parameters(model: nn.Module, tracker: MemoryTracker) -> None:
+def _mark_parameters(model: nn.Module, tracker: MemoryTracker, own: str | None = None) -> None:
     for param in model.parameters():
-        kind = TRAINED if param.requires_grad else PLAIN
         local = local_part(param)
+        quantized = QUANTIZED if isinstance(local, QuantizedTensor) else PLAIN
+        kind = own or (TRAINED if param.requires_grad else quantized)
         for inner in plain_tensors(local):
-            tracker.follow(inner, QUANTIZED if isinstance(local, QuantizedTensor) else kind)
+            tracker.follow(inner, kind)
         if param.requires_grad:
             param.register_post_accumulate_grad_hook(tracker.mark_gradient)
 

@@ -32,6 +32,7 @@ from qfsdp.planning.estimate import (
     TrainStep,
     micro_batch_tokens,
     model_folder,
+    planned_teacher,
     rows_of,
 )
 from qfsdp.planning.extrapolate import estimate_fast
@@ -294,13 +295,17 @@ def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Loa
     further = sum(objective.further_passes for objective in objectives)  # without gradients
     parts = dict.fromkeys(expert_parameters(model), cfg.sharding.expert_parallel)
     dequantized = sum(_dequantized_bytes(p) / parts.get(p, 1) for p in model.parameters())
+    hardware_flops, of_teacher = flops.hardware + further * flops.forward, 0.0
+    if (teacher := planned_teacher(cfg, "cuda")) is not None:
+        hardware_flops += step_flops(teacher, [cfg.max_seq_len], cfg.max_seq_len).forward
+        of_teacher = sum(_dequantized_bytes(param) for param in teacher.parameters())
     # DoRA's norms: once an update, each rank its own rows.
     refreshed = sum(_dequantized_bytes(m.weight) for m in dora_linears(model)) / world_size
     # Weights are dequantized in forward, in backward, and when a whole layer is computed again.
     passes = further + (3 if cfg.activation.checkpointing == "full" else 2)
     return Load(
-        flops=rows * (flops.hardware + further * flops.forward),
-        dequantized_bytes=(dequantized * passes - _held_bytes(model, cfg))
+        flops=rows * hardware_flops,
+        dequantized_bytes=(dequantized * passes + of_teacher - _held_bytes(model, cfg))
         * cfg.gradient_accumulation_steps
         + refreshed,
         wire_bytes=sum(found.wire.values()),

@@ -16,7 +16,7 @@ COLUMNS = 300  # of the picture, each a few pixels wide
 # readers can distinguish: blue and green for lasting tensors, warm colours for temporary ones.
 COLOURS = (
     *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
-    *("#DDCC77", "#CC6677", "#882255", "#AA4499", "#DDDDDD", "#555555"),
+    *("#DDCC77", "#CC6677", "#882255", "#AA4499", "#DDDDDD", "#555555", "#661100"),
 )
 
 

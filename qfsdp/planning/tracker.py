@@ -47,12 +47,12 @@ _engine = torch.autograd.graph._engine_run_backward.__code__
 # Kinds of tensors, besides those of a real run (`qfsdp.training.memory_usage`).
 GATHERED, ACTIVATIONS = "gathered_parameters", "activations"
 TEMPORARIES, WORKSPACES = "temporaries", "workspace"
-CHECKPOINT, GRAPHS = "copy_for_checkpoints", "kept_by_cuda_graphs"
+CHECKPOINT, GRAPHS, TEACHER = "copy_for_checkpoints", "kept_by_cuda_graphs", "teacher"
 KINDS = (
     *(QUANTIZED, PLAIN, TRAINED, OPTIMIZER, GRADIENTS),
-    *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES, CHECKPOINT, GRAPHS),
+    *(GATHERED, ACTIVATIONS, TEMPORARIES, WORKSPACES, CHECKPOINT, GRAPHS, TEACHER),
 )
-SHARDED = {QUANTIZED, PLAIN, TRAINED, GRADIENTS, OPTIMIZER}
+SHARDED = {QUANTIZED, PLAIN, TRAINED, GRADIENTS, OPTIMIZER, TEACHER}
 ALLOCATION_UNIT = {"cpu": 1, "cuda": 512}  # bytes: PyTorch's allocators round sizes up to it
 # Operations without a kernel, besides views.
 WITHOUT_KERNEL = frozenset(

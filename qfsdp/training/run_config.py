@@ -11,6 +11,7 @@ from qfsdp.config.load import get_key
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.refused import check_hub_run
 from qfsdp.tensor_subclasses.kernels.ability import check_compile
+from qfsdp.training.distillation import check_sharding
 from qfsdp.training.preference import step_options
 
 
@@ -19,7 +20,7 @@ def check_run_config(cfg: Any) -> None:
 
     Raises:
         InvalidField: a number is out of its bounds.
-        UserError: a run without adapters is to publish some.
+        UserError: a run without adapters is to publish some, or sharding is not for two models.
         InvalidField: a start of adapters changes weights that stay on disk.
         UserError: a loss of preference tuning cannot be used (`Objective.check`).
     """
@@ -28,6 +29,8 @@ def check_run_config(cfg: Any) -> None:
         if cfg.model.router_aux_loss is not None:
             expected = "null, as preference tuning has no such loss"
             raise InvalidField("model.router_aux_loss", cfg.model.router_aux_loss, expected)
+    if hasattr(cfg, "teacher"):
+        check_sharding(cfg.sharding)
     if hasattr(cfg, "head"):
         if cfg.sharding.context_parallel > 1:
             expected = "1 with a score head, which reads whole rows"

@@ -37,7 +37,7 @@ def keys(schema: Any, prefix: str = "") -> typing.Iterator[str]:
 
 
 def test_every_key_of_the_training_recipes_has_a_class() -> None:
-    assert len(TRAINING) == 5
+    assert len(TRAINING) == 6
     known = {key for name in TRAINING for key in keys(load_recipe(name).Config)}
     assert known == CLASSES.keys()
     assert class_of("model (its weights)") == class_of("adapters.a.lr") == "same"

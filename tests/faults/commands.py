@@ -36,6 +36,11 @@ TRAINING = ["resume=auto", "epochs=1", "checkpoint.every_n_steps=1", "checkpoint
 PUBLISHED = ["checkpoint.publish={work}/published", "checkpoint.publish_last=2"]
 ROWS = "{{_component_: qfsdp.data.text_dataset, source: {shop}/rows.jsonl, window: 32%s}}"
 VALIDATION = "validation={{sets: {{rows: {{_component_: tests.toy_data.Samples}}}}, eval_every: 2}}"
+DISTILLED = """
+adapter: {{rank: 5, alpha: 7}}
+teacher: {{model: {{path: {folder}/model, dtype: fp32}}}}
+distillation: {{weight: 0.5}}
+"""
 QUESTION = '{"question_id": 1, "turns": ["Why?", "And why?"]}\n'
 SWEEP = """\
 config: configs/llama3_8b_qdora.yaml
@@ -86,6 +91,7 @@ COMMANDS = {
     "dpo": training("dpo_distributed", "reference_logprobs={work}/logprobs"),
     "reward": training("reward_distributed"),
     "several": training("several_adapters"),
+    "distill": training("distill_distributed"),
     "score": Command(
         "score",
         (
@@ -211,6 +217,8 @@ def prepare(shop: Workshop) -> None:
     adapters = "adapters: {{a: {{rank: 3}}, b: {{rank: 2, method: lora, lr: 1e-4}}}}\n"
     text = (TOY_CONFIG + adapters).format(folder=shop.folder)
     (shop.folder / "several_adapters.yaml").write_text(text)
+    distilled = (TOY_CONFIG + DISTILLED).format(folder=shop.folder)
+    (shop.folder / "distill_distributed.yaml").write_text(distilled)
     # Columns that blocks of 64 divide, a tokenizer's files, and an adapter that vLLM loads.
     write_tiny_model(shop.folder / "even", intermediate_size=576)
     words = prepare_model(cache_dir())

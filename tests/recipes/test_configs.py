@@ -48,7 +48,7 @@ TRAINING = [c for c in CONFIGS if c.stem not in OTHERS and c not in SWEEPS]
 RUN = [c for c in TRAINING if "article" not in c.stem or "article_10k_llama3" in c.stem]
 TRAINERS = (
     *("recipes/qdora_distributed", "recipes/full_finetune_distributed"),
-    *("recipes/dpo_distributed", "recipes/reward_distributed"),
+    *("recipes/dpo_distributed", "recipes/reward_distributed", "recipes/distill_distributed"),
 )
 # What `make test` runs: a method, a recipe or a family each.
 SHORT = (
@@ -130,6 +130,8 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     argv += ["dataset.split=train"] if "split" in config.read_text() else []  # of one file
     if "context_parallel" in config.read_text():
         argv.append("sharding.context_parallel=1")  # here is one rank
+    if name == TRAINERS[-1]:
+        argv += [f"teacher.model.path={model}", "teacher.adapter=null", "distillation.weight=0.5"]
     full = name == TRAINERS[1]
     if full or "lr: 1e-5" in config.read_text():
         argv.append("optimizer.lr=1e-3")  # the default changes too little

@@ -41,6 +41,13 @@ DIFFERENT = {
         "train_step": "each adapter has its own loss, and its own update",
         "main": "optimizers, schedules and results are those of each adapter",
     },
+    "distill_distributed": {
+        "check": "the teacher is checked",
+        "load_model": "the vocabulary is not split, as the teacher's logits are not",
+        "build_loader": "tokens have a row in both models",
+        "train_step": "the loss asks the teacher",
+        "main": "the teacher is loaded",
+    },
 }
 
 

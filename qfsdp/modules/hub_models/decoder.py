@@ -195,6 +195,7 @@ class HubDecoder(nn.Module):
         sample_ids: Tensor | None = None,
         num_samples: int = 0,
         num_targets: int | None = None,
+        taught: Any = None,
     ) -> Tensor:
         """As `Decoder.forward`, without `mask`: attention is causal, so rows may be padded on the
         right. `cu_seqlens` need `positions`, which begin again with each sample of a row: by them
@@ -214,7 +215,8 @@ class HubDecoder(nn.Module):
             output.unshard()
         if labels is None:
             return head.logits(hidden, tokens)
-        loss = head_loss(cast(Any, head), hidden, labels, sample_ids, num_samples, num_targets)
+        samples = (sample_ids, num_samples, num_targets)
+        loss = head_loss(cast(Any, head), hidden, labels, *samples, taught)
         if isinstance(output, FSDPModule) and not any(p.requires_grad for p in head.parameters()):
             output.reshard()
         return loss
