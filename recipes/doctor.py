@@ -21,7 +21,7 @@ from pathlib import Path
 
 from qfsdp.cli.doctor.run import CHECKS, Row, anonymous, rows
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
-from qfsdp.common.files import not_written, write_json
+from qfsdp.common.files import write_json, writing
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.printable import printable
 from qfsdp.launch.start import launch_alone
@@ -53,10 +53,8 @@ def check(cfg: Config) -> None:
 
 def write_output(output: str, found: list[Row]) -> None:
     path = Path(output).expanduser()
-    try:
+    with writing("output", path):
         write_json(path, {"rows": [asdict(row) for row in found]})
-    except OSError as error:
-        raise UserError(f"output: {not_written(path, error)}") from None
 
 
 def show(row: Row) -> None:

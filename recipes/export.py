@@ -32,7 +32,7 @@ from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.checkpoint.weights.output_folder import check_output
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.common.errors import InvalidField, UserError
-from qfsdp.common.files import not_written, write_text
+from qfsdp.common.files import write_text, writing
 from qfsdp.data.chat.ollama import modelfile
 from qfsdp.distributed.world import init_world
 from qfsdp.evaluation.prompts import stop_ids
@@ -95,10 +95,8 @@ def write_modelfile(cfg: Config, export: GgufExport) -> None:
     adds_bos = special.get("bos", bool(export.tokenizer.scores))  # sentencepiece's default
     stops = set() if tokenizer is None else stop_ids(tokenizer, folder)
     text = modelfile(file.name, tokenizer, adds_bos, stops)
-    try:
+    with writing("output_dir", file):
         write_text(file.with_suffix(".Modelfile"), text)
-    except OSError as error:
-        raise UserError(f"output_dir: {not_written(file, error)}") from None
 
 
 def adapter_of(cfg: Config) -> VllmAdapter:

@@ -21,7 +21,7 @@ from typing import Any
 from markupsafe import Markup
 
 from qfsdp.common.errors import InvalidField, UserError
-from qfsdp.common.files import not_written
+from qfsdp.common.files import writing
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.messages import first_line
 from qfsdp.config.load import load_config
@@ -130,12 +130,10 @@ def main(cfg: Config) -> None:
         sections += finished_sections(folder, known)
     output = Path(cfg.output or Path(cfg.runs[0]) / PAGE).expanduser()
     names = ", ".join(Path(folder).resolve().name for folder in cfg.runs)
-    try:
+    with writing("output", output):
         write_page(output, cfg.title or names, ", ".join(map(str, cfg.runs)), sections)
         if not (chart := loss_chart(runs)).is_empty:
             write_png(chart, output.with_name(LOSS))
-    except OSError as error:
-        raise UserError(f"output: {not_written(output, error)}") from None
     print(f"report: {output}")
 
 

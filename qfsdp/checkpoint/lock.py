@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, why
+from qfsdp.common.files import why, writing
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.progress import moved
 from qfsdp.common.terminal import say, warn
@@ -36,11 +36,9 @@ class FolderLock:
     """
 
     def __init__(self, folder: Path, key: str, wait: bool = False) -> None:
-        try:
+        with writing(key, folder):
             folder.mkdir(parents=True, exist_ok=True)
             self._file = open(folder / LOCK_FILE, "a+")  # noqa: SIM115
-        except OSError as error:
-            raise UserError(f"{key}: {not_written(folder, error)}") from None
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -180,10 +180,9 @@ def _with_config_path(argv: list[str]) -> list[str]:
 # ---- ls, cp, cat, validate -----------------------------------------------------------------
 
 
-def list_recipes(header: bool = True) -> None:
+def list_recipes() -> None:
     """Prints every recipe with its configs, in two columns."""
-    if header:
-        print(_ROW.format("RECIPE", "CONFIG"))
+    print(_ROW.format("RECIPE", "CONFIG"))
     files = recipes.list_files("recipes")
     configs: dict[str, list[str]] = {n: [] for n, file in files.items() if recipes.is_recipe(file)}
     for name, file in recipes.list_files("configs").items():

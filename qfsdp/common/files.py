@@ -18,6 +18,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
 from qfsdp.common.sizes import format_size
 from qfsdp.common.terminal import warn
@@ -169,6 +170,15 @@ def not_written(path: Path, error: BaseException, size: int | None = None) -> st
     if size is not None and (free := free_bytes(path)) is not None and free < size:
         text += f"; expected {format_size(size)} of free space, found {format_size(free)}"
     return text
+
+
+@contextmanager
+def writing(key: str, path: Path) -> Iterator[None]:
+    """A `with` block that writes `path`, which config `key` names; raises UserError if it fails."""
+    try:
+        yield
+    except OSError as error:
+        raise UserError(f"{key}: {not_written(path, error)}") from None
 
 
 def free_bytes(path: Path) -> int | None:

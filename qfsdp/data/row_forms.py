@@ -115,10 +115,10 @@ def typical(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def first_rows(source: Any, most: int = LOOKED_AT) -> list[Mapping[str, Any]]:
+def first_rows(source: Any) -> list[Mapping[str, Any]]:
     """The first rows of a file, or of the first file of a folder; none of a hub name."""
     files = _files(source)[:1]
-    return list(islice(FileStream(files), most)) if files else []
+    return list(islice(FileStream(files), LOOKED_AT)) if files else []
 
 
 def _files(source: Any) -> list[Path]:

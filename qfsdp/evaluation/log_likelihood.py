@@ -43,7 +43,6 @@ def log_likelihoods(
     pairs: Sequence[tuple[Sequence[int], Sequence[int]]],
     world: World,
     batch_size: int,
-    title: str = "scoring",
 ) -> list[Likelihood]:
     """The log-likelihood of each continuation after its context. The same on every rank.
 
@@ -54,14 +53,13 @@ def log_likelihoods(
         model: sharded or not.
         pairs: contexts (at least one token) and continuations. An empty continuation gets 0.
         batch_size: contexts per forward pass.
-        title: title of the progress bar.
     """
     wanted = [_shorten(*pair, model.config.max_position_embeddings) for pair in pairs]
     rows = _rows(wanted, _longest_row(model))
     batches = batches_by_length([row.inputs for row in rows], batch_size)
     found: dict[Pair, Likelihood] = {}
     with evaluating(model):
-        for chosen in batches_of_rank(batches, world, title):
+        for chosen in batches_of_rank(batches, world, "scoring"):
             # A rank without a batch runs one token, because the others have collectives.
             mine = [rows[index] for index in chosen] or [_Row((0,), [(0,)], 1)]
             scores = _score(model, mine, world.device)

@@ -8,8 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, write_json
+from qfsdp.common.files import write_json, writing
 from qfsdp.evaluation.exact_match import ExactMatch
 from qfsdp.evaluation.intervals import CONFIDENCE_LEVEL, Interval
 from qfsdp.evaluation.perplexity import MeanLoss
@@ -77,7 +76,5 @@ def write_results(path: Path, results: Sequence[Result], about: dict[str, Any]) 
     for entry in found:
         if entry["interval"] is not None and any(map(math.isnan, entry["interval"])):
             entry["interval"] = None
-    try:
+    with writing("output", path):
         write_json(path, about | {"level": CONFIDENCE_LEVEL, "results": found})
-    except OSError as error:
-        raise UserError(f"output: {not_written(path, error)}") from None

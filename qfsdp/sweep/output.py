@@ -10,8 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
-from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, write_text
+from qfsdp.common.files import write_text, writing
 from qfsdp.sweep.cells import Cell
 from qfsdp.sweep.figures import charts_of
 from qfsdp.sweep.prices import Price, costs
@@ -50,15 +49,13 @@ def write_output(
     parts = [f"## {name}\n\n{note}{markdown(head, rows)}" for name, note, head, rows in tables]
     sections = [charts_section("Figures", list(charts.values()))]
     sections += [_table_section(*content) for content in tables]
-    try:
+    with writing("output_dir", folder):
         write_text(folder / TABLE, "\n".join([f"# {title}\n", *parts]))
         for name, chart in charts.items():
             write_png(chart, folder / FIGURES / f"{name}.png")
         done = f"{len(results)} cells of {len(cells)}"
         kept = [section for section in sections if section.body]
         write_page(folder / PAGE, title, f"{done}; {folder}", kept)
-    except OSError as error:
-        raise UserError(f"output_dir: {not_written(folder, error)}") from None
     return [folder / TABLE, folder / PAGE]
 
 

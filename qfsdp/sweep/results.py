@@ -14,8 +14,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, to_json, write_text
+from qfsdp.common.files import to_json, write_text, writing
 from qfsdp.sweep.cells import Cell
 from qfsdp.training.report.run_folder import read_lines
 
@@ -54,10 +53,8 @@ class Results:
 
     def __init__(self, folder: Path) -> None:
         self._path, self._lock = folder / FILE, threading.Lock()
-        try:
+        with writing("output_dir", folder):
             folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output_dir: {not_written(folder, error)}") from None
         self._rows = {row["key"]: row for row in read_lines(self._path) if "key" in row}
 
     def get(self, key: str) -> Row | None:
@@ -70,7 +67,5 @@ class Results:
         with self._lock:
             self._rows[row["key"]] = row
             text = "".join(to_json(row, default=str) + "\n" for row in self._rows.values())
-            try:
+            with writing("output_dir", self._path):
                 write_text(self._path, text)
-            except OSError as error:
-                raise UserError(f"output_dir: {not_written(self._path, error)}") from None

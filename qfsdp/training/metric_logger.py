@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, why
+from qfsdp.common.files import why, writing
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.messages import first_line
 from qfsdp.common.terminal import warn
@@ -73,10 +73,8 @@ def build_logger(
         return None
     if cfg is not None:  # Comet's logger makes a folder in it, and not itself
         output_dir = Path(cfg.output_dir).expanduser()
-        try:
+        with writing("output_dir", output_dir):
             output_dir.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise UserError(f"output_dir: {not_written(output_dir, error)}") from None
     built = Loggers([SafeLogger(logger, cfg) for logger in _as_list(loggers)])
     if cfg is not None:
         built.log_config(_told(cfg))

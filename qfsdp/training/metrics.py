@@ -13,8 +13,7 @@ from torch import nn
 
 import qfsdp
 from qfsdp.common.devices import accelerator
-from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, write_json, write_text
+from qfsdp.common.files import write_json, write_text, writing
 from qfsdp.common.printable import printable
 from qfsdp.common.terminal import close_bar, keep_below
 from qfsdp.config.load import to_yaml
@@ -33,13 +32,11 @@ def write_run_files(output_dir: Path, cfg: Any, recipe_file: str, rank: int = 0)
     directory, on rank 0. Raises UserError: the directory cannot be written."""
     if rank != 0:
         return
-    try:
+    with writing("output_dir", output_dir):
         write_text(output_dir / "config.yaml", to_yaml(cfg))
         write_text(output_dir / "recipe.py", Path(recipe_file).read_text(encoding="utf-8"))
         about = {"recipe": Path(recipe_file).stem} | machine()
         write_json(output_dir / "machine.json", about)
-    except OSError as error:
-        raise UserError(f"output_dir: {not_written(output_dir, error)}") from None
 
 
 def machine() -> dict[str, Any]:

@@ -10,8 +10,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, to_json, whole_file, why
+from qfsdp.common.files import to_json, whole_file, why, writing
 from qfsdp.common.terminal import warn
 
 KEPT_LINES = 10_000  # lines of about 1 KB that wait for space
@@ -39,10 +38,8 @@ class MetricsFile:
         self._waiting: deque[str] = deque()
         self._lost = 0
         self._failed = False  # the last write
-        try:
+        with writing("output_dir", path):
             _drop_after(first_step, path)
-        except OSError as error:
-            raise UserError(f"output_dir: {not_written(path, error)}") from None
 
     def add(self, step: int, metrics: dict[str, float]) -> None:
         """Writes the metrics of a step, with null for NaN and infinity."""

@@ -24,7 +24,7 @@ from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantized_model
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, whole_file
+from qfsdp.common.files import whole_file, writing
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import NAMES
 from qfsdp.modules.adapters.linears import add_adapters
@@ -53,14 +53,12 @@ class VllmAdapter:
         with world.same_error():
             if world.rank != 0:
                 return
-            try:
+            with writing("output_dir", folder):
                 folder.mkdir(parents=True, exist_ok=True)
                 for name in (TEMPLATE_FILE, WEIGHTS_FILE, CONFIG_FILE):
                     if (self.folder / name).is_file():
                         with whole_file(folder / name) as partial:
                             shutil.copyfile(self.folder / name, partial)
-            except OSError as error:
-                raise UserError(f"output_dir: {not_written(folder, error)}") from None
 
     def command(self, folder: Path) -> str:
         """The command that serves base and adapter, with the adapter in `folder`."""
