@@ -95,12 +95,6 @@ def _run_config(run: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _get(tree: Any, key: str) -> Any:
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
-
-
 def _number(value: Any) -> str:
     """A number; the text of one that is read from the environment stays an interpolation."""
     return f"{value:g}" if isinstance(value, int | float) else str(value)
@@ -117,37 +111,37 @@ def _word(value: str) -> str:
 
 
 def _tags(trained: dict[str, Any]) -> list[str]:
-    method = _get(trained, "adapter.method")
+    method = get_key(trained, "adapter.method")
     return ["qfsdp", *([str(method)] if method else [])]
 
 
 def _facts(trained: dict[str, Any], run: Path, folder: Path) -> Iterator[tuple[str, str]]:
     """What the run was, as rows of a table; what is not known is left out."""
-    method = _get(trained, "adapter.method")
+    method = get_key(trained, "adapter.method")
     if method is None:
         yield "method", "full finetuning" if "trainable" in trained else "merged adapter"
     elif method in ("ia3", "oft"):
         yield "method", NAMES[method]
     elif method == "miss":
-        yield "method", f"MiSS, rank {_get(trained, 'adapter.rank')}"
+        yield "method", f"MiSS, rank {get_key(trained, 'adapter.rank')}"
     else:
-        rank, alpha = _get(trained, "adapter.rank"), _get(trained, "adapter.alpha")
+        rank, alpha = get_key(trained, "adapter.rank"), get_key(trained, "adapter.alpha")
         yield (
             "method",
             f"{'DoRA' if method == 'dora' else 'LoRA'}, rank {rank}, alpha {_number(alpha)}",
         )
-    if (targets := _get(trained, "adapter.targets")) is not None:
+    if (targets := get_key(trained, "adapter.targets")) is not None:
         yield "trained linears", targets if isinstance(targets, str) else ", ".join(targets)
-    if (format := _get(trained, "quantization.format")) is not None:
+    if (format := get_key(trained, "quantization.format")) is not None:
         yield "base weights", "not quantized" if format == "none" else str(format)
-    if data := ", ".join(dict.fromkeys(_sources(_get(trained, "dataset")))):
+    if data := ", ".join(dict.fromkeys(_sources(get_key(trained, "dataset")))):
         yield "data", data
     for key, title in (
         ("optimizer.lr", "learning rate"),
         ("max_seq_len", "tokens per sample, at most"),
         ("seed", "seed"),
     ):
-        if (value := _get(trained, key)) is not None:
+        if (value := get_key(trained, key)) is not None:
             yield title, str(value)
     yield from _figures(run)
     with suppress(OSError):

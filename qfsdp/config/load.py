@@ -245,9 +245,12 @@ def _parse_value(word: str, text: str) -> Any:
 
 
 def get_key(config: Any, key: str) -> Any:
-    """The value of "section.name" in a config; None if it has no such key."""
+    """The value of "section.name" in a config or in its tree; None if it has no such key."""
     for name in key.split("."):
-        config = getattr(config, name, None)
+        if isinstance(config, dict):
+            config = config.get(name)
+        else:
+            config = None if isinstance(config, str | list) else getattr(config, name, None)
     return config
 
 

@@ -29,7 +29,7 @@ from qfsdp.common.messages import is_union, join_key
 from qfsdp.config.component import Component, further_keys, passed_by_name
 from qfsdp.config.component_types import kind_at
 from qfsdp.config.convert import as_component, defaults, section_of
-from qfsdp.config.load import read_tree
+from qfsdp.config.load import get_key, read_tree
 from qfsdp.config.recipe_files import load_recipe
 
 HELP = ("-h", "--help")
@@ -231,7 +231,7 @@ def help_lines(recipe: ModuleType, usage: str, argv: Sequence[str], width: int) 
         yield "With --config FILE: also the values there, and what its components take."
     section = ""  # that the last key was in
     for key in keys_of(schema):
-        value, top = _at(tree, key.name), key.name.partition(".")[0]
+        value, top = get_key(tree, key.name), key.name.partition(".")[0]
         if top != section and (section or key.type == "section"):
             yield ""
         section = top if top == section or key.type == "section" else ""
@@ -289,10 +289,3 @@ def shown(value: Any) -> str:
         return "null" if value is None else str(value).lower()
     text = str(value)
     return json.dumps(text) if text == "" or "\n" in text else text
-
-
-def _at(tree: Any, key: str) -> Any:
-    """The value of "section.name" in a tree; None without one."""
-    for name in key.split("."):
-        tree = tree.get(name) if isinstance(tree, dict) else None
-    return tree
