@@ -18,44 +18,32 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qfsdp.checkpoint.adapter_base import adapter_texts
 from qfsdp.checkpoint.adapter_files import adapter_export, save_adapter
-from qfsdp.checkpoint.adapter_start import check_start, start_adapters
+from qfsdp.checkpoint.adapter_start import adapter_texts, check_start, start_adapters
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
+from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.config.component import Component
-from qfsdp.data import Batch, build_dataset, check_data, packed, step_loader
-from qfsdp.data.stream import Loader
+from qfsdp.data import Batch, Loader, build_dataset, check_data, packed, step_loader
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
-from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.distributed.world import DistributedConfig, World, init_world
-from qfsdp.launch.signals import StopRequest
-from qfsdp.launch.start import launch
+from qfsdp.distributed.world import DistributedConfig, ShardingConfig, World, init_world
+from qfsdp.launch.start import StopRequest, launch
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import add_adapters, parameter_groups
+from qfsdp.modules.adapters.linears import AdapterConfig, add_adapters, parameter_groups
 from qfsdp.modules.distillation import DistillationConfig
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
-from qfsdp.planning.oom import Run, explain_out_of_memory
-from qfsdp.planning.preflight import check_memory
-from qfsdp.tensor_subclasses.kernels.compiled import use_cache_dir
+from qfsdp.planning.preflight import Run, check_memory, explain_out_of_memory
 from qfsdp.training.distillation import Teacher, TeacherConfig, check_teacher, load_teacher
-from qfsdp.training.learning_rate import choose_lr
-from qfsdp.training.loss_scale import start_loss_scale
-from qfsdp.training.metric_logger import build_logger, check_logger
-from qfsdp.training.metrics import RunLog, write_run_files
-from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite
-from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer
+from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
+from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_scale
+from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
 from qfsdp.training.profiler import Profiler, ProfilerConfig
-from qfsdp.training.run_config import check_run_config, check_with_model
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
-from qfsdp.training.throughput import Meter
+from qfsdp.training.throughput import Meter, StepClock
 from qfsdp.training.validation import Validation, ValidationConfig
 
 

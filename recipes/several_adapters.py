@@ -23,8 +23,7 @@ from qfsdp.checkpoint.adapter_files import check_adapter, save_adapter
 from qfsdp.checkpoint.adapter_start import start_adapters
 from qfsdp.checkpoint.compatibility import config_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
+from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.common.progress import at_step
 from qfsdp.config.component import Component
@@ -33,22 +32,16 @@ from qfsdp.data.joined import JoinedBatch, JoinedLoader
 from qfsdp.data.loader import StepLoader
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
-from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.distributed.world import DistributedConfig, World, init_world
-from qfsdp.launch.signals import StopRequest
-from qfsdp.launch.start import launch
+from qfsdp.distributed.world import DistributedConfig, ShardingConfig, World, init_world
+from qfsdp.launch.start import StopRequest, launch
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.several import add_several, alone, named
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
-from qfsdp.planning.estimate import micro_batch_tokens
-from qfsdp.planning.oom import Run, explain_out_of_memory
-from qfsdp.planning.preflight import check_memory
-from qfsdp.training.learning_rate import choose_lr
-from qfsdp.training.metric_logger import build_logger, check_logger
-from qfsdp.training.metrics import RunLog, write_run_files
+from qfsdp.planning.preflight import Run, check_memory, explain_out_of_memory, micro_batch_tokens
+from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite
-from qfsdp.training.optimizer import check_optimizer
+from qfsdp.training.optimizer import check_optimizer, choose_lr
 from qfsdp.training.run_config import check_run_config, check_with_model
 from qfsdp.training.several import (
     OneConfig,
@@ -65,9 +58,8 @@ from qfsdp.training.several import (
     texts_of_each,
     update_each,
 )
-from qfsdp.training.step_clock import StepClock
 from qfsdp.training.steps import forward_backward
-from qfsdp.training.throughput import Meter
+from qfsdp.training.throughput import Meter, StepClock
 
 
 @dataclass

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from qfsdp.checkpoint.adapter_base import adapter_texts as adapter_texts
 from qfsdp.checkpoint.adapter_files import check_adapter, load_adapter
 from qfsdp.checkpoint.base_starts import check_base_start, init_from_base
 from qfsdp.checkpoint.loftq import check_loftq, init_loftq

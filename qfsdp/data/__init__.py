@@ -38,7 +38,7 @@ if TYPE_CHECKING:
         ultrafeedback_dataset,
     )
     from qfsdp.data.pretokenized import pretokenized_dataset
-    from qfsdp.data.stream import StreamLoader, packed, step_loader
+    from qfsdp.data.stream import Loader, StreamLoader, packed, step_loader
     from qfsdp.data.text import text_dataset
     from qfsdp.data.tokenized_dataset import TokenizedDataset
     from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
@@ -58,7 +58,7 @@ _NAMES = {
     "preferences.datasets": "class_dataset hh_dataset kto_dataset orca_pairs_dataset "
     "preference_dataset ultrafeedback_dataset",
     "pretokenized": "pretokenized_dataset",
-    "stream": "StreamLoader packed step_loader",
+    "stream": "Loader StreamLoader packed step_loader",
     "text": "text_dataset",
     "tokenized_dataset": "TokenizedDataset",
     "tokenizer": "HFTokenizer hf_tokenizer",

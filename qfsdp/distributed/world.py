@@ -13,8 +13,9 @@ from qfsdp.common.devices import accelerator
 from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
 from qfsdp.distributed.exchange import World as World
-from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
-from qfsdp.launch.watchdog import DistributedConfig
+from qfsdp.distributed.strategy import ShardingConfig as ShardingConfig
+from qfsdp.distributed.strategy import mesh_shape, needs_fsdp
+from qfsdp.launch.watchdog import DistributedConfig as DistributedConfig
 
 
 class Numbers(Protocol):

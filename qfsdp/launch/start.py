@@ -41,6 +41,7 @@ from qfsdp.launch.ranks import (
     local_world_size,
     run_ranks_here,
 )
+from qfsdp.launch.signals import StopRequest as StopRequest
 from qfsdp.launch.watchdog import watched
 
 T = TypeVar("T")

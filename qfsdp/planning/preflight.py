@@ -20,6 +20,7 @@ from qfsdp.launch.ranks import planned_ranks
 from qfsdp.planning.advice import SUGGESTIONS, options
 from qfsdp.planning.changes import Changes, as_words, strategy_over_all_ranks
 from qfsdp.planning.estimate import BuildModel, TrainStep
+from qfsdp.planning.estimate import micro_batch_tokens as micro_batch_tokens
 from qfsdp.planning.hardware import (
     Hardware,
     HardwareConfig,
@@ -27,6 +28,8 @@ from qfsdp.planning.hardware import (
     known_gpu,
     machine_memory,
 )
+from qfsdp.planning.oom import Run as Run
+from qfsdp.planning.oom import explain_out_of_memory as explain_out_of_memory
 from qfsdp.planning.predict import (
     Prediction,
     Predictor,

@@ -21,6 +21,8 @@ from qfsdp.data.loader import MapDataset
 from qfsdp.data.stream import Loader
 from qfsdp.distributed.world import World
 from qfsdp.training.metric_logger import MetricLogger
+from qfsdp.training.metric_logger import build_logger as build_logger
+from qfsdp.training.metric_logger import check_logger as check_logger
 from qfsdp.training.metrics_file import MetricsFile
 from qfsdp.training.report.at_end import report_at_end
 from qfsdp.training.step_display import step_display

@@ -31,6 +31,7 @@ from qfsdp.training.loss_scale import (
     skipped_by_overflow,
     update_loss_scale,
 )
+from qfsdp.training.loss_scale import start_loss_scale as start_loss_scale
 from qfsdp.training.steps import DECIDE, are_finite, start_reading
 from qfsdp.training.steps_in_backward import StepsInBackward
 

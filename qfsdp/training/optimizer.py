@@ -20,6 +20,7 @@ from qfsdp.config.component import Component
 from qfsdp.config.component_types import check_built, kind_at
 from qfsdp.tensor_subclasses.dtensor import sharded
 from qfsdp.tensor_subclasses.kernels.ability import has_compiler, why_not
+from qfsdp.training.learning_rate import choose_lr as choose_lr
 from qfsdp.training.steps import backward as backward
 from qfsdp.training.steps_in_backward import StepsInBackward
 

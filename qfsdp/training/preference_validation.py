@@ -20,6 +20,7 @@ from qfsdp.training.preference import Objective, sequence_logprobs, step_options
 from qfsdp.training.reference_cache import reference_of_batch
 from qfsdp.training.scores import last_scores
 from qfsdp.training.validation import Validation
+from qfsdp.training.validation import ValidationConfig as ValidationConfig
 
 
 class PreferenceValidation(Validation):

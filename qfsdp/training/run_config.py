@@ -11,6 +11,7 @@ from qfsdp.config.load import get_key
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.refused import check_hub_run
 from qfsdp.tensor_subclasses.kernels.ability import check_compile
+from qfsdp.tensor_subclasses.kernels.ability import use_cache_dir as use_cache_dir
 from qfsdp.training.distillation import check_sharding
 from qfsdp.training.preference import step_options
 

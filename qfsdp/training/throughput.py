@@ -39,7 +39,7 @@ from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.training.memory_usage import MemoryUsage
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.step_clock import StepClock as StepClock
 
 # `matmul_rate` repeats the product for so long. An idle GPU takes a part of it to raise its clocks.
 RATE_SECONDS, GPU_RATE_SECONDS = 0.3, 1.0

@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.folder import ModelWeights as ModelWeights
 from qfsdp.checkpoint.weights.model_config import ModelConfig as ModelConfig
 from qfsdp.checkpoint.weights.on_disk import check_disk as check_disk
 from qfsdp.checkpoint.weights.on_disk import leave_on_disk

@@ -12,7 +12,7 @@ import torch
 
 from qfsdp.data.batch import Batch
 from qfsdp.data.loader import StepLoader, collate
-from qfsdp.data.preferences.batch import PairBatch
+from qfsdp.data.preferences.batch import PairBatch as PairBatch
 from qfsdp.data.preferences.shared_prompts import share_documents
 from qfsdp.data.preferences.tokenized import PackedPreferences, digest, is_paired
 

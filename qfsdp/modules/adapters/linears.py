@@ -35,7 +35,8 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.common.errors import UserError
-from qfsdp.modules.adapters.config import SHARED_OUTER, AdapterConfig, check_rank, check_sharing
+from qfsdp.modules.adapters.config import SHARED_OUTER, check_rank, check_sharing
+from qfsdp.modules.adapters.config import AdapterConfig as AdapterConfig
 from qfsdp.modules.adapters.low_rank_linear import (
     ADAPTABLE,
     Adaptable,
@@ -50,7 +51,7 @@ from qfsdp.modules.adapters.low_rank_linear import dora_linears as dora_linears
 from qfsdp.modules.adapters.miss import BlockSharedLinear
 from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.adapters.places import adapted_places
-from qfsdp.modules.adapters.reference import keep_start
+from qfsdp.modules.adapters.reference import keep_start as keep_start
 from qfsdp.modules.adapters.row_norms import adapted_expert_norms
 from qfsdp.modules.adapters.whole import train_whole
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
