@@ -2,16 +2,14 @@
 
     tune run recipes/several_adapters --config configs/smollm2_135m_several.yaml [key=value ...]
 
-Each adapter has its own rank, learning rate, data, schedule and folder, and its losses are those of
-a run of recipes/qdora_distributed alone. A micro-batch holds the rows of all: a weight is gathered
-and dequantized once for them. To change it, copy it: `tune cp recipes/several_adapters
-my_recipe.py`. This file shows what is frozen, adapted and sharded, and what one update does.
+Each adapter has its own rank, rate, data, schedule and folder, and the losses of a run of its own
+(recipes/qdora_distributed). A micro-batch holds the rows of all, so a weight is gathered and
+dequantized once. To change it, copy it: `tune cp recipes/several_adapters my_recipe.py`.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +17,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from qfsdp.checkpoint.adapter_files import check_adapter, save_adapter
+from qfsdp.checkpoint.adapter_files import check_adapter
 from qfsdp.checkpoint.adapter_start import start_adapters
 from qfsdp.checkpoint.compatibility import config_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
@@ -27,7 +25,7 @@ from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk,
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.common.progress import at_step
 from qfsdp.config.component import Component
-from qfsdp.data import build_dataset, check_data, check_dataset, packed
+from qfsdp.data import PackedDataset, build_dataset, check_data, check_dataset
 from qfsdp.data.joined import JoinedBatch, JoinedLoader
 from qfsdp.data.loader import StepLoader
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
@@ -51,6 +49,7 @@ from qfsdp.training.several import (
     export_each,
     in_words,
     losses_to_look_at,
+    saves_of_each,
     settings_of_each,
     single,
     summed_losses,
@@ -58,8 +57,10 @@ from qfsdp.training.several import (
     texts_of_each,
     update_each,
 )
+from qfsdp.training.several_validation import SeveralValidation
 from qfsdp.training.steps import forward_backward
 from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.validation import ValidationConfig
 
 
 @dataclass
@@ -79,6 +80,7 @@ class Config:
     distributed: DistributedConfig = field(default_factory=DistributedConfig)
     activation: ActivationConfig = field(default_factory=ActivationConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    validation: ValidationConfig = field(default_factory=ValidationConfig)
     resume: str | None = None  # "auto", a checkpoint, or the output_dir of another run
     batch_size: int = 1  # samples of each adapter per rank and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per update
@@ -121,7 +123,7 @@ def check(cfg: Config) -> None:
             if one.adapter.start_from is not None:
                 check_adapter(one.adapter, one.adapter.start_from, alone(model, name))
         check_dataset(dataset_key(cfg, name), one.dataset)
-    check_data(cfg.tokenizer, one.dataset, {}, model.config.vocab_size)
+    check_data(cfg.tokenizer, one.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)
 
@@ -154,10 +156,8 @@ def build_loader(cfg: Config, world: World) -> JoinedLoader:
     for name in cfg.adapters:
         one = single(cfg, name)
         dataset = build_dataset(dataset_key(cfg, name), one.dataset, tokenizer, rows)
-        if cfg.packed:
-            dataset = packed(dataset, cfg.max_seq_len, one.seed)
         loaders[name] = StepLoader(
-            dataset,
+            PackedDataset(dataset, cfg.max_seq_len, one.seed) if cfg.packed else dataset,
             batch_size=cfg.batch_size,
             gradient_accumulation_steps=accumulation,
             rank=world.rank,
@@ -204,13 +204,14 @@ def main(cfg: Config, run: Run) -> None:
     checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, export_each(cfg, files))
     logger = build_logger(cfg.metric_logger, world.rank, cfg)  # before anything is read
     loader = build_loader(cfg, world)
-    total_steps = loader.total_steps
+    total_steps, clip = loader.total_steps, cfg.clip_grad_norm
+    validation = SeveralValidation(cfg, world, output_dir, loader.steps)
     origin = checkpoints.find(cfg.resume, lambda: config_settings(cfg) | settings_of_each(loader))
     write_run_files(output_dir, cfg, __file__, world.rank)
     run.model = model = load_model(cfg, world, resumed=origin is not None)
     optimizer, schedules = build_optimizers(cfg, model, loader.steps)
     run.optimizer = optimizer
-    state = TrainState(model, optimizer, schedules)
+    state = TrainState(model, optimizer, schedules, validation.progress)
     first_step = checkpoints.load(origin, state)  # 0 without one
     watch = NonFiniteWatch(cfg.on_nonfinite, state, checkpoints, world, losses_to_look_at)
     log = RunLog(output_dir, logger, first_step, total_steps, world.rank)
@@ -218,15 +219,15 @@ def main(cfg: Config, run: Run) -> None:
         log.say(in_words(cfg, name, of_one, loader.steps[name]))
     run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
+    saves = saves_of_each(cfg, model, world, files)
     with StopRequest() as signals:
+        validation.run(first_step, model, log, meter, saves)
         for step in range(first_step + 1, total_steps + 1):
             run.step = step
             at_step(step)  # for the watchdog
             with clock.phase("data"):
                 batches = loader.step(step - 1)
-            metrics = train_step(
-                model, optimizer, schedules, batches, cfg.clip_grad_norm, world, clock
-            )
+            metrics = train_step(model, optimizer, schedules, batches, clip, world, clock)
             metrics = watch.after(step, batches, metrics)
             meter.add(batches)
             stop, due = checkpoints.agree(step, signals.received, meter)
@@ -234,14 +235,13 @@ def main(cfg: Config, run: Run) -> None:
                 if step % cfg.log_every_n_steps == 0 or step == total_steps:
                     log.log(step, metrics | meter.read())
                 log.advance()
+            validation.run(step, model, log, meter, saves)  # if it is due
             if due or stop or step == total_steps:
                 checkpoints.save(step, state)
             if stop and step < total_steps:
                 break
         else:
-            for name, adapter in cfg.adapters.items():
-                given = (alone(model, name), adapter, cfg.model.path)
-                write = partial(save_adapter, *given, world=world, files=files[name])
+            for name, write in saves.items():
                 checkpoints.save_result(write, output_dir / "adapters" / name)
                 log.say(f"adapter {name} (PEFT format): {output_dir / 'adapters' / name}")
         checkpoints.close()

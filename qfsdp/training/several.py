@@ -11,6 +11,7 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +21,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from qfsdp.checkpoint.adapter_base import adapter_texts
-from qfsdp.checkpoint.adapter_files import write_adapter
+from qfsdp.checkpoint.adapter_files import save_adapter, write_adapter
 from qfsdp.checkpoint.compatibility import data_settings
 from qfsdp.checkpoint.state import follow_schedule
 from qfsdp.common.devices import sum_dtype
@@ -123,6 +124,8 @@ def check_several(cfg: Any) -> None:
     for key, (value, wrong, expected) in refused.items():
         if value == wrong:
             raise InvalidField(key, value, f"{expected} with several adapters")
+    if (patience := cfg.validation.patience) is not None:
+        raise InvalidField("validation.patience", patience, "null with several adapters")
     if (parts := cfg.sharding.context_parallel) > 1:
         raise InvalidField("sharding.context_parallel", parts, "1 with several adapters")
     if cfg.checkpoint.publish is not None:
@@ -332,3 +335,15 @@ def export_each(
             write_adapter(own, config, cfg.model.path, folder / "adapters" / name, files[name])
 
     return export
+
+
+def saves_of_each(
+    cfg: Any, model: nn.Module, world: World, files: Mapping[str, Mapping[str, str]]
+) -> dict[str, Callable[[Path], None]]:
+    """By adapter, a function that writes it to a folder in PEFT's format. Every rank calls it."""
+
+    def save(name: str, folder: Path) -> None:
+        given = (alone(model, name), cfg.adapters[name], cfg.model.path, folder)
+        save_adapter(*given, world, files[name])
+
+    return {name: partial(save, name) for name in cfg.adapters}

@@ -17,6 +17,7 @@ from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.planning.estimate import estimate
+from tests import hub_models
 from tests.models import load_model
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
@@ -43,6 +44,7 @@ global_batch_size: 4
 epochs: 2
 max_steps: 10
 clip_grad_norm: 3.0
+validation: {{eval_every: 4, sets: {{held: {{_component_: tests.toy_data.Samples, size: 5}}}}}}
 lr_scheduler:
   _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
   num_warmup_steps: 2
@@ -97,10 +99,14 @@ def test_each_trains_as_in_a_run_of_its_own(ranks: int, tmp_path: Path) -> None:
     runs.append([*config, *rest])
     run_ranks(ranks, run_all, tmp_path, runs)
     several = lines(tmp_path / "run")
-    assert len(several) == 10
     for name in ADAPTERS:
-        single = lines(tmp_path / name)
+        both = lines(tmp_path / name)
+        single = [line for line in both if "loss" in line]
         mine = [line for line in several if f"{name}/loss" in line]
+        key = "validation/held/loss"
+        held = [line[f"{name}/{key}"] for line in several if f"{name}/{key}" in line]
+        assert held == pytest.approx([line[key] for line in both if key in line], abs=1e-5)
+        assert len(held) == (2 if name == "small" else 3)
         assert len(mine) == len(single) == (8 if name == "small" else 10)
         for key in ("loss", "grad_norm", "lr"):
             found = [line[f"{name}/{key}"] for line in mine]
@@ -112,6 +118,8 @@ def test_each_trains_as_in_a_run_of_its_own(ranks: int, tmp_path: Path) -> None:
         assert off < 1e-4, name
         texts = [(f / "adapter_config.json").read_text() for f in (own, theirs)]
         assert texts[0] == texts[1]
+        best = [json.loads((f / "best/best.json").read_text()) for f in (own, theirs.parent)]
+        assert best[0]["step"] == best[1]["step"]
         assert adapter(tmp_path / "rest/adapters" / name).read_bytes() == adapter(own).read_bytes()
         assert adapter(saved / "adapters" / name).read_bytes() != adapter(own).read_bytes()
     if ranks == 2:
@@ -161,6 +169,9 @@ MISTAKES = {
     (FIRST + "start_from=/nowhere",): "/nowhere",
     (FIRST + "dataset={_component_: tests.toy_data.Nothing}",): "adapters.small.dataset",
     ("~dataset",): "adapters.small.dataset: null, as is dataset; expected one of them",
+    ("validation={patience: 1, sets: {a: {_component_: tests.toy_data.Samples}}}",): (
+        "validation.patience: 1 is not valid; expected null with several adapters"
+    ),
     ("compile=true",): "compile: True is not valid; expected false with several adapters",
     ("model.dtype=fp16",): "model.dtype: 'fp16' is not valid; expected bf16 or fp32 with several",
     ("sharding.context_parallel=2",): "sharding.context_parallel: 2 is not valid; expected 1 with",
@@ -217,6 +228,24 @@ def test_nan_of_one_adapter_is_its_own(
     assert "warning: adapters small: a loss or gradient is not finite" in capfd.readouterr().err
     with pytest.raises(UserError, match="step 2: loss nan.*there is no checkpoint yet; expected"):
         run_recipe("several_adapters", [*argv, far, f"output_dir={tmp_path}/stopped"])
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("eager")
+def test_a_model_of_transformers(tmp_path: Path) -> None:
+    """It has recurrent layers."""
+    hub_models.save_hub_model("qwen3_5", tmp_path / "model")
+    text = TOY_CONFIG.format(folder=tmp_path) + "batch_size: 4\nmax_steps: 3\n"
+    several = "adapters: {a: {rank: 4, method: lora}, b: {rank: 2, seed: 3}}\n"
+    more = {"run": several, "a": "adapter: {rank: 4, method: lora}\n"}
+    more["b"] = "seed: 3\nadapter: {rank: 2}\n"
+    for run, own in more.items():
+        (tmp_path / "c.yaml").write_text(f"{text}{own}output_dir: {tmp_path}/{run}\n")
+        recipe = "several_adapters" if run == "run" else "qdora_distributed"
+        run_recipe(recipe, ["--config", f"{tmp_path}/c.yaml"])
+    for run in "ab":
+        mine = [line[f"{run}/loss"] for line in lines(tmp_path / "run")]
+        assert mine == pytest.approx([line["loss"] for line in lines(tmp_path / run)], abs=1e-5)
 
 
 @pytest.mark.long
