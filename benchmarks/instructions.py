@@ -218,10 +218,10 @@ def pointwise(folder: Path) -> Figures:
         traced(nf4._write_weights)(c, p, o, None, table, out)
 
     def at_once(c: Any, a: Any, s: Any, o: Any, d: Any, table: Any, out: Any) -> None:
-        traced(nf4._write_at_once)(c, a, s, o, None, d, table, 0, out)
+        traced(nf4.write_at_once)(c, a, s, o, None, d, table, 0, out)
 
     def scaled(c: Any, a: Any, s: Any, o: Any, f: Any, d: Any, table: Any, out: Any) -> None:
-        traced(nf4._write_at_once)(c, a, s, o, f, d, table, 0, out)
+        traced(nf4.write_at_once)(c, a, s, o, f, d, table, 0, out)
 
     cases: dict[str, tuple[Callable[..., Any], dict[str, Any], list[Shape], int]] = {
         "two_kernels_weights": (write, nf4.ONE_KERNEL, [codes, products, offset, levels, bf16], 2),

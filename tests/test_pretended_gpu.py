@@ -77,7 +77,7 @@ def test_what_a_card_is_asked_for(
     compute_dtype.has_bf16_gpus.cache_clear()
     pretend(monkeypatch, capability)
     assert self_attention._is_old_gpu() == old
-    assert documents.has_varlen(64) == sinks._has_kernel(rows) == takes_grouped(rows, 2, 8) != old
+    assert documents.has_varlen(64) == sinks.has_kernel(rows) == takes_grouped(rows, 2, 8) != old
     with pytest.raises(UserError) if old else nullcontext():
         compute_dtype.compute_dtype("bf16")
     with nullcontext() if has_fp8 else pytest.raises(UserError):

@@ -143,7 +143,7 @@ class Checkpointer:
         self._group = None
         if world.mesh is not None:
             self._group = dist.new_group(backend="gloo", timeout=world.timeout)
-        self._staging = Stager(world)
+        self.staging = Stager(world)
         self._thread = ThreadPoolExecutor(1, "checkpoint")
         self._saving: Future[None] | None = None
         self._saved_at = time.monotonic()
@@ -266,7 +266,7 @@ class Checkpointer:
         """
         self.wait()
         self._saved_at, self.saved_step = time.monotonic(), step
-        entries = self._staging.copy(state, step)
+        entries = self.staging.copy(state, step)
         copied = None
         if self._world.device.type != "cpu":
             copied = torch.get_device_module(self._world.device).Event()

@@ -126,8 +126,8 @@ class Watchdog(threading.Thread):
         self._moves, self._quiet, self._number = NOW.moves, 0.0, 0
         self._doing, self._since, self._told = (0, ""), 0.0, 0.0
         # Of the other ranks: the last words, and the seconds since they were new.
-        self._texts: dict[int, bytes] = {}
-        self._silent = {other: 0.0 for other in range(size) if other != rank}
+        self.texts: dict[int, bytes] = {}
+        self.silent_seconds = {other: 0.0 for other in range(size) if other != rank}
 
     def stop(self) -> None:
         """Ends the thread. It must not be in the store's code when the interpreter goes down."""
@@ -137,15 +137,15 @@ class Watchdog(threading.Thread):
     def run(self) -> None:
         before = time.monotonic()
         self._follow_agent()  # at once: without an agent, ranks wait an hour for each other
-        self._look(0.0)  # at once: a rank that has never spoken gets the longest limit
+        self.look(0.0)  # at once: a rank that has never spoken gets the longest limit
         while not self._over.wait(self._period):
             now = time.monotonic()
             # A look that comes late was suspended, or starved by other processes.
             elapsed, before = min(now - before, 2 * self._period), now
             self._follow_agent()
-            looks = self._look(elapsed)
-            self._tell(elapsed)
-            if self._is_hung(looks) and not self._over.is_set():
+            looks = self.look(elapsed)
+            self.tell(elapsed)
+            if self.is_hung(looks) and not self._over.is_set():
                 self._end()
 
     def _follow_agent(self) -> None:
@@ -159,7 +159,7 @@ class Watchdog(threading.Thread):
                 say(f"rank {self._rank}: torchrun's agent is gone; this rank saves and ends")
             os.kill(os.getpid(), signal.SIGTERM)
 
-    def _tell(self, elapsed: float) -> None:
+    def tell(self, elapsed: float) -> None:
         """Says every minute what a long step does; `StepClock` tells the first time of a phase."""
         self._since += elapsed
         if self._doing != (NOW.step, NOW.phase):
@@ -171,7 +171,7 @@ class Watchdog(threading.Thread):
 
     # ---- what the ranks say ----------------------------------------------------------------
 
-    def _look(self, elapsed: float, where: str = "") -> dict[int, Look]:
+    def look(self, elapsed: float, where: str = "") -> dict[int, Look]:
         """Tells the other ranks about this one; returns what each has said last."""
         self._quiet = 0.0 if NOW.moves != self._moves else self._quiet + elapsed
         self._moves = NOW.moves
@@ -179,23 +179,23 @@ class Watchdog(threading.Thread):
         first = NOW.phase.removeprefix("after ") not in NOW.ended
         limit = self._config.first_seconds if first else self._config.seconds
         mine = Look(self._number, self._quiet, limit, NOW.step, NOW.phase, calls(), where)
-        for other in self._silent:
-            self._silent[other] += elapsed
+        for other in self.silent_seconds:
+            self.silent_seconds[other] += elapsed
         # Without an answer of the store the other ranks are silent.
         with suppress(RuntimeError, OSError):  # torch's DistError is a RuntimeError
             self._exchange(json.dumps(asdict(mine)))
-        looks = {rank: Look(**json.loads(text)) for rank, text in self._texts.items()}
+        looks = {rank: Look(**json.loads(text)) for rank, text in self.texts.items()}
         return looks | {self._rank: mine}
 
     def _exchange(self, mine: str) -> None:
         if self._size == 1 or (self._store is None and not self._connect()):
             return
         self._store.set(str(self._rank), mine)
-        known = [r for r in self._silent if r in self._texts or self._store.check([str(r)])]
+        known = [r for r in self.silent_seconds if r in self.texts or self._store.check([str(r)])]
         texts = self._store.multi_get([str(r) for r in known]) if known else []
         for rank, text in zip(known, texts, strict=True):
-            if text != self._texts.get(rank):
-                self._texts[rank], self._silent[rank] = text, 0.0
+            if text != self.texts.get(rank):
+                self.texts[rank], self.silent_seconds[rank] = text, 0.0
 
     def _connect(self) -> bool:
         address = store_address()
@@ -212,12 +212,13 @@ class Watchdog(threading.Thread):
 
     # ---- whether the run hangs, and whom it waits for --------------------------------------
 
-    def _is_hung(self, looks: dict[int, Look]) -> bool:
+    def is_hung(self, looks: dict[int, Look]) -> bool:
         mine = looks[self._rank]
         if any(look.where for look in looks.values()):
             return True  # another rank has seen it
         return mine.quiet >= mine.limit and all(
-            self._has_passed(looks.get(rank), silent) for rank, silent in self._silent.items()
+            self._has_passed(looks.get(rank), silent)
+            for rank, silent in self.silent_seconds.items()
         )
 
     def _has_passed(self, look: Look | None, silent: float) -> bool:
@@ -229,7 +230,7 @@ class Watchdog(threading.Thread):
         return silent >= self._config.seconds or silent + look.quiet >= look.limit
 
     def _is_silent(self, rank: int, looks: dict[int, Look]) -> bool:
-        return rank not in looks or self._silent.get(rank, 0.0) > self._config.seconds / 2
+        return rank not in looks or self.silent_seconds.get(rank, 0.0) > self._config.seconds / 2
 
     def _end(self) -> None:
         """Writes the stacks, reports, and ends this process."""
@@ -237,13 +238,13 @@ class Watchdog(threading.Thread):
         where = innermost_frame()
         until = time.monotonic() + LAST_WORDS_S
         while True:
-            looks = self._look(0.0, where)
+            looks = self.look(0.0, where)
             answering = [rank for rank in looks if not self._is_silent(rank, looks)]
             if all(looks[rank].where for rank in answering) or time.monotonic() > until:
                 break
             time.sleep(0.05)
         if self._rank == min(answering):
-            print("\n".join(self._report(looks)), file=sys.stderr, flush=True)
+            print("\n".join(self.report(looks)), file=sys.stderr, flush=True)
         else:
             # The first rank that ends makes the agent end the others.
             time.sleep(LAST_WORDS_S)
@@ -258,7 +259,7 @@ class Watchdog(threading.Thread):
                 print(f"step {NOW.step}, {NOW.phase}; process {os.getpid()}", file=file, flush=True)
                 faulthandler.dump_traceback(file, all_threads=True)
 
-    def _report(self, looks: dict[int, Look]) -> list[str]:
+    def report(self, looks: dict[int, Look]) -> list[str]:
         """The lines for the user."""
         missing = absent(looks, [r for r in range(self._size) if self._is_silent(r, looks)])
         mine = looks[self._rank]

@@ -14,10 +14,10 @@ from qfsdp.common.devices import accelerator
 from qfsdp.common.errors import UserError, speaks_for_all
 
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
-_REPORTED = "QFSDP_FP32_REPORTED"  # in the environment, where the ranks of a run inherit it
+REPORTED = "QFSDP_FP32_REPORTED"  # in the environment, where the ranks of a run inherit it
 # Values of oneDNN's ONEDNN_MAX_CPU_ISA that allow AVX-512, but not its bf16 instructions.
 _ISA_WITHOUT_BF16 = ("AVX512_CORE", "AVX512_CORE_VNNI")
-_planned_device: str | None = None
+planned_device: str | None = None
 
 
 def compute_dtype(name: str) -> torch.dtype:
@@ -35,10 +35,10 @@ def compute_dtype(name: str) -> torch.dtype:
     Raises:
         UserError: "bf16" on a GPU without it (before compute capability 8.0).
     """
-    if name == "bf16" and (kind := _device_kind()) == "cpu" and not has_bf16_products():
+    if name == "bf16" and (kind := device_kind()) == "cpu" and not has_bf16_products():
         _report()
         return torch.float32
-    if name == "bf16" and kind == "cuda" and _planned_device is None and not has_bf16_gpus():
+    if name == "bf16" and kind == "cuda" and planned_device is None and not has_bf16_gpus():
         gpu = torch.cuda.get_device_name()
         raise UserError(f"model.dtype: 'bf16', which a {gpu} does not compute; expected fp16")
     return COMPUTE_DTYPES[name]
@@ -48,12 +48,12 @@ def compute_dtype(name: str) -> torch.dtype:
 def planned_for(device: str) -> Iterator[None]:
     """Within it, `compute_dtype` answers for a run on "cpu" or "cuda", whatever this machine has.
     Estimates build their models within it."""
-    global _planned_device
-    before, _planned_device = _planned_device, device
+    global planned_device
+    before, planned_device = planned_device, device
     try:
         yield
     finally:
-        _planned_device = before
+        planned_device = before
 
 
 @functools.cache
@@ -87,24 +87,24 @@ def check_fp8_products() -> None:
     """Checks that products in FP8 run here: on GPUs from compute capability 8.9. With
     QFSDP_EMULATE_FP8=1 a CPU computes the same numbers in fp32, slower than bf16. Raises UserError:
     they do not."""
-    if _planned_device is not None or os.environ.get("QFSDP_EMULATE_FP8") == "1":
+    if planned_device is not None or os.environ.get("QFSDP_EMULATE_FP8") == "1":
         return
     here = "a CPU"
-    if _device_kind() == "cuda":
+    if device_kind() == "cuda":
         if torch.cuda.get_device_capability() >= (8, 9):
             return
         here = f"a {torch.cuda.get_device_name()}"
     raise UserError(f"quantization.compute: 'fp8', which {here} does not multiply; expected bf16")
 
 
-def _device_kind() -> str:
-    if _planned_device is not None:
-        return _planned_device
+def device_kind() -> str:
+    if planned_device is not None:
+        return planned_device
     found = accelerator()
     return "cpu" if found is None else found.type
 
 
 def _report() -> None:
-    if speaks_for_all() and _REPORTED not in os.environ:
-        os.environ[_REPORTED] = "1"
+    if speaks_for_all() and REPORTED not in os.environ:
+        os.environ[REPORTED] = "1"
         print("model.dtype: this CPU has no bf16 products; computing in fp32", flush=True)

@@ -85,9 +85,9 @@ class MXFP4Tensor(QuantizedTensor):
         for piece in pieces:
             for part in piece.split(step):
                 padded = F.pad(part, (0, -self.cols % MX_BLOCK)).contiguous()
-                codes, scales, finite_rows = _quantize_blocks(padded)
+                codes, scales, finite_rows = quantize_blocks(padded)
                 into = self.qdata[at : at + len(part)]
-                into[:, :code_bytes] = _pack(codes)[:, :code_bytes]
+                into[:, :code_bytes] = pack(codes)[:, :code_bytes]
                 into[:, code_bytes:] = scales
                 finite.append(finite_rows)
                 at += len(part)
@@ -100,7 +100,7 @@ class MXFP4Tensor(QuantizedTensor):
 
 
 @compiled
-def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """`[rows, cols]`, cols a multiple of 32 -> codes uint8 `[rows, cols]`, scales uint8
     `[rows, cols/32]`, and whether a row is finite, bool `[rows]`."""
     blocks = weight.float().unflatten(1, (-1, MX_BLOCK))
@@ -121,7 +121,7 @@ def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @compiled
-def _pack(codes: Tensor) -> Tensor:
+def pack(codes: Tensor) -> Tensor:
     """Codes uint8 `[rows, cols]` -> two codes in a byte, the first low (see `pack_pairs`)."""
     pairs = codes.view(torch.int16)
     return ((pairs & 15) | (pairs >> 4)).to(torch.uint8)

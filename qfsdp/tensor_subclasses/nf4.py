@@ -204,13 +204,13 @@ def dequantize_at_once(
         first = (row_offset + rows.start) * blocks.size(1)
         skip, last = first % SCALE_BLOCK, first + blocks.numel() - 1
         mine = scales[first // SCALE_BLOCK : last // SCALE_BLOCK + 1]
-        _write_at_once(codes, blocks, mine, offset, scale, *tables, skip, out)
+        write_at_once(codes, blocks, mine, offset, scale, *tables, skip, out)
 
     return dequantize_pairs(write, codes, cols, dtype, row_scale)
 
 
 @partial(compiled, options=ONE_KERNEL | ROUNDED_AS_ON_CPUS, static_on_gpus=True)
-def _write_at_once(
+def write_at_once(
     codes: Tensor,
     absmax_codes: Tensor,
     scales: Tensor,

@@ -44,7 +44,7 @@ def quantize_nf4(
 
 
 @compiled
-def _quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
+def quantize_blocks(weight: Tensor) -> tuple[Tensor, Tensor]:
     """`[rows, cols]`, cols a multiple of 64 -> codes uint8 `[rows, cols]`, absmax fp32
     `[rows, cols/64]`."""
     blocks = weight.float().unflatten(1, (-1, BLOCK))
@@ -84,7 +84,7 @@ def quantize_rows(weight: Tensor) -> tuple[Tensor, Tensor]:
         part = weight[start : start + step]
         if cols % BLOCK:
             part = F.pad(part, (0, -cols % BLOCK))
-        part_codes, part_absmax = _quantize_blocks(part.contiguous())
+        part_codes, part_absmax = quantize_blocks(part.contiguous())
         codes[start : start + step] = pack_pairs(part_codes)[:, : codes.size(1)]
         absmax[start : start + step] = part_absmax
     return codes, absmax
@@ -144,12 +144,12 @@ def _quantize_centred(centred: Tensor) -> tuple[Tensor, Tensor]:
         point = point.clamp(0, 65535).flatten()  # NaN: the caller has refused it
         codes = _codes_of_points().index_select(0, point).view_as(unit)
     else:
-        codes = _nearest_levels(unit, ties_to_even=True)
+        codes = nearest_levels(unit, ties_to_even=True)
     codes = codes.masked_fill((scales == 0).unsqueeze(1), 0)
     return codes.flatten()[: centred.numel()], scales
 
 
-def _nearest_levels(unit: Tensor, ties_to_even: bool = False) -> Tensor:
+def nearest_levels(unit: Tensor, ties_to_even: bool = False) -> Tensor:
     """Index (uint8) of the dynamic level that is nearest to each number of [-1, 1]. A number in the
     middle of two levels has the lower index, or the even one."""
     levels = unit.new_tensor(DYNAMIC_LEVELS)
@@ -162,4 +162,4 @@ def _nearest_levels(unit: Tensor, ties_to_even: bool = False) -> Tensor:
 @functools.cache
 def _codes_of_points() -> Tensor:
     """The code of each of 65,536 points from -1 to 1."""
-    return _nearest_levels(-1.0 + (2.0 * torch.arange(65536).float()) / 65535)
+    return nearest_levels(-1.0 + (2.0 * torch.arange(65536).float()) / 65535)

@@ -42,8 +42,8 @@ def test_format_duration() -> None:
 def watchdog(silent: dict[int, float], looks: dict[int, Look]) -> Watchdog:
     """The watchdog of rank 0, which has heard `looks` of others so many seconds ago."""
     found = Watchdog(DistributedConfig("20s", "40s"), None, 0, len(silent) + 1)
-    found._silent = silent
-    found._texts = {rank: json.dumps(asdict(look)).encode() for rank, look in looks.items()}
+    found.silent_seconds = silent
+    found.texts = {rank: json.dumps(asdict(look)).encode() for rank, look in looks.items()}
     return found
 
 
@@ -64,10 +64,10 @@ def watchdog(silent: dict[int, float], looks: dict[int, Look]) -> Watchdog:
 def test_a_run_hangs_when_no_rank_moves_on(silent: float, other: Look | None, hangs: bool) -> None:
     of_rank_0 = watchdog({1: silent}, {1: other} if other else {})
     looks = {0: LOOK, **({1: other} if other else {})}
-    assert of_rank_0._is_hung(looks) == hangs
+    assert of_rank_0.is_hung(looks) == hangs
     still = replace(LOOK, quiet=19)
     if other is None or not other.where:
-        assert not of_rank_0._is_hung(looks | {0: still}), "rank 0 itself moves on"
+        assert not of_rank_0.is_hung(looks | {0: still}), "rank 0 itself moves on"
 
 
 def test_the_ranks_that_did_not_arrive() -> None:
@@ -76,7 +76,7 @@ def test_the_ranks_that_did_not_arrive() -> None:
     assert absent(looks, []) == [1]
     assert absent(looks, [2]) == [2], "who does not answer may be the reason for the others"
     assert absent({0: LOOK, 1: LOOK}, []) == []
-    lines = "\n".join(watchdog({1: 0.0, 2: 0.0}, {})._report(looks))
+    lines = "\n".join(watchdog({1: 0.0, 2: 0.0}, {}).report(looks))
     assert "hangs in step 7: no rank has moved on for 20 s (distributed.timeout)" in lines
     assert "rank 1 did not arrive: in step 7, forward; host " in lines
     assert "process 77; in __getitem__, samples.py:31" in lines
@@ -88,16 +88,16 @@ def test_phases_have_a_longer_limit_the_first_time(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr("qfsdp.launch.watchdog.NOW", progress.NOW)
     monkeypatch.setattr(progress, "_outer", [])
     dog = watchdog({}, {})
-    limits = [dog._look(1.0)[0].limit]
+    limits = [dog.look(1.0)[0].limit]
     for _ in range(2):
         with progress.phase("forward"):
-            limits.append(dog._look(1.0)[0].limit)
-    limits.append(dog._look(1.0)[0].limit)
+            limits.append(dog.look(1.0)[0].limit)
+    limits.append(dog.look(1.0)[0].limit)
     assert limits == [40, 40, 20, 20]
     assert progress.NOW.phase == "after forward"
-    assert dog._look(5.0)[0].quiet == 5
+    assert dog.look(5.0)[0].quiet == 5
     progress.moved()
-    assert dog._look(5.0)[0].quiet == 0
+    assert dog.look(5.0)[0].quiet == 0
 
 
 def test_a_long_step_is_told_every_minute(
@@ -112,7 +112,7 @@ def test_a_long_step_is_told_every_minute(
         with progress.phase(name):
             progress.moved("model.layers.7")
             for _ in range(25):
-                dog._tell(5.0)
+                dog.tell(5.0)
     told = [f"step 2: backward ... {seconds} s, at model.layers.7" for seconds in (60, 120)]
     assert capsys.readouterr().err.splitlines() == told
 

@@ -33,7 +33,7 @@ def mixture(**options: Any) -> Any:
 def counts(dataset: Any) -> list[Counter[int]]:
     """How often each sample occurs, per set."""
     found = [Counter[int](), Counter[int]()]
-    for at, index in zip(dataset._part_numbers, dataset._indices, strict=True):
+    for at, index in dataset.chosen.tolist():
         found[at][index] += 1
     return found
 
@@ -73,13 +73,12 @@ def test_items_depend_on_the_sets_and_the_seed_only() -> None:
         Component(s.pop("_component_"), s).build(TOKENIZER)
         for s in (samples(10, 1), samples(50, 2))
     ]
-    chosen = zip(dataset._part_numbers, dataset._indices, strict=True)
-    for i, (at, index) in enumerate(chosen):
+    for i, (at, index) in enumerate(dataset.chosen.tolist()):
         assert dataset[i]["tokens"].tolist() == parts[at][index]["tokens"].tolist()
         assert dataset.lengths[i] == len(dataset[i]["tokens"])
-    first, second, third = ((d._part_numbers, d._indices) for d in (dataset, again, other))
+    first, second, third = (d.chosen.tolist() for d in (dataset, again, other))
     assert first == second != third
-    assert set(dataset._part_numbers[:8]) == {0, 1}, "the first samples are a mixture too"
+    assert set(dataset.chosen[:8, 0].tolist()) == {0, 1}, "the first samples are a mixture too"
     packs = PackedDataset(dataset, 64, seed=0)
     assert sum(len(packs[i]["lengths"]) for i in range(len(packs))) == len(dataset)
 

@@ -60,10 +60,10 @@ def held(model: Path, output_dir: Path) -> dict[str, int]:
 def bytes_kept(cfg: Any, net: Any, optimizer: Any, world: Any, output_dir: Path) -> int:
     checkpoints = Checkpointer(cfg.checkpoint, output_dir, world)
     staged = []
-    copy = checkpoints._staging.copy
-    checkpoints._staging.copy = lambda *given: staged.append(copy(*given)) or staged[-1]
+    copy = checkpoints.staging.copy
+    checkpoints.staging.copy = lambda *given: staged.append(copy(*given)) or staged[-1]
     checkpoints.save(1, TrainState(net, optimizer, None))
-    buffers = list(checkpoints._staging._buffers.values())
+    buffers = list(checkpoints.staging._buffers.values())
     more = staged[0][f"rank_{world.rank}"]["alone"] if cfg.checkpoint.asynchronous else {}
     checkpoints.close()
     tensors = [*buffers, *(t for t in tree_leaves(more) if isinstance(t, Tensor))]

@@ -83,8 +83,8 @@ def test_operator_contract() -> None:
     q, k, v, grad = (t.detach().transpose(1, 2).flatten(0, 1).contiguous() for t in heads())
     for window in (None, 7):
         given = (q, k, v, cu_seqlens(), window)
-        torch.library.opcheck(document_attention._attend_each, given)
-        torch.library.opcheck(document_attention._attend_each_backward, (grad, *given))
+        torch.library.opcheck(document_attention.attend_each, given)
+        torch.library.opcheck(document_attention.attend_each_backward, (grad, *given))
 
 
 def test_keeps_only_its_inputs() -> None:
@@ -159,7 +159,7 @@ def test_how_varlen_attn_is_called(
     if compiled:
         torch._dynamo.reset()
         call = torch.compile(call, backend="eager", fullgraph=True)
-    expected = document_attention._attend_each(q, k, v, cu_seqlens(), window)
+    expected = document_attention.attend_each(q, k, v, cu_seqlens(), window)
     torch.testing.assert_close(call(q, k, v, cu_seqlens(), SEQ, window), expected)
 
 

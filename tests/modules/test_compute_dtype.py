@@ -30,9 +30,9 @@ LINE = "model.dtype: this CPU has no bf16 products; computing in fp32\n"
 @pytest.fixture
 def without_products(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "has_bf16_products", lambda: False)
-    monkeypatch.setattr(module, "_device_kind", lambda: module._planned_device or "cpu")
-    monkeypatch.setenv(module._REPORTED, "")
-    monkeypatch.delenv(module._REPORTED)
+    monkeypatch.setattr(module, "device_kind", lambda: module.planned_device or "cpu")
+    monkeypatch.setenv(module.REPORTED, "")
+    monkeypatch.delenv(module.REPORTED)
 
 
 def test_without_bf16_products(
@@ -118,7 +118,7 @@ def test_with_fewer_instructions(isa: str) -> None:
     """oneDNN takes its instructions from the environment, once per process."""
     code = "from qfsdp.modules.compute_dtype import compute_dtype; compute_dtype('bf16')"
     environment = os.environ | {"ONEDNN_MAX_CPU_ISA": isa, "CUDA_VISIBLE_DEVICES": "", "RANK": "0"}
-    environment.pop(module._REPORTED, None)
+    environment.pop(module.REPORTED, None)
     done = subprocess.run(
         [sys.executable, "-c", code], env=environment, cwd=ROOT, capture_output=True, text=True
     )

@@ -111,7 +111,7 @@ def test_what_is_refused_and_what_stays_bf16(
     folder = write_tiny_model(tmp_path / "fits", **SIZES)
     with pytest.raises(UserError, match="compute: 'fp8', which a CPU does not multiply; expected"):
         built(folder)
-    monkeypatch.setattr(compute_dtype, "_device_kind", lambda: "cuda")
+    monkeypatch.setattr(compute_dtype, "device_kind", lambda: "cuda")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (8, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA A100")
     with pytest.raises(UserError, match="which a NVIDIA A100 does not multiply; expected bf16"):

@@ -122,7 +122,7 @@ def test_another_vision_model_may_be_packed() -> None:
 def test_kernels_are_told_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-linear-attention takes one row with the borders of its samples, none of them empty;
     causal-conv1d takes the samples' numbers."""
-    monkeypatch.setattr(documents, "_has_kernel", lambda *_: True)
+    monkeypatch.setattr(documents, "has_kernel", lambda *_: True)
     torch.manual_seed(0)
     parts = [torch.randn(3, 40, 2, 8) for _ in range(3)]
     parts += [-torch.rand(3, 40, 2), torch.rand(3, 40, 2)]

@@ -72,12 +72,12 @@ def test_a_kernel_with_a_gradient_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
 
     @torch.library.custom_op("tests::attend", mutates_args=())
     def kernel(q: Tensor, k: Tensor, v: Tensor, ends: Tensor) -> Tensor:
-        return document_attention._attend_each(q, k, v, ends, None)
+        return document_attention.attend_each(q, k, v, ends, None)
 
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         calls.append("backward")
         given = (grad.contiguous(), *ctx.saved_tensors, None)
-        return *document_attention._attend_each_backward(*given), None
+        return *document_attention.attend_each_backward(*given), None
 
     def attend(q: Tensor, k: Tensor, v: Tensor, ends: Tensor, *_: Any) -> Tensor:
         flat = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
@@ -102,8 +102,8 @@ def test_operator_contract() -> None:
     sinks, documents = torch.randn(6), share_documents(LENGTHS, SHARED)
     for of_heads in (None, sinks):
         given = (q, k, v, of_heads, *documents, SEQ, 7, None)
-        torch.library.opcheck(shared_attention._attend, given)
-        torch.library.opcheck(shared_attention._attend_backward, (grad.contiguous(), *given))
+        torch.library.opcheck(shared_attention.attend_op, given)
+        torch.library.opcheck(shared_attention.attend_backward_op, (grad.contiguous(), *given))
 
 
 def test_documents_are_written_out() -> None:

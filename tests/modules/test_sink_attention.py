@@ -137,7 +137,7 @@ def flash_backward(
 @pytest.mark.parametrize("window", [None, 7])
 def test_how_flash_attention_is_called(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its kernels, as formulas, give the gradients with a sink."""
-    monkeypatch.setattr(sink_attention, "_has_kernel", lambda q: True)
+    monkeypatch.setattr(sink_attention, "has_kernel", lambda q: True)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_forward", flash_forward)
     monkeypatch.setattr(torch.ops.aten, "_flash_attention_backward", flash_backward)
     assert ENDS[-1] == 3 * SEQ

@@ -110,8 +110,8 @@ def test_a_factor_per_row_is_rounded_once() -> None:
 def test_compiled_kernels_give_the_bits_of_uncompiled_ones() -> None:
     blocks = weight_of(257, 192)
     for a, b in zip(
-        mxfp4._quantize_blocks(blocks), mxfp4._quantize_blocks.__wrapped__(blocks), strict=True
+        mxfp4.quantize_blocks(blocks), mxfp4.quantize_blocks.__wrapped__(blocks), strict=True
     ):
         assert torch.equal(a, b)
-    codes = mxfp4._quantize_blocks(blocks)[0]
-    assert torch.equal(mxfp4._pack(codes), mxfp4._pack.__wrapped__(codes))
+    codes = mxfp4.quantize_blocks(blocks)[0]
+    assert torch.equal(mxfp4.pack(codes), mxfp4.pack.__wrapped__(codes))

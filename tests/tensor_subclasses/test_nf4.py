@@ -16,7 +16,7 @@ from qfsdp.tensor_subclasses import four_bit, nf4, nf4_quantize
 from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
 from qfsdp.tensor_subclasses.nf4_fp32_absmax import NF4Fp32AbsmaxTensor
 from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS
-from qfsdp.tensor_subclasses.nf4_quantize import _nearest_levels
+from qfsdp.tensor_subclasses.nf4_quantize import nearest_levels
 from tests.tiny import needs_compiler
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -152,11 +152,11 @@ def test_of_two_equally_near_levels_gpus_take_the_even_code() -> None:
     """As bitsandbytes' kernel for GPUs: its binary search ends at an even code."""
     levels = torch.tensor(DYNAMIC_LEVELS)
     middles = (levels[1:] + levels[:-1]) / 2
-    of_gpus, of_cpus = (_nearest_levels(middles, even).int() for even in (True, False))
+    of_gpus, of_cpus = (nearest_levels(middles, even).int() for even in (True, False))
     assert torch.equal(of_cpus, torch.arange(255, dtype=torch.int32))
     assert torch.equal(of_gpus, of_cpus + of_cpus % 2)
     for near in (torch.nextafter(middles, levels[:-1]), torch.nextafter(middles, levels[1:])):
-        assert torch.equal(_nearest_levels(near, True), _nearest_levels(near))
+        assert torch.equal(nearest_levels(near, True), nearest_levels(near))
 
 
 def test_bits_per_weight() -> None:
@@ -176,7 +176,7 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
 ) -> None:
     weight = random_weight(*shape, dtype=dtype)
     blocks = F.pad(weight, (0, -shape[1] % BLOCK))
-    kernel = nf4_quantize._quantize_blocks
+    kernel = nf4_quantize.quantize_blocks
     for compiled, plain in zip(kernel(blocks), kernel.__wrapped__(blocks), strict=True):
         assert differing_bytes(compiled, plain) == 0
     whole = nf4.quantize(weight)

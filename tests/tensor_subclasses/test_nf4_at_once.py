@@ -37,13 +37,13 @@ def same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("eager")
 def test_experts_share_the_builds_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build belongs to its numbers and the shapes of its tensors."""
-    builds, kernel = set(), nf4._write_at_once
+    builds, kernel = set(), nf4.write_at_once
 
     def noted(*args: object) -> None:
         builds.add(tuple(a.shape if isinstance(a, torch.Tensor) else a for a in args))
         kernel(*args)
 
-    monkeypatch.setattr(nf4, "_write_at_once", noted)
+    monkeypatch.setattr(nf4, "write_at_once", noted)
     experts, rows = 12, 16
     for cols, expected in ((1024, 1), (256, 4)):  # 256 blocks an expert, as many as a scale; 64
         whole = nf4.quantize(torch.randn(experts * rows, cols) * 0.02)

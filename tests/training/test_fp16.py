@@ -274,7 +274,7 @@ def test_mistakes(folder: Path) -> None:
 
 
 def test_a_gpu_without_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "_device_kind", lambda: "cuda")
+    monkeypatch.setattr(dtypes, "device_kind", lambda: "cuda")
     monkeypatch.setattr(dtypes, "has_bf16_gpus", lambda: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "Tesla T4")
     with pytest.raises(

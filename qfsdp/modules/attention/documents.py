@@ -94,7 +94,7 @@ def _varlen(
     window: int | None,
     scale: float | None = None,
 ) -> Tensor:
-    """`_attend_each` by `varlen_attn`; `[tokens, heads, head_dim]`."""
+    """`attend_each` by `varlen_attn`; `[tokens, heads, head_dim]`."""
     from torch.nn.attention.varlen import varlen_attn
 
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
@@ -115,7 +115,7 @@ def _varlen(
 
 
 @custom_op("qfsdp::attend_documents")
-def _attend_each(
+def attend_each(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -131,7 +131,7 @@ def _attend_each(
 
 
 @custom_op("qfsdp::attend_documents_backward")
-def _attend_each_backward(
+def attend_each_backward(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -208,10 +208,10 @@ class _AttendEach(torch.autograd.Function):
     ) -> Tensor:
         ctx.window, ctx.scale = window, scale
         ctx.save_for_backward(q, k, v, cu_seqlens)
-        return _attend_each(q, k, v, cu_seqlens, window, scale)
+        return attend_each(q, k, v, cu_seqlens, window, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        grads = _attend_each_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
+        grads = attend_each_backward(grad, *ctx.saved_tensors, ctx.window, ctx.scale)
         return *grads, None, None, None

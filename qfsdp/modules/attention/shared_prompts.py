@@ -71,7 +71,7 @@ def _written_out(
 
 
 @custom_op("qfsdp::attend_shared")
-def _attend(
+def attend_op(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -88,7 +88,7 @@ def _attend(
 
 
 @custom_op("qfsdp::attend_shared_backward")
-def _attend_backward(
+def attend_backward_op(
     grad: Tensor,
     q: Tensor,
     k: Tensor,
@@ -145,11 +145,11 @@ class _AttendShared(torch.autograd.Function):
     ) -> Tensor:
         ctx.how = max_len, window, scale
         ctx.save_for_backward(q, k, v, sinks, cu_seqlens, sources, places)
-        return _attend(q, k, v, sinks, cu_seqlens, sources, places, max_len, window, scale)
+        return attend_op(q, k, v, sinks, cu_seqlens, sources, places, max_len, window, scale)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        *of_qkv, of_sinks = _attend_backward(grad, *ctx.saved_tensors, *ctx.how)
+        *of_qkv, of_sinks = attend_backward_op(grad, *ctx.saved_tensors, *ctx.how)
         given = of_sinks if ctx.needs_input_grad[3] else None
         return *of_qkv, given, None, None, None, None, None, None

@@ -145,7 +145,7 @@ def attention(
             None: documents have as many keys as queries.
         max_len, max_keys: upper bounds of a document's queries and keys.
     """
-    if _has_kernel(q):
+    if has_kernel(q):
         cu_keys = cu_seqlens if cu_keys is None else cu_keys
         out, total, *_ = torch.ops.aten._flash_attention_forward(
             *(q, k, v, cu_seqlens, cu_keys, max_len, max_keys, 0.0, True, False),
@@ -184,7 +184,7 @@ def attention_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v."""
-    if _has_kernel(q):
+    if has_kernel(q):
         cu_keys = cu_seqlens if cu_keys is None else cu_keys
         unused = q.new_empty(2, dtype=torch.uint64)  # of random numbers for dropout
         dq, dk, dv = torch.ops.aten._flash_attention_backward(
@@ -223,7 +223,7 @@ def _(grad: Tensor, q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, T
 # ---- FlashAttention's kernels -------------------------------------------------------------------
 
 
-def _has_kernel(q: Tensor) -> bool:
+def has_kernel(q: Tensor) -> bool:
     return q.is_cuda and q.dtype in (torch.float16, torch.bfloat16) and has_varlen(q.shape[-1])
 
 

@@ -66,7 +66,7 @@ def _convolution(
     **_: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: `[batch, channels, tokens]`."""
-    if _has_kernel(hidden_states, "causal_conv1d"):
+    if has_kernel(hidden_states, "causal_conv1d"):
         return theirs(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
     from transformers.activations import ACT2FN
 
@@ -88,7 +88,7 @@ def _gated_delta_rule(
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_rule`: `[batch, tokens, heads, ...]`."""
-    if _has_kernel(query, "fla"):
+    if has_kernel(query, "fla"):
         parts = [query, key, value, g, beta]
         if cu_seqlens is not None:  # borders of one row, without the empty samples at the end
             parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
@@ -141,7 +141,7 @@ def _state_space(
     **more: Any,
 ) -> Any:
     """`mamba2_chunk_scan`: `[batch, tokens, heads, ...]`; a state `[batch, heads, value, key]`."""
-    if _has_kernel(hidden_states, "mamba_ssm"):
+    if has_kernel(hidden_states, "mamba_ssm"):
         more |= {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
         more |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "seq_idx": seq_idx}
         more |= {"return_final_states": return_final_states}
@@ -157,7 +157,7 @@ def _state_space(
     return (found, state.mT) if return_final_states else found
 
 
-def _has_kernel(values: Tensor, package: str) -> bool:
+def has_kernel(values: Tensor, package: str) -> bool:
     """Dry runs, of fake tensors, compute in PyTorch."""
     real = values.is_cuda and not isinstance(values, FakeTensor)
     return real and find_spec(package) is not None
