@@ -27,7 +27,7 @@ from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.experts.mixture import MixtureMLP
 from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.loss import OutputLayer, head_loss
-from qfsdp.modules.low_rank.grouped import copies_in
+from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.mlp import MLP
 from qfsdp.modules.rope import RopeConfig
 from qfsdp.modules.tiles import in_tiles

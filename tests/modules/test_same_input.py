@@ -18,9 +18,10 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.modules.adapters.low_rank_linear import low_rank_linears, refresh_dora_norms
+from qfsdp.modules.low_rank import copies
 from qfsdp.modules.low_rank import grouped as same_input
 from qfsdp.modules.low_rank import product as adapted_linear
-from qfsdp.modules.low_rank.grouped import copies_in
+from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels.custom_op import CUSTOM_OPS
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
@@ -162,8 +163,8 @@ def test_copies_follow_every_change(folder: Path, method: str, change: str) -> N
 
 def test_copies_are_written_once_per_update(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, written = model_of(folder), []
-    scaled = same_input._scaled
-    monkeypatch.setattr(same_input, "_scaled", lambda m: (written.append(m), scaled(m))[1])
+    scaled = copies._scaled
+    monkeypatch.setattr(copies, "_scaled", lambda m: (written.append(m), scaled(m))[1])
     step(model)
     step(model)
     assert len(written) == len(list(low_rank_linears(model))) == 14

@@ -20,7 +20,7 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
-from qfsdp.modules.low_rank.grouped import copies_in
+from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not

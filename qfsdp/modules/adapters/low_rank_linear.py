@@ -19,7 +19,8 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.decoder_base import base_parameters as base_parameters
 from qfsdp.modules.experts.router import Router
 from qfsdp.modules.experts.stacked import ExpertLinear
-from qfsdp.modules.low_rank.grouped import Copies, low_rank_outputs
+from qfsdp.modules.low_rank.copies import Copies
+from qfsdp.modules.low_rank.grouped import low_rank_outputs
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses.dtensor import local_part, on_mesh, whole_tensors
 from qfsdp.tensor_subclasses.frozen_weight import held_rows, row_chunks

@@ -32,7 +32,7 @@ from qfsdp.modules.hub_models.names import names_of_experts
 from qfsdp.modules.hub_models.refused import unsupported
 from qfsdp.modules.hub_models.text_part import take_text_model
 from qfsdp.modules.loss import head_loss
-from qfsdp.modules.low_rank.grouped import copies_in
+from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.model_parts import ModelParts
 from qfsdp.modules.transformer import Decoder
 

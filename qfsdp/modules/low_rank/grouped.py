@@ -13,7 +13,7 @@ loaded checkpoints need no call. Copies keep their addresses, as captured graphs
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +21,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
+from qfsdp.modules.low_rank.copies import Copies, add_copies, write_copies
 from qfsdp.modules.low_rank.product import (
     MOST_TOGETHER,
     Ready,
     adapted_linears,
-    scaled_b,
     with_row_gradient,
 )
-
-# B of some linears is scaled in fp32 at a time: 16 MB.
-NUMBERS_AT_A_TIME = 1 << 22
 
 
 def outputs(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
@@ -99,20 +96,6 @@ def low_rank_outputs(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
 # ---- A and B, ready to be multiplied -------------------------------------------------------------
 
 
-class Copies(NamedTuple):
-    """What a linear multiplies by.
-
-    Fields:
-        a: `[rank, in]`, rows of the matrix of all linears with this input, in the compute dtype.
-        b: `[out, rank]`, scaling * ratio * B, in the compute dtype.
-        ratio: fp32 `[out]`, DoRA's magnitude / norm; None with LoRA.
-    """
-
-    a: Tensor
-    b: Tensor
-    ratio: Tensor | None
-
-
 def _ready(linears: Sequence[Any], dtype: torch.dtype) -> Ready | None:
     """The copies of these linears, if they are current."""
     copies: list[Copies] = []
@@ -155,38 +138,13 @@ def prepare(model: nn.Module, *_: Any) -> None:
         if not _wants_copies(group):
             continue
         if group[0].copies is None:
-            _add_copies(group)
+            add_copies(group)
         stale += [linear for linear in group if linear.copied != versions(linear)]
     if not stale:
         return
-    torch._foreach_copy_([m.copies.a for m in stale], [m.lora_A for m in stale])
-    numbers, some = 0, []
     for linear in stale:
         linear.copied = versions(linear)
-        some.append(linear)
-        numbers += linear.lora_B.numel()
-        if numbers > NUMBERS_AT_A_TIME or linear is stale[-1]:
-            torch._foreach_copy_([m.copies.b for m in some], [_scaled(m) for m in some])
-            numbers, some = 0, []
-
-
-def _scaled(linear: Any) -> Tensor:
-    """scaling * ratio * B in fp32; writes the copy of the ratio."""
-    ratio = linear.copies.ratio
-    if ratio is not None:
-        torch.div(linear.magnitude, linear.weight_norm, out=ratio)
-    return scaled_b(linear.lora_B, ratio, linear.scaling, torch.float32)
-
-
-def _add_copies(group: Sequence[Any]) -> None:
-    dtype, rank = group[0].weight.dtype, group[0].lora_B.size(1)
-    a = torch.empty(
-        len(group) * rank, group[0].lora_A.size(1), dtype=dtype, device=group[0].lora_A.device
-    )
-    group[0].stacked_a = a if len(group) > 1 else None
-    for linear, rows in zip(group, a.split(rank), strict=True):
-        ratio = None if linear.magnitude is None else torch.empty_like(linear.magnitude)
-        linear.copies = Copies(rows, torch.empty_like(linear.lora_B, dtype=dtype), ratio)
+    write_copies(stale)
 
 
 def _wants_copies(group: Sequence[Any]) -> bool:
@@ -209,11 +167,3 @@ def _groups(model: nn.Module) -> Iterator[list[Any]]:
             yield inner
             own = [m for m in own if m not in inner]
         yield from ([m] for m in own)
-
-
-def copies_in(module: nn.Module) -> Iterator[Tensor]:
-    """The copies that the linears of a module hold."""
-    for child in module.modules():
-        copies: Copies | None = vars(child).get("copies")
-        if copies is not None:
-            yield from (tensor for tensor in copies if tensor is not None)
