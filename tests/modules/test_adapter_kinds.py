@@ -45,7 +45,7 @@ def test_the_start_is_the_base_and_the_reference_stays_it(config: AdapterConfig)
 
 
 def test_a_rotation_keeps_lengths() -> None:
-    r = rotations(0.02 * torch.randn(3, 15), 6)
+    r = rotations(0.01 * torch.randn(3, 15), 6)
     torch.testing.assert_close(r @ r.mT, torch.eye(6).expand(3, 6, 6), rtol=0, atol=1e-4)
 
 
