@@ -98,7 +98,7 @@ def in_words(cfg: Any, name: str, loader: StepLoader, steps: int) -> str:
 
 
 def check_several(cfg: Any) -> None:
-    """Checks what adapters that share a base cannot have.
+    """Checks what adapters that share a base cannot have, and sorts them by name.
 
     Raises:
         UserError: there is no adapter, a name cannot be that of a folder, an adapter has no
@@ -106,6 +106,8 @@ def check_several(cfg: Any) -> None:
     """
     if not cfg.adapters:
         raise UserError("adapters: {}; expected a section for each adapter, by its name")
+    # Optimizer groups are restored by their place: a resumed run may name adapters in any order.
+    cfg.adapters = dict(sorted(cfg.adapters.items()))
     lower = [name.lower() for name in cfg.adapters]
     for name, adapter in cfg.adapters.items():
         if not re.fullmatch(r"[\w-]+", name) or lower.count(name.lower()) > 1:

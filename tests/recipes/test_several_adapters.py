@@ -155,7 +155,7 @@ FIRST = "adapters.small."
 MISTAKES = {
     ("adapters={}",): "adapters: {}; expected a section for each adapter",
     ("adapters.a/b={rank: 2}",): "adapters: 'a/b'; expected different names of letters, digits",
-    ("adapters.Small={rank: 2}",): "adapters: 'small'; expected different names of letters",
+    ("adapters.Small={rank: 2}",): "adapters: 'Small'; expected different names of letters",
     (FIRST + "rnak=2",): "unknown key 'adapters.small.rnak'; did you mean 'adapters.small.rank'?",
     (FIRST + "rank=0",): "adapters.small.rank: 0 is not valid; expected an integer of at least 1",
     (FIRST + "rank=999",): "adapters.small.rank: 999; expected at most",
@@ -168,7 +168,7 @@ MISTAKES = {
     (FIRST + "layers=[7]",): "adapters.small.layers: 7 is not a layer of this model; expected 0",
     (FIRST + "start_from=/nowhere",): "/nowhere",
     (FIRST + "dataset={_component_: tests.toy_data.Nothing}",): "adapters.small.dataset",
-    ("~dataset",): "adapters.small.dataset: null, as is dataset; expected one of them",
+    ("~dataset",): "adapters.other.dataset: null, as is dataset; expected one of them",
     ("validation={patience: 1, sets: {a: {_component_: tests.toy_data.Samples}}}",): (
         "validation.patience: 1 is not valid; expected null with several adapters"
     ),
@@ -203,6 +203,14 @@ def test_a_mistake_is_one_line(words: tuple[str], folder: Path) -> None:
     with pytest.raises(UserError) as error:
         recipe.check(load_config(recipe.Config, argv))
     assert MISTAKES[words] in str(error.value) and "\n" not in str(error.value)
+
+
+def test_the_order_of_adapters_does_not_count(folder: Path) -> None:
+    """A resumed run restores learning rates by their place."""
+    recipe, orders = load_recipe("several_adapters"), ("{b: {lr: 1}, a: {}}", "{a: {}, b: {lr: 1}}")
+    argv = ["--config", f"{folder}/c.yaml", "output_dir=x"]
+    found = [load_config(recipe.Config, [*argv, f"adapters={order}"]) for order in orders]
+    assert [list(cfg.adapters) for cfg in found] == [["a", "b"], ["a", "b"]]
 
 
 def test_a_name_twice_is_one_line(tmp_path: Path) -> None:
