@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_leaves
 from qfsdp.checkpoint.resume import CheckpointConfig
 from qfsdp.checkpoint.state import Stager, trained_tensors
 from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.common.devices import sum_dtype
 from qfsdp.common.sizes import parse_size
 from qfsdp.data import Batch
 from qfsdp.data.joined import joined
@@ -153,6 +154,7 @@ def estimate(
         if teacher is not None and cfg.sharding.strategy != "ddp":
             shard_model(teacher, of_teacher(cfg.sharding), world)
         shard_model(model, cfg.sharding, world, None if teacher is not None else tokens)
+        sum_dtype(world.device)  # tries fp64 once in a process: no launch of a step
         tracker = MemoryTracker(target, cfg.sharding.cpu_offload, local_world_size)
         if target == "cuda":
             tracker.workspace(CUBLAS_WORKSPACES, keep=True)

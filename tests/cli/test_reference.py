@@ -153,7 +153,7 @@ def test_the_page_of_all_keys_is_current() -> None:
     guide = ROOT / "docs/guide/from-axolotl-and-trl.md"
     assert f"all {len(foreign_keys().answers)}]" in guide.read_text()
     assert page.count("* `adapter.rank` (integer, default `16`)") == 1  # of two recipes
-    assert page.count("`epochs`") == 1
+    assert page.count("* `epochs` (integer, default `1`): passes over the dataset") == 1
     for recipe in RECIPES:
         for key in keys_of(load_recipe(recipe).Config):
             assert key.type == "section" or f"* `{key.name}` (" in page
