@@ -81,10 +81,20 @@ def counted_tokens(labels: Tensor, cut: CutRows | None = None) -> Tensor:
     return places < used_lengths(labels).unsqueeze(1)
 
 
+def document_borders(ends: Tensor, total: int) -> Tensor:
+    """`Batch.cu_seqlens` of documents one after the other.
+
+    Args:
+        ends: integers `[documents]`, where each ends.
+        total: number of tokens, the end of the last.
+    """
+    borders = torch.full((-(-(len(ends) + 1) // 64) * 64,), total, dtype=torch.int32)
+    borders[0], borders[1 : len(ends) + 1] = 0, ends
+    return borders
+
+
 def row_borders(lengths: Tensor, width: int) -> Tensor:
     """`CutRows.cu_seqlens` of rows that are no packs."""
     rows = torch.arange(len(lengths)) * width
-    borders = torch.stack([rows + lengths, rows + width], 1).flatten()
-    filled = torch.full((-(-(len(borders) + 1) // 64) * 64,), len(lengths) * width)
-    filled[0], filled[1 : len(borders) + 1] = 0, borders
-    return filled.int()
+    ends = torch.stack([rows + lengths, rows + width], 1).flatten()
+    return document_borders(ends, len(lengths) * width)

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.data.batch import IGNORE_INDEX, Batch
+from qfsdp.data.cut_rows import document_borders
 from qfsdp.data.loader import StepLoader
 
 
@@ -55,13 +56,12 @@ def joined(parts: Sequence[Batch | None]) -> JoinedBatch:
 
 def _borders(batches: Sequence[Batch]) -> Tensor:
     """`Batch.cu_seqlens` of all rows below each other."""
-    found, tokens = [torch.zeros(1, dtype=torch.int32)], 0
+    ends, tokens = [], 0
     for batch in batches:
         assert isinstance(batch.cu_seqlens, Tensor)
-        found.append(batch.cu_seqlens[1:] + tokens)
+        ends.append(batch.cu_seqlens[1:] + tokens)
         tokens += batch.num_slots
-    borders = torch.cat(found).unique_consecutive()
-    return F.pad(borders, (0, -len(borders) % 64), value=tokens)
+    return document_borders(torch.cat(ends).unique_consecutive(), tokens)
 
 
 class JoinedLoader:

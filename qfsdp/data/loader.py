@@ -16,6 +16,7 @@ import torch
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.batch import IGNORE_INDEX, Batch
+from qfsdp.data.cut_rows import document_borders
 from qfsdp.data.shuffling import shuffled_indices
 
 T = TypeVar("T")
@@ -116,9 +117,8 @@ def _mark_documents(batch: Batch, packs: list[list[int]]) -> Batch:
     ends = lengths.cumsum(0)
     batch.labels.view(-1)[ends - 1] = IGNORE_INDEX
     positions = torch.arange(rows * seq) - (ends - lengths).repeat_interleave(lengths)
-    cu_seqlens = torch.full((-(-(len(ends) + 1) // 64) * 64,), rows * seq, dtype=torch.int32)
-    cu_seqlens[0], cu_seqlens[1 : len(ends) + 1] = 0, ends
-    return replace(batch, positions=positions.view(rows, seq), cu_seqlens=cu_seqlens)
+    borders = document_borders(ends, rows * seq)
+    return replace(batch, positions=positions.view(rows, seq), cu_seqlens=borders)
 
 
 class Shares:

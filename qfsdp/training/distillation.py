@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -32,7 +32,7 @@ from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.training.locate_nonfinite import Part
 
-_OF_TWO = {
+WITH_A_TEACHER = {
     "context_parallel": (1,),
     "offload_base": ("none", "cpu"),
     "vocabulary": ("auto", "gather"),
@@ -61,7 +61,7 @@ def of_teacher(sharding: ShardingConfig) -> ShardingConfig:
 
 def check_sharding(sharding: ShardingConfig) -> None:
     """Raises UserError for a setting that is not for two models."""
-    for key, values in _OF_TWO.items():
+    for key, values in WITH_A_TEACHER.items():
         if (value := getattr(sharding, key)) not in values:
             expected = " or ".join(map(str, values))
             raise UserError(f"sharding.{key}: {value}; expected {expected} with a teacher")
@@ -140,13 +140,13 @@ class Teacher:
     """
 
     def __init__(self, model: Any, config: DistillationConfig, world: World) -> None:
-        self._model, self._config, self._world = model, config, world
+        self._model, self.config, self.world = model, config, world
         model.last_hidden = nn.Identity()
         model.output_name = "last_hidden"
 
     def begin(self, batches: Sequence[Batch]) -> Update:
         """Counts the target tokens of all ranks; every rank must call it."""
-        targets = self._world.total(sum(batch.num_targets for batch in batches)).clamp_(min=1)
+        targets = self.world.total(sum(batch.num_targets for batch in batches)).clamp_(min=1)
         return Update(self, targets)
 
     @contextmanager
@@ -163,7 +163,7 @@ class Teacher:
                 )
                 if isinstance(head, FSDPModule):
                     head.unshard()
-            yield Taught(head, hidden, self._config, sums)
+            yield Taught(head, hidden, self.config, sums)
         finally:
             for module in model.modules():  # without a backward pass FSDP2 keeps some gathered
                 if isinstance(module, FSDPModule):
@@ -181,20 +181,6 @@ class Teacher:
 
         return parts_of
 
-    @property
-    def weight(self) -> float:
-        """Of the divergence in the loss."""
-        return self._config.weight
-
-    def total(self, sums: Tensor) -> list[float]:
-        """`sums` of all ranks; every rank must call it."""
-        return cast(list[float], total_loss(sums, self._world).tolist())
-
-    def new_sums(self) -> Tensor:
-        """Zeros `[2]` that take the sums of an update."""
-        device = self._world.device
-        return torch.zeros(2, dtype=sum_dtype(device), device=device)
-
 
 class Update:
     """The losses of one update's micro-batches, and what is logged of them.
@@ -204,7 +190,8 @@ class Update:
     """
 
     def __init__(self, teacher: Teacher, targets: Tensor) -> None:
-        self._teacher, self._targets, self._sums = teacher, targets, teacher.new_sums()
+        self._teacher, self._targets, device = teacher, targets, teacher.world.device
+        self._sums = torch.zeros(2, dtype=sum_dtype(device), device=device)
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """The part of the update's loss that is a micro-batch's, `[]`, with gradients."""
@@ -218,7 +205,9 @@ class Update:
     def metrics(self) -> dict[str, float]:
         """What is logged of the update: `divergence` and, if it counts, `labels_loss`, means over
         the target tokens of all ranks. Every rank must call it."""
-        apart, labelled = self._teacher.total(self._sums)
+        apart, labelled = total_loss(self._sums, self._teacher.world).tolist()
         targets = self._targets.item()
         found = {"divergence": apart / targets}
-        return found if self._teacher.weight == 1 else found | {"labels_loss": labelled / targets}
+        if self._teacher.config.weight < 1:
+            found["labels_loss"] = labelled / targets
+        return found

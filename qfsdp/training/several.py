@@ -28,6 +28,7 @@ from qfsdp.common.devices import sum_dtype
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
+from qfsdp.config.load import get_key
 from qfsdp.data.joined import JoinedBatch, JoinedLoader
 from qfsdp.data.loader import StepLoader
 from qfsdp.distributed.world import World
@@ -46,9 +47,10 @@ class OneConfig(AdapterConfig):
 
     Fields:
         lr: learning rate; null: `optimizer.lr`.
-        dataset: what it is trained on; null: the run's `dataset`.
-        lr_scheduler: its schedule, over its own updates; null: the run's `lr_scheduler`.
-        seed: of the order of its samples and of its start; null: the run's `seed`.
+        dataset: its rows; null: the run's `dataset`.
+        lr_scheduler: schedule of its learning rate; it spans this adapter's updates. null: the
+            run's `lr_scheduler`.
+        seed: decides the order of its samples and its first weights; null: the run's `seed`.
     """
 
     lr: float | None = None
@@ -118,18 +120,16 @@ def check_several(cfg: Any) -> None:
             raise UserError(f"adapters.{name}.dataset: null, as is dataset; expected one of them")
         if dataset.kwargs.get("streaming") is True:
             raise UserError(f"adapters.{name}.dataset.streaming: true; expected false")
-    refused = {
-        "model.dtype": (cfg.model.dtype, "fp16", "bf16 or fp32"),
-        "compile": (cfg.compile, True, "false"),
-        "quantization.compute": (cfg.quantization.compute, "fp8", "bf16"),
+    fits = {
+        "model.dtype": (cfg.model.dtype != "fp16", "bf16 or fp32"),
+        "compile": (not cfg.compile, "false"),
+        "quantization.compute": (cfg.quantization.compute != "fp8", "bf16"),
+        "validation.patience": (cfg.validation.patience is None, "null"),
+        "sharding.context_parallel": (cfg.sharding.context_parallel == 1, "1"),
     }
-    for key, (value, wrong, expected) in refused.items():
-        if value == wrong:
-            raise InvalidField(key, value, f"{expected} with several adapters")
-    if (patience := cfg.validation.patience) is not None:
-        raise InvalidField("validation.patience", patience, "null with several adapters")
-    if (parts := cfg.sharding.context_parallel) > 1:
-        raise InvalidField("sharding.context_parallel", parts, "1 with several adapters")
+    for key, (is_so, expected) in fits.items():
+        if not is_so:
+            raise InvalidField(key, get_key(cfg, key), f"{expected} with several adapters")
     if cfg.checkpoint.publish is not None:
         raise InvalidField("checkpoint.publish", cfg.checkpoint.publish, "null: it takes one")
 

@@ -7,9 +7,10 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
-from qfsdp.modules.adapters.several import AdapterRows, SeveralLinear
+from qfsdp.modules.adapters.several import AdapterRows, SeveralLinear, named
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses.nf4 import NF4Tensor
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS
@@ -108,3 +109,9 @@ def test_the_weight_is_dequantized_once_and_its_bytes_are_kept(
     weight = linear.weight
     assert sum(t.data_ptr() == weight.qdata.data_ptr() for t in kept) == 1
     assert not [t for t in kept if t.numel() == 48 * 64]
+
+
+def test_errors_name_the_adapter_and_leave_paths_alone() -> None:
+    expected = "^adapters.one.rank: '/my_adapter.v2/adapter.old'$"
+    with pytest.raises(UserError, match=expected), named("one"):
+        raise UserError("adapter.rank: '/my_adapter.v2/adapter.old'")

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from qfsdp.data.cut_rows import CutPrompts
+from qfsdp.data.cut_rows import CutPrompts, document_borders
 
 
 class SharedDocuments(NamedTuple):
@@ -50,9 +50,7 @@ def share_documents(lengths: Sequence[int], shared: Sequence[int]) -> SharedDocu
     for at in before.nonzero().squeeze(1).tolist():
         begin, n = int(ends[at - 1]), int(before[at])
         sources[begin : begin + n] = torch.arange(n) + starts[at - 1]
-    cu_seqlens = torch.full((-(-(len(ends) + 1) // 64) * 64,), total, dtype=torch.int32)
-    cu_seqlens[0], cu_seqlens[1 : len(ends) + 1] = 0, ends
-    return SharedDocuments(cu_seqlens, sources, places)
+    return SharedDocuments(document_borders(ends, total), sources, places)
 
 
 def cut_documents(

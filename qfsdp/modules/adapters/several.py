@@ -8,6 +8,7 @@ starts, saves and updates an adapter takes that.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -121,11 +122,12 @@ def add_several(model: nn.Module, configs: Mapping[str, AdapterConfig]) -> None:
 
 @contextmanager
 def named(name: str) -> Iterator[None]:
-    """Errors about `adapter.KEY` become those about `adapters.NAME.KEY`."""
+    """Errors about `adapter.KEY` become those about `adapters.NAME.KEY`; paths stay as they are."""
     try:
         yield
     except UserError as error:
-        raise UserError(str(error).replace("adapter.", f"adapters.{name}.")) from None
+        text = re.sub(r"(?<![\w/.-])adapter\.", f"adapters.{name}.", str(error))
+        raise UserError(text) from None
 
 
 def alone(model: nn.Module, name: str) -> nn.Module:

@@ -235,13 +235,17 @@ class _RatioGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
         y, ratio = ctx.saved_tensors
-        # Plain in a compiled layer: fused there into passes over y and its gradient.
-        dots = _column_dots if torch.compiler.is_compiling() else _compiled_column_dots
-        return grad, dots(grad.flatten(0, -2), y.flatten(0, -2)) / ratio
+        return grad, column_dots(grad.flatten(0, -2), y.flatten(0, -2)) / ratio
+
+
+def column_dots(g: Tensor, y: Tensor) -> Tensor:
+    """The inner products of columns: `[tokens, n]` twice -> fp32 `[n]`."""
+    # Plain in a compiled layer: fused there into passes over y and its gradient.
+    dots = _column_dots if torch.compiler.is_compiling() else _compiled_column_dots
+    return dots(g, y)
 
 
 def _column_dots(g: Tensor, y: Tensor) -> Tensor:
-    """The inner products of columns: `[tokens, n]` twice -> fp32 `[n]`."""
     return (g.float() * y.float()).sum(0)
 
 

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.modules.low_rank.product import scaled_b
+from qfsdp.modules.low_rank.product import column_dots, scaled_b
 from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
-from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
@@ -118,7 +117,7 @@ class _SeveralAdapters(torch.autograd.Function):
             a, b, magnitude, z, ratio = *(next(trained) for _ in range(3)), next(kept), next(kept)
             of_magnitude = None
             if ratio is not None:
-                of_magnitude = _column_dots(before[part], outputs[part]) / magnitude
+                of_magnitude = column_dots(before[part], outputs[part]) / magnitude
                 scaled[part].mul_(ratio)
             g = scaled[part]
             of_z = g @ scaled_b(b, None, scaling, dtype)
@@ -133,9 +132,3 @@ class _SeveralAdapters(torch.autograd.Function):
                 of_x[part].addmm_(of_z, a.to(dtype))
             of_x = of_x.view_as(x)
         return of_x, None, None, None, None, None, *of_trained
-
-
-@compiled
-def _column_dots(g: Tensor, y: Tensor) -> Tensor:
-    """The inner products of columns: `[tokens, n]` twice -> fp32 `[n]`."""
-    return (g.float() * y.float()).sum(0)
