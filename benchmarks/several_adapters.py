@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python benchmarks/several_adapters.py [--quick] [--json several.json]
 
-Train steps of recipes/several_adapters with 1, 2, 4 and 8 adapters, and of
-recipes/qdora_distributed with one, in turns: two layers with SmolLM2-135M's shapes and random
-weights, NF4, LoRA of rank 16, one row per adapter, a vocabulary of 1,024, one process. Short rows
-leave the dequantized weights as the largest part of a step, long rows the products.
+Steps of recipes/several_adapters with 1, 2, 4 and 8 adapters take turns with steps of
+recipes/qdora_distributed. The model has two layers with SmolLM2-135M's shapes, random NF4 weights
+and a vocabulary of 1,024. Every adapter is LoRA of rank 16 and has one row. One process runs. With
+short rows dequantizing takes most of a step, with long rows the products do.
 
     TOKENS/N_over_single_time    seconds of a step / N over those of a single run; below 1 it pays
     TOKENS/N_over_single_cpu     the same of processor seconds; compare these on a busy machine

@@ -84,7 +84,7 @@ class Config:
     resume: str | None = None  # "auto", a checkpoint, or the output_dir of another run
     batch_size: int = 1  # samples of each adapter per rank and micro-batch
     gradient_accumulation_steps: int = 1  # micro-batches per update
-    global_batch_size: int | None = None  # samples of each adapter per update; or null
+    global_batch_size: int | None = None  # samples per adapter and update; decides micro-batches
     max_seq_len: int = 2048  # tokens; longer samples are cut
     packed: bool = False  # several samples in a row of max_seq_len; batch_size counts rows
     epochs: int = 1  # passes over each dataset

@@ -42,8 +42,8 @@ LONGEST_FILES = (
 )
 
 
-# Mark -> the tests that have it beside those marked in their files: slow ones show more values of
-# what another test of .ci/run shows; long ones are too many for the ten minutes of `make test`.
+# Mark -> further tests that get it, besides those that their files mark. A slow test repeats with
+# other values what a test of .ci/run shows. Long tests do not fit into ten minutes of `make test`.
 LISTED = {
     mark: re.findall("^[^#\n].*", Path(__file__).with_name(file).read_text(), re.MULTILINE)
     for mark, file in (("slow", "too_long_for_ci.txt"), ("long", "too_long_for_make_test.txt"))

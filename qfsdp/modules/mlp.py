@@ -57,9 +57,9 @@ class NormConfig:
 
     Fields:
         eps: added to the mean square.
-        rounds_once: the weight multiplies in fp32, and the product is rounded to the input's dtype.
-            False: the normalised value is rounded before the weight multiplies it, as in Llama.
-        offset: added to the weight: 1 for Gemma, whose checkpoints hold the difference from 1.
+        rounds_once: True: the weight multiplies in fp32, then the product is rounded to the input's
+            dtype. False: the normalised value is rounded first, as in Llama.
+        offset: is added to the weight. Gemma needs 1, as its checkpoints hold the weight minus 1.
     """
 
     eps: float = 1e-6

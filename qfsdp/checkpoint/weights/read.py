@@ -305,8 +305,8 @@ def streamed(reads: Sequence[Read], progress: bool) -> Iterator[Pieces]:
 
 
 class Progress:
-    """Bytes read by this rank: a bar with rate and time left where there is a terminal, a line if
-    it takes long where there is none, and a line at the end."""
+    """Shows how many bytes this rank has read. A terminal gets a bar with rate and time left;
+    other outputs get a line if it takes long. Both get a line at the end."""
 
     def __init__(self, total: int, shown: bool) -> None:
         self._total, self._shown = total, shown
