@@ -209,7 +209,7 @@ def check_make(words: list[str]) -> str | None:
 
 def script_exists(words: list[str]) -> bool:
     if words[0] == "-m":
-        module = ROOT / words[1].replace(".", "/")
+        module = ROOT / words[1].replace("qfsdp.examples.", "examples.").replace(".", "/")
         return words[1].partition(".")[0] not in FOLDERS or module.with_suffix(".py").is_file()
     return words[0].startswith("-") or "<" in words[0] or (ROOT / words[0]).is_file()
 

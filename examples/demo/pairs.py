@@ -1,4 +1,4 @@
-"""`python -m examples.demo.pairs`: right and wrong solutions of arithmetic problems, for DPO.
+"""`python -m qfsdp.examples.demo.pairs`: right and wrong solutions of arithmetic problems, for DPO.
 
 The wrong solution of a problem is the right one with another result in its last step:
 

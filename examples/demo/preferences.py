@@ -1,4 +1,4 @@
-"""`python -m examples.demo.preferences`: DPO on 200 generated pairs, measured before and after.
+"""`python -m qfsdp.examples.demo.preferences`: DPO on 200 generated pairs, before and after.
 
 Makes the model, the pairs (right and wrong solutions of arithmetic problems) and the problems, runs
 recipes/dpo_distributed with configs/smollm2_135m_dpo.yaml on one CPU process, and prints of the

@@ -1,4 +1,4 @@
-"""`python -m examples.demo.prepare`: makes the model and the data of the demo's configs."""
+"""`python -m qfsdp.examples.demo.prepare`: makes the model and the data of the demo's configs."""
 
 from __future__ import annotations
 

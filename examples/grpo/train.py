@@ -1,6 +1,6 @@
 """GRPO without a critic on arithmetic problems: a training loop of your own in one file.
 
-    python -m examples.demo.prepare
+    python -m qfsdp.examples.demo.prepare
     tune run examples/grpo/train.py --config examples/grpo/smollm2_135m.yaml [key=value ...]
 
 Each update draws `k` answers to each of some problems and scores them: 1 for the right number, else

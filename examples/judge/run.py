@@ -1,6 +1,6 @@
 """Is the finetuned SmolLM2-135M-Instruct better than its base? Asks two judges on this machine.
 
-    python -m examples.judge.run [--output-dir runs/judge] [--updates 32] [--questions 40]
+    python -m qfsdp.examples.judge.run [--output-dir runs/judge] [--updates 32] [--questions 40]
                                  [--tokens 64] [--kill-after 150]
 
 Trains a QDoRA adapter on arithmetic word problems, serves base and adapter with `qfsdp serve`, and
@@ -26,13 +26,13 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from examples.demo.prepare import prepare
-from examples.demo.progress import run_command, say, working
-from examples.judge.rules import start_judge
 from qfsdp.common.errors import user_errors
 from qfsdp.common.quiet import quiet_torchao
 
-ROOT = Path(__file__).parents[2]
+from ..demo.prepare import prepare
+from ..demo.progress import run_command, say, working
+from .rules import start_judge
+
 TUNE = [str(Path(sys.executable).with_name("tune")), "run"]
 
 
@@ -115,7 +115,6 @@ def main() -> None:
     quiet_torchao()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # the same on every machine
     began, folder = time.perf_counter(), args.output_dir.absolute()
-    os.chdir(ROOT)  # recipes and configs are named from there
     with working("preparing the model and the problems"):
         model, _, _ = prepare()
     adapter = train(model, folder / "tuned", args.updates)

@@ -42,9 +42,14 @@ def list_files(kind: str) -> dict[str, str]:
 
 
 def find_file(name: str) -> str | None:
-    """The file of `recipes/NAME` or `configs/NAME`, with or without suffix; None without one."""
+    """The file of `recipes/NAME`, `configs/NAME` or an example (`examples/grpo/train`), with or
+    without suffix; None without one."""
     name = os.path.normpath(name)
     kind = name.partition(os.sep)[0]
+    if kind == "examples":
+        suffixes = ("", *_SUFFIXES.values())
+        files = (os.path.join(root, name + suffix) for root in _roots() for suffix in suffixes)
+        return next((file for file in files if os.path.isfile(file)), None)
     if kind not in _SUFFIXES:
         return None
     return list_files(kind).get(name.removesuffix(_SUFFIXES[kind]))

@@ -9,6 +9,7 @@ import pytest
 from qfsdp.common.errors import UserError
 from qfsdp.config.recipe_files import (
     DEFAULT_RECIPE,
+    find_either,
     find_file,
     find_recipe,
     is_recipe,
@@ -79,6 +80,9 @@ def test_names_and_paths(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     for name in (DEFAULT_RECIPE, f"./{DEFAULT_RECIPE}.py", f"recipes/../{DEFAULT_RECIPE}"):
         assert find_recipe(name) == find_file(name) == shipped
     assert find_file("configs/generate") == str(ROOT / "configs/generate.yaml")
+    assert find_recipe("examples/grpo/train") == str(ROOT / "examples/grpo/train.py")
+    job = ROOT / "examples/clusters/qfsdp.sbatch"
+    assert find_either("examples/clusters/qfsdp.sbatch") == str(job)
     assert next(iter(list_files("recipes"))) == DEFAULT_RECIPE
     assert find_recipe("recipes/absent") is None and find_file("elsewhere/generate") is None
 

@@ -13,7 +13,6 @@ import pytest
 from examples.judge.rules import REFUSAL, verdict
 from qfsdp.evaluation.judging.questions import generated_questions
 from qfsdp.evaluation.judging.verdicts import Turn, pair_messages, rating, single_messages, winner
-from tests.tiny import ROOT
 
 QUESTIONS = generated_questions()
 ASKED = QUESTIONS[0]
@@ -46,9 +45,9 @@ def test_verdicts(asked: str, reference: str, good: str, bad: str) -> None:
 def test_the_comparison_is_killed_and_goes_on(smollm2_dir: Path, tmp_path: Path) -> None:
     pytest.importorskip("openai")
     pytest.importorskip("starlette")
-    command = [sys.executable, "-m", "examples.judge.run", "--output-dir", str(tmp_path)]
+    command = [sys.executable, "-m", "qfsdp.examples.judge.run", "--output-dir", str(tmp_path)]
     command += ["--updates", "1", "--questions", "2", "--tokens", "4", "--kill-after", "3"]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
     lines = (tmp_path / "exchanges.jsonl").read_text().splitlines()
     keys = [json.loads(line)["key"] for line in lines]
