@@ -15,6 +15,7 @@ import shutil
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NoReturn
 
 from qfsdp import __version__
 from qfsdp.common.devices import check_system
@@ -28,6 +29,7 @@ from qfsdp.config import right_forms
 RUN_USAGE = "[TORCHRUN-OPTIONS] RECIPE --config CONFIG [key=value ...]"
 # Commands that run the recipe of their name, with the config of its name.
 SHORT = ("chat", "serve", "doctor")
+COMMANDS = ("run", "finetune", *SHORT, "ls", "cp", "cat", "validate")
 _ROW = "{:<40} {:<40}"
 
 
@@ -60,6 +62,10 @@ def run_command(program: str, words: Sequence[str]) -> None:
             from qfsdp.cli.finetune import finetune
 
             return finetune(program, words[1:], run)
+        if not words:
+            raise UserError(f"no command given; expected one of {', '.join(COMMANDS)}")
+        if words[0] not in COMMANDS and not words[0].startswith("-"):
+            raise UserError(right_forms.no_command(program, words[0], COMMANDS))
         args = _parser(program).parse_args(words)
         if args.subcommand == "ls":
             list_recipes()
@@ -80,8 +86,15 @@ def check_current_folder() -> None:
         raise UserError("the current folder was deleted; expected one that exists: cd") from None
 
 
+class _Parser(argparse.ArgumentParser):
+    """Tells a mistake in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; {self.prog} --help lists what is expected")
+
+
 def _parser(program: str) -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(program, description="Recipes and configs of qfsdp.")
+    parser = _Parser(program, description="Recipes and configs of qfsdp.")
     commands = parser.add_subparsers(dest="subcommand", required=True, metavar="COMMAND")
     commands.add_parser("run", help=f"run a recipe: {program} run {RUN_USAGE}")
     commands.add_parser("finetune", help=f"train a model on rows: {program} finetune MODEL ROWS")
@@ -153,7 +166,9 @@ def parse_run(program: str, words: Sequence[str]) -> argparse.Namespace:
 
     Without options of torchrun, only `training_script` and `training_script_args` are set.
     """
-    if words and not words[0].startswith("-"):
+    if not words:
+        raise UserError(f"run: no recipe given; expected {program} run {RUN_USAGE}")
+    if not words[0].startswith("-"):
         rest = list(words[1:])
         return argparse.Namespace(training_script=words[0], training_script_args=rest)
     from torch.distributed.run import get_args_parser

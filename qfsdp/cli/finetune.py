@@ -114,7 +114,7 @@ def given_words(program: str, words: Sequence[str]) -> tuple[str, str, list[str]
     """The model, the rows and the other words; raises UserError."""
     usage = f"expected {program} {USAGE}"
     if len(words) < 2 or any(word.startswith(("-", "~")) for word in words[:2]):
-        raise UserError(f"finetune {' '.join(map(masked_word, words[:2]))}: {usage}")
+        raise UserError(f"{' '.join(['finetune', *map(masked_word, words[:2])])}: {usage}")
     model, source = words[:2]
     folder = Path(model).expanduser()
     if model.endswith(DATA_FILES) and folder.is_file():
@@ -220,9 +220,12 @@ def next_words(program: str, made: Plan, again: str) -> list[str]:
     if not (adapter / "adapter_config.json").exists():
         return [f"to go on: {again} resume=auto"]
     given, merged = f"adapter={quote(str(adapter))}", quote(str(made.folder / "merged"))
+    page = made.folder / "report.html"
     return [
+        *([f"page      {page}: losses, memory and time, for a browser"] if page.exists() else []),
         "next:",
         f"  {program} chat {given}",
+        f"  {program} serve adapters.mine={quote(str(adapter))}",
         f'  {program} run generate --config generate {given} prompt="..."',
         f"  {program} run merge --config merge {given} output_dir={merged}",
     ]

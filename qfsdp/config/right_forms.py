@@ -8,7 +8,7 @@ from shlex import quote
 from typing import get_type_hints
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.messages import did_you_mean
+from qfsdp.common.messages import did_you_mean, nearest
 from qfsdp.common.secret_keys import masked_word
 from qfsdp.config import recipe_files as recipes
 
@@ -61,6 +61,19 @@ def check_no_file(key: str, value: str) -> None:
     raise UserError(f"{key}: {value!r} is a file; expected {builder}{key}.source={quote(value)}")
 
 
+def no_command(program: str, word: str, commands: Sequence[str]) -> str:
+    """The message for a command that there is none, such as the name of a recipe."""
+    stem = os.path.basename(word).removesuffix(".py").lower()
+    told = f"{program} {word}: no such command"
+    recipe = f"recipes/{METHODS.get(stem, stem)}"
+    if recipes.find_file(recipe):
+        config = recipe.replace("recipes", "configs", 1)
+        config = f"{config}.yaml" if recipes.find_file(config) else "CONFIG"
+        short = f"{program} finetune MODEL ROWS or " if recipe == recipes.DEFAULT_RECIPE else ""
+        return f"{told}; expected {short}{program} run {recipe} --config {config}"
+    return f"{told}{did_you_mean(nearest(stem, commands)) or '; expected ' + ', '.join(commands)}"
+
+
 def no_recipe(program: str, name: str) -> str:
     """The message for a name that no recipe has."""
     told, stem = f"{name}: no such recipe", os.path.basename(name).removesuffix(".py").lower()
@@ -69,7 +82,8 @@ def no_recipe(program: str, name: str) -> str:
         owner = recipes.recipe_of_config(config) or recipes.DEFAULT_RECIPE
         return f"{name}: a config, no recipe; expected {program} run {owner} --config {name}"
     if stem in ("grpo", "ppo"):
-        return f"{told}; GRPO is examples/grpo of the source: docs/guide/your-own-loop.md"
+        example = "examples/grpo/train.py --config examples/grpo/smollm2_135m.yaml"
+        return f"{told}; GRPO is an example: {program} run {example}"
     if stem in METHODS:
         return f"{told}{did_you_mean(f'recipes/{METHODS[stem]}')}"
     return told + (

@@ -211,7 +211,10 @@ def test_the_whole_run(folder: Path) -> None:
     how: Any = {"cwd": folder, "env": os.environ | {"QFSDP_EAGER_KERNELS": "1"}}
     done = subprocess.run(command, capture_output=True, text=True, timeout=LIMIT_S, **how)
     assert done.returncode == 0, done.stderr
-    assert "  qfsdp chat adapter=runs/whole/adapter" in done.stdout.splitlines()
+    said = done.stdout.splitlines()
+    assert "  qfsdp chat adapter=runs/whole/adapter" in said
+    assert "  qfsdp serve adapters.mine=runs/whole/adapter" in said
+    assert any(line.startswith("page      runs/whole/report.html") for line in said)
     assert (folder / "runs/whole/adapter/adapter_model.safetensors").exists()
     assert "validation/held_out/loss" in (folder / "runs/whole/metrics.jsonl").read_text()
 
