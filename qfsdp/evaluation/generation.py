@@ -24,6 +24,7 @@ from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.hub_models.cache import HubCache
 from qfsdp.modules.hub_models.config import AnyConfig
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
+from qfsdp.tensor_subclasses import few_rows
 
 
 @dataclass
@@ -176,7 +177,8 @@ def _generate(
         if not rows:
             # Without prompts it runs along with the other ranks.
             cache, tokens = start(model, [], sampling.max_new_tokens, world.device)
-        logits = model(tokens, cache=cache)
+        with few_rows.generating():
+            logits = model(tokens, cache=cache)
         moved()
         if not rows:
             continue

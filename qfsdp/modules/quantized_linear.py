@@ -22,6 +22,7 @@ from qfsdp.modules.targets import (
     replace_module,
     target_modules,
 )
+from qfsdp.tensor_subclasses import few_rows
 from qfsdp.tensor_subclasses.fp8 import TILE, backward_product, forward_product
 from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
@@ -81,6 +82,8 @@ class QuantizedLinear(nn.Module):
         self.bias = None if bias is None else nn.Parameter(bias, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        if (y := few_rows.product(x, self.weight)) is not None:
+            return y if self.bias is None else y + self.bias
         return linear(x, self.weight, self.bias, self.fp8)
 
 

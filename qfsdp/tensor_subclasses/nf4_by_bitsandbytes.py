@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses import few_rows, nf4
 from qfsdp.tensor_subclasses.four_bit import BLOCK
 
 LEAST_WEIGHTS = 50_000_000  # of a model for which bitsandbytes is imported
@@ -31,6 +31,8 @@ def use_for(model: nn.Module) -> bool:
         operator = _operator()
         if operator is not None and _has_our_bits(operator):
             nf4.dequantizer, ours = partial(_dequantize, operator), False
+    if not ours:
+        few_rows.use_for(model)
     return not ours
 
 

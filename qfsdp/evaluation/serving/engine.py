@@ -34,6 +34,7 @@ from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.attention.request_cache import RequestCache
 from qfsdp.modules.hub_models.cache import HubCache
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
+from qfsdp.tensor_subclasses import few_rows
 
 log = logging.getLogger("qfsdp")
 
@@ -148,7 +149,8 @@ class _Batch:
     def step(self) -> None:
         """One token for every row."""
         tokens = torch.tensor([[row.last] for row in self.rows], device=self._device)
-        logits = self._decoder(tokens, cache=self._cache)
+        with few_rows.generating():
+            logits = self._decoder(tokens, cache=self._cache)
         likeliest = logits.argmax(-1).tolist()
         going = []
         for row, of_row, token in zip(self.rows, logits, likeliest, strict=True):

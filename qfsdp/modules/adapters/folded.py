@@ -23,6 +23,7 @@ from qfsdp.modules.adapters.linears import Adaptable
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, LowRankLinear
 from qfsdp.modules.low_rank.product import scaled_b
 from qfsdp.modules.targets import replace_module
+from qfsdp.tensor_subclasses import few_rows
 from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -71,14 +72,23 @@ class FoldedLinear(AdaptedLinear):
         self.ratio = None if ratio is None else nn.Parameter(ratio, requires_grad=False)
 
     def forward(self, x: Tensor) -> Tensor:
+        y = few_rows.product(x, self.weight)
+        y = self._whole_weight(x) if y is None else self._added(y, x)
+        return y if self.bias is None else y + self.bias
+
+    def _whole_weight(self, x: Tensor) -> Tensor:
         weight: Tensor = self.weight
         metadata: Sequence[Tensor] = ()
         which = ("", 0)
         if isinstance(weight, QuantizedTensor):
             which = (weight.format, weight.row_offset)
             metadata, weight = weight.metadata, weight.qdata
-        y = _folded_linear(x, weight, metadata, self.a, self.b, self.ratio, *which)
-        return y if self.bias is None else y + self.bias
+        return _folded_linear(x, weight, metadata, self.a, self.b, self.ratio, *which)
+
+    def _added(self, product: Tensor, x: Tensor) -> Tensor:
+        """The linear's output from the product by its base."""
+        scaled = product if self.ratio is None else (product * self.ratio).to(x.dtype)
+        return scaled + (x @ self.a.t()) @ self.b.t()
 
 
 @torch.no_grad()
