@@ -89,6 +89,10 @@ def _configs() -> dict[str, Callable[[], Any]]:
         ),
         "lfm2": lambda: t.Lfm2Config(**SIZES, full_attn_idxs=[1, 3]),
         "llama": lambda: t.LlamaConfig(**SIZES),
+        "qwen3": lambda: t.Qwen3Config(**SIZES, head_dim=32),
+        "gemma3_text": lambda: t.Gemma3TextConfig(
+            **SIZES, head_dim=32, sliding_window=40, query_pre_attn_scalar=32
+        ),
         "mamba": lambda: t.MambaConfig(**SIZES),
         "apertus": lambda: t.ApertusConfig(**SIZES),
         "falcon_h1": lambda: t.FalconH1Config(

@@ -9,7 +9,7 @@ Attention gathers keys and values (`attend_cut_rows`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -58,10 +58,28 @@ class CutRows(NamedTuple):
     parts: int
     prompts: CutPrompts | None = None
 
+    def documents(self, own: int, before: int) -> Tensor:
+        """The numbers of the documents of this part's `own` tokens in each row and of `before`
+        tokens ahead of them, int64 `[batch, before + own]`; -1 ahead of the row."""
+        width, device = own * self.parts, self.lengths.device
+        places = torch.arange(-before, own, device=device) + self.part * own
+        rows = width * torch.arange(len(self.lengths), device=device)
+        tokens = (rows.unsqueeze(1) + places).to(self.cu_seqlens.dtype)
+        return torch.searchsorted(self.cu_seqlens, tokens, right=True).where(places >= 0, -1)
+
     def places(self, own: int) -> Tensor:
         """The places in a whole row of the `own` tokens of this part, int64 `[own]`."""
         first = self.part * own
         return torch.arange(first, first + own, device=self.lengths.device)
+
+
+def cut_rows(documents: Any, group: str, labels: Tensor | None) -> CutRows | None:
+    """The documents of a batch, if its rows are cut. Raises `ValueError`: they are not, and a model
+    whose rows the ranks of `group` share gets labels with them."""
+    cut = documents if isinstance(documents, CutRows) else None
+    if group and labels is not None and cut is None:
+        raise ValueError("sharding.context_parallel: whole rows; expected those of `Batch.cut`")
+    return cut
 
 
 def used_lengths(labels: Tensor) -> Tensor:

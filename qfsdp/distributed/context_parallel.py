@@ -14,12 +14,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from qfsdp.distributed.world import World
-from qfsdp.modules.attention.self_attention import Attention
 from qfsdp.modules.collectives import GROUPS
-from qfsdp.modules.transformer import Decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 
 
-def share_rows(model: Decoder, parts: int, world: World) -> None:
+def share_rows(model: AnyDecoder, parts: int, world: World) -> None:
     """Has every `parts` neighbouring ranks share the rows that `model` gets. Collective.
 
     Args:
@@ -32,7 +31,4 @@ def share_rows(model: Decoder, parts: int, world: World) -> None:
             _set_pg_timeout(world.timeout, group)  # a new group has PyTorch's limit
     group = mesh["parts"].get_group()
     GROUPS[group.group_name] = group
-    model.group = model.routing.group = group.group_name
-    for module in model.modules():
-        if isinstance(module, Attention):
-            module.group = group.group_name
+    model.share_rows(group.group_name)

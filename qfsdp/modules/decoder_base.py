@@ -70,6 +70,12 @@ class DecoderBase(nn.Module):
             layer.checkpointing = "none" if index % config.every_n_layers else config.checkpointing
             layer.offload, layer.tile_tokens = offload, tile
 
+    def share_rows(self, group: str) -> None:
+        """Has the ranks of `group`, in `GROUPS`, share the rows that it gets."""
+        self.group = self.routing.group = group
+        for layer in self.model.layers:
+            layer.self_attn.group = group
+
     def compile_layers(self) -> None:
         """Compiles the computation of every layer; FSDP2's hooks stay outside of it.
 

@@ -31,6 +31,9 @@ from typing import Any, NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from qfsdp.modules.shared_rows import SharedRows, gathered
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # below the root of the length of queries and keys, as in flash-linear-attention
@@ -44,6 +47,7 @@ def gated_delta_rule(
     step: Tensor,
     documents: Tensor | None = None,
     state: Tensor | None = None,
+    shared: SharedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The results of all tokens, and the state after the last one.
 
@@ -56,20 +60,23 @@ def gated_delta_rule(
         documents: integers `[batch, tokens]`: a token reads those of its own number only. Equal
             numbers follow each other. None: a row is one document.
         state: fp32 `[batch, value heads, key, value]`, of the first document; None: zero.
+        shared: the rows, where each rank has a part of them; in place of `documents` and `state`.
+            It is then collective, and so is its backward; the state after the last token has no
+            gradient.
 
     Returns:
         `[batch, tokens, value heads, value]` in the dtype of `value`; fp32, as `state`.
     """
     parts = (_chunks(part, key.shape[2]) for part in (query, key, value, step.unsqueeze(-1)))
     queries, keys, values, steps = parts
-    decays = _decays(decay, documents, key.shape[2])
+    decays = _decays(decay, documents, key.shape[2], shared)
     queries, keys = _unit(queries) * key.shape[-1] ** -0.5, _unit(keys)
     sides = torch.cat([keys * (decays.reads * steps), values * steps], -1)
     solved = torch.linalg.solve_triangular(
         (keys @ keys.mT) * (decays.pairs * steps), sides, upper=False, unitriangular=True
     )
     read, new = solved.split([key.shape[-1], value.shape[-1]], -1)
-    return _results(queries, keys, read, new, decays, value, state)
+    return _results(queries, keys, read, new, decays, value, state, shared)
 
 
 def state_space(
@@ -79,11 +86,12 @@ def state_space(
     decay: Tensor,
     documents: Tensor | None = None,
     state: Tensor | None = None,
+    shared: SharedRows | None = None,
 ) -> tuple[Tensor, Tensor]:
     """As `gated_delta_rule`, with queries and keys as they are (C and B of Mamba-2)."""
     queries, keys, values = (_chunks(part, key.shape[2]) for part in (query, key, value))
-    decays = _decays(decay, documents, key.shape[2])
-    return _results(queries, keys, None, values, decays, value, state)
+    decays = _decays(decay, documents, key.shape[2], shared)
+    return _results(queries, keys, None, values, decays, value, state, shared)
 
 
 class _Decays(NamedTuple):
@@ -96,15 +104,20 @@ class _Decays(NamedTuple):
     keeps: Tensor
 
 
-def _decays(decay: Tensor, documents: Tensor | None, key_heads: int) -> _Decays:
+def _decays(
+    decay: Tensor, documents: Tensor | None, key_heads: int, shared: SharedRows | None
+) -> _Decays:
+    if shared is not None:  # with the number of the token before this part
+        documents = shared.rows.documents(decay.shape[1], 1)
     # Differences of large sums would lose digits in fp32.
     sums = _chunks(decay.unsqueeze(-1), key_heads).double().cumsum(-2)
     seen = torch.ones(CHUNK, CHUNK, dtype=torch.bool, device=decay.device).tril()
     reads = sums.float().exp()
     if documents is not None:
+        first, documents = documents[:, :1], documents[:, -decay.shape[1] :]
         more = documents[:, -1:].expand(-1, -documents.shape[1] % CHUNK)
         numbers = torch.cat([documents, more], 1).unflatten(1, (-1, CHUNK)).transpose(0, 1)
-        before = torch.cat([numbers[:1, :, :1], numbers[:-1, :, -1:]])
+        before = torch.cat([first.unsqueeze(0), numbers[:-1, :, -1:]])
         reads = reads * (numbers == before)[:, :, None, None, :, None]
         seen = seen & (numbers.unsqueeze(-1) == numbers.unsqueeze(-2))[:, :, None, None]
     pairs = (sums - sums.mT).float().masked_fill(~seen, -torch.inf).exp()
@@ -131,6 +144,7 @@ def _results(
     decays: _Decays,
     value: Tensor,
     state: Tensor | None,
+    shared: SharedRows | None,
 ) -> tuple[Tensor, Tensor]:
     """The results from W (None: zero) and U of all chunks. Products of queries and keys are
     computed once for all value heads that share them."""
@@ -139,7 +153,7 @@ def _results(
         state = new.new_zeros(batch, heads, keys.shape[-1], width)
     flat = [part.flatten(1, 3) for part in (new, keys * decays.writes, decays.keeps)]
     read = None if read is None else read.flatten(1, 3)
-    written, states, last = _States.apply(read, *flat, state.float().flatten(0, 1))
+    written, states, last = _States.apply(read, *flat, state.float().flatten(0, 1), shared)
     reads, attends = queries * decays.reads, (queries @ keys.mT) * decays.pairs
     found = reads.flatten(1, 3) @ states + attends.flatten(1, 3) @ written
     found = found.unflatten(1, (batch, heads)).permute(1, 0, 3, 2, 4).flatten(1, 2)
@@ -147,33 +161,99 @@ def _results(
 
 
 class _States(torch.autograd.Function):
-    """u and S of all chunks, and the state after the last one: u = U - W S, S' = c S + K^T u."""
+    """u and S of all chunks, and the state after the last one: u = U - W S, S' = c S + K^T u.
+
+    A part of a row that ranks share does to the state what a chunk does: S_out = M S_in + U. It
+    runs once from zero for U, then from the state that M and U of all earlier parts give. Gradients
+    of states come from later parts likewise, times M^T. So M itself needs no gradient.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, reads: Tensor | None, new: Tensor, keys: Tensor, keeps: Tensor, state: Tensor
+        ctx: Any,
+        reads: Tensor | None,
+        new: Tensor,
+        keys: Tensor,
+        keeps: Tensor,
+        state: Tensor,
+        shared: SharedRows | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        states = new.new_empty(len(new), *state.shape)
-        written = new.clone() if reads is None else torch.empty_like(new)
-        for at in range(len(new)):
-            states[at] = state
-            if reads is not None:
-                written[at] = torch.baddbmm(new[at], reads[at], state, alpha=-1)
-            state = torch.baddbmm(state * keeps[at], keys[at].mT, written[at])
-        ctx.save_for_backward(reads, keys, keeps, written, states)
-        return written, states, state
+        found = _forward(reads, new, keys, keeps, state)
+        ctx.shared, effects = shared, None
+        if shared is not None:
+            effects, ends = (
+                gathered(part, shared) for part in (_effect(reads, keys, keeps), found[2])
+            )
+            for effect, end in zip(effects[: shared.rows.part], ends, strict=False):
+                state = _through(effect, state) + end
+            if shared.rows.part:
+                found = _forward(reads, new, keys, keeps, state)
+        ctx.save_for_backward(reads, keys, keeps, *found[:2], effects)
+        return found
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Any:
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        *saved, effects = ctx.saved_tensors
         of_written, of_states, of_state = grads
-        reads, keys, keeps, written, states = ctx.saved_tensors
-        of_new, of_next = torch.empty_like(written), torch.empty_like(states)
-        for at in reversed(range(len(keys))):
-            of_next[at] = of_state
-            of_new[at] = torch.baddbmm(of_written[at], keys[at], of_state)
-            of_state = of_states[at] + of_state * keeps[at]
-            if reads is not None:
-                of_state = torch.baddbmm(of_state, reads[at].mT, of_new[at], alpha=-1)
-        of_reads = None if reads is None else -(of_new @ states.mT)
-        of_keeps = (states * of_next).sum_to_size(keeps.shape)
-        return of_reads, of_new, written @ of_next.mT, of_keeps, of_state
+        if ctx.shared is None:
+            return *_backward(of_written, of_states, of_state, *saved), None
+        of_state = torch.zeros_like(of_state)
+        found = _backward(of_written, of_states, of_state, *saved)
+        starts, later = gathered(found[4], ctx.shared), ctx.shared.rows.part + 1
+        for effect, start in zip(reversed(effects[later:]), reversed(starts[later:]), strict=True):
+            of_state = _through(effect.mT, of_state) + start
+        if later < len(starts):
+            found = _backward(of_written, of_states, of_state, *saved)
+        return *found, None
+
+
+def _forward(
+    reads: Tensor | None, new: Tensor, keys: Tensor, keeps: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    states = new.new_empty(len(new), *state.shape)
+    written = new.clone() if reads is None else torch.empty_like(new)
+    for at in range(len(new)):
+        states[at] = state
+        if reads is not None:
+            written[at] = torch.baddbmm(new[at], reads[at], state, alpha=-1)
+        state = torch.baddbmm(state * keeps[at], keys[at].mT, written[at])
+    return written, states, state
+
+
+def _backward(
+    of_written: Tensor,
+    of_states: Tensor,
+    of_state: Tensor,
+    reads: Tensor | None,
+    keys: Tensor,
+    keeps: Tensor,
+    written: Tensor,
+    states: Tensor,
+) -> Any:
+    of_new, of_next = torch.empty_like(written), torch.empty_like(states)
+    for at in reversed(range(len(keys))):
+        of_next[at] = of_state
+        of_new[at] = torch.baddbmm(of_written[at], keys[at], of_state)
+        of_state = of_states[at] + of_state * keeps[at]
+        if reads is not None:
+            of_state = torch.baddbmm(of_state, reads[at].mT, of_new[at], alpha=-1)
+    of_reads = None if reads is None else -(of_new @ states.mT)
+    of_keeps = (states * of_next).sum_to_size(keeps.shape)
+    return of_reads, of_new, written @ of_next.mT, of_keeps, of_state
+
+
+def _effect(reads: Tensor | None, keys: Tensor, keeps: Tensor) -> Tensor:
+    """M of all chunks, `[heads, key, key]`; in the state space a factor, `[heads, 1, 1]`."""
+    if reads is None:
+        return keeps.prod(0)
+    effect = torch.eye(keys.shape[-1], device=keys.device, dtype=keys.dtype)
+    effect = effect.expand(keys.shape[1], -1, -1)
+    for at in range(len(keys)):
+        of_reads = reads[at] @ effect
+        effect = torch.baddbmm(effect * keeps[at], keys[at].mT, of_reads, alpha=-1)
+    return effect
+
+
+def _through(effect: Tensor, state: Tensor) -> Tensor:
+    return effect * state if effect.shape[-1] == 1 else effect @ state

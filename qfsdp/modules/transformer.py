@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.data.cut_rows import CutRows, counted_tokens
+from qfsdp.data.cut_rows import CutRows, counted_tokens, cut_rows
 from qfsdp.modules.activation_offload import Offload
 from qfsdp.modules.activations import ActivationConfig as ActivationConfig
 from qfsdp.modules.activations import Checkpointing, checkpointed
@@ -240,9 +240,7 @@ class Decoder(DecoderBase):
         cu_seqlens: Documents,
     ) -> CutRows | None:
         """Checks the arguments of `forward`; the documents of cut rows, None for others."""
-        cut = cu_seqlens if isinstance(cu_seqlens, CutRows) else None
-        if self.group and labels is not None and cut is None:
-            raise ValueError("sharding.context_parallel: whole rows; expected those of `Batch.cut`")
+        cut = cut_rows(cu_seqlens, self.group, labels)
         if cu_seqlens is not None and (mask is not None or positions is None):
             raise ValueError("cu_seqlens takes positions with it, and no mask")
         if mask is not None and self.config.attention.sinks:

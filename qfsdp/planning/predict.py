@@ -22,7 +22,7 @@ from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.experts.mixture import expert_parameters
 from qfsdp.modules.hub_models.config import HubConfig
-from qfsdp.modules.hub_models.refused import check_hub_run
+from qfsdp.modules.hub_models.refused import check_hub_run, may_share
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.planning.changes import Changes, as_words, changed, differing
 from qfsdp.planning.estimate import (
@@ -158,6 +158,8 @@ class Predictor:
     def sharing_ranks(self) -> list[int]:
         """By how many ranks a long row may be shared: 2, 4, ... of all."""
         shares = self.has_long_rows and self.cfg.sharding.context_parallel == 1
+        if isinstance(config := planned_config(self.cfg.model), HubConfig):
+            shares = shares and may_share(config)
         powers = (2**n for n in range(1, self.world_size.bit_length()))
         return [n for n in powers if shares and self.world_size % n == 0]
 

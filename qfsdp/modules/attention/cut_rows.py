@@ -17,6 +17,7 @@ of a group runs every exchange, whatever its part holds.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -109,7 +110,7 @@ def _attend(
     """The results of `sinks.attention` for a part's queries. With `cu_keys` and `sources`, those of
     `CutPrompts`, `cu_seqlens` is its `cu_queries`."""
     # A prompt may stand in a row farther ahead than the window of the answer that shares it.
-    reach = _Reach(batch, len(q) // batch, part, None if cu_keys is not None else window, group)
+    reach = Reach(batch, len(q) // batch, part, None if cu_keys is not None else window, group)
     keys, values = reach.gathered(k, v)
     how = reach.how(cu_seqlens, cu_keys, len(keys))
     if sources is not None:
@@ -135,7 +136,7 @@ def _attend_backward(
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of this part, over the queries of all parts."""
-    reach = _Reach(batch, len(q) // batch, part, None if cu_keys is not None else window, group)
+    reach = Reach(batch, len(q) // batch, part, None if cu_keys is not None else window, group)
     keys, values = reach.gathered(k, v)
     shape = keys.shape
     bounds, *how = reach.how(cu_seqlens, cu_keys, len(keys))
@@ -149,10 +150,11 @@ def _attend_backward(
         of_keys, of_values = (
             t.new_zeros(shape).index_add_(0, sources, t) for t in (of_keys, of_values)
         )
-    return of_q, *reach.scattered(of_keys, of_values)
+    of_keys, of_values = reach.scattered(of_keys, of_values)
+    return of_q, of_keys, of_values
 
 
-class _Reach:
+class Reach:
     """The keys that the queries of a part see: some of earlier parts, and its own.
 
     Args:
@@ -171,9 +173,9 @@ class _Reach:
         self.sent = min(own, before)
         self.first = max(0, part - -(-before // own))
 
-    def gathered(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def gathered(self, *own: Tensor) -> Sequence[Tensor]:
         """Keys and values that are seen, each `[batch * seen, kv_heads, head_dim]`. Collective."""
-        both = torch.cat([k, v], 1).unflatten(0, (self.batch, self.own))
+        both = torch.cat(own, 1).unflatten(0, (self.batch, self.own))
         if self.sent:
             sent = both[:, self.own - self.sent :].contiguous()
             received = sent.new_empty(self.parts, *sent.shape)
@@ -183,13 +185,12 @@ class _Reach:
             else:
                 before = received[self.first : self.part].transpose(0, 1).flatten(1, 2)
                 both = torch.cat([before, both], 1)
-        keys, values = both.flatten(0, 1).split(k.size(1), 1)
-        return keys, values
+        return both.flatten(0, 1).split([one.size(1) for one in own], 1)
 
-    def scattered(self, of_keys: Tensor, of_values: Tensor) -> tuple[Tensor, Tensor]:
+    def scattered(self, *of_seen: Tensor) -> list[Tensor]:
         """The gradients of this part's keys and values, summed over the ranks that see them."""
-        heads, earlier = of_keys.size(1), self.part - self.first
-        given = [grad.unflatten(0, (self.batch, -1)) for grad in (of_keys, of_values)]
+        heads, earlier = [grad.size(1) for grad in of_seen], self.part - self.first
+        given = [grad.unflatten(0, (self.batch, -1)) for grad in of_seen]
         mine = torch.cat([grad[:, -self.own :] for grad in given], 2)
         if self.sent:
             shape = (self.parts, self.batch, self.sent, *mine.shape[2:])
@@ -200,8 +201,7 @@ class _Reach:
             received = mine.new_empty(shape[1:])
             reduce_scatter(received, sent.flatten(0, 1), group=self.group)
             mine[:, self.own - self.sent :] += received
-        of_keys, of_values = mine.flatten(0, 1).split(heads, 1)
-        return of_keys.contiguous(), of_values.contiguous()
+        return [grad.contiguous() for grad in mine.flatten(0, 1).split(heads, 1)]
 
     def how(
         self, cu_seqlens: Tensor, cu_keys: Tensor | None, seen: int

@@ -13,10 +13,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from qfsdp.common.errors import UserError
+from qfsdp.data.cut_rows import cut_rows
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
 from qfsdp.modules.adapters.linears import AdaptedLinear
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.adapters.whole import KEY, whole_parameters
+from qfsdp.modules.collectives import over_parts
 from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.hub_models.buffers import (
     check_buffers,
@@ -30,10 +32,12 @@ from qfsdp.modules.hub_models.head import HubHead
 from qfsdp.modules.hub_models.linears import linears_of_layers
 from qfsdp.modules.hub_models.names import names_of_experts
 from qfsdp.modules.hub_models.refused import unsupported
+from qfsdp.modules.hub_models.shared_rows import share_attention
 from qfsdp.modules.hub_models.text_part import take_text_model
 from qfsdp.modules.loss import head_loss
 from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.model_parts import ModelParts
+from qfsdp.modules.shared_rows import SharedRows
 from qfsdp.modules.transformer import Decoder
 
 ADAPTED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # as adapter files name them
@@ -57,6 +61,7 @@ class HubDecoder(nn.Module):
         recomputes: every layer is computed again in backward.
         compute_dtype: as of `Decoder`.
         split, routing: as of `Decoder`; never used.
+        group: as of `Decoder`.
     """
 
     hf: Any
@@ -71,6 +76,7 @@ class HubDecoder(nn.Module):
         self.compute_dtype: torch.dtype | None = None
         self.split: Any = None
         self.routing = Routing(0.0)
+        self.group = ""
         experts = take_experts(hf)
         check_buffers(hf, config.source)
         stored_buffers_as_parameters(hf)
@@ -179,6 +185,11 @@ class HubDecoder(nn.Module):
                 inner = type(layer).forward.__get__(layer)
                 layer.forward = partial(_run_layer, layer, inner, mode, offload)
 
+    def share_rows(self, group: str) -> None:
+        """Has the ranks of `group`, in `GROUPS`, share the rows that it gets."""
+        self.group = group
+        share_attention(self.hf)
+
     def compile_layers(self) -> None:
         raise unsupported("compile: true", "false", self.config)
 
@@ -205,7 +216,10 @@ class HubDecoder(nn.Module):
         if cache is not None:
             return torch.cat(cache.next_tokens(tokens, self._next_logits))
         more: dict[str, Any] = {"use_cache": False}
-        if self._carries and cu_seqlens is not None:
+        cut = cut_rows(cu_seqlens, self.group, labels)
+        if cut is not None:
+            more["shared_rows"] = SharedRows(cut, self.group)
+        elif self._carries and cu_seqlens is not None:
             assert positions is not None
             more |= {"seq_idx": numbers_of_samples(positions), "cu_seq_lens_q": cu_seqlens}
         hidden: Tensor = self._run_body(tokens, positions, **more).last_hidden_state
@@ -219,7 +233,7 @@ class HubDecoder(nn.Module):
         loss = head_loss(cast(Any, head), hidden, labels, *samples, taught)
         if isinstance(output, FSDPModule) and not any(p.requires_grad for p in head.parameters()):
             output.reshard()
-        return loss
+        return loss if cut is None or sample_ids is None else over_parts(loss, self.group)
 
     def _next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """`[1, vocab]`, the logits of the token after these, and the cache with them."""

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 from qfsdp.modules.gated_delta_rule import gated_delta_rule, state_space
+from qfsdp.modules.shared_rows import SharedRows, with_tokens_before
 from qfsdp.modules.short_convolution import short_convolution
 
 
@@ -63,14 +64,20 @@ def _convolution(
     bias: Tensor | None = None,
     activation: str | None = None,
     seq_idx: Tensor | None = None,
+    shared_rows: SharedRows | None = None,
     **_: Any,
 ) -> Tensor:
     """`causal_conv1d_fn`: `[batch, channels, tokens]`."""
+    own = hidden_states.shape[2]
+    if shared_rows is not None:
+        wide, numbers = with_tokens_before(hidden_states.mT, weight.shape[1] - 1, shared_rows)
+        hidden_states, seq_idx = wide.mT, numbers.int()
     if has_kernel(hidden_states, "causal_conv1d"):
-        return theirs(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+        found = theirs(hidden_states, weight, bias, activation=activation, seq_idx=seq_idx)
+        return found[..., -own:]
     from transformers.activations import ACT2FN
 
-    found = short_convolution(hidden_states.mT, weight, bias, seq_idx).mT
+    found = short_convolution(hidden_states.mT, weight, bias, seq_idx).mT[..., -own:]
     return found if activation is None else ACT2FN[activation](found)
 
 
@@ -85,10 +92,11 @@ def _gated_delta_rule(
     output_final_state: bool = False,
     seq_idx: Tensor | None = None,
     cu_seqlens: Tensor | None = None,
+    shared_rows: SharedRows | None = None,
     **more: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_rule`: `[batch, tokens, heads, ...]`."""
-    if has_kernel(query, "fla"):
+    if shared_rows is None and has_kernel(query, "fla"):
         parts = [query, key, value, g, beta]
         if cu_seqlens is not None:  # borders of one row, without the empty samples at the end
             parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
@@ -96,7 +104,8 @@ def _gated_delta_rule(
         more |= {"initial_state": initial_state, "output_final_state": output_final_state}
         found, state = theirs(*parts, cu_seqlens=cu_seqlens, **more)
         return found.reshape(value.shape), state
-    found, state = gated_delta_rule(query, key, value, g, beta, seq_idx, initial_state)
+    of_row = seq_idx, initial_state, shared_rows
+    found, state = gated_delta_rule(query, key, value, g, beta, *of_row)
     return found, state if output_final_state else None
 
 
@@ -138,10 +147,11 @@ def _state_space(
     dt_limit: tuple[float, float] = (0.0, float("inf")),
     return_final_states: bool = False,
     seq_idx: Tensor | None = None,
+    shared_rows: SharedRows | None = None,
     **more: Any,
 ) -> Any:
     """`mamba2_chunk_scan`: `[batch, tokens, heads, ...]`; a state `[batch, heads, value, key]`."""
-    if has_kernel(hidden_states, "mamba_ssm"):
+    if shared_rows is None and has_kernel(hidden_states, "mamba_ssm"):
         more |= {"D": D, "dt_bias": dt_bias, "initial_states": initial_states}
         more |= {"dt_softplus": dt_softplus, "dt_limit": dt_limit, "seq_idx": seq_idx}
         more |= {"return_final_states": return_final_states}
@@ -151,7 +161,7 @@ def _state_space(
     values = hidden_states.float()
     state = None if initial_states is None else initial_states.mT
     scaled = values * dt.unsqueeze(-1)
-    found, state = state_space(C, B, scaled, A.float() * dt, seq_idx, state)
+    found, state = state_space(C, B, scaled, A.float() * dt, seq_idx, state, shared_rows)
     found = found if D is None else found + D.unsqueeze(-1) * values
     found = found.contiguous()  # modules call `view` on it
     return (found, state.mT) if return_final_states else found

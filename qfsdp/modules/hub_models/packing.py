@@ -23,13 +23,17 @@ OF_A_ROW = ("dynamic", "longrope")
 """Kinds of rotary embedding whose angles depend on the longest position in the batch."""
 
 
-def check_packed(config: HubConfig) -> None:
-    """Raises `UserError` unless the samples of a row do not see each other in `config`'s model."""
+def check_packed(config: HubConfig, refused: str = "packed: true; expected false") -> None:
+    """Raises `UserError` unless the samples of a row do not see each other in `config`'s model.
+
+    Args:
+        refused: what the error says of the setting that needs it.
+    """
     why = next(_why_not(config), None)
     if why is not None:
         raise UserError(
-            f"packed: true; expected false: in transformers' {config.architecture} the samples of "
-            f"a row are not known to be apart ({why})"
+            f"{refused}: in transformers' {config.architecture} the samples of a row are not known "
+            f"to be apart ({why})"
         )
 
 

@@ -7,13 +7,13 @@ from typing import Any
 from qfsdp.common.errors import UserError
 from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 from qfsdp.modules.hub_models.packing import check_packed
+from qfsdp.modules.hub_models.shared_rows import ARCHITECTURES
 
 # Key of a training recipe's config -> the value that is expected.
 EXPECTED: dict[str, Any] = {
     "compile": False,
     "cuda_graphs": False,
     "sharding.expert_parallel": 1,
-    "sharding.context_parallel": 1,
     "model.quantize_cache": None,
     "model.router_aux_loss": None,
     "quantization.compute": "bf16",
@@ -31,12 +31,32 @@ def check_hub_run(cfg: Any, config: HubConfig) -> None:
             raise unsupported(f"{key}: {_word(value)}", _word(expected), config)
     if getattr(cfg, "packed", False):
         check_packed(config)
+    check_shared(getattr(getattr(cfg, "sharding", None), "context_parallel", 1), config)
     for key, value, expected in (
         ("vocabulary", "split", "auto or gather"),
         ("offload_base", "disk", "none or cpu"),
     ):
         if getattr(getattr(cfg, "sharding", None), key, None) == value:
             raise unsupported(f"sharding.{key}: {value}", expected, config)
+
+
+def check_shared(parts: int, config: HubConfig) -> None:
+    """Raises `UserError` unless ranks may share the rows of `config`'s model in `parts`."""
+    if parts == 1:
+        return
+    both_ways = getattr(config.hf.get_text_config(), "use_bidirectional_attention", False)
+    if config.architecture not in ARCHITECTURES or both_ways:
+        raise unsupported(f"sharding.context_parallel: {parts}", "1", config)
+    check_packed(config, f"sharding.context_parallel: {parts}; expected 1")
+
+
+def may_share(config: HubConfig) -> bool:
+    """Whether ranks may share the rows of `config`'s model."""
+    try:
+        check_shared(2, config)
+    except UserError:
+        return False
+    return True
 
 
 def check_hub_answers(cfg: Any, config: AnyConfig, strategy: str | None) -> None:
