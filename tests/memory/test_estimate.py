@@ -67,6 +67,8 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
         optimizer = recipe.build_optimizer(cfg.optimizer, trainable_parameters(net))
         tokens = torch.zeros(cfg.batch_size, cfg.max_seq_len, dtype=torch.int64)
         batch = recipe.Batch(tokens, tokens.clone(), tokens.numel())
+        if (parts := cfg.sharding.context_parallel) > 1:
+            batch = batch.cut(world.rank % parts, parts)
         stager = Stager(world)
         for step in range(STEPS + 3):  # the least of equal steps: gloo sometimes frees memory late
             clock = recipe.StepClock(world.device)

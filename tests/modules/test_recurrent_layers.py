@@ -4,16 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from qfsdp.modules.gated_delta_rule import gated_delta_rule
+from qfsdp.data.cut_rows import CutRows
+from qfsdp.modules.collectives import GROUPS
+from qfsdp.modules.gated_delta_rule import gated_delta_rule, state_space
 from qfsdp.modules.hub_models.documents import OURS
+from qfsdp.modules.shared_rows import SharedRows, with_tokens_before
 from qfsdp.modules.short_convolution import short_convolution
+from tests.ranks import run_ranks
 
 # Of two rows. A chunk has 64 tokens: documents end at its edges, next to them, and within.
 LENGTHS = [[1, 63, 1, 2, 61, 130, 1, 3, 200, 64], [200, 64, 128, 3, 65, 66]]
@@ -120,6 +125,60 @@ def test_kimis_rule_is_called_for_each_document() -> None:
         chunk_kimi_delta_attention, *inputs[:3], g=inputs[3], beta=step, seq_idx=DOCUMENTS
     )
     assert torch.equal(found, _apart(theirs, inputs))
+
+
+# ---- rows that ranks share -----------------------------------------------------------------------
+
+PARTS = 3
+# Borders of documents in two rows of 528 tokens, 176 for each part.
+ROWS = torch.tensor([0, 1, 64, 65, 67, 300, 301, 528, 528, 700, 764, 1056], dtype=torch.int32)
+
+
+def _layers(inputs: list[Tensor], documents: Any, shared: SharedRows | None) -> list[Tensor]:
+    """Results of each function and gradients of its inputs, for the loss of all tokens."""
+    query, key, value, decay, step = inputs
+    mixed = torch.cat([query.flatten(2), value.flatten(2)], 2)
+    taps = torch.linspace(-1, 1, mixed.shape[2] * 4).view(-1, 4).requires_grad_()
+    if shared is None:
+        smooth = short_convolution(mixed, taps, None, documents)
+    else:
+        own = mixed.shape[1]
+        wide, documents = with_tokens_before(mixed, 3, shared)
+        smooth = short_convolution(wide, taps, None, documents)[:, -own:]
+        documents = None
+    delta = gated_delta_rule(*inputs, documents, None, shared)[0]
+    space = state_space(query, key, value, decay, documents, None, shared)[0]
+    found = [smooth, delta, space]
+    weights = _weights(smooth.shape[2], shared)
+    loss = sum((y.flatten(2) * weights[:, :, : y.shape[2:].numel()]).sum() for y in found)
+    grads = torch.autograd.grad(cast(Tensor, loss), [*inputs, taps])
+    return [*(y.detach() for y in found), *grads]
+
+
+def _weights(width: int, shared: SharedRows | None) -> Tensor:
+    found = torch.randn(2, 528, width, generator=torch.Generator().manual_seed(3))
+    return found if shared is None else found.chunk(PARTS, 1)[shared.rows.part]
+
+
+def _own_parts() -> list[Tensor]:
+    group = dist.group.WORLD
+    assert group is not None
+    GROUPS[group.group_name] = group
+    rows = CutRows(ROWS, torch.zeros(2, dtype=torch.int64), dist.get_rank(), PARTS)
+    own = (part.detach().chunk(PARTS, 1)[dist.get_rank()] for part in _inputs(528))
+    shared = SharedRows(rows, group.group_name)
+    return _layers([part.clone().requires_grad_() for part in own], None, shared)
+
+
+def test_parts_of_rows_are_those_of_whole_rows() -> None:
+    """A document is cut by both borders; chunks of 64 tokens do not end where parts do."""
+    tokens = torch.arange(1056, dtype=torch.int32).view(2, 528)
+    whole = _layers(_inputs(528), torch.searchsorted(ROWS, tokens, right=True), None)
+    by_rank = run_ranks(PARTS, _own_parts)
+    for at, expected in enumerate(whole):
+        parts = [found[at] for found in by_rank]
+        found = torch.cat(parts, 1) if expected.dim() > 2 else torch.stack(parts).sum(0)
+        assert (found - expected).abs().max() <= 2e-6 * expected.abs().max(), at
 
 
 @pytest.mark.parametrize("taps", [1, 3, 4])

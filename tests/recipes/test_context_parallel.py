@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,8 +15,10 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.inference_model import check_for_inference
-from qfsdp.modules.hub_models.refused import check_hub_run
+from qfsdp.modules.hub_models.config import hub_config
+from qfsdp.modules.hub_models.refused import check_hub_run, check_shared
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from tests import hub_models
 from tests.ranks import run_ranks
 from tests.recipes.test_sharded_equals_unsharded import assert_same, train
 from tests.recipes.test_sharded_mixtures import MIXTURE, train_traced
@@ -106,6 +108,21 @@ def test_ten_updates_are_those_of_one_rank(
     compare(folder, size, parts, cases)
 
 
+@pytest.mark.parametrize(
+    ("name", "parts"),
+    [
+        *(pytest.param("qwen3_5", parts, marks=pytest.mark.slow) for parts in (2, 3)),
+        *(pytest.param(name, 3, marks=pytest.mark.slow) for name in ("llama", "gemma3_text")),
+        pytest.param("falcon_h1", 2, marks=pytest.mark.slow),
+    ],
+)
+def test_models_of_transformers(name: str, parts: int, tmp_path: Path) -> None:
+    """Windows, and layers that carry a state along the row."""
+    hub_models.save_hub_model(name, tmp_path)
+    of_hub = {"implementation": "transformers"}
+    compare(tmp_path, parts, parts, [of_hub, of_hub | {"packs": True, "checkpointing": "full"}])
+
+
 @pytest.mark.long
 def test_a_part_of_padding_alone(tmp_path: Path) -> None:
     """Rows one by one: parts of short ones hold nothing, and still join every exchange."""
@@ -140,7 +157,20 @@ def test_what_is_refused(tmp_path: Path) -> None:
     cfg = load_config(load_recipe().Config, words)
     cfg.model = ModelConfig("unused", implementation="transformers")
     with pytest.raises(UserError, match="sharding.context_parallel: 2; expected 1: transformers'"):
-        check_hub_run(cfg, SimpleNamespace(architecture="Some"))  # type: ignore[arg-type]
+        check_hub_run(replace(cfg, packed=False), hub_config(parsed("apertus"), "config.json"))
+    both_ways = parsed("gemma3_text") | {"use_bidirectional_attention": True}
+    with pytest.raises(UserError, match="sharding.context_parallel: 2; expected 1: transformers'"):
+        check_hub_run(cfg, hub_config(both_ways, "config.json"))
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    stretched = parsed("llama") | {
+        "rope_parameters": rope | {"original_max_position_embeddings": 128}
+    }
+    with pytest.raises(UserError, match="context_parallel: 2; expected 1: in .*kind dynamic"):
+        check_shared(2, hub_config(stretched, "config.json"))
+
+
+def parsed(name: str) -> dict[str, Any]:
+    return dict(hub_models.config(name).to_dict())
 
 
 # ---- commands -----------------------------------------------------------------------------------

@@ -62,6 +62,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
             model=recipe.ModelConfig(
                 str(case.get("folder", model_dir)),
                 dtype=case.get("dtype", "fp32"),
+                implementation=case.get("implementation", "auto"),
                 router_aux_loss=case.get("router_aux_loss"),
             ),
             tokenizer=None,
