@@ -1,4 +1,4 @@
-"""Products of few rows by bitsandbytes' operator: near those of our weights, in generation alone."""
+"""Products of few rows by bitsandbytes' operator: near those of our weights, only in answers."""
 
 from __future__ import annotations
 
