@@ -59,7 +59,8 @@ def product(x: Tensor, weight: Tensor) -> Tensor | None:
         return None
     if not made:
         made.extend(_in_order(weight))
-    return _multiply(x, *made, weight.shape)
+    codes, absmax = made
+    return _multiply(x, codes, absmax, weight.shape)
 
 
 def _fits(weight: Tensor) -> bool:
