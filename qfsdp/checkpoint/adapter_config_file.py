@@ -22,6 +22,7 @@ from qfsdp.hub.download import hub_name
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import SCALED_INPUTS
 from qfsdp.modules.adapters.places import ends_with
+from qfsdp.modules.adapters.trained_rows import DELTA, FIELD, are_ids
 from qfsdp.modules.adapters.whole import KEY, WHOLE
 
 CONFIG_FILE = "adapter_config.json"
@@ -99,6 +100,7 @@ def peft_config(
         "use_rslora": config.rslora,
         "bias": "none",
         "init_lora_weights": True,
+        FIELD: config.trainable_token_indices,
     } | (settings | target_settings(config, linears, tensors))
 
 
@@ -226,7 +228,7 @@ def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
     if key == "init_lora_weights":
         kept = value in UNCHANGED_BASE_INIT
         return None if kept else "this initialization changed the base that the adapter belongs to"
-    if key == "ensure_weight_tying" and written.get("modules_to_save"):
+    if key == "ensure_weight_tying" and (written.get("modules_to_save") or written.get(FIELD)):
         return None
     if key == "init_weights":
         return None if isinstance(value, bool) else "qfsdp has the default form alone"
@@ -234,7 +236,7 @@ def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:
         return None if not value or _is_pattern(key, value) else "expected a number for each name"
     # Switches, lists and sections turn options on; numbers and names are their parameters.
     turned_on = value is True or (bool(value) and isinstance(value, list | dict))
-    known = {*IGNORED_KEYS, *SHARED_FIELDS.values()}
+    known = {*IGNORED_KEYS, *SHARED_FIELDS.values(), FIELD}
     return "qfsdp does not have this option" if turned_on and key not in known else None
 
 
@@ -260,6 +262,24 @@ def whole_names(file: Path, written: Mapping[str, Any], keys: Iterable[str]) -> 
     if missing := sorted(last - {*found}):
         raise UserError(f"{file}: modules_to_save {names}, but {missing[0]!r} is not in the folder")
     return found if last else None
+
+
+def row_ids(
+    file: Path, written: Mapping[str, Any], keys: Iterable[str]
+) -> list[int] | dict[str, list[int]] | None:
+    """`adapter.trainable_token_indices` of an adapter with these keys, in its shortest form. Raises
+    UserError: they are no ids of tokens, or of other modules than `WHOLE`."""
+    if not (given := written.get(FIELD)):
+        return None
+    named = given if isinstance(given, dict) else {"embed_tokens": given}
+    of = {str(name).rpartition(".")[2]: ids for name, ids in named.items()}
+    if not of.keys() <= WHOLE.keys() or not all(map(are_ids, of.values())):
+        expected = f"expected different ids of tokens, of {' or '.join(WHOLE)}"
+        raise UserError(f"{file}: {FIELD} {given!r:.80}; {expected}")
+    tied = f"{KEY}{WHOLE['lm_head']}.{DELTA}" not in set(keys)
+    if tied and of.get("lm_head") == of.get("embed_tokens"):
+        del of["lm_head"]
+    return of["embed_tokens"] if [*of] == ["embed_tokens"] else of
 
 
 def why_unread(key: str) -> str:

@@ -11,6 +11,7 @@ names of the linears:
     base_model.model.model.layers.0.self_attn.q_proj.miss_block               [rank, out]
     base_model.model.model.layers.0.self_attn.q_proj.oft_R.weight             [blocks, numbers]
     base_model.model.score.weight                                             [classes, hidden]
+    base_model.model.model.embed_tokens.token_adapter.trainable_tokens_delta  [ids, hidden]
 
 Experts: see `expert_adapter_files`. Until they are written, their keys are formed like the others.
 `save_adapter` writes one, `check_adapter` and `load_adapter` read one, ours or PEFT's.
@@ -37,6 +38,7 @@ from qfsdp.checkpoint.adapter_config_file import (
     missing_files,
     peft_config,
     read_peft_config,
+    row_ids,
     selects_some,
     whole_names,
     why_unread,
@@ -59,6 +61,7 @@ from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
+from qfsdp.modules.adapters.trained_rows import row_parameters
 from qfsdp.modules.adapters.whole import EMBEDDING, HEAD, tied_copy, ties_whole, whole_parameters
 from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
@@ -77,12 +80,13 @@ PEFT_FIELDS = {
 
 def adapter_parameters(model: nn.Module) -> dict[str, Tensor]:
     """PEFT's key -> parameter, of every adapter tensor of `model`, of its score head, and of
-    `start_tensors` and `whole_parameters`."""
+    `start_tensors`, `whole_parameters` and `row_parameters`."""
     head = score_head(model)
     heads: dict[str, Tensor] = {} if head is None else {HEAD_KEY: head.weight}
     return (
         heads
         | whole_parameters(model)
+        | row_parameters(model)
         | start_tensors(model)
         | {
             f"base_model.model.{name}.{peft_field}": param
@@ -196,6 +200,7 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     config = config_of(written, modules)
     config.targets = targets
     config.modules_to_save = whole_names(folder / CONFIG_FILE, written, tensors)
+    config.trainable_token_indices = row_ids(folder / CONFIG_FILE, written, tensors)
     if not config.is_low_rank:
         return config
     for key, stored in tensors.items():

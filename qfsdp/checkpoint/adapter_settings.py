@@ -12,6 +12,8 @@ from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
+from qfsdp.modules.adapters.trained_rows import FIELD, trained_rows
+from qfsdp.modules.adapters.whole import WHOLE
 from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES, ROUTER_NAMES, linears_of
 
 # Fields that must be the same, besides the method; of other methods `SHARED_FIELDS`.
@@ -45,6 +47,13 @@ def check_settings(
         raise UserError(
             f"adapter.modules_to_save: {shown}, but {folder} was trained with {its}; expected "
             f"adapter.modules_to_save={its}"
+        )
+    rows = {name: rows.ids for name, rows in trained_rows(model)}
+    if rows != {place: ids for name, place in WHOLE.items() if (ids := theirs.rows_of(name))}:
+        its = json.dumps(theirs.trainable_token_indices, separators=(",", ":"))
+        raise UserError(
+            f"adapter.{FIELD}: {config.trainable_token_indices}, but {folder} was trained with "
+            f"{its}; expected adapter.{FIELD}={its}"
         )
     adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
     found, known = {name.rpartition(".")[2] for name in theirs.linears}, linears_of(model)

@@ -96,10 +96,10 @@ class Join:
             if config.method != "lora":
                 kind = NAMES[config.method]
                 raise UserError(f"adapters[{at}]: '{part.path}' is {kind}; expected LoRA")
-            if config.modules_to_save is not None:
+            if config.trains_more:
                 raise UserError(
-                    f"adapters[{at}]: '{part.path}' has whole modules "
-                    f"{config.modules_to_save}; expected adapters alone"
+                    f"adapters[{at}]: '{part.path}' has whole modules or rows of tokens; expected "
+                    "adapters alone"
                 )
             model = quantized_model(self.weights, QuantizationConfig("none"))
             if not order:

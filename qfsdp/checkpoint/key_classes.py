@@ -23,7 +23,8 @@ _SAME = """
     adapter.method adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.rslora
     adapter.init adapter.lora_plus_ratio adapter.start_from adapter.expert_rank
     adapter.expert_sharing adapter.layers adapter.exclude adapter.rank_pattern adapter.alpha_pattern
-    adapter.block_size adapter.modules_to_save head.classes head.center
+    adapter.block_size adapter.modules_to_save adapter.trainable_token_indices head.classes
+    head.center
     teacher.model.dtype teacher.model.implementation teacher.model.router_aux_loss
     teacher.quantization.format teacher.quantization.targets teacher.quantization.compute
     teacher.adapter distillation.divergence distillation.beta distillation.temperature

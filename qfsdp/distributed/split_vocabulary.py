@@ -163,12 +163,14 @@ class SplitVocabulary:
         num_samples: int = 0,
         num_targets: int | None = None,
         taught: Any = None,
+        rows: Any = None,
     ) -> Tensor:
         """`head_loss` of the same arguments. Collective, and so is its backward."""
         assert taught is None, "a teacher's logits are not split"
         own, trained = self._own_part(head)
+        trained += [] if rows is None else rows.trained
         given = (hidden, labels, sample_ids, num_samples, num_targets)
-        return summed_by_sample(partial(self._in_chunks, own), trained, *given)
+        return summed_by_sample(partial(self._in_chunks, own, rows), trained, *given)
 
     def _own_part(self, head: nn.Module) -> tuple[nn.Module, list[Tensor]]:
         """The output layer with this rank's rows, to compute with, and its trained tensors."""
@@ -193,6 +195,7 @@ class SplitVocabulary:
     def _in_chunks(
         self,
         own: nn.Module,
+        rows: Any,
         trained: Sequence[Tensor],
         hidden: Tensor,
         labels: Tensor,
@@ -200,26 +203,25 @@ class SplitVocabulary:
         weights: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """As `loss._in_chunks`, over the tokens of all ranks; `own` has this rank's rows."""
-        most, here = self.largest(len(hidden)), slice(self.rank, self.rank + 1)
+        most, loss = self.largest(len(hidden)), self._losses_and_gradient_
         grad_hidden = torch.zeros_like(hidden) if wanted else None
         grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
-        logits, gradients = chunk_functions(own, trained, self._losses_and_gradient_)
+        logits, gradients = chunk_functions(own, trained, loss, None, rows, self.first)
         all_labels = self.gathered(filled(labels, most, IGNORE_INDEX))
         all_weights = None if weights is None else self.gathered(filled(weights, most))
         losses, step = [], chunk_tokens(self._vocabulary)
         for start in range(0, most, step):
-            part = slice(start, min(start + step, most))
-            width = part.stop - start
+            part, width = slice(start, min(start + step, most)), min(step, most - start)
             count = max(0, min(part.stop, len(hidden)) - start)  # tokens of this rank
             everyone = self.gathered(filled(hidden[part], width)).flatten(0, 1)
             of_labels = all_labels[:, part].flatten()
             if grad_hidden is None:
-                of_chunk = self._losses_and_gradient_(logits(everyone), of_labels)[0]
+                of_chunk = loss(logits(everyone), of_labels)[0]
             else:
                 of_rows = None if all_weights is None else all_weights[:, part].flatten()
                 of_chunk, of_hidden = gradients(everyone, of_labels, of_rows, grads)
                 grad_hidden[part] = self.scattered(of_hidden)[:count]
-            losses.append(of_chunk.view(self.ranks, width)[here].flatten()[:count])
+            losses.append(of_chunk.view(self.ranks, width)[self.rank, :count])
         return losses, grad_hidden, grads
 
     def _losses_and_gradient_(

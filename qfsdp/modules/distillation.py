@@ -90,13 +90,19 @@ class Taught:
         hidden: `[n, hidden]`, the teacher's last hidden states at the target tokens, in order.
         config: which divergence.
         sums: fp64 or fp32 `[2]`; the summed divergence and the labels' summed loss are added here.
+        rows: of the teacher's output layer, as of `head_loss`.
     """
 
     def __init__(
-        self, head: nn.Module, hidden: Tensor, config: DistillationConfig, sums: Tensor
+        self,
+        head: nn.Module,
+        hidden: Tensor,
+        config: DistillationConfig,
+        sums: Tensor,
+        rows: Any = None,
     ) -> None:
         self._hidden, self._config, self._sums = hidden, config, sums
-        self._logits, _ = chunk_functions(head, (), _no_loss, hidden.dtype)
+        self._logits, _ = chunk_functions(head, (), _no_loss, hidden.dtype, rows)
 
     def of_chunks(
         self, of_labels: LossesAndGradient, labels: Tensor, step: int

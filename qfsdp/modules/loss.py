@@ -51,6 +51,7 @@ def head_loss(
     num_samples: int = 0,
     num_targets: int | None = None,
     taught: Any = None,
+    rows: Any = None,
 ) -> Tensor:
     """The cross entropy of `head(hidden)`, fp32, summed over the target tokens; in chunks of
     `CHUNK_LOGITS` logits.
@@ -71,6 +72,7 @@ def head_loss(
             label count nothing.
         taught: what a teacher says (`qfsdp.modules.distillation.Taught`): its loss takes the place
             of cross entropy. With neither `sample_ids` nor `ALL_POSITIONS`.
+        rows: of the output layer that are trained alone, a `TrainedRows`; None: none.
 
     Returns:
         fp32 scalar, or fp32 `[num_samples]`, the sums of the samples (added up in fp64, in an order
@@ -78,7 +80,8 @@ def head_loss(
         `head`.
     """
     trained: list[Tensor] = [p for p in head.parameters() if p.requires_grad]
-    in_chunks = partial(_in_chunks, head, taught=taught)
+    trained += [] if rows is None else rows.trained
+    in_chunks = partial(_in_chunks, head, taught=taught, rows=rows)
     if not torch.is_grad_enabled():
         trained = []
     return summed_by_sample(
@@ -202,14 +205,15 @@ def _in_chunks(
     wanted: bool,
     weights: Tensor | None = None,
     taught: Any = None,
+    rows: Any = None,
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
     """Runs the output layer and the loss over `hidden` `[n, hidden]`, all of whose rows count.
 
     Args:
-        trained: parameters of `head` that get gradients.
+        trained: parameters of `head` that get gradients, then those of `rows`.
         wanted: whether to compute gradients.
         weights: fp32 `[n]`, factors of the gradients; None: ones.
-        taught: as of `head_loss`.
+        taught, rows: as of `head_loss`.
 
     Returns:
         fp32 losses of the tokens, by chunk; the gradient of `hidden` or None; the gradients of
@@ -221,7 +225,7 @@ def _in_chunks(
     loss, targets = _losses_and_gradient_, labels
     if taught is not None:
         loss, targets, step = taught.of_chunks(loss, labels, step)
-    logits, gradients = chunk_functions(head, trained, loss, hidden.dtype)
+    logits, gradients = chunk_functions(head, trained, loss, hidden.dtype, rows)
     losses = []
     for start in range(0, len(hidden), step):
         part = slice(start, start + step)
@@ -239,14 +243,22 @@ def chunk_functions(
     trained: Sequence[Tensor],
     loss: LossesAndGradient,
     dtype: torch.dtype | None = None,
+    rows: Any = None,
+    first: int = 0,
 ) -> tuple[Callable[[Tensor], Tensor], Callable[..., tuple[Tensor, Tensor]]]:
     """The logits of a chunk `[n, hidden]`; and, as `of_any`, its losses and gradients.
 
     Args:
         head: with all rows of the vocabulary, or with some, which `loss` must know.
         dtype: in which a plain weight is computed; None: its own.
+        rows: as of `head_loss`; their weight ends `trained`.
+        first: the token of the head's first row.
     """
     weight = cast(Tensor, head.weight)
+    if rows is not None:
+        held = range(first, first + weight.size(0))
+        make = partial(chunk_functions, head, dtype=dtype)
+        return cast(Any, rows.in_chunks(make, loss, held, trained))
     if isinstance(head, nn.Linear):
         weight = weight.detach().to(dtype or weight.dtype)
         return partial(F.linear, weight=weight), partial(_of_plain, weight, loss)

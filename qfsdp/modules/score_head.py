@@ -59,7 +59,7 @@ def add_score_head(model: Any, config: HeadConfig) -> None:
     """Replaces the output layer of a `Decoder` on the meta device by an unset `ScoreHead`.
 
     `init_adapters` starts it. Call it after `add_adapters`, which freezes the model. Raises
-    UserError: the model is one of transformers', or other modules are trained as a whole."""
+    UserError: the model is one of transformers', or other modules or rows are trained too."""
     if not hasattr(model, "output_name"):
         raise UserError(
             f"head: {model.config.architecture} is computed by transformers; expected a model that "
@@ -68,6 +68,10 @@ def add_score_head(model: Any, config: HeadConfig) -> None:
     if (whole := getattr(model, "whole_modules", None)) is not None:
         expected = "expected null with a score head"
         raise UserError(f"adapter.modules_to_save: {sorted(whole)}; {expected}")
+    if model.embedding_rows is not None or model.head_rows is not None:
+        raise UserError(
+            "adapter.trainable_token_indices: not null; expected null with a score head"
+        )
     factors = replace(model.config.multipliers, logits=1.0)
     model.config = replace(model.config, tie_word_embeddings=False, multipliers=factors)
     delattr(model, model.output_name)

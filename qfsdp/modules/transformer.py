@@ -155,6 +155,7 @@ class Decoder(DecoderBase):
         routing: what the routers of a mixture of experts do in training.
         split: computes embedding and output layer where ranks share their rows
             (`qfsdp.distributed.split_vocabulary`); None: this rank has all rows.
+        embedding_rows, head_rows: rows that are trained alone, `TrainedRows`; None: none.
         group: name of the ranks that share rows, in `GROUPS`; "": none do. With labels it takes
             `CutRows` only.
     """
@@ -168,6 +169,8 @@ class Decoder(DecoderBase):
         self.routing = Routing(config.experts.router.aux_loss if config.experts else 0.0)
         self.model = Backbone(config)
         self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
+        self.embedding_rows: Any = None
+        self.head_rows: Any = None
         self.output_name = "lm_head"  # or of what `add_score_head` puts there
         self.tie_weights()
 
@@ -278,6 +281,8 @@ class Decoder(DecoderBase):
     def embedded(self, tokens: Tensor) -> Tensor:
         embedding, factors = self.model.embed_tokens, self.config.multipliers
         x = self.split.embedded(embedding, tokens) if self.split else embedding(tokens)
+        if self.embedding_rows is not None:
+            x = self.embedding_rows.in_embedded(x, tokens)
         if factors.rounds_embedding:
             # `full` fills on the device; `tensor` would copy from the host and wait.
             return x * torch.full((), factors.embedding, dtype=x.dtype, device=x.device)
@@ -289,18 +294,18 @@ class Decoder(DecoderBase):
         return x if factor == 1.0 else x * factor
 
     def _loss(self, hidden: Tensor, labels: Tensor, *samples: Any) -> Tensor:
-        head = self.lm_head
+        head, with_rows = self.lm_head, (*samples, self.head_rows)
         if self.split is not None:
-            return cast(Tensor, self.split.loss(head, hidden, labels, *samples))
+            return cast(Tensor, self.split.loss(head, hidden, labels, *with_rows))
         if not isinstance(head, FSDPModule):
-            return head_loss(head, hidden, labels, *samples)
+            return head_loss(head, hidden, labels, *with_rows)
         if isinstance(head, OutputLayer) and head.weight.requires_grad:
             # One call for FSDP2, which reduces and frees the gradient as backward begins.
             return head(hidden, labels, *samples)
         # Gathered by hand, as the loss calls it chunk by chunk. A frozen one is freed after that;
         # FSDP2 would keep it until backward.
         head.unshard()
-        loss = head_loss(head, hidden, labels, *samples)
+        loss = head_loss(head, hidden, labels, *with_rows)
         if not any(param.requires_grad for param in head.parameters()):
             head.reshard()
         return loss

@@ -143,6 +143,7 @@ class Teacher:
         self._model, self.config, self.world = model, config, world
         model.last_hidden = nn.Identity()
         model.output_name = "last_hidden"
+        self._rows, model.head_rows = model.head_rows, None
 
     def begin(self, batches: Sequence[Batch]) -> Update:
         """Counts the target tokens of all ranks; every rank must call it."""
@@ -163,7 +164,7 @@ class Teacher:
                 )
                 if isinstance(head, FSDPModule):
                     head.unshard()
-            yield Taught(head, hidden, self.config, sums)
+            yield Taught(head, hidden, self.config, sums, self._rows)
         finally:
             for module in model.modules():  # without a backward pass FSDP2 keeps some gathered
                 if isinstance(module, FSDPModule):

@@ -62,6 +62,7 @@ class OneConfig(AdapterConfig):
         super().check()
         needed = {"dropout": 0.0, "init": "default"}
         needed |= dict.fromkeys(("modules_to_save", "expert_rank", "expert_sharing"))
+        needed |= {"trainable_token_indices": None}
         if not self.is_low_rank:
             raise InvalidField("method", self.method, "lora or dora beside other adapters")
         for key, expected in needed.items():

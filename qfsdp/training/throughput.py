@@ -113,7 +113,8 @@ def step_flops(
         window: _attended(lengths, window)
         for window in {layer.self_attn.window for layer in layers}
     }
-    work = _Work(model.model.embed_tokens.weight.requires_grad)
+    rows = model.embedding_rows is not None and model.embedding_rows.weight.requires_grad
+    work = _Work(model.model.embed_tokens.weight.requires_grad or rows)
     for layer in layers:
         attention, mlp, forward = layer.self_attn, layer.feed_forward, work.forward
         work.linears(tokens, *(attention.get_submodule(name) for name in attention.inner))

@@ -40,6 +40,9 @@ ADAPTER_CASES: dict[str, dict[str, Any]] = {
     "adapted, plain": ADAPTED | {"quantized": "all-linear", "method": "lora"},
     "adapted, tied": ADAPTED | {"quantized": "all-linear", "tied": True},
     "adapted by ia3": ADAPTED | {"method": "ia3"},
+    # Two rows, of the first and the last rank, so that one of three ranks has none.
+    "rows": FROZEN | {"rows": {"embed_tokens": [570, 3], "lm_head": [3, 570]}},
+    "rows, tied": PLAIN | {"tied": True, "method": "lora", "rows": [570, 3]},
 }
 VARIANTS: dict[str, dict[str, Any]] = {
     "of linears": FROZEN | {"wrap": "linear", "sharding": {"strategy": "shard_grad_op"}},
@@ -90,7 +93,7 @@ def assert_as_alone(size: int, folders: dict[bool, Path], cases: dict[str, Any])
 
 def test_three_ranks(folders: dict[bool, Path]) -> None:
     """Their rows have different lengths and other numbers of targets, in every micro-batch."""
-    cases = {name: ADAPTER_CASES[name] for name in ("quantized", "adapted, tied")}
+    cases = {name: ADAPTER_CASES[name] for name in ("quantized", "adapted, tied", "rows")}
     assert_as_alone(3, folders, cases)
 
 

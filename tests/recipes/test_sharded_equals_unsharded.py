@@ -78,6 +78,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
                 expert_sharing=case.get("expert_sharing"),
                 alpha=7.0,
                 targets=case.get("adapted", ["all-linear", "lm_head"]),
+                trainable_token_indices=case.get("rows"),
             ),
             sharding=sharding,
             activation=ActivationConfig(

@@ -88,8 +88,8 @@ def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter
         reason = "adapts experts, which vLLM loads with options of its own"
     elif config.ends:
         reason = "has linears with a rank or alpha of their own, which vLLM does not read"
-    elif config.modules_to_save is not None:
-        reason = "has modules that were trained as a whole, which vLLM does not load"
+    elif config.trains_more:
+        reason = "has whole modules or rows of tokens, which vLLM does not load"
     elif config.rank > RANKS[-1]:
         reason = f"has rank {config.rank}, and vLLM serves at most {RANKS[-1]}"
     if reason is not None:

@@ -65,6 +65,7 @@ from qfsdp.modules.adapters.linears import ScaledLinear, add_adapters
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, base_parameters
 from qfsdp.modules.adapters.miss import merged_blocks
 from qfsdp.modules.adapters.oft import merged_rotations
+from qfsdp.modules.adapters.trained_rows import DELTA, trained_rows, with_trained
 from qfsdp.modules.adapters.whole import KEY, whole_parameters
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
@@ -164,6 +165,7 @@ class Merge:
             add_adapters(model, config)
             check_adapter(config, self.adapter, model)
         adapted = _adapted(model) | {key.removeprefix(KEY) for key in whole_parameters(model)}
+        adapted |= {f"{name}.weight" for name, _ in trained_rows(model)}
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
         if isinstance(model, HubDecoder):
             return self._changed(formats, adapted, shapes)
@@ -311,7 +313,7 @@ class Merge:
         assert self.adapter is not None
         stem, found = f"{KEY}{name.rpartition('.')[0]}", self._adapter_tensors
         keys = {field: f"{stem}.{peft_field}" for field, peft_field in PEFT_FIELDS.items()}
-        keys["whole"] = f"{KEY}{name}"
+        keys |= {"whole": f"{KEY}{name}", "rows": f"{stem}.{DELTA}"}
         with safe_open(self.adapter / WEIGHTS_FILE, framework="pt") as file:
             tensors = {
                 field: found[key].rows(file).to(device, torch.float32)
@@ -322,6 +324,9 @@ class Merge:
         for chunk in rows:
             if "whole" in tensors:
                 merged = tensors["whole"][at : at + len(chunk)]
+            elif "rows" in tensors:
+                ids = self._config.rows_of(name.split(".")[-2])
+                merged = with_trained(chunk, at, ids, tensors["rows"])
             elif "ia3_l" in tensors:
                 factors = tensors["ia3_l"]
                 of_inputs = len(factors) == 1  # every row needs all of them

@@ -7,6 +7,7 @@ from typing import Literal, TypeVar
 
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.adapters.places import check_pattern, check_places, ends_with, is_pattern
+from qfsdp.modules.adapters.trained_rows import are_ids
 from qfsdp.modules.adapters.whole import WHOLE
 from qfsdp.modules.targets import ALL_LINEAR
 
@@ -56,6 +57,9 @@ class AdapterConfig:
         start_from: a PEFT adapter folder to start from; null: fresh adapters.
         modules_to_save: modules that are trained as a whole too, `embed_tokens`, `lm_head` or both,
             in fp32; null: none. Tied ones are named both, and stay tied.
+        trainable_token_indices: ids of tokens whose rows are trained, in fp32, and no others: of
+            the embedding, and of an output layer that is tied to it. For one that is not:
+            `{embed_tokens: [...], lm_head: [...]}`, as in PEFT. null: none.
         block_size: inputs that a rotation of OFT turns; divides the inputs of every linear.
         expert_rank: rank of every expert of a mixture: a number, or "divided": rank / experts per
             token, at least 1, so that a token meets as many numbers as in a dense model. null:
@@ -78,6 +82,7 @@ class AdapterConfig:
     lora_plus_ratio: float | None = None
     start_from: str | None = None
     modules_to_save: list[str] | None = None
+    trainable_token_indices: list[int] | dict[str, list[int]] | None = None
     block_size: int = 32
     expert_rank: int | Literal["divided"] | None = None
     expert_sharing: Literal["outer"] | None = None
@@ -127,6 +132,17 @@ class AdapterConfig:
         some = self.layers is not None or self.exclude is not None or is_pattern(self.linears)
         return some or any("." in name for name in self.linears)
 
+    def rows_of(self, module: str) -> list[int]:
+        """The ids of tokens whose rows of `embed_tokens` or `lm_head` are trained alone."""
+        ids = self.trainable_token_indices or []
+        named = ids if isinstance(ids, dict) else {"embed_tokens": ids}
+        return named.get(module, [])
+
+    @property
+    def trains_more(self) -> bool:
+        """Whether modules or rows of tokens are trained beside the adapters."""
+        return (self.modules_to_save or self.trainable_token_indices) is not None
+
     @property
     def ends(self) -> list[str]:
         """The ends of names that have a rank or an alpha of their own."""
@@ -170,7 +186,20 @@ class AdapterConfig:
         whole = self.modules_to_save
         if whole is not None and sorted({*whole} & WHOLE.keys()) != sorted(whole) or whole == []:
             raise InvalidField("modules_to_save", whole, f"some of {', '.join(WHOLE)}, or null")
+        self._check_rows()
         check_places(self.linears, self.layers, self.exclude)
+
+    def _check_rows(self) -> None:
+        rows = self.trainable_token_indices
+        if rows is None:
+            return
+        of = rows if isinstance(rows, dict) else {"embed_tokens": rows}
+        if not of or not of.keys() <= WHOLE.keys() or not all(map(are_ids, of.values())):
+            expected = "different ids of tokens, or some for each of embed_tokens and lm_head"
+            raise InvalidField("trainable_token_indices", rows, expected)
+        if not self.is_low_rank:
+            expected = f"null with method {self.method}, for which PEFT has no such file"
+            raise InvalidField("trainable_token_indices", rows, expected)
 
 
 def _first(numbers: dict[str, N] | None, name: str, usual: N) -> N:

@@ -53,6 +53,7 @@ from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.adapters.places import adapted_places
 from qfsdp.modules.adapters.reference import keep_start as keep_start
 from qfsdp.modules.adapters.row_norms import adapted_expert_norms
+from qfsdp.modules.adapters.trained_rows import start_rows, train_rows
 from qfsdp.modules.adapters.whole import train_whole
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
 from qfsdp.modules.experts.router import ChoosesExperts, Router
@@ -184,6 +185,7 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
         assert isinstance(module, ADAPTABLE)
         replace_module(model, name, _adapted(model, name, module, config))
     train_whole(model, config.modules_to_save)
+    train_rows(model, config.trainable_token_indices)
     keep_start(model, "none", config)
     model.register_forward_pre_hook(prepare)
 
@@ -252,13 +254,14 @@ def seeded(seed: int, name: str) -> torch.Generator:
 def init_adapters(model: nn.Module, seed: int, magnitudes: bool = True) -> None:
     """Sets every adapter to its start: A uniform within 1 / sqrt(in) (as LoRA's authors and PEFT),
     B zero, magnitudes the row norms of the loaded base, the factors of IA3 one, MiSS and OFT zero.
-    A score head is normal.
+    A score head is normal; trained rows are the base's.
 
     A depends on `seed` and the module's name only, not on ranks or order.
 
     Args:
-        magnitudes: false: leaves DoRA's magnitudes and norms as they are, for a caller that loads
-            them. They need a pass over all weights, which took 3 minutes for 70 billion on a disk.
+        magnitudes: false: leaves what starts as the base is, DoRA's magnitudes and norms and
+            trained rows, for a caller that loads them. Norms need a pass over all weights, which
+            took 3 minutes for 70 billion on a disk.
     """
     for name, module in adapted_linears(model):
         if isinstance(module, ScaledLinear):
@@ -275,6 +278,7 @@ def init_adapters(model: nn.Module, seed: int, magnitudes: bool = True) -> None:
         local_part(head.weight).copy_(start[local_rows(head.weight)])
     if magnitudes:
         start_magnitudes(model, b_is_zero=True)
+        start_rows(model)
 
 
 @torch.no_grad()

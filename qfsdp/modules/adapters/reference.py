@@ -34,11 +34,12 @@ def keep_start(model: nn.Module, reference: Reference, config: AdapterConfig) ->
         config: of the adapters.
 
     Raises:
-        UserError: there is a reference, and modules are trained as a whole.
+        UserError: there is a reference, and whole modules or rows of tokens are trained.
     """
-    if reference != "none" and config.modules_to_save is not None:
-        expected = f"expected null with reference: {reference}, as no copy of them is kept"
-        raise UserError(f"adapter.modules_to_save: {config.modules_to_save}; {expected}")
+    for key in ("modules_to_save", "trainable_token_indices"):
+        if reference != "none" and (value := getattr(config, key)) is not None:
+            expected = f"expected null with reference: {reference}, as no copy of them is kept"
+            raise UserError(f"adapter.{key}: {value}; {expected}")
     starts_otherwise = config.start_from is not None or config.init != "default"
     if not config.changes_base and not (reference == "start" and starts_otherwise):
         return
