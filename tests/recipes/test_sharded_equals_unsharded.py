@@ -261,6 +261,36 @@ def test_families_on_three_ranks(family: str, tmp_path: Path) -> None:
         assert_same(three[0], one[0], f"{family}, {adapted}")
 
 
+ROWS: dict[str, dict[str, Any]] = {
+    "tied": {"tied": True, "rows": [570, 3]},
+    "untied": {"rows": {"embed_tokens": [570, 3], "lm_head": [3]}},
+    "linears": {"rows": [570, 3], "wrap": "linear", "checkpointing": "full"},
+    "ddp": {"tied": True, "rows": [570, 3], "sharding": {"strategy": "ddp"}},
+    "cpu": {"rows": {"lm_head": [570, 3]}, "sharding": {"cpu_offload": True}},
+    "every update": {"rows": [570, 3], "sharding": {"reduce_gradients": "every_update"}},
+}
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("size", [2, 3])
+def test_rows_of_tokens(size: int, tmp_path: Path) -> None:
+    """Fewer rows than ranks, of the embedding, of the output layer, and of both."""
+    folders = {
+        tied: write_tiny_model(tmp_path / str(tied), tie_word_embeddings=tied)
+        for tied in (True, False)
+    }
+    usual = {"method": "dora", "wrap": "decoder_layer", "adapted": ["all-linear"], "steps": 3}
+    cases = [usual | case | {"folder": folders["tied" in case]} for case in ROWS.values()]
+    for case in cases:
+        case["quantized"] = ["all-linear", *([] if "tied" in case else ["lm_head"])]
+    plain = [case | {"sharding": {}, "split": (12, 1)} for case in cases]
+    sharded = [case | {"split": SPLITS[size][-1]} for case in cases]
+    alone = run_ranks(1, train, folders[True], plain)[0]
+    for name, one, some in zip(ROWS, alone, run_ranks(size, train, folders[True], sharded)[0]):
+        assert sum("trainable_tokens_delta" in key for key in one["adapters"]) > 0
+        assert_same(some, one, f"{size} ranks: {name}")
+
+
 @pytest.mark.long
 def test_the_real_model_on_two_ranks(smollm2_dir: Path) -> None:
     """Two updates of SmolLM2-135M: all 210 quantized linears and the tied embeddings.

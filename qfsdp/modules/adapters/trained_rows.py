@@ -143,9 +143,12 @@ class TrainedRows(nn.Module):
 
 def train_rows(model: nn.Module, ids: list[int] | dict[str, list[int]] | None) -> None:
     """Adds the trained rows of `adapter.trainable_token_indices`, unset. Call it on the meta
-    device, after the adapters and whole modules. Raises UserError: an id is no row of the model; a module
-    is adapted or trained as a whole; tied ones have different ids; or the model is one of
-    transformers."""
+    device, after the adapters and whole modules.
+
+    Raises:
+        UserError: an id is no row of the model; a module is adapted or trained as a whole; tied
+            ones have different ids; or the model is one of transformers.
+    """
     if ids is None:
         return
     if hasattr(model, "linears"):
