@@ -104,7 +104,8 @@ def type_words(kind: Any) -> str:
         item = next(iter(get_args(kind)), None)
         return f"list of {_PLURALS[item]}" if item in _PLURALS else "list"
     if base is dict and get_args(kind) and get_args(kind)[1] is not Any:
-        return f"{type_words(get_args(kind)[1])}s by name"
+        words = type_words(get_args(kind)[1])
+        return f"{words.replace('list', 'lists', 1) if 'list' in words else f'{words}s'} by name"
     return _TYPES.get(base) or str(getattr(base, "__name__", base))
 
 

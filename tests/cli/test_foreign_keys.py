@@ -148,7 +148,8 @@ PUBLISHED = {
         precompute_ref_log_probs push_to_hub ref_model reference_free rpo_alpha simpo_gamma
         undesirable_weight use_liger_kernel use_peft""",
     "PEFT": """bias init_lora_weights layers_to_transform lora_alpha lora_dropout modules_to_save r
-        rank_pattern target_modules target_parameters task_type use_dora use_rslora""",
+        rank_pattern target_modules target_parameters task_type trainable_token_indices use_dora
+        use_rslora""",
     "Unsloth": """bias full_finetuning load_in_4bit loftq_config lora_alpha max_seq_length
         model_name r random_state target_modules token use_gradient_checkpointing use_rslora""",
     "torchtune": """batch_size_val checkpointer cudnn_deterministic_mode device dtype
