@@ -286,7 +286,8 @@ def test_rows_of_tokens(size: int, tmp_path: Path) -> None:
     plain = [case | {"sharding": {}, "split": (12, 1)} for case in cases]
     sharded = [case | {"split": SPLITS[size][-1]} for case in cases]
     alone = run_ranks(1, train, folders[True], plain)[0]
-    for name, one, some in zip(ROWS, alone, run_ranks(size, train, folders[True], sharded)[0]):
+    several = run_ranks(size, train, folders[True], sharded)[0]
+    for name, one, some in zip(ROWS, alone, several, strict=True):
         assert sum("trainable_tokens_delta" in key for key in one["adapters"]) > 0
         assert_same(some, one, f"{size} ranks: {name}")
 
