@@ -26,7 +26,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.compare_methods import DTYPE, run_recipe, shipped
+from benchmarks.compare_methods import DTYPE, evaluation, run_recipe, shipped
 from benchmarks.paired import holm, sign_test
 from benchmarks.timing import arguments, table
 from examples.demo import cache_dir
@@ -68,10 +68,8 @@ def evaluate(
     results = work / name / "results.json"
     if not results.exists():  # is written last
         shutil.rmtree(work / name, ignore_errors=True)
-        cfg = shipped("evaluate")
-        cfg.update(output=str(results), adapter=adapter and str(adapter), text={}, exact_match={})
-        cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(work / "quantized"))
-        cfg.tokenizer.path = str(model)
+        cfg = evaluation(results, model, "nf4", adapter, model, work)
+        cfg.update(text={}, exact_match={})
         cfg.loss = {
             "conversations": {"_component_": "qfsdp.data.guanaco_dataset", "source": str(held_out)}
         }

@@ -2,7 +2,8 @@
 
     python benchmarks/compare_methods.py [--quick] [--json methods.json] [--work DIR]
                                          [--gsm8k FOLDER] [--rows NAME ...] [--tasks NAME ...]
-                                         [--factors X ...]
+                                         [--factors X ...] [--updates N] [--batch N]
+                                         [--problems N]
 
 SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`) by the
 shipped recipes and configs, each run in a process, with several seeds: of the samples' order and
@@ -118,11 +119,12 @@ class Task:
     new_tokens: int = 64
 
 
-def tasks_in(work: Path, gsm8k: Path | None, quick: bool) -> list[Task]:
+QUICK: Changes = {"seeds": 2, "steps": 2, "batch_size": 1, "asked": 4, "losses": 20}
+QUICK |= {"new_tokens": 8}
+
+
+def tasks_in(work: Path, gsm8k: Path | None, sizes: Changes) -> list[Task]:
     """The tasks; writes the generated problems to `work`."""
-    sizes: Changes = {}
-    if quick:
-        sizes = {"seeds": 2, "steps": 2, "batch_size": 1, "asked": 4, "losses": 20, "new_tokens": 8}
     problems = generate(2040 + 300, SEED)
     train, chosen_by, test = (work / f"{name}.jsonl" for name in ("train", "chosen_by", "test"))
     cuts = (0, 2000, 2040, len(problems))
@@ -132,7 +134,7 @@ def tasks_in(work: Path, gsm8k: Path | None, quick: bool) -> list[Task]:
         if not file.exists() or file.read_text() != text:  # another call may read it
             file.write_text(text)
     found = [Task("arithmetic", train, chosen_by, test, **sizes)]
-    if gsm8k is not None and not quick:
+    if gsm8k is not None:
         train, test = gsm8k / "train.jsonl", gsm8k / "test.jsonl"  # rates are not chosen by it
         # Of a trained model's answers, 5 of 40 ended within 96 tokens, 37 to 60 of 100 within 256.
         found.append(Task("gsm8k", train, train, test, 3, 16, 4, 100, 150, 256))
@@ -143,13 +145,14 @@ class Study:
     """Trains and evaluates what is not in its folder yet."""
 
     def __init__(
-        self, work: Path, gsm8k: Path | None, quick: bool, factors: Sequence[float] = (1.0,)
+        self, work: Path, gsm8k: Path | None, sizes: Changes, factors: Sequence[float] = (1.0,)
     ) -> None:
-        """`factors`: of a method's learning rates, which are tried too."""
+        """`sizes`: fields of the arithmetic task; `factors`: of a method's learning rates, which
+        are tried too."""
         self.work, self.factors = work, factors
         work.mkdir(parents=True, exist_ok=True)
         self.model = prepare_model(cache_dir())
-        self.tasks = tasks_in(work, gsm8k, quick)
+        self.tasks = tasks_in(work, gsm8k, sizes)
         kept, told = (
             work / "tasks.json",
             json.dumps([vars(task) for task in self.tasks], default=str),
@@ -276,11 +279,8 @@ class Study:
         if results.exists():  # is written last
             return results
         shutil.rmtree(out, ignore_errors=True)
-        cfg = shipped("evaluate")
-        cfg.update(output=str(results), adapter=adapter and str(adapter), text={}, batch_size=10)
-        cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(self.work / "quantized"))
-        cfg.quantization.format = quantized_as
-        cfg.tokenizer.path = str(self.model)
+        cfg = evaluation(results, model, quantized_as, adapter, self.model, self.work)
+        cfg.update(text={}, batch_size=10)
         rows = {"source": str(task.test)}
         columns = {"prompt_column": "question", "answer_column": "answer"}
         dataset = {"_component_": "qfsdp.data.instruct_dataset", "max_rows": task.losses}
@@ -298,6 +298,18 @@ class Study:
 def shipped(stem: str) -> Any:
     """A config of `configs/`."""
     return OmegaConf.load(ROOT / f"configs/{stem}.yaml")
+
+
+def evaluation(
+    results: Path, model: Path, format: str, adapter: Path | None, tokenizer: Path, work: Path
+) -> Any:
+    """The shipped config of an evaluation for a model in `format`; its sets stay to be named."""
+    cfg = shipped("evaluate")
+    cfg.update(output=str(results), adapter=adapter and str(adapter))
+    cfg.model = {"path": str(model), "dtype": DTYPE, "quantize_cache": str(work / "quantized")}
+    cfg.quantization = {"format": format}
+    cfg.tokenizer = {"_component_": "qfsdp.data.hf_tokenizer", "path": str(tokenizer)}
+    return cfg
 
 
 def run_recipe(stem: str, cfg: Any, out: Path) -> None:
@@ -342,18 +354,24 @@ def main() -> None:
     parser.add_argument(
         "--factors", nargs="+", type=float, default=[1.0], help="of learning rates; default: 1"
     )
+    parser.add_argument("--updates", type=int, help="of each run on arithmetic; default: 30")
+    parser.add_argument("--batch", type=int, help="problems of an update; default: 8")
+    parser.add_argument("--problems", type=int, help="unseen ones that are answered; default: 150")
     args = parser.parse_args()
     names, work = args.rows or USUAL, args.work or Path("runs/methods")
     if args.quick:
         names = args.rows or ("zero_shot", "qlora")
-        work = args.work or Path("runs/methods_quick")
+        work, args.gsm8k = args.work or Path("runs/methods_quick"), None
         shutil.rmtree(work, ignore_errors=True)
     if args.gsm8k is None:
         print("gsm8k: skipped; --gsm8k names the folder of its train.jsonl and test.jsonl")
     elif not (args.gsm8k / "test.jsonl").is_file():
         parser.error(f"--gsm8k: {args.gsm8k} has no test.jsonl; expected it beside train.jsonl")
     gsm8k = args.gsm8k and args.gsm8k.absolute()
-    study = Study(work.absolute(), gsm8k, args.quick, args.factors)
+    given = {"steps": args.updates, "batch_size": args.batch, "asked": args.problems}
+    given |= {"losses": args.problems}
+    sizes = (QUICK if args.quick else {}) | {key: size for key, size in given.items() if size}
+    study = Study(work.absolute(), gsm8k, sizes, args.factors)
     rows: list[Row] = []
     for task in study.tasks:
         if args.tasks and task.name not in args.tasks:

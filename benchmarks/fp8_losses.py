@@ -28,7 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 import torch
 
-from benchmarks.compare_methods import DTYPE, run_recipe, shipped
+from benchmarks.compare_methods import DTYPE, evaluation, run_recipe, shipped
 from benchmarks.timing import Figures, arguments, table, tell
 from examples.demo import cache_dir
 from examples.demo.arithmetic import generate
@@ -60,10 +60,8 @@ def serve(work: Path, model: Path, run: Path) -> float:
     """The loss of the unseen problems with a run's adapter over the NF4 base, in bf16."""
     results = run / "served" / "results.json"
     if not results.exists():
-        cfg = shipped("evaluate")
-        cfg.update(output=str(results), adapter=str(run / "adapter"), text={}, exact_match={})
-        cfg.model.update(path=str(model), dtype=DTYPE, quantize_cache=str(work / "quantized"))
-        cfg.quantization.format, cfg.tokenizer.path = "nf4", str(model)
+        cfg = evaluation(results, model, "nf4", run / "adapter", model, work)
+        cfg.update(text={}, exact_match={})
         dataset = shipped("smollm2_135m_qlora").dataset
         cfg.loss = {"unseen": {**dataset, "source": str(work / "unseen.jsonl")}}
         run_recipe("evaluate", cfg, results.parent)

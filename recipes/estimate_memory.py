@@ -22,7 +22,7 @@ from typing import Any, Literal
 import torch
 
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
-from qfsdp.common.long_waits import long_wait
+from qfsdp.common.long_waits import SLOW_S, long_wait
 from qfsdp.config.tool_config import Training, run_tool
 from qfsdp.distributed.global_batch import split_batch
 from qfsdp.planning.estimate import Estimate
@@ -64,14 +64,15 @@ def device_memory(cfg: Config, train: Any) -> int | None:
     return given
 
 
-def estimate(cfg: Config, training: Training) -> Estimate:
-    """The memory of a step; raises UserError if the training config is wrong."""
+def estimate(cfg: Config, training: Training, what: str = "the training step") -> Estimate:
+    """The memory of a step; raises UserError if the training config is wrong. A line says every few
+    seconds that `what` runs dry."""
     train = training.cfg
     split_batch(train, cfg.world_size)
     check_bf16(cfg.gpu, train.model.dtype)
     check_optimizer(any_lr(train.optimizer), train.lr_scheduler)
     functions = (training.recipe.build_model, training.recipe.train_step)
-    with long_wait("memory: the training step runs dry"):
+    with long_wait(f"memory: {what} runs dry", every=SLOW_S):
         return estimate_fast(*functions, train, cfg.world_size, cfg.local_world_size, cfg.target)
 
 
@@ -83,8 +84,8 @@ def show_options(cfg: Config, training: Training, limit: int | None) -> None:
         f"{train.batch_size} x {train.max_seq_len} tokens per micro-batch"
     )
 
-    def of(changed: Any) -> Estimate:
-        return estimate(cfg, replace(training, cfg=changed))
+    def of(changed: Any, way: str) -> Estimate:
+        return estimate(cfg, replace(training, cfg=changed), way)
 
     local = cfg.local_world_size or cfg.world_size
     for line in option_lines(train, of, cfg.world_size, local, limit):

@@ -22,7 +22,7 @@ from markupsafe import Markup
 
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.common.files import writing
-from qfsdp.common.long_waits import long_wait
+from qfsdp.common.long_waits import SLOW_S, long_wait
 from qfsdp.common.messages import first_line
 from qfsdp.config.load import load_config
 from qfsdp.config.recipe_files import find_config, find_recipe, load_recipe
@@ -94,7 +94,7 @@ def memory_section(runs: list[RunFolder]) -> Section:
     for run in runs:
         parts += part("heading", run.name) if len(runs) > 1 else ""
         try:
-            with long_wait(f"memory: a step of {run.name} runs dry"):
+            with long_wait(f"memory: a step of {run.name} runs dry", every=SLOW_S):
                 parts += memory_of(run)
         except Exception as error:  # an old config, or a model that is not on this machine
             parts += part("note", f"not estimated: {first_line(error)}")

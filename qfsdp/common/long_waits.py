@@ -16,11 +16,11 @@ LONGEST_SILENCE_S = 60.0
 
 
 @contextmanager
-def long_wait(text: str, seconds: float = SLOW_S) -> Iterator[None]:
+def long_wait(text: str, seconds: float = SLOW_S, every: float | None = None) -> Iterator[None]:
     """Prints `text` and "..." on stderr once the `with` block has run for `seconds`; on rank 0.
 
-    Prints it again after 20 s, 80 s and every further minute, with the time so far and the part
-    that the work has come to (`progress.moved`).
+    Prints it again after 20 s, 80 s and every further minute, or `every` so many seconds, with the
+    time so far and the part that the work has come to (`progress.moved`).
     """
     ended, since = threading.Event(), time.monotonic()
 
@@ -28,10 +28,10 @@ def long_wait(text: str, seconds: float = SLOW_S) -> Iterator[None]:
         if ended.wait(seconds):
             return
         say(f"{text} ...")
-        wait = 3 * (seconds or SLOW_S)
+        wait = every or 3 * (seconds or SLOW_S)
         while not ended.wait(wait):
             say(f"{text} ... {time.monotonic() - since:.0f} s{where()}")
-            wait = min(4 * wait, LONGEST_SILENCE_S)
+            wait = every or min(4 * wait, LONGEST_SILENCE_S)
 
     if speaks_for_all():
         threading.Thread(target=tell, name="long_wait", daemon=True).start()

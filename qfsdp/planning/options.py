@@ -38,7 +38,7 @@ def ways(world_size: int, machines: int) -> list[Candidate]:
 
 def option_lines(
     cfg: Any,
-    estimate: Callable[[Any], Estimate],
+    estimate: Callable[[Any, str], Estimate],
     world_size: int,
     local_world_size: int,
     limit: int | None,
@@ -47,7 +47,7 @@ def option_lines(
 
     Args:
         cfg: of a training recipe.
-        estimate: of a config.
+        estimate: of a config and of its way in words.
         limit: bytes of a GPU; None: "fits" is left out.
 
     Raises:
@@ -57,7 +57,7 @@ def option_lines(
     for way in ways(world_size, world_size // local_world_size):
         names = (way.strategy, OFFLOADED[way.offload], way.checkpointing)
         try:
-            found = estimate(changed(cfg, way.changes))
+            found = estimate(changed(cfg, way.changes), ", ".join(filter(None, names)))
         except UserError as error:
             if way.offload == "none":
                 raise

@@ -13,7 +13,7 @@ from typing import Any
 from torch import Tensor
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.long_waits import long_wait
+from qfsdp.common.long_waits import SLOW_S, long_wait
 from qfsdp.common.sizes import format_size
 from qfsdp.distributed.global_batch import split_batch
 from qfsdp.modules.activations import LEAST_TILE
@@ -180,7 +180,8 @@ class Predictor:
         changes = differing(self.cfg, changes)
         key = repr(sorted(changes.items()))
         if key not in self._known:
-            with long_wait(f"memory: estimating {as_words(changes) or 'a step'}"):
+            what = as_words(changes) or "a step"
+            with long_wait(f"memory: estimating {what}", every=SLOW_S):
                 self._known[key] = self._predict(changes)
         return self._known[key]
 

@@ -33,6 +33,19 @@ def test_what_is_quick_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().err == ""
 
 
+def test_a_line_every_so_many_seconds(capsys: pytest.CaptureFixture[str]) -> None:
+    """An estimate is never silent for longer, however long it takes."""
+    printed = ""
+
+    def told() -> bool:
+        nonlocal printed
+        printed += capsys.readouterr().err
+        return printed.count("reading ... 0 s\n") > 3
+
+    with long_wait("reading", seconds=0, every=0.001):
+        wait_until(told, "the line is printed again at once")
+
+
 def test_what_takes_very_long_is_told_again_with_its_part(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,19 +104,22 @@ def test_mistakes_are_one_line(
 def test_options_have_the_estimates_of_each(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Three cells are what the tool says of that config alone."""
+    """Cells are what the tool says of that config alone."""
     shape = find_config("Llama-2-7B") | {"num_hidden_layers": 2}
     (tmp_path / "config.json").write_text(json.dumps(shape))
     words = [f"model.path={tmp_path}", "world_size=2", "gpu=rtx4090"]
     monkeypatch.setattr(options, "CHECKPOINTING", ("full",))
     run(monkeypatch, *words, "options=true")
     lines = capsys.readouterr().out.splitlines()[2:7]
-    ddp, _, full_shard, base, _ = ([c.strip() for c in x.split("  ") if c.strip()] for x in lines)
+    ddp, _, full_shard, base, whole = (
+        [c.strip() for c in x.split("  ") if c.strip()] for x in lines
+    )
     words += ["activation.checkpointing=full", f"picture={tmp_path}/step.png"]
     for cells, *more in (
         (ddp, "sharding.strategy=ddp"),
         (full_shard, "sharding.strategy=full_shard"),
         (base, "sharding.offload_base=cpu"),
+        (whole, "sharding.cpu_offload=true"),
     ):
         run(monkeypatch, *words, *more)
         says = re.search(r"CUDA context and NCCL: about ([\d.]+) GiB", capsys.readouterr().out)
@@ -128,7 +131,8 @@ def test_options_that_do_not_fit_or_are_refused() -> None:
     recipe = load_recipe("qdora_distributed")
     cfg = load_config(recipe.Config, CONFIG)
 
-    def of(changed: Any) -> Estimate:
+    def of(changed: Any, way: str) -> Estimate:
+        assert way.startswith(changed.sharding.strategy)
         if changed.sharding.offload_base == "cpu":
             raise UserError("nothing is frozen")
         peak = (1 + (changed.sharding.strategy == "ddp")) * GIB
