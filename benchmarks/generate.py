@@ -1,14 +1,17 @@
 """Greedy answers of ours and of transformers on the same weights: equal tokens, and rates.
 
     python benchmarks/generate.py [--quick] [--json generate.json] [--compile]
-                                  [--questions FILE.jsonl]
+                                  [--questions FILE.jsonl] [--prompts N] [--dtype DTYPE ...]
 
 SmolLM2-135M-Instruct answers 50 questions (generated, or of `--questions`, such as GSM8K's) with 64
 new tokens each, in batches of 10, and some of them one by one; in fp32, and in bf16 if the device
-multiplies bf16. Rates include the pass over the prompts. The contestants take turns.
+multiplies bf16. Rates include the pass over the prompts. The contestants take turns. An answer
+takes as long as its batch, and counts as right up to its first end token.
 
     prompts, identical_prompts          prompts, and those with equal tokens in fp32
     tokens_per_s/WHO/DTYPE/BATCH        WHO: transformers, ours, ours_nf4, ours_compiled
+    requests_per_minute, latency_s/...  answers per minute, and seconds until a batch is answered
+    exact_match/WHO/DTYPE               % of the questions whose last number is the answer's
     ours_over_transformers/DTYPE/BATCH  ratio of rates on the same batches
 """
 
@@ -18,7 +21,9 @@ import json
 import sys
 import time
 from collections.abc import Callable
+from itertools import takewhile
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import torch
@@ -32,6 +37,7 @@ from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
+from qfsdp.evaluation.answers import parse_answer, same_answer
 from qfsdp.evaluation.generation import SamplingConfig, generate
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens
@@ -44,11 +50,11 @@ Answer = Callable[[list[list[int]], int], list[list[int]]]
 """Takes prompts and a number of new tokens; returns the new tokens of each prompt."""
 
 
-def questions(count: int, file: Path | None) -> list[str]:
+def questions(count: int, file: Path | None) -> list[dict[str, str]]:
+    """Rows of `question` and `answer`."""
     if file is not None:
-        lines = file.read_text(encoding="utf-8").splitlines()[:count]
-        return [json.loads(line)["question"] for line in lines]
-    return [problem["question"] for problem in arithmetic.generate(count, seed=0)]
+        return list(map(json.loads, file.read_text(encoding="utf-8").splitlines()[:count]))
+    return arithmetic.generate(count, seed=0)
 
 
 def transformers(folder: Path, dtype: str, device: str) -> Answer:
@@ -114,21 +120,32 @@ def measure(
     return seconds, answers
 
 
+def matches(answers: list[list[int]], asked: list[dict[str, str]], tokenizer: Any) -> float:
+    """The percentage of right answers; each ends before its first end token."""
+    right = []
+    for tokens, row in zip(answers, asked, strict=True):
+        text = tokenizer.decode([*takewhile(lambda token: token != tokenizer.eos_id, tokens)])
+        right.append(same_answer(parse_answer(text), parse_answer(row["answer"])))
+    return 100 * fmean(right)
+
+
 def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--compile", action="store_true", help="measure compiled layers too")
     parser.add_argument("--questions", type=Path, help="a .jsonl file with rows of `question`")
+    parser.add_argument("--prompts", type=int, help="how many questions; default: 50")
+    parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), help="default: both")
     args = parser.parse_args()
-    count, new, single = (4, 8, 2) if args.quick else (50, 64, args.repeat)
+    count, new, single = (4, 8, 2) if args.quick else (args.prompts or 50, 64, args.repeat)
     folder = prepare_model(cache_dir())
     tokenizer = hf_tokenizer(str(folder))
-    asked = [
-        [{"role": "user", "content": question}] for question in questions(count, args.questions)
-    ]
-    prompts = [chat_tokens(tokenizer, messages) for messages in asked]
+    asked = questions(count, args.questions)
+    chats = [[{"role": "user", "content": row["question"]}] for row in asked]
+    prompts = [chat_tokens(tokenizer, messages) for messages in chats]
     figures: Figures = {"prompts": count}
     rows = [["tokens/s", "batch", "transformers", "ours", "ours, NF4", "ours, compiled"]]
-    for dtype in dict.fromkeys(("fp32", usual_dtype(args.device))):
+    served = [["", "batch", "requests/min", "latency, s", "exact match, %"]]
+    for dtype in args.dtype or dict.fromkeys(("fp32", usual_dtype(args.device))):
         who = {
             "transformers": transformers(folder, dtype, args.device),
             "ours": ours(folder, dtype, args.device, "none"),
@@ -144,6 +161,15 @@ def main() -> None:
                 rates = [batch * new / s for s in of_name]
                 figures |= spread(f"tokens_per_s/{name}/{dtype}/{batch}", rates)
                 row.append(f"{figures[f'tokens_per_s/{name}/{dtype}/{batch}']:.1f}")
+                of, key = f"{name}/{dtype}/{batch}", f"exact_match/{name}/{dtype}"
+                figures |= spread(f"requests_per_minute/{of}", [60 * batch / s for s in of_name])
+                figures |= spread(f"latency_s/{of}", of_name)
+                if batch > 1:
+                    figures[key] = matches(answers[name], asked, tokenizer)
+                told = [figures[f"{what}/{of}"] for what in ("requests_per_minute", "latency_s")]
+                right = f"{figures[key]:.1f}" if batch > 1 else ""
+                cells = [f"{name}, {dtype}", str(batch), *(f"{x:.2f}" for x in told), right]
+                served.append(cells)
             rows.append(row + [""] * (len(rows[0]) - len(row)))
             key = f"ours_over_transformers/{dtype}/{batch}"
             figures |= ratios(key, seconds["transformers"], seconds["ours"])
@@ -152,6 +178,7 @@ def main() -> None:
                 figures["identical_prompts"] = sum(a == b for a, b in pairs)
     print(f"{count} prompts of {min(map(len, prompts))} to {max(map(len, prompts))} tokens")
     table(rows)
+    table(served)
     tell(figures, args.json)
 
 
