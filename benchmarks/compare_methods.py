@@ -3,7 +3,7 @@
     python benchmarks/compare_methods.py [--quick] [--json methods.json] [--work DIR]
                                          [--gsm8k FOLDER] [--rows NAME ...] [--tasks NAME ...]
                                          [--factors X ...] [--updates N] [--batch N]
-                                         [--problems N]
+                                         [--problems N] [--losses]
 
 SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`) by the
 shipped recipes and configs, each run in a process, with several seeds: of the samples' order and
@@ -16,12 +16,17 @@ for that choice counts, at the first seed. Then every method trains on GSM8K at 
     qlora, qdora, hqq_dora
                           adapters over an NF4 or HQQ (hqq_dora) base
     llama_pro             3 new blocks over 30 frozen ones in NF4; evaluated as exported, plain
-    lora, rslora, ia3     with `--rows` only; lora over a plain base
+    lora, rslora, ia3, miss, oft, pissa
+                          with `--rows` only; lora over a plain base, the others over NF4
     qdora_r64             with `--rows` only; rank 64 and alpha 128
 
 How much of a difference is tuning, by four learning rates of each method:
 
     python benchmarks/compare_methods.py --rows full qlora qdora qdora_r64 --factors 0.1 0.3 1 3
+
+Kinds of adapters by the held-out loss of short runs, without answers:
+
+    python benchmarks/compare_methods.py --losses --rows qlora rslora qdora miss oft pissa
 
 Figures are from unseen problems: exact match of greedy answers, and held-out loss, with 95 %
 intervals over problems. All pairs of methods are compared on the same problems by sign tests,
@@ -51,7 +56,7 @@ import torch
 from omegaconf import OmegaConf
 
 from benchmarks.methods_page import Row, print_tables, write_study
-from benchmarks.timing import arguments, usual_dtype
+from benchmarks.timing import arguments, table, usual_dtype
 from examples.demo import cache_dir
 from examples.demo.arithmetic import generate
 from examples.demo.smollm2 import prepare_model
@@ -84,8 +89,11 @@ METHODS = {
     "hqq_dora": Method("smollm2_135m_hqq_dora"),
     "llama_pro": Method("smollm2_135m_llama_pro", (1e-2,), adapter=False),
     "lora": Method("smollm2_135m_qlora", changes=(("quantization.format", "none"),)),
-    "rslora": Method("smollm2_135m_qlora", changes=(("adapter.rslora", True),)),
+    "rslora": Method("smollm2_135m_qlora", (3e-4, 1e-3), changes=(("adapter.rslora", True),)),
     "ia3": Method("smollm2_135m_ia3", (1e-2,)),
+    "miss": Method("smollm2_135m_miss", (1e-3, 3e-3)),
+    "oft": Method("smollm2_135m_qlora", (1e-3, 3e-3), changes=(("adapter.method", "oft"),)),
+    "pissa": Method("smollm2_135m_qlora", (3e-4, 1e-3), changes=(("adapter.init", "pissa"),)),
     "qdora_r64": Method(
         "smollm2_135m_qdora", changes=(("adapter.rank", 64), ("adapter.alpha", 128.0))
     ),
@@ -102,7 +110,7 @@ class Task:
         train, chosen_by, test: .jsonl files; `chosen_by` is for the choice of learning rates.
         seeds: runs of each method.
         steps: updates of `batch_size` problems.
-        asked: problems of `test` that are answered.
+        asked: problems of `test` that are answered; 0: training runs measure the loss of `test`.
         losses: problems of `test` whose loss is measured, in parts of ten.
         new_tokens: of an answer, at most.
     """
@@ -121,6 +129,7 @@ class Task:
 
 QUICK: Changes = {"seeds": 2, "steps": 2, "batch_size": 1, "asked": 4, "losses": 20}
 QUICK |= {"new_tokens": 8}
+SHORT: Changes = {"steps": 60, "batch_size": 2, "asked": 0, "losses": 60}  # --losses
 
 
 def tasks_in(work: Path, gsm8k: Path | None, sizes: Changes) -> list[Task]:
@@ -189,6 +198,13 @@ class Study:
         }
         return self._read(task, name, about, runs, found)
 
+    def losses(self, name: str, seeds: int) -> Changes:
+        """The held-out loss of some seeds of a method, and what its first run says of itself."""
+        task, rate = self.tasks[0], self._rate(name)
+        runs = [self._train(task, name, rate, seed) for seed in range(seeds)]
+        found = [read_metrics(run / "metrics.jsonl") for run in runs]
+        return {"lr": rate, **found[0], "of_seeds": [run["heldout_loss"] for run in found]}
+
     def _read(
         self, task: Task, name: str, about: Changes, runs: list[Path], found: list[Path]
     ) -> Row:
@@ -226,6 +242,9 @@ class Study:
                 cfg.model.path = str(self._expanded())
             run_recipe(method.config, cfg, out)
             (out / "finished").touch()
+            found = {"run": out.name} | read_metrics(out / "metrics.jsonl")
+            with (self.work / "runs.jsonl").open("a") as lines:
+                lines.write(json.dumps(found) + "\n")
         return out
 
     def _run(self, task: Task, out: Path, rate: float, seed: int) -> Changes:
@@ -235,14 +254,17 @@ class Study:
             "prompt_column": "question",
             "answer_column": "answer",
         }
-        chosen_by = rows | {"source": str(task.chosen_by), "max_rows": 40}
+        sets = {"chosen_by": rows | {"source": str(task.chosen_by), "max_rows": 40}}
+        if not task.asked:
+            sets["chosen_by"]["max_rows"] = 20
+            sets["heldout"] = rows | {"source": str(task.test), "max_rows": task.losses}
         return {
             "output_dir": str(out),
             "seed": seed,
             "model.path": str(self.model),
             "model.dtype": DTYPE,
             "dataset": rows | {"source": str(task.train)},
-            "validation": {"sets": {"chosen_by": chosen_by}, "keep_best": False},
+            "validation": {"sets": sets, "keep_best": False},
             "validation.eval_every": task.steps,
             "optimizer.lr": rate,
             "max_steps": task.steps,
@@ -330,9 +352,10 @@ def read_metrics(file: Path) -> Changes:
     """From the metrics of a run: loss on the choosing set, peak memory, speed, parameters."""
     lines = [json.loads(line) for line in file.read_text().splitlines()]
     speeds = [line["tokens_per_second_per_rank"] for line in lines if "loss" in line][1:]
-    losses = [v for line in lines if (v := line.get("validation/chosen_by/loss")) is not None]
+    ends = {f"{key.split('/')[1]}_loss": line[key] for line in lines for key in line
+            if key.startswith("validation/") and key.endswith("/loss")}  # fmt: skip
     return {
-        "chosen_by_loss": losses[-1],
+        **ends,
         "peak_memory_gib": max(line.get("peak_memory_gib", 0.0) for line in lines),
         "tokens_per_second": statistics.median(speeds),
         "trained": lines[0]["memory/parameters_trained_gib"] * 2**30 / 4,  # fp32
@@ -343,6 +366,18 @@ def read_rows(results: Path, name: str) -> list[Changes]:
     """The lines of recipes/evaluate for one set."""
     file = results.with_name(f"{results.stem}.{name}.jsonl")
     return [json.loads(line) for line in file.read_text().splitlines()]
+
+
+def print_losses(found: dict[str, Changes], json_file: Path | None) -> None:
+    """Prints and writes the held-out loss of each method: its mean over seeds, and each."""
+    lines = [["", "loss", "of seeds", "lr", "trained"]]
+    for name, of in found.items():
+        seeds = of["of_seeds"]
+        line = [name, f"{statistics.fmean(seeds):.4f}", " ".join(f"{x:.4f}" for x in seeds)]
+        lines.append([*line, f"{of['lr']:g}", f"{of['trained']:,.0f}"])
+    table(lines)
+    if json_file is not None:
+        json_file.write_text(json.dumps(found, indent=2) + "\n")
 
 
 def main() -> None:
@@ -357,6 +392,7 @@ def main() -> None:
     parser.add_argument("--updates", type=int, help="of each run on arithmetic; default: 30")
     parser.add_argument("--batch", type=int, help="problems of an update; default: 8")
     parser.add_argument("--problems", type=int, help="unseen ones that are answered; default: 150")
+    parser.add_argument("--losses", action="store_true", help="of 60 updates of 2; no answers")
     args = parser.parse_args()
     names, work = args.rows or USUAL, args.work or Path("runs/methods")
     if args.quick:
@@ -370,8 +406,16 @@ def main() -> None:
     gsm8k = args.gsm8k and args.gsm8k.absolute()
     given = {"steps": args.updates, "batch_size": args.batch, "asked": args.problems}
     given |= {"losses": args.problems}
-    sizes = (QUICK if args.quick else {}) | {key: size for key, size in given.items() if size}
+    sizes = (SHORT if args.losses else {}) | (QUICK if args.quick else {})
+    sizes |= {key: size for key, size in given.items() if size}
+    sizes |= {"asked": 0} if args.losses else {}
     study = Study(work.absolute(), gsm8k, sizes, args.factors)
+    if args.losses:
+        for seed in range(study.tasks[0].seeds):  # killed, it has whole seeds of all methods
+            for name in names:
+                study.losses(name, seed + 1)
+        print_losses({name: study.losses(name, seed + 1) for name in names}, args.json)
+        return
     rows: list[Row] = []
     for task in study.tasks:
         if args.tasks and task.name not in args.tasks:

@@ -2,7 +2,7 @@
 
     python benchmarks/train_step.py [--quick] [--json step.json] [--model FOLDER] [--device cuda]
                                     [--dtype fp32] [--only ours,peft_qlora] [--eager]
-                                    [--steps 7] [--warmup 3] [--before FOLDER]
+                                    [--steps 7] [--warmup 3] [--before FOLDER] [--kinds]
 
 Contestants, in groups that fit into memory together:
 
@@ -12,6 +12,9 @@ Contestants, in groups that fit into memory together:
                                         transformers model, in bf16 under autocast
     torchtune_lora, torchtune_qlora     the setup of its `lora_finetune_single_device`
     before_lora, _qlora, _qdora         ours in another checkout, with --before; then no others run
+    ours_qrslora, _qmiss_rank64, _qoft, _qpissa
+                                        kinds of adapters, with --kinds; then beside ours_lora,
+                                        ours_qlora and ours_qdora alone
 
 bf16 (fp32 on a CPU without bf16 products), alpha 32, adapters on every linear of every layer,
 random tokens with a target at every position, gradients clipped to norm 1, fused AdamW. Each
@@ -28,6 +31,7 @@ Keys of the JSON file. `tokens` is our tokens per second over the peer's. Ratios
     qlora_over_peft_tokens, qdora_over_peft_tokens, lora_over_peft_tokens, memory_over_peft
     qlora_over_torchtune_tokens, lora_over_torchtune_tokens, memory_over_torchtune
     lora_over_before_time, qlora_, qdora_               ours; `_cpu` with CPU seconds
+    qoft_over_qlora_time, lora_, qdora_ and so on       ours, with --kinds
     max_loss_difference, max_loss_difference_torchtune  largest of any step; torchtune's adapters
                                                         have the dtype of products
     NAME_seconds, NAME_tokens_per_second                medians
@@ -76,6 +80,7 @@ GROUPS = (
     ("ours_lora", "torchtune_lora"),
     ("ours_qlora_rank64", "ours_qdora_rank64"),
 )
+KINDS = ("lora", "qlora", "qrslora", "qdora", "qmiss_rank64", "qoft", "qpissa")
 METHODS = ("lora", "qlora", "qdora")
 BEFORE_GROUPS = tuple((f"ours_{method}", f"before_{method}") for method in METHODS)
 # Seconds of the first over seconds of the second.
@@ -88,7 +93,11 @@ TIME_RATIOS = {
     "lora_over_peft_tokens": ("peft_lora", "ours_lora"),
     "qlora_over_torchtune_tokens": ("torchtune_qlora", "ours_qlora"),
     "lora_over_torchtune_tokens": ("torchtune_lora", "ours_lora"),
-} | {f"{m}_over_before_time": (f"ours_{m}", f"before_{m}") for m in METHODS}
+}
+TIME_RATIOS |= {f"{m}_over_before_time": (f"ours_{m}", f"before_{m}") for m in METHODS}
+TIME_RATIOS |= {
+    f"{kind}_over_qlora_time": (f"ours_{kind}", "ours_qlora") for kind in KINDS if kind != "qlora"
+}
 MEMORY_RATIOS = {
     "qdora_over_qlora_memory": ("ours_qdora", "ours_qlora"),
     "qdora_over_qlora_memory_rank64": ("ours_qdora_rank64", "ours_qlora_rank64"),
@@ -163,7 +172,7 @@ def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
     library, kind, *rank = name.split("_")
     return Job(
         library=library.replace("before", "ours"),  # type: ignore[arg-type]
-        method="dora" if kind.endswith("dora") else "lora",
+        method=kind.removeprefix("q"),  # type: ignore[arg-type]
         base="nf4" if kind.startswith("q") else "none",
         rank=int(rank[0].removeprefix("rank")) if rank else args.rank,
         model=str(model),
@@ -306,6 +315,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=7, help="that are timed")
     parser.add_argument("--warmup", type=int, help="before them; default: 3, eager 2, quick 1")
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
+    parser.add_argument("--kinds", action="store_true", help="kinds of adapters, of ours alone")
     parser.add_argument("--eager", action="store_true", help="do not compile our layers")
     args = parser.parse_args()
     if args.quick:
@@ -320,13 +330,15 @@ def main() -> None:
     args = arguments()
     model = args.model or prepare_model(cache_dir())
     pythons: dict[str, Path] = {"ours": Path(sys.executable)}
-    peers = () if args.before else (PEFT,) if args.quick else (PEFT, TORCHTUNE)
+    peers = () if args.before or args.kinds else (PEFT,) if args.quick else (PEFT, TORCHTUNE)
     for peer in peers:
         if (python := python_for(peer)) is not None:
             pythons[peer.name] = python
     if args.before:
         pythons["before"] = pythons["ours"]
     groups = chosen_groups([name for name in args.only.split(",") if name], pythons)
+    if args.kinds:
+        groups = [[f"ours_{kind}" for kind in KINDS]]
     results, tokens = [], args.batch * args.seq
     with tempfile.TemporaryDirectory() as scratch:
         for group in groups[:1] if args.quick else groups:

@@ -49,7 +49,7 @@ class Job:
     """A contestant and the size of its steps."""
 
     library: Literal["ours", "peft", "torchtune"]
-    method: Literal["lora", "dora"]
+    method: Literal["lora", "dora", "rslora", "miss", "oft", "pissa"]  # PEFT: the first two
     base: Literal["nf4", "none"]
     rank: int
     model: str  # a Hugging Face folder
@@ -75,7 +75,7 @@ def ours(job: Job) -> Step:
         dataset=None,
         optimizer=Component("torch.optim.AdamW", {"lr": LEARNING_RATE, "fused": True}),
         quantization=QuantizationConfig(job.base),
-        adapter=AdapterConfig(job.method, job.rank, ALPHA),
+        adapter=adapter_of(job),
         compile=job.compile,
         seed=SEED,
     )
@@ -89,6 +89,15 @@ def ours(job: Job) -> Step:
         return recipe.train_step(model, optimizer, None, batches, CLIP, world, clock)["loss"]
 
     return step
+
+
+def adapter_of(job: Job) -> AdapterConfig:
+    """Section `adapter` of a job."""
+    if job.method == "rslora":
+        return AdapterConfig("lora", job.rank, ALPHA, rslora=True)
+    if job.method == "pissa":
+        return AdapterConfig("lora", job.rank, ALPHA, init="pissa")
+    return AdapterConfig(job.method, job.rank, ALPHA)
 
 
 def peft(job: Job) -> Step:

@@ -43,6 +43,7 @@ from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_opt
 from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
+from qfsdp.training.teacher_cache import shared_tokens
 from qfsdp.training.throughput import Meter, StepClock
 from qfsdp.training.validation import Validation, ValidationConfig
 
@@ -134,8 +135,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> AnyDecoder:
 def build_loader(cfg: Config, world: World) -> Loader:
     """Builds the loader of this rank's share of every global step."""
     tokenizer = cfg.tokenizer.build()
-    rows = min(m.any_config().vocab_size for m in (cfg.model, cfg.teacher.model))
-    dataset = build_dataset("dataset", cfg.dataset, tokenizer, rows)
+    dataset = build_dataset("dataset", cfg.dataset, tokenizer, shared_tokens(cfg))
     if cfg.packed:
         dataset = packed(dataset, cfg.max_seq_len, cfg.seed)
     return step_loader(
@@ -191,7 +191,7 @@ def main(cfg: Config, run: Run) -> None:
     validation = Validation(cfg, world, output_dir, total_steps)
     origin = checkpoints.find(cfg.resume, lambda: config_settings(cfg) | data_settings(loader))
     write_run_files(output_dir, cfg, __file__, world.rank)
-    teacher, clip = load_teacher(cfg, world), cfg.clip_grad_norm
+    teacher, clip = load_teacher(cfg, world, loader, total_steps), cfg.clip_grad_norm
     run.model = model = load_model(cfg, world, resumed=origin is not None)
     run.optimizer = optimizer = build_optimizer(cfg.optimizer, parameter_groups(model, cfg.adapter))
     start_loss_scale(optimizer, cfg.model.dtype)  # of fp16; otherwise does nothing

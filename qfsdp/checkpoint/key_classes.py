@@ -44,7 +44,7 @@ _TOLD = """
 # product. Weights that are kept quantized or on disk are the same bytes.
 _FREE = """
     teacher.model.path teacher.model.quantize_cache teacher.model.max_positions
-    teacher.quantization.expert_chunk
+    teacher.quantization.expert_chunk teacher.logprobs
     output_dir model.path model.quantize_cache model.max_positions resume push_to_hub save_dtype
     batch_size gradient_accumulation_steps global_batch_size reference_logprobs
     metric_logger log_every_n_steps report preflight device_memory compile_cache_dir

@@ -19,6 +19,7 @@ Ranks may have different numbers of tokens. They agree on the largest, on the ho
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -28,27 +29,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.func import functional_call
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.batch import IGNORE_INDEX
+from qfsdp.distributed.own_rows import all_rows, own_parameter, own_rows
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear
 from qfsdp.modules.adapters.whole import computed_in
 from qfsdp.modules.collectives import all_gather, reduce_scatter
+from qfsdp.modules.distillation import Columns
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_functions, chunk_tokens, summed_by_sample
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.score_head import score_head
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import (
-    local_part,
     local_rows,
     shard_group,
-    sharded,
-    whole_tensor,
 )
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
@@ -112,7 +111,7 @@ class SplitVocabulary:
         for module in (*model.model.embed_tokens.modules(), *model.lm_head.modules()):
             for name, param in list(module.named_parameters(recurse=False)):
                 if param not in made:
-                    made[param] = _own_parameter(param, mesh)
+                    made[param] = own_parameter(param, mesh)
                 setattr(module, name, made[param])
         self.parameters = set(made.values())
         own = local_rows(model.model.embed_tokens.weight)
@@ -122,7 +121,7 @@ class SplitVocabulary:
 
     def embedded(self, embedding: nn.Embedding, tokens: Tensor) -> Tensor:
         """`embedding(tokens)`: `[..., hidden]` in the compute dtype. Collective."""
-        flat = _LookUp.apply(_own_rows(embedding.weight), tokens.flatten(), self)
+        flat = _LookUp.apply(own_rows(embedding.weight), tokens.flatten(), self)
         return cast(Tensor, flat).view(*tokens.shape, -1)
 
     def _places(self, ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -144,7 +143,7 @@ class SplitVocabulary:
             raise RuntimeError(f"{what}; expected labels too, or sharding.vocabulary: gather")
         flat = hidden.flatten(0, -2)
         most = self.largest(len(flat))
-        own, trained = self._own_part(head)
+        own, trained = self.own_part(head)
         logits, _ = chunk_functions(own, trained, self._losses_and_gradient_)
         mine = logits(self.gathered(filled(flat, most)).flatten(0, 1))
         width = -(-self._vocabulary // self.ranks)
@@ -166,13 +165,13 @@ class SplitVocabulary:
         rows: Any = None,
     ) -> Tensor:
         """`head_loss` of the same arguments. Collective, and so is its backward."""
-        assert taught is None, "a teacher's logits are not split"
-        own, trained = self._own_part(head)
+        own, trained = self.own_part(head)
         trained += [] if rows is None else rows.trained
         given = (hidden, labels, sample_ids, num_samples, num_targets)
-        return summed_by_sample(partial(self._in_chunks, own, rows), trained, *given)
+        in_chunks = partial(self._in_chunks, own, taught, rows)
+        return summed_by_sample(in_chunks, trained, *given)
 
-    def _own_part(self, head: nn.Module) -> tuple[nn.Module, list[Tensor]]:
+    def own_part(self, head: nn.Module) -> tuple[nn.Module, list[Tensor]]:
         """The output layer with this rank's rows, to compute with, and its trained tensors."""
         given = {name: self._own(param) for name, param in head.named_parameters()}
         trained = [t for t in given.values() if t.requires_grad and torch.is_grad_enabled()]
@@ -189,12 +188,13 @@ class SplitVocabulary:
     def _own(self, param: Tensor) -> Tensor:
         """This rank's rows of a parameter with a row for each token; all rows of another one."""
         if param.size(0) == self._vocabulary:
-            return _own_rows(param)
-        return cast(Tensor, _Whole.apply(param))
+            return own_rows(param)
+        return all_rows(param)
 
     def _in_chunks(
         self,
         own: nn.Module,
+        taught: Any,
         rows: Any,
         trained: Sequence[Tensor],
         hidden: Tensor,
@@ -203,20 +203,27 @@ class SplitVocabulary:
         weights: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
         """As `loss._in_chunks`, over the tokens of all ranks; `own` has this rank's rows."""
-        most, loss = self.largest(len(hidden)), self._losses_and_gradient_
+        most, loss = self.largest(len(hidden)), cast(Any, self._losses_and_gradient_)
+        step, said = chunk_tokens(self._vocabulary), cast(tuple[Tensor, ...], ())
+        if taught is not None:
+            loss, targets, step = taught.of_chunks(loss, labels, step, _OwnColumns(self))
+            said = targets.said
         grad_hidden = torch.zeros_like(hidden) if wanted else None
         grads = [torch.zeros_like(param, dtype=torch.float32) for param in trained]
         logits, gradients = chunk_functions(own, trained, loss, None, rows, self.first)
         all_labels = self.gathered(filled(labels, most, IGNORE_INDEX))
         all_weights = None if weights is None else self.gathered(filled(weights, most))
-        losses, step = [], chunk_tokens(self._vocabulary)
+        losses = []
         for start in range(0, most, step):
             part, width = slice(start, min(start + step, most)), min(step, most - start)
             count = max(0, min(part.stop, len(hidden)) - start)  # tokens of this rank
             everyone = self.gathered(filled(hidden[part], width)).flatten(0, 1)
-            of_labels = all_labels[:, part].flatten()
+            of_labels: Any = all_labels[:, part].flatten()
+            if taught is not None:
+                of_all = (self.gathered(filled(one[part], width)).flatten(0, 1) for one in said)
+                of_labels = replace(targets, labels=of_labels, said=tuple(of_all))
             if grad_hidden is None:
-                of_chunk = loss(logits(everyone), of_labels)[0]
+                of_chunk = loss(logits(everyone), of_labels, None)[0]
             else:
                 of_rows = None if all_weights is None else all_weights[:, part].flatten()
                 of_chunk, of_hidden = gradients(everyone, of_labels, of_rows, grads)
@@ -267,6 +274,28 @@ class SplitVocabulary:
         mine = parts.new_empty(len(parts) // self.ranks, *parts.shape[1:])
         reduce_scatter(mine, parts.contiguous(), group=self.group)
         return mine
+
+
+class _OwnColumns(Columns):
+    """The columns of this rank, of the logits of all ranks' tokens."""
+
+    def __init__(self, split: SplitVocabulary) -> None:
+        self._split = split
+
+    def largest(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, dist.ReduceOp.MAX, group=self._split.group)
+        return x
+
+    def summed(self, x: Tensor) -> Tensor:
+        dist.all_reduce(x, group=self._split.group)
+        return x
+
+    def places(self, ids: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self._split._places(ids)
+
+    def own_sum(self, losses: Tensor, labels: Tensor) -> Tensor:
+        # Every rank has the losses of all tokens, and counts as many of them as the others.
+        return (losses * (labels != IGNORE_INDEX)).sum() / self._split.ranks
 
 
 def filled(x: Tensor, length: int, value: int = 0) -> Tensor:
@@ -330,59 +359,6 @@ class _WithTensors(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return cast(Tensor, self._call(x))
-
-
-# ---- parameters ------------------------------------------------------------------------------
-
-
-def _own_parameter(param: nn.Parameter, mesh: DeviceMesh) -> nn.Parameter:
-    """This rank's rows of a parameter on the meta device."""
-    placements = [*[Replicate()] * (mesh.ndim - 1), Shard(0)]
-    each = -(-param.size(0) // mesh.size(mesh.ndim - 1))
-    first = mesh.get_local_rank(mesh.ndim - 1) * each
-    rows = param.detach()[min(first, param.size(0)) : first + each]
-    whole = sharded(rows, mesh, placements, param.shape)
-    return nn.Parameter(whole, requires_grad=param.requires_grad)
-
-
-def _own_rows(param: Tensor) -> Tensor:
-    """This rank's rows of a parameter, with its gradient."""
-    recorded = param.requires_grad and torch.is_grad_enabled()
-    return cast(Tensor, _OwnRows.apply(param)) if recorded else local_part(param)
-
-
-class _OwnRows(torch.autograd.Function):
-    """A DTensor -> this rank's rows. Their gradient is summed over the replicas of a hybrid mesh,
-    fp32 `[rows, ...]`; over the ranks that share the rows it is summed already."""
-
-    @staticmethod
-    def forward(ctx: Any, param: DTensor) -> Tensor:
-        ctx.like = param.device_mesh, param.placements, param.shape
-        return param.to_local().detach()
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        mesh, placements, shape = ctx.like
-        if mesh.ndim > 1:
-            dist.all_reduce(grad := grad.contiguous(), group=mesh.get_group(0))
-        return sharded(grad, mesh, placements, shape)
-
-
-class _Whole(torch.autograd.Function):
-    """A DTensor -> all of its rows, on every rank, whose gradients are summed."""
-
-    @staticmethod
-    def forward(ctx: Any, param: DTensor) -> Tensor:
-        ctx.param = param
-        return whole_tensor(param)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # type: ignore[override]
-        dist.all_reduce(grad := grad.contiguous())
-        like = ctx.param
-        return sharded(grad[local_rows(like)], like.device_mesh, like.placements, like.shape)
 
 
 def _host_group(mesh: DeviceMesh, world: World) -> dist.ProcessGroup:

@@ -111,7 +111,8 @@ class DecoderBase(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """The output layer, also where ranks share its rows."""
-        found = self.split.logits(self.lm_head, x) if self.split else self.parts.output(x)
+        split = self.split if self.output_name == "lm_head" else None
+        found = split.logits(self.lm_head, x) if split else self.parts.output(x)
         return found if self.head_rows is None else self.head_rows.in_logits(found, x)
 
 

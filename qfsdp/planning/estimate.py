@@ -54,21 +54,14 @@ from qfsdp.planning.known_models import find_config, stored_formats
 from qfsdp.planning.tracker import CHECKPOINT, GRAPHS, TEACHER, MemoryTracker, Point
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from qfsdp.training.distillation import Teacher, of_teacher
+from qfsdp.training.distillation import CachedTeacher, Teacher, of_teacher
 from qfsdp.training.learning_rate import any_lr
 from qfsdp.training.memory_usage import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, plain_tensors
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.preference import step_options
 from qfsdp.training.step_clock import StepClock
 
-__all__ = [
-    "Estimate",
-    "Point",
-    "Target",
-    "estimate",
-    "model_folder",
-    "reserved_bytes",
-]
+__all__ = ["Estimate", "Point", "Target", "estimate", "model_folder", "reserved_bytes"]
 
 BuildModel = Callable[[Any, Any], Any]  # (cfg, weights) -> the model on the meta device
 TrainStep = Callable[..., dict[str, float]]  # one update; arguments as in the training recipes
@@ -152,7 +145,7 @@ def estimate(
             model = build_model(cfg, formats)
         teacher, tokens = planned_teacher(cfg, target), micro_batch_tokens(cfg)
         if teacher is not None and cfg.sharding.strategy != "ddp":
-            shard_model(teacher, of_teacher(cfg.sharding), world)
+            shard_model(teacher, of_teacher(cfg), world)
         shard_model(model, cfg.sharding, world, None if teacher is not None else tokens)
         sum_dtype(world.device)  # tries fp64 once in a process: no launch of a step
         tracker = MemoryTracker(target, cfg.sharding.cpu_offload, local_world_size)
@@ -170,8 +163,8 @@ def estimate(
 
 
 def planned_teacher(cfg: Any, target: Target) -> Any:
-    """The teacher of a distillation on the meta device; None for another config."""
-    if (given := getattr(cfg, "teacher", None)) is None:
+    """The teacher on the meta device; None for another config, or if its words are in files."""
+    if (given := getattr(cfg, "teacher", None)) is None or given.logprobs != "live":
         return None
     with model_folder(given.model, None) as (folder, formats), planned_for(target):
         model = replace(given.model, path=str(folder))
@@ -180,12 +173,14 @@ def planned_teacher(cfg: Any, target: Target) -> Any:
 
 def _options(cfg: Any, teacher: Any, world: World, tracker: MemoryTracker) -> dict[str, Any]:
     """What the recipe's step takes besides the arguments of all; a teacher gets fake weights."""
+    if teacher is None and hasattr(cfg, "teacher"):
+        return {"teacher": CachedTeacher.of_a_dry_run(cfg.distillation, world)}
     if teacher is None:
         return step_options(cfg)
     teacher.to_empty(device=world.device)
     teacher.tie_weights()
     _mark_parameters(teacher, tracker, TEACHER)
-    return {"teacher": Teacher(teacher, cfg.distillation, world)}
+    return {"teacher": Teacher(teacher, cfg.distillation, world, teacher.config.vocab_size)}
 
 
 def _run(

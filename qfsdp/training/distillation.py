@@ -2,16 +2,20 @@
 
 The teacher is quantized, sharded and offloaded as the student is, and runs without gradients before
 each forward pass of the student. Its last hidden states at the target tokens are kept, and its
-output layer is gathered while the student's loss is computed (`qfsdp.modules.distillation`). The
-loss is the mean over the target tokens of all ranks and micro-batches, so it does not depend on how
-they are split.
+output layer is gathered while the student's loss is computed (`qfsdp.modules.distillation`). Or
+its log-probabilities are read from files, and it is not in memory (`qfsdp.training.teacher_cache`).
+The loss is the mean over the target tokens of all ranks and micro-batches, so it does not depend on
+how they are split.
 """
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -20,22 +24,29 @@ from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.devices import sum_dtype
-from qfsdp.common.errors import UserError
+from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.common.files import nearest_existing
 from qfsdp.data.batch import IGNORE_INDEX, Batch
 from qfsdp.data.token_ids import check_tokenizer_ids
 from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
-from qfsdp.modules.distillation import DistillationConfig, Taught
+from qfsdp.modules.distillation import (
+    DistillationConfig,
+    Logits,
+    Taught,
+    most_likely,
+    teacher_logits,
+)
 from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.training.locate_nonfinite import Part
+from qfsdp.training.teacher_cache import TeacherCache, check_cache, shared_tokens
 
 WITH_A_TEACHER = {
     "context_parallel": (1,),
     "offload_base": ("none", "cpu"),
-    "vocabulary": ("auto", "gather"),
 }
 
 
@@ -47,16 +58,33 @@ class TeacherConfig:
         model: as section `model`; one that qfsdp builds itself, with the student's tokens.
         quantization: as section `quantization`.
         adapter: a folder in PEFT's format, or null.
+        logprobs: "live": the teacher runs in every step. "cache": before the first step it writes
+            the log-probabilities of its `distillation.top_k` most likely tokens to
+            `output_dir/teacher_logprobs`, and leaves memory; or another folder, for several runs.
     """
 
     model: ModelConfig
     quantization: QuantizationConfig = field(default_factory=QuantizationConfig)
     adapter: str | None = None
+    logprobs: str = "live"
+
+    def check(self) -> None:
+        check_place("logprobs", self.logprobs)
 
 
-def of_teacher(sharding: ShardingConfig) -> ShardingConfig:
-    """How the teacher is sharded: as the student, its output layer gathered."""
-    return replace(sharding, vocabulary="gather", expert_parallel=1)
+def check_place(key: str, where: str) -> None:
+    """Checks where log-probabilities are to be kept. Raises InvalidField."""
+    if where not in ("live", "cache") and "/" not in where:
+        raise InvalidField(key, where, "live, cache, or a folder with a /")
+    if "/" in where and not nearest_existing(Path(where).expanduser()).is_dir():
+        raise InvalidField(key, where, "a folder, not a file or a path in a file")
+
+
+def of_teacher(cfg: Any) -> ShardingConfig:
+    """How the teacher of a config is sharded: as the student. Its output layer is split too, if all
+    of its logits count."""
+    split = cfg.sharding.vocabulary == "split" and cfg.distillation.top_k is None
+    return replace(cfg.sharding, vocabulary="split" if split else "gather", expert_parallel=1)
 
 
 def check_sharding(sharding: ShardingConfig) -> None:
@@ -84,7 +112,7 @@ def check_teacher(cfg: Any, student: AnyConfig) -> None:
             f"teacher.model.path: '{section.model.path}' is built by transformers "
             f"({found.architecture}); expected a model that qfsdp builds itself"
         )
-    sharding = of_teacher(cfg.sharding)
+    sharding = of_teacher(cfg)
     check_for_inference(section.model, section.quantization, section.adapter, sharding)
     if found.max_position_embeddings < cfg.max_seq_len:
         raise UserError(
@@ -94,6 +122,11 @@ def check_teacher(cfg: Any, student: AnyConfig) -> None:
     tokens = min(found.vocab_size, student.vocab_size)
     if (most := cfg.distillation.top_k) is not None and most > tokens:
         raise UserError(f"distillation.top_k: {most}; expected at most {tokens}, the vocabulary")
+    if cfg.sharding.vocabulary == "split" and found.vocab_size != student.vocab_size:
+        rows = f"{found.vocab_size} rows, and the student's {student.vocab_size}"
+        expected = f"expected auto or gather, as the teacher's vocabulary has {rows}"
+        raise UserError(f"sharding.vocabulary: split; {expected}")
+    check_cache(cfg)
     _check_tokens(cfg, tokens, found.vocab_size == student.vocab_size)
 
 
@@ -124,11 +157,32 @@ def _check_tokens(cfg: Any, rows: int, equal: bool) -> None:
     check_tokenizer_ids(tokenizer, rows)
 
 
-def load_teacher(cfg: Any, world: World) -> Teacher:
-    """Loads the teacher of a config; every rank must call it."""
-    given = (cfg.teacher.model, cfg.teacher.quantization, cfg.teacher.adapter)
-    model = load_for_inference(*given, of_teacher(cfg.sharding), world)
-    return Teacher(model, cfg.distillation, world)
+def load_teacher(cfg: Any, world: World, loader: Any, steps: int) -> Teacher:
+    """The teacher of a config, loaded, or read from files after it has written what they lack.
+    Every rank must call it.
+
+    Args:
+        loader: of the run, whose rows the teacher reads.
+        steps: of the run.
+
+    Raises:
+        UserError: as `TeacherCache`; or `load_for_inference` raises it.
+    """
+    given = (cfg.teacher.model, cfg.teacher.quantization, cfg.teacher.adapter, of_teacher(cfg))
+
+    def load() -> Teacher:
+        model = load_for_inference(*given, world)
+        return Teacher(model, cfg.distillation, world, shared_tokens(cfg))
+
+    if cfg.teacher.logprobs == "live":
+        return load()
+    cache = TeacherCache(cfg, loader, world)
+    if cache.lacks(steps):
+        cache.fill(partial(load().most_likely, cache.top_k), steps)
+        gc.collect()  # a model has cycles, and the student needs its memory
+        if world.device.type == "cuda":
+            torch.cuda.empty_cache()
+    return CachedTeacher(cache.of, cfg.distillation, world, cache.tokens)
 
 
 class Teacher:
@@ -137,10 +191,11 @@ class Teacher:
     Args:
         model: a `Decoder`, loaded or of a dry run, in evaluation. Its output is from now on the
             last hidden state.
+        tokens: rows of the vocabulary that student and teacher both have.
     """
 
-    def __init__(self, model: Any, config: DistillationConfig, world: World) -> None:
-        self._model, self.config, self.world = model, config, world
+    def __init__(self, model: Any, config: DistillationConfig, world: World, tokens: int) -> None:
+        self._model, self.config, self.world, self._tokens = model, config, world, tokens
         model.last_hidden = nn.Identity()
         model.output_name = "last_hidden"
         self._rows, model.head_rows = model.head_rows, None
@@ -152,8 +207,23 @@ class Teacher:
 
     @contextmanager
     def taught(self, batch: Batch, sums: Tensor) -> Iterator[Taught]:
-        """What the teacher says of a micro-batch's targets. Its output layer is gathered until the
-        context ends."""
+        """What the teacher says of a micro-batch's targets. Where all of its logits count, its
+        output layer is gathered until the context ends."""
+        if self.config.top_k is not None:
+            said = self.most_likely(self.config.top_k, batch)
+            yield Taught(said, self.config, sums, tokens=self._tokens)
+            return
+        with self._pass(batch) as (logits, hidden):
+            yield Taught((hidden,), self.config, sums, logits, self._tokens)
+
+    def most_likely(self, count: int, batch: Batch) -> tuple[Tensor, Tensor]:
+        """The most likely tokens of a micro-batch's targets: see the function of that name."""
+        with self._pass(batch) as (logits, hidden), torch.no_grad():
+            return most_likely(logits, hidden, count, self._tokens)
+
+    @contextmanager
+    def _pass(self, batch: Batch) -> Iterator[tuple[Logits, Tensor]]:
+        """What computes logits, and the last hidden states of a micro-batch's targets."""
         model, head = self._model, self._model.lm_head
         ends = (batch.labels != IGNORE_INDEX).flatten()
         found = torch.nonzero_static(ends, size=batch.num_targets).squeeze(1)
@@ -164,7 +234,10 @@ class Teacher:
                 )
                 if isinstance(head, FSDPModule):
                     head.unshard()
-            yield Taught(head, hidden, self.config, sums, self._rows)
+                first = 0
+                if model.split is not None:
+                    (head, _), first = model.split.own_part(head), model.split.first
+            yield teacher_logits(head, hidden.dtype, self._rows, first), hidden
         finally:
             for module in model.modules():  # without a backward pass FSDP2 keeps some gathered
                 if isinstance(module, FSDPModule):
@@ -181,6 +254,38 @@ class Teacher:
             return [Part("the loss of distillation", loss, loss)]
 
         return parts_of
+
+
+class CachedTeacher(Teacher):
+    """A teacher whose most likely tokens were written before.
+
+    Args:
+        said: a micro-batch -> what `Taught` takes of it: ids and log-probabilities, `[n, top_k]`.
+        tokens: as of `Taught`.
+    """
+
+    def __init__(
+        self,
+        said: Callable[[Batch], tuple[Tensor, ...]],
+        config: DistillationConfig,
+        world: World,
+        tokens: int | None = None,
+    ) -> None:
+        self._said, self.config, self.world, self._columns = said, config, world, tokens
+
+    @classmethod
+    def of_a_dry_run(cls, config: DistillationConfig, world: World) -> CachedTeacher:
+        """One who says nothing in particular."""
+
+        def said(batch: Batch) -> tuple[Tensor, ...]:
+            ids = batch.tokens.new_zeros(batch.num_targets, config.top_k or 1, dtype=torch.int32)
+            return ids, ids.float()
+
+        return cls(said, config, world)
+
+    @contextmanager
+    def taught(self, batch: Batch, sums: Tensor) -> Iterator[Taught]:
+        yield Taught(self._said(batch), self.config, sums, tokens=self._columns)
 
 
 class Update:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
-from qfsdp.common.files import nearest_existing
 from qfsdp.config.load import get_key
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.refused import check_hub_run
 from qfsdp.tensor_subclasses.kernels.ability import check_compile
 from qfsdp.tensor_subclasses.kernels.ability import use_cache_dir as use_cache_dir
-from qfsdp.training.distillation import check_sharding
+from qfsdp.training.distillation import check_place, check_sharding
 from qfsdp.training.preference import step_options
 
 
@@ -42,11 +40,7 @@ def check_run_config(cfg: Any) -> None:
                 f"{found}{cfg.quantization.targets}; expected none with lm_head: a score head "
                 "stands in its place"
             )
-    where = getattr(cfg, "reference_logprobs", "live")
-    if where not in ("live", "cache") and "/" not in where:
-        raise InvalidField("reference_logprobs", where, "live, cache, or a folder with a /")
-    if "/" in where and not nearest_existing(Path(where).expanduser()).is_dir():
-        raise InvalidField("reference_logprobs", where, "a folder, not a file or a path in a file")
+    check_place("reference_logprobs", getattr(cfg, "reference_logprobs", "live"))
     check_bounds(cfg, "batch_size", "gradient_accumulation_steps", least=1, most=2**20)
     check_bounds(cfg, "epochs", "log_every_n_steps", "max_steps", least=1)
     check_bounds(cfg, "max_seq_len", least=2)

@@ -92,6 +92,9 @@ COMMANDS = {
     "reward": training("reward_distributed"),
     "several": training("several_adapters"),
     "distill": training("distill_distributed"),
+    "distill, written": training(
+        "distill_distributed", "teacher.logprobs={work}/said", "distillation.top_k=4"
+    ),
     "score": Command(
         "score",
         (

@@ -14,10 +14,10 @@ from torch import Tensor
 
 from qfsdp.checkpoint.adapter_files import save_adapter
 from qfsdp.config.component import Component
-from qfsdp.data.loader import collate
+from qfsdp.data.loader import StepLoader
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.distillation import DistillationConfig, divergence
+from qfsdp.modules.distillation import DistillationConfig, divergence, of_most_likely
 from qfsdp.training.distillation import TeacherConfig, load_teacher
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.step_clock import StepClock
@@ -55,16 +55,23 @@ def plain(ours: Tensor, theirs: Tensor, config: DistillationConfig) -> Tensor:
     return config.beta * kl(p, middle) + (1 - config.beta) * kl(q, middle)
 
 
+def of_logits(ours: Tensor, theirs: Tensor, config: DistillationConfig) -> tuple[Tensor, Tensor]:
+    if config.top_k is None:
+        return divergence(ours, theirs, config)
+    logprobs, ids = theirs.log_softmax(1).topk(config.top_k, 1)
+    return of_most_likely(ours, ids, logprobs, config)
+
+
 @pytest.mark.parametrize("config", KINDS, ids=lambda config: config.divergence)
 def test_values_and_gradients(config: DistillationConfig) -> None:
     ours, theirs = 3 * torch.randn(2, 7, 50, generator=torch.Generator().manual_seed(0))
     wide = ours.double().requires_grad_()
     expected = plain(wide, theirs.double(), config)
     (grad,) = torch.autograd.grad(expected.sum(), wide)
-    losses, found = divergence(ours, theirs, config)
+    losses, found = of_logits(ours, theirs, config)
     torch.testing.assert_close(losses.double(), expected, rtol=1e-6, atol=1e-6)
     torch.testing.assert_close(found.double(), grad, rtol=1e-5, atol=1e-6)
-    far = divergence(1e3 * ours, 1e3 * theirs, config)  # probabilities that round to 0
+    far = of_logits(1e3 * ours, 1e3 * theirs, config)  # probabilities that round to 0
     assert all(each.isfinite().all() for each in far)
 
 
@@ -78,13 +85,17 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return student, wide
 
 
-def config_of(models: tuple[Path, Path], distillation: DistillationConfig) -> Any:
+def config_of(
+    models: tuple[Path, Path], distillation: DistillationConfig, logprobs: str = "live"
+) -> Any:
     recipe = load_recipe("distill_distributed")
     plain = recipe.QuantizationConfig("none")
     return recipe.Config(
         output_dir="unused",
         model=recipe.ModelConfig(str(models[0]), dtype="fp32"),
-        teacher=TeacherConfig(recipe.ModelConfig(str(models[1]), dtype="fp32"), plain),
+        teacher=TeacherConfig(
+            recipe.ModelConfig(str(models[1]), dtype="fp32"), plain, logprobs=logprobs
+        ),
         tokenizer=Component("tests.toy_data.tokenizer", {}),
         dataset=None,
         optimizer=None,
@@ -94,20 +105,22 @@ def config_of(models: tuple[Path, Path], distillation: DistillationConfig) -> An
     )
 
 
-def batches_of(update: int) -> list[Any]:
-    """Two micro-batches, the second without a target in one of its rows."""
-    rows = [dict(Samples(tokenizer(), seed=update)[at]) for at in range(4)]
-    rows[3]["labels"] = torch.full_like(rows[3]["labels"], -100)
-    return [collate(part, pad_id=0, max_seq_len=64) for part in (rows[:2], rows[2:])]
+def loader() -> StepLoader:
+    """Updates of two micro-batches, the second without a target in one of its rows."""
+    rows = [dict(Samples(tokenizer(), seed=at // 4)[at % 4]) for at in range(4 * UPDATES)]
+    for row in rows[3::4]:
+        row["labels"] = torch.full_like(row["labels"], -100)
+    one = {"rank": 0, "world_size": 1, "seed": 0, "pad_id": 0, "shuffle": False}
+    return StepLoader(rows, batch_size=2, gradient_accumulation_steps=2, max_seq_len=64, **one)
 
 
 def train(cfg: Any, model: Any) -> list[dict[str, float]]:
-    recipe, world = load_recipe("distill_distributed"), cpu_world()
+    recipe, world, rows = load_recipe("distill_distributed"), cpu_world(), loader()
     adamw = Component("torch.optim.AdamW", {"lr": LR, "eps": EPS, "weight_decay": 0.0})
     optimizer = build_optimizer(adamw, trainable_parameters(model))
-    given = (1.0, world, StepClock(world.device), load_teacher(cfg, world))
+    given = (1.0, world, StepClock(world.device), load_teacher(cfg, world, rows, UPDATES))
     return [
-        recipe.train_step(model, optimizer, None, batches_of(update), *given)
+        recipe.train_step(model, optimizer, None, rows.step(update), *given)
         for update in range(UPDATES)
     ]
 
@@ -118,7 +131,7 @@ def their_losses(student: Any, teacher: Any, config: DistillationConfig) -> list
     optimizer = torch.optim.AdamW(trained, lr=LR, eps=EPS, weight_decay=0.0)
     losses = []
     for update in range(UPDATES):
-        batches, loss = batches_of(update), torch.zeros(())
+        batches, loss = loader().step(update), torch.zeros(())
         targets = sum(batch.num_targets for batch in batches)
         for batch in batches:
             counts = batch.labels != -100
@@ -136,16 +149,19 @@ def their_losses(student: Any, teacher: Any, config: DistillationConfig) -> list
     return losses
 
 
+CASES = [(config, "live") for config in KINDS] + [(KINDS[1], "cache")]
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("config", KINDS, ids=lambda config: config.divergence)
+@pytest.mark.parametrize(("config", "where"), CASES, ids=lambda of: getattr(of, "divergence", of))
 def test_ten_updates_as_a_plain_loop(
-    config: DistillationConfig, models: tuple[Path, Path], tmp_path: Path
+    config: DistillationConfig, where: str, models: tuple[Path, Path], tmp_path: Path
 ) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     recipe, world = load_recipe("distill_distributed"), cpu_world()
-    cfg = config_of(models, config)
+    cfg = config_of(models, config, where.replace("cache", f"{tmp_path}/said"))
     model = recipe.load_model(cfg, world)
     save_adapter(model, cfg.adapter, str(models[0]), tmp_path, world)
     base, teacher = (AutoModelForCausalLM.from_pretrained(m, dtype=torch.float32) for m in models)
