@@ -145,6 +145,7 @@ def run(program: str, words: Sequence[str]) -> None:
         return reference.print_help(f"{program} run {usage}", recipe, argv)
     if words[:1] == [args.training_script]:
         right_forms.check_flags(program, words)
+        _check_config_file(recipe, argv)
         sys.argv = [recipe, *argv]
         runpy.run_path(recipe, run_name="__main__")
         return
@@ -159,6 +160,20 @@ def run(program: str, words: Sequence[str]) -> None:
         launch.check_recipe(recipe, argv)
     nodes.wait_for_master(args)
     ranks.run_ranks(args)
+
+
+def _check_config_file(recipe: str, argv: Sequence[str]) -> None:
+    """Finds what is wrong with the config file before the recipe imports torch, which takes
+    seconds. Raises UserError."""
+    from qfsdp.config.load import read_yaml, required_config
+
+    path = next((word.removeprefix("--config=") for word in argv if "--config=" in word[:9]), None)
+    if "--config" in argv[:-1]:
+        path = argv[argv.index("--config") + 1]
+    if path is not None:
+        read_yaml(path)
+    elif not argv and "launch(__file__" in Path(recipe).read_text("utf-8"):  # none that takes words
+        raise required_config()
 
 
 def parse_run(program: str, words: Sequence[str]) -> argparse.Namespace:

@@ -135,7 +135,8 @@ def plan(model: str, source: str, overrides: Sequence[str]) -> Plan:
     """Chooses the recipe and its settings; `overrides` win. Raises UserError."""
     given = dict(word.partition("=")[::2] for word in overrides if not word.startswith("~"))
     form = look(source, given)
-    print(f"rows      {source}: {form.name if form else 'read as you say'}", flush=True)
+    read = "; ".join([form.name, *map(": ".join, form.keys.items())]) if form else "read as you say"
+    print(f"rows      {source}: {read}", flush=True)
     with long_wait("importing PyTorch"):
         from qfsdp.config.recipe_files import find_recipe, load_recipe
         from qfsdp.planning.choices import Choices

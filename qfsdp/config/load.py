@@ -92,6 +92,10 @@ def config_of(schema: type[T], path: str, tree: dict[str, Any]) -> T:
     return config
 
 
+def required_config() -> UserError:
+    return UserError("no config given; expected --config FILE [key=value ...]")
+
+
 def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """The config file's path, and its keys over the schema's defaults, changed by the other words.
 
@@ -99,7 +103,7 @@ def read_tree(schema: type, argv: Sequence[str]) -> tuple[str, dict[str, Any]]:
     """
     path, overrides = split_words(argv, schema)
     if not path:
-        raise UserError("no config given; expected --config FILE [key=value ...]")
+        raise required_config()
     tree = read_yaml(path)
     change(schema, tree, overrides)
     return path, over_defaults(schema, tree)

@@ -18,12 +18,14 @@ from qfsdp.data.files.rows import require_column
 LOOKED_AT = 100  # rows
 PROMPTS = (
     *("prompt", "instruction", "question", "query", "problem", "user", "human", "input"),
-    *("source", "text"),
+    *("source", "text", "article", "document", "dialogue"),
 )
 ANSWERS = (
     *("answer", "output", "response", "completion", "solution", "assistant", "reply", "target"),
-    "label",
+    *("summary", "label"),
 )
+BESIDE = ("input", "context")  # what a prompt is about, in a column of its own: Alpaca's, Dolly's
+SYSTEM = ("system", "system_prompt")
 CHATS = ("messages", "conversations", "conversation", "chat", "turns", "dialog", "dialogue")
 EMPTY: tuple[Any, ...] = (None, "", [])
 _REQUIRED = (
@@ -66,32 +68,34 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
         row: a row, or the `typical` one of several.
     """
     lower = {name.lower(): name for name in row}
-    label = row.get(lower.get("label", ""))
+    label, before = row.get(lower.get("label", "")), _before(row, lower)
     if isinstance(label, bool) and "prompt" in lower and "completion" in lower:
         keys = {f"{name}_column": lower[name] for name in ("prompt", "completion", "label")}
-        return Form("answers with labels", "kto_dataset", _without(keys))
+        return Form("answers with labels", "kto_dataset", _without(keys) | before)
     if "chosen" in lower and "rejected" in lower:
         keys = {f"{name}_column": lower[name] for name in ("chosen", "rejected")}
         prompt = next((lower[name] for name in PROMPTS if name in lower), None)
         keys["prompt_column"] = prompt or "null"
-        return Form("preference pairs", "preference_dataset", _without(keys))
+        return Form("preference pairs", "preference_dataset", _without(keys) | before)
     for name in CHATS:
         value: Any = row.get(lower.get(name, ""))
         if _holds_rows(value):
             kind = "conversations" if "role" in value[0] else "conversations in ShareGPT's form"
             keys = {} if lower[name] == "messages" else {"messages_column": lower[name]}
-            return Form(kind, "chat_dataset", keys)
+            before.pop("history_column", None)
+            return Form(kind, "chat_dataset", keys | before)
     texts = [name for name in lower if isinstance(row[lower[name]], str)]
     answer = next((name for name in ANSWERS if name in texts), None)
     prompt = next((name for name in PROMPTS if name in texts and name != answer), None)
     if answer and prompt:
         keys = {"answer_column": lower[answer]}
-        if prompt == "instruction" and "input" in texts:
-            columns = f"{{{lower['instruction']}}}\\n{{{lower['input']}}}"
+        beside = next((name for name in BESIDE if name in texts and name != prompt), None)
+        if beside:
+            columns = f"{{{lower[prompt]}}}\\n{{{lower[beside]}}}"
             keys["prompt_template"] = f'"{columns}"'
         else:
             keys["prompt_column"] = lower[prompt]
-        return Form("prompts with answers", "instruct_dataset", _without(keys))
+        return Form("prompts with answers", "instruct_dataset", _without(keys) | before)
     documents = next((n for n in ("text", "content", "document", "body") if n in texts), None)
     if documents or (len(texts) == len(row) == 1 and texts[0] not in CHATS):
         column = lower[documents or texts[0]]
@@ -99,6 +103,17 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
             "documents", "text_dataset", {} if column == "text" else {"text_column": column}
         )
     return None
+
+
+def _before(row: Mapping[str, Any], lower: Mapping[str, str]) -> dict[str, str]:
+    """The keys of columns with what comes before a prompt: a system message, earlier turns."""
+    found = {}
+    for name in SYSTEM:
+        if isinstance(row.get(lower.get(name, "")), str):
+            found.setdefault("system_column", lower[name])
+    if isinstance(row.get(lower.get("history", "")), list):
+        found["history_column"] = lower["history"]
+    return found
 
 
 def _without(keys: dict[str, str]) -> dict[str, str]:

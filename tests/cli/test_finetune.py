@@ -38,6 +38,21 @@ FORMS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         "instruct_dataset",
         {"prompt_template": "{instruction}\n{input}", "answer_column": "output"},
     ),
+    "dolly": (
+        {"instruction": "Add.", "context": "2 + 3", "response": "5", "category": "sums"},
+        "instruct_dataset",
+        {"prompt_template": "{instruction}\n{context}", "answer_column": "response"},
+    ),
+    "summaries": (
+        {"article": "A long text.", "summary": "A text."},
+        "instruct_dataset",
+        {"prompt_column": "article", "answer_column": "summary"},
+    ),
+    "turns": (
+        {"system": "Be short.", "prompt": "And 3 + 4?", "response": "7", "history": [["2?", "2"]]},
+        "instruct_dataset",
+        {"answer_column": "response", "system_column": "system", "history_column": "history"},
+    ),
     "completions": (
         {"prompt": "2 + 3?", "completion": "5"},
         "instruct_dataset",
@@ -215,6 +230,8 @@ def test_the_whole_run(folder: Path) -> None:
     assert "  qfsdp chat adapter=runs/whole/adapter" in said
     assert "  qfsdp serve adapters.mine=runs/whole/adapter" in said
     assert any(line.startswith("page      runs/whole/report.html") for line in said)
+    columns = "prompt_column: Question; answer_column: Answer"
+    assert f"rows      questions.jsonl: prompts with answers; {columns}" in said
     assert (folder / "runs/whole/adapter/adapter_model.safetensors").exists()
     assert "validation/held_out/loss" in (folder / "runs/whole/metrics.jsonl").read_text()
 

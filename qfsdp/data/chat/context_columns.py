@@ -20,10 +20,12 @@ _OF_OTHERS = {
     "tools": "tools_column",
     "instruction": "prompt_template",
     "input": "prompt_template",
+    "context": "prompt_template",
     **dict.fromkeys(("documents", "chat_template_kwargs")),
 }
 """Columns that hold parts of conversations in data of other projects -> the key that names them.
-None: nothing reads them. The columns of Alpaca's rows are named only where a prompt is made."""
+None: nothing reads them. The columns of Alpaca's and Dolly's rows are named only where a prompt is
+made."""
 
 _NOT_TEXT = ("images", "videos", "audios", "image", "video", "audio")
 
