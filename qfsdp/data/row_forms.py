@@ -107,7 +107,7 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
 
 def _before(row: Mapping[str, Any], lower: Mapping[str, str]) -> dict[str, str]:
     """The keys of columns with what comes before a prompt: a system message, earlier turns."""
-    found = {}
+    found: dict[str, str] = {}
     for name in SYSTEM:
         if isinstance(row.get(lower.get(name, "")), str):
             found.setdefault("system_column", lower[name])
