@@ -26,8 +26,7 @@ from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk,
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.config.component import Component
 from qfsdp.data import check_data
-from qfsdp.data.preferences.loader import PairBatch, PreferenceLoader
-from qfsdp.data.preferences.tokenized import RowLimit, build_preferences
+from qfsdp.data.preferences.loader import PairBatch, PreferenceLoader, RowLimit, build_preferences
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.world import DistributedConfig, ShardingConfig, World, init_world
@@ -42,11 +41,10 @@ from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_sca
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
 from qfsdp.training.preference import Losses, Objective, Reference, check_packed, sequence_logprobs
 from qfsdp.training.preference_validation import PreferenceValidation, ValidationConfig
-from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.reference_cache import cached_logprobs
 from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
-from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 
 
 @dataclass

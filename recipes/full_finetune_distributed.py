@@ -41,10 +41,9 @@ from qfsdp.planning.preflight import Run, check_memory, explain_out_of_memory, m
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_scale
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
-from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
-from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 from qfsdp.training.validation import Validation, ValidationConfig
 
 

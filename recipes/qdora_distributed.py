@@ -2,12 +2,9 @@
 
     tune run recipes/qdora_distributed --config configs/llama3_70b_qdora.yaml [key=value ...]
 
-Starts one process per visible accelerator, or the number that torchrun's flags give:
-
-    tune run --nproc_per_node 2 recipes/qdora_distributed --config ...
-
-To change it, copy it: `tune cp recipes/qdora_distributed my_recipe.py`. This file shows which
-weights are frozen, adapted and sharded, and what one update does.
+Starts one process per visible accelerator, or the number that torchrun's flags give (`tune run
+--nproc_per_node 2 recipes/...`). To change it, copy it: `tune cp recipes/qdora_distributed
+my_recipe.py`. It shows which weights are frozen, adapted and sharded, and what one update does.
 """
 
 from __future__ import annotations
@@ -42,10 +39,9 @@ from qfsdp.training.cuda_graphs import CudaGraphs, StepGraphs, why_not
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_scale
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
-from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
-from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 from qfsdp.training.validation import Validation, ValidationConfig
 
 

@@ -32,11 +32,10 @@ from qfsdp.planning.report import chart_of, comparison_of
 from qfsdp.sweep.output import finished_sections
 from qfsdp.sweep.prices import read_prices
 from qfsdp.sweep.results import FILE
-from qfsdp.training.report.at_end import LOSS, PAGE
 from qfsdp.training.report.drawing import write_png
 from qfsdp.training.report.page import Section, figure, part, table, write_page
 from qfsdp.training.report.run_folder import Evaluation, RunFolder, read_evaluation, read_run
-from qfsdp.training.report.sections import loss_chart, run_sections
+from qfsdp.training.report.sections import LOSS, PAGE, loss_chart, run_sections
 
 OF_A_CPU = "the measured peak is that of the process, with its libraries"
 

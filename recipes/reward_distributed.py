@@ -27,8 +27,7 @@ from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk,
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.config.component import Component
 from qfsdp.data import check_data
-from qfsdp.data.preferences.loader import PairBatch, PreferenceLoader
-from qfsdp.data.preferences.tokenized import RowLimit, build_preferences
+from qfsdp.data.preferences.loader import PairBatch, PreferenceLoader, RowLimit, build_preferences
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.world import DistributedConfig, ShardingConfig, World, init_world
@@ -42,13 +41,11 @@ from qfsdp.planning.preflight import Run, check_memory, explain_out_of_memory, m
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_scale
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
-from qfsdp.training.preference import check_packed
+from qfsdp.training.preference import ScoreObjective, check_packed, last_scores
 from qfsdp.training.preference_validation import ScoreValidation, ValidationConfig
-from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
-from qfsdp.training.scores import ScoreObjective, last_scores
 from qfsdp.training.steps import forward_backward, optim_step
-from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 
 
 @dataclass

@@ -16,8 +16,8 @@ from pathlib import Path
 from qfsdp.common.errors import user_errors
 from qfsdp.common.quiet import quiet_torchao
 from qfsdp.data.files.json_lines import to_lines
-from qfsdp.training.report.at_end import report_at_end
 from qfsdp.training.report.run_folder import SAMPLES
+from qfsdp.training.report.sections import report_at_end
 
 from . import cache_dir
 from .prepare import prepare

@@ -21,7 +21,7 @@ from omegaconf.errors import OmegaConfBaseException
 from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE, read_peft_config
 from qfsdp.checkpoint.saved_template import adapter_template
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import to_json
+from qfsdp.common.files import json_object, to_json
 from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
 from qfsdp.config.load import get_key, to_yaml
@@ -134,11 +134,9 @@ def base_of(adapter: str) -> dict[str, Any] | None:
         adapter: a folder in PEFT's format, or a name on the hub.
     """
     folder = small_folder("adapter", adapter, "adapter")
-    try:
-        written = json.loads((folder / CONFIG_FILE).read_bytes())
-        base, revision = written.get("base_model_name_or_path"), written.get("revision")
-    except (OSError, ValueError, AttributeError):
+    if not (written := json_object(folder / CONFIG_FILE)):
         return None  # `tell_another_base` says why
+    base, revision = written.get("base_model_name_or_path"), written.get("revision")
     found = _settings(folder)
     if isinstance(base, str) and base:
         path = f"{base}@{revision}" if isinstance(revision, str) and hub_name(base) else base
@@ -153,7 +151,7 @@ def _settings(folder: Path) -> dict[str, Any]:
         if found["tokenizer"].get("path") == ".":
             found["tokenizer"]["path"] = str(folder)
         return dict(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         pass
     try:
         return _settings_of(yaml.safe_load((folder.parent / "config.yaml").read_text("utf-8")))

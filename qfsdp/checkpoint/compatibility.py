@@ -24,8 +24,8 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.common.errors import UserError
 from qfsdp.common.file_digests import file_digest
 from qfsdp.common.files import to_json
+from qfsdp.common.printable import SECRET, masked
 from qfsdp.common.sealed import Damaged, read_sealed, sealed_json
-from qfsdp.common.secret_keys import SECRET, masked
 from qfsdp.config.component import Component, further_keys, passed_by_name
 from qfsdp.config.load import kept_places, resolved_yaml
 from qfsdp.data import StepLoader, StreamLoader

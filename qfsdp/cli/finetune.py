@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
-from qfsdp.common.secret_keys import masked_word
+from qfsdp.common.printable import masked_word
 from qfsdp.config import load
 from qfsdp.config.component import Component
 from qfsdp.config.right_forms import DATA_FILES

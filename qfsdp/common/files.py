@@ -38,6 +38,15 @@ def to_json(content: Any, **options: Any) -> str:
         return json.dumps(_with_null(content), allow_nan=False, **options)
 
 
+def json_object(file: Path) -> dict[str, Any]:
+    """The object in a JSON file; {} if there is none: whoever needs the file says why."""
+    try:
+        found = json.loads(file.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
 def _with_null(content: Any) -> Any:
     if isinstance(content, float):
         return content if math.isfinite(content) else None

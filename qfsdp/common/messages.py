@@ -8,8 +8,7 @@ from difflib import get_close_matches
 from typing import Any, Union, get_origin
 
 from qfsdp.common.errors import UserError, shortened
-from qfsdp.common.printable import redacted
-from qfsdp.common.secret_keys import masked
+from qfsdp.common.printable import masked, redacted
 
 TYPE_WORDS: dict[Any, str] = {
     bool: "true or false",

@@ -14,8 +14,8 @@ from typing import Any
 # (old package, new package): names of modules, with "=new name" where that changed too.
 _PACKAGES = {
     ("qfsdp.cli", "qfsdp.common"): (
-        "durations errors files file_digests messages output printable progress quiet "
-        "sealed secret_keys sizes terminal slow=long_waits"
+        "durations=sizes errors files file_digests messages output printable progress quiet "
+        "sealed secret_keys=printable sizes terminal slow=long_waits"
     ),
     ("qfsdp.cli", "qfsdp.config"): (
         "config=load kinds=component_types recipes=recipe_files component convert "
@@ -32,7 +32,8 @@ _PACKAGES = {
         "wire=collective_bytes"
     ),
     ("qfsdp.memory.sweep", "qfsdp.sweep"): (
-        "cells estimate_cell figures measure_cell output prices published results tables"
+        "cells estimate_cell figures=output measure_cell output prices published results "
+        "tables=output"
     ),
     ("qfsdp.memory.doctor", "qfsdp.cli.doctor"): "checks run steps",
     ("qfsdp.modules", "qfsdp.modules.attention"): (
@@ -59,10 +60,13 @@ _PACKAGES = {
     ("qfsdp.data", "qfsdp.data.files"): (
         "csv_files data_files file_records file_rows json_lines parquet_files rows"
     ),
+    ("qfsdp.common", "qfsdp.common"): "durations=sizes secret_keys=printable",
+    ("qfsdp.data", "qfsdp.data"): "text=pretokenized row_progress=tokenized_dataset",
+    ("qfsdp.sweep", "qfsdp.sweep"): "figures=output tables=output",
     ("qfsdp.modules", "qfsdp.modules"): "norms=mlp",
     ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): "progress=read huge_pages=load",
-    ("qfsdp.training", "qfsdp.training"): "second_look=locate_nonfinite",
-    ("qfsdp.training.report", "qfsdp.training.report"): "png=drawing svg=page",
+    ("qfsdp.training", "qfsdp.training"): "second_look=locate_nonfinite metrics_file=metrics",
+    ("qfsdp.training.report", "qfsdp.training.report"): "png=drawing svg=page at_end=sections",
     ("qfsdp.evaluation.judging", "qfsdp.evaluation.judging"): "generated_questions=questions",
 }
 MOVED = {

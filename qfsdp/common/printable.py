@@ -1,8 +1,12 @@
-"""Text of others for a terminal: answers of a model, samples, names of files, errors with these."""
+"""Text of others for a terminal: answers of a model, samples, names of files, errors with these.
+
+Values of keys that look like secrets are neither stored nor printed.
+"""
 
 from __future__ import annotations
 
 import re
+from typing import Any
 
 READ: dict[str, str] = {}  # value that a config has read from the environment -> its interpolation
 # Control characters, lone surrogates, ends of lines other than \n, and marks that turn the
@@ -35,3 +39,37 @@ def redacted(text: str) -> str:
         else:  # "1" stands in every message
             text = text.replace(repr(value), repr(written))
     return text
+
+
+SECRET = "***"
+_SECRET_NAMES = re.compile(
+    r"(.*[_-])?(api_?key|secret|password|passwd|passphrase|credentials?|bearer|authorization"
+    r"|(access|private|secret|auth|account|license)_?key"
+    r"|(api|hf|hub|auth|access|refresh|bearer|session|secret|user|wandb|read|write)_?token|token)",
+    re.IGNORECASE,
+)
+# Tokens of a tokenizer.
+_TOKENS = re.compile(r".*(eos|bos|pad|unk|mask|sep|cls|image|stop|end|begin|start)_?token", re.I)
+
+
+def is_secret(name: str) -> bool:
+    """Whether a key is named like a secret: api_key, hf_token, password; not eos_token."""
+    return bool(_SECRET_NAMES.fullmatch(name)) and not _TOKENS.fullmatch(name)
+
+
+def masked(value: Any, name: str = "") -> Any:
+    """A tree of plain values in which texts and numbers of keys that look like secrets are
+    "***"."""
+    if isinstance(value, dict):
+        return {key: masked(entry, str(key)) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [masked(entry, name) for entry in value]
+    interpolation = isinstance(value, str) and "${" in value
+    plain = value is None or isinstance(value, bool) or interpolation
+    return value if plain or not is_secret(name) else SECRET
+
+
+def masked_word(word: str) -> str:
+    """A `key=value` word of a command line with its value masked if the key looks like a secret."""
+    key, equals, value = word.partition("=")
+    return f"{key}={SECRET}" if value and is_secret(key.rpartition(".")[2]) else word

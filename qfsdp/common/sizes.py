@@ -1,7 +1,8 @@
-"""Memory sizes as text: "24GiB", "512 MB", 1073741824."""
+"""Memory sizes and durations as text: "24GiB", "512 MB", 1073741824; "20s", "10min", "2h", 600."""
 
 from __future__ import annotations
 
+import math
 import re
 
 _UNITS = {"B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12}
@@ -29,3 +30,28 @@ def format_size(size: float) -> str:
             break
         size /= 1024
     return f"{size:.0f} B" if unit == "B" else f"{size:.2f} {unit}"
+
+
+_SECONDS = {"": 1, "s": 1, "min": 60, "h": 3600}
+_LONGEST = 366 * 24 * 3600.0
+
+
+def parse_duration(text: str | float) -> float:
+    """Seconds of "20s", "10min", "2h" or a plain number of seconds. Raises ValueError: the text is
+    not a duration, or not above 0 and at most a year."""
+    match = re.fullmatch(r"\s*([0-9.e+-]+)\s*([a-z]*)\s*", str(text))
+    try:
+        seconds = float(match[1]) * _SECONDS[match[2]] if match else math.nan
+    except (ValueError, KeyError):
+        seconds = math.nan
+    if not 0 < seconds <= _LONGEST:
+        raise ValueError(f"{text!r}; expected a duration such as 20s, 10min, 2h or seconds")
+    return seconds
+
+
+def format_duration(seconds: float) -> str:
+    """ "45 s", "10 min" or "2.5 h"."""
+    for unit, size in (("h", 3600), ("min", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.3g} {unit}"
+    return f"{seconds:.3g} s"

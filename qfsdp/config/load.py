@@ -23,8 +23,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from qfsdp.common.errors import NEEDS_UTF8, UserError, shortened
 from qfsdp.common.messages import did_you_mean, first_line, join_key, required
-from qfsdp.common.printable import redacted
-from qfsdp.common.secret_keys import masked, masked_word
+from qfsdp.common.printable import masked, masked_word, redacted
 from qfsdp.config.component import Component
 from qfsdp.config.convert import (
     UnknownKey,

@@ -9,7 +9,7 @@ from typing import get_type_hints
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import did_you_mean, nearest
-from qfsdp.common.secret_keys import masked_word
+from qfsdp.common.printable import masked_word
 from qfsdp.config import recipe_files as recipes
 
 DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")

@@ -37,9 +37,8 @@ if TYPE_CHECKING:
         preference_dataset,
         ultrafeedback_dataset,
     )
-    from qfsdp.data.pretokenized import pretokenized_dataset
+    from qfsdp.data.pretokenized import pretokenized_dataset, text_dataset
     from qfsdp.data.stream import Loader, StreamLoader, packed, step_loader
-    from qfsdp.data.text import text_dataset
     from qfsdp.data.tokenized_dataset import TokenizedDataset
     from qfsdp.data.tokenizer import HFTokenizer, hf_tokenizer
 

@@ -1,7 +1,11 @@
-"""Tokenizes all rows of a dataset, once per machine if the tokens can be kept on disk."""
+"""Tokenizes all rows of a dataset, once per machine if the tokens can be kept on disk, and
+shows how far it is."""
 
 from __future__ import annotations
 
+import os
+import sys
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -10,9 +14,9 @@ import numpy as np
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.progress import moved
+from qfsdp.common.terminal import is_terminal
 from qfsdp.data.files.rows import Row, Rows
 from qfsdp.data.reading import current
-from qfsdp.data.row_progress import RowProgress
 from qfsdp.data.row_stream import RowStream
 from qfsdp.data.row_tokenizer import (
     ROWS_AT_ONCE,
@@ -38,6 +42,7 @@ from qfsdp.data.tokenize_processes import in_order
 
 if TYPE_CHECKING:
     from pathlib import Path
+
 
 __all__ = ["Sample", "TokenizedDataset", "TokenizedRow", "Unusable", "one_by_one", "tokenize_rows"]
 
@@ -134,3 +139,50 @@ def _tokenize_into(
     except BaseException:
         writer.discard()
         raise
+
+
+EVERY_S = 5.0
+
+
+class RowProgress:
+    """Rows done, rows per second and the time that is left, on stderr.
+
+    Work that takes less than two seconds shows nothing. Only the rank that does the work uses it.
+    """
+
+    def __init__(self, text: str, total: int) -> None:
+        self._text, self._total, self._done = text, total, 0
+        self._began = self._said = time.monotonic()
+        self._bar: Any = None
+        local = os.environ.get("LOCAL_RANK", "0")
+        self._words = text if local == "0" else f"local rank {local}: {text}"
+
+    def __enter__(self) -> RowProgress:
+        if is_terminal():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                desc=self._words, total=self._total, unit=" rows", delay=2, leave=False
+            )
+        return self
+
+    def advance(self, rows: int) -> None:
+        """Counts rows that are done."""
+        self._done += rows
+        now = time.monotonic()
+        if self._bar is not None:
+            self._bar.update(rows)
+        elif now - self._said > EVERY_S:
+            self._said = now
+            rate = self._done / (now - self._began)
+            left = (self._total - self._done) / rate
+            print(
+                f"{self._words}: {self._done:,} of {self._total:,} rows, {rate:,.0f} rows/s, "
+                f"{left:,.0f} s left",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def __exit__(self, *_: object) -> None:
+        if self._bar is not None:
+            self._bar.close()

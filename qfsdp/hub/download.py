@@ -29,7 +29,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import free_bytes
+from qfsdp.common.files import free_bytes, json_object
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.sizes import format_size
 from qfsdp.common.terminal import is_terminal
@@ -109,7 +109,8 @@ def previewed(config: Any) -> Iterator[None]:
             folder = repository.small_files()
             missing = repository.missing(folder)
             repository.check_space(missing)
-            if missing and kind == "model" and not _is_quantized(folder):
+            quantized = "quantization_config" in json_object(folder / "config.json")
+            if missing and kind == "model" and not quantized:
                 temporary = stack.enter_context(tempfile.TemporaryDirectory(prefix="qfsdp-"))
                 preview = repository.preview(folder, Path(temporary))
                 _previews[preview] = repository, folder
@@ -356,14 +357,6 @@ def _weight_files(kind: Kind, folder: Path) -> list[str]:
         return [SINGLE]
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         raise UserError(f"{folder / INDEX}: not a safetensors index ({error!r})") from None
-
-
-def _is_quantized(folder: Path) -> bool:
-    """Whether the weights are stored quantized: parts of them are read by a check."""
-    try:
-        return "quantization_config" in json.loads((folder / "config.json").read_bytes())
-    except (OSError, ValueError, TypeError):
-        return False  # DecoderConfig reports the error
 
 
 def _lacks(kind: Kind) -> str:

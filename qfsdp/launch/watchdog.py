@@ -33,10 +33,10 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
-from qfsdp.common.durations import format_duration, parse_duration
 from qfsdp.common.errors import InvalidField
 from qfsdp.common.long_waits import LONGEST_SILENCE_S, where
 from qfsdp.common.progress import NOW
+from qfsdp.common.sizes import format_duration, parse_duration
 from qfsdp.common.terminal import say
 
 HANG_STATUS = 75  # EX_TEMPFAIL: starting the run again may help

@@ -20,13 +20,14 @@ from typing import Any
 
 from qfsdp.common.devices import accelerator_count
 from qfsdp.common.errors import UserError, shortened
+from qfsdp.common.files import json_object
 from qfsdp.config.recipe_files import find_recipe
 from qfsdp.launch.start import check_recipe
 from qfsdp.planning.estimate import rows_of
 from qfsdp.planning.hardware import known_name
 from qfsdp.sweep.cells import Cell
 from qfsdp.sweep.results import FAILED, MEASURED, TOO_LARGE
-from qfsdp.training.report.run_folder import MACHINE, read_evaluation, read_json, read_lines
+from qfsdp.training.report.run_folder import MACHINE, read_evaluation, read_lines
 
 # A few steps need none of these. The same samples may come again: a large batch of a small data
 # set would end too early.
@@ -242,7 +243,7 @@ def lowest_validation(config: Any, folder: Path) -> dict[str, float]:
 def gpu_of(folder: Path) -> dict[str, str]:
     """The GPU that a run has used, as "gpu", for its price; {} if it is not a known one."""
     with suppress(UserError):
-        return {"gpu": known_name(str(read_json(folder / MACHINE).get("device", "")))}
+        return {"gpu": known_name(str(json_object(folder / MACHINE).get("device", "")))}
     return {}
 
 

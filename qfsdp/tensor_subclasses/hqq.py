@@ -24,12 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qfsdp.tensor_subclasses.four_bit import (
-    BLOCK,
-    KERNEL_CHUNK,
-    dequantize_pairs,
-    numbers_of,
-)
+from qfsdp.tensor_subclasses.four_bit import BLOCK, KERNEL_CHUNK, dequantize_pairs, numbers_of
 from qfsdp.tensor_subclasses.hqq_solver import codes_of, solve
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
 from qfsdp.tensor_subclasses.kernels.pairs import write_pairs

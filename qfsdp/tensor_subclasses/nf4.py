@@ -26,12 +26,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qfsdp.tensor_subclasses.four_bit import (
-    BLOCK,
-    dequantize_pairs,
-    table,
-    write_uncompiled,
-)
+from qfsdp.tensor_subclasses.four_bit import BLOCK, dequantize_pairs, table, write_uncompiled
 from qfsdp.tensor_subclasses.kernels.compiled import (
     FLAT_ON_GPUS,
     ROUNDED_AS_ON_CPUS,

@@ -6,13 +6,12 @@ its `run_id`. A run at Comet is continued only if the config gives its `experime
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
-from qfsdp.common.files import write_json
+from qfsdp.common.files import json_object, write_json
 from qfsdp.config.component import Component
 
 FILE = "logger_runs.json"
@@ -54,7 +53,4 @@ def _file(cfg: Any) -> Path:
 
 def _known(cfg: Any) -> dict[str, str]:
     """Logger -> id of its run, as an earlier run has kept it; empty if nothing can be read."""
-    try:
-        return dict(json.loads(_file(cfg).read_text())) if cfg is not None else {}
-    except (OSError, ValueError, TypeError):
-        return {}
+    return json_object(_file(cfg)) if cfg is not None else {}

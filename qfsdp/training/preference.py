@@ -27,7 +27,8 @@ from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 from qfsdp.modules.hub_models.refused import unsupported
 from qfsdp.training.locate_nonfinite import Part
 from qfsdp.training.preference_losses import Answers, Loss
-from qfsdp.training.scores import ScoreObjective
+from qfsdp.training.scores import ScoreObjective as ScoreObjective
+from qfsdp.training.scores import last_scores as last_scores
 
 Losses = Component | list[Any]
 """A loss by its name or path with arguments, or a list of mappings to mix, see `read_terms`."""

@@ -31,7 +31,7 @@ from qfsdp.common.progress import moved
 from qfsdp.common.terminal import warn
 from qfsdp.data.preferences.batch import PairBatch
 from qfsdp.data.preferences.loader import PreferenceLoader
-from qfsdp.data.row_progress import RowProgress
+from qfsdp.data.tokenized_dataset import RowProgress
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.training.preference import Objective

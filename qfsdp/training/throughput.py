@@ -39,6 +39,8 @@ from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.training.memory_usage import MemoryUsage
+from qfsdp.training.profiler import Profiler as Profiler
+from qfsdp.training.profiler import ProfilerConfig as ProfilerConfig
 from qfsdp.training.step_clock import StepClock as StepClock
 
 # `matmul_rate` repeats the product for so long. An idle GPU takes a part of it to raise its clocks.

@@ -150,7 +150,7 @@ def test_two_runs_and_a_failed_one_leave_nothing_behind(
     assert capfd.readouterr() == ("", "")
 
     with monkeypatch.context() as patched:
-        patched.setattr("qfsdp.training.metrics_file.MetricsFile.add", fail)
+        patched.setattr("qfsdp.training.metrics.MetricsFile.add", fail)
         with pytest.raises(qfsdp.UserError, match="^a mistake amid the run$"):
             qfsdp.train(sharded, "output_dir=run3")
     assert changed(before) == []

@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import save_file
 
 from qfsdp.common import files
-from qfsdp.common.files import whole_file, write_text
+from qfsdp.common.files import json_object, whole_file, write_text
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
@@ -54,3 +54,13 @@ def test_a_disk_that_fails_is_still_told(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setattr(os, "fsync", fail)
     with pytest.raises(OSError, match="Input/output error"):
         files.write_text(tmp_path / "file", "text")
+
+
+@pytest.mark.parametrize("text", [None, "", "[1]", "{", "[" * 100_000, b"\xff{}"])
+def test_what_is_no_json_object_is_empty(text: str | bytes | None, tmp_path: Path) -> None:
+    file = tmp_path / "config.json"
+    if text is not None:
+        file.write_bytes(text if isinstance(text, bytes) else text.encode())
+    assert json_object(file) == {}
+    file.write_bytes(b'\xef\xbb\xbf{"a": 1}')  # as Windows writes it
+    assert json_object(file) == {"a": 1}

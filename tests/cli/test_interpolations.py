@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.secret_keys import is_secret
+from qfsdp.common.printable import is_secret
 from qfsdp.config.component import Component
 from qfsdp.config.load import as_omegaconf, load_config, resolved_yaml, to_yaml
 

@@ -13,8 +13,8 @@ from pathlib import Path
 import pytest
 
 from qfsdp.common import progress
-from qfsdp.common.durations import format_duration, parse_duration
 from qfsdp.common.errors import InvalidField
+from qfsdp.common.sizes import format_duration, parse_duration
 from qfsdp.launch.watchdog import AGENT, HANG_STATUS, DistributedConfig, Look, Watchdog, absent
 from tests.waiting import LIMIT_S
 

@@ -14,10 +14,9 @@ import pytest
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component
-from qfsdp.training import metrics_file
+from qfsdp.training import metrics
 from qfsdp.training.metric_logger import build_logger
-from qfsdp.training.metrics import RunLog, write_run_files
-from qfsdp.training.metrics_file import MetricsFile
+from qfsdp.training.metrics import MetricsFile, RunLog, write_run_files
 from tests.disk_limits import largest_file
 from tests.tiny import ROOT
 from tests.waiting import LIMIT_S, without_waiting
@@ -85,7 +84,7 @@ def test_a_full_disk_costs_one_warning_and_no_line(
 def test_lines_that_never_found_space_are_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(metrics_file, "KEPT_LINES", 3)
+    monkeypatch.setattr(metrics, "KEPT_LINES", 3)
     file = MetricsFile(tmp_path / "metrics.jsonl", 0)
     with largest_file(10):
         for step in range(1, 8):

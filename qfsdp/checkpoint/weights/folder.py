@@ -2,17 +2,17 @@
 
 `ModelWeights` says where the bytes of every weight are. A quantized weight is described by the
 byte columns that make up its rows, so one loader fills a shard from any layout. A layout is a
-function that finds these columns (`qfsdp_layout.py`, `bnb_layout.py`).
+function that finds these columns (`qfsdp_layout.py`, `bnb_layout.py`). Hashes of the tensors do not
+depend on how files divide them.
 """
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
+import hashlib
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
@@ -20,22 +20,17 @@ from qfsdp.checkpoint.weights.bnb_layout import read_bnb
 from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_experts
 from qfsdp.checkpoint.weights.fp8_layout import FP8_METHODS, is_fp8, quantization_of, without_scales
 from qfsdp.checkpoint.weights.hub_names import tensors_of_hub_model
-from qfsdp.checkpoint.weights.identity import sampled_digest, whole_digest
-from qfsdp.checkpoint.weights.other_names import (
-    PREDICTOR,
-    with_our_names,
-)
+from qfsdp.checkpoint.weights.other_names import PREDICTOR, with_our_names
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
+from qfsdp.checkpoint.weights.read import StoredTensor
 from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
 from qfsdp.checkpoint.weights.verify import check_fit
 from qfsdp.common.errors import UserError
+from qfsdp.common.file_digests import range_digests, remembered
+from qfsdp.common.files import json_object
+from qfsdp.common.long_waits import long_wait
 from qfsdp.hub.download import whole_folder
-from qfsdp.modules.hub_models.config import (
-    HubConfig,
-    Implementation,
-    as_stored,
-    model_config,
-)
+from qfsdp.modules.hub_models.config import HubConfig, Implementation, as_stored, model_config
 
 _LAYOUTS = {"qfsdp": read_quantized, "bitsandbytes": read_bnb, "mxfp4": read_mxfp4}
 """`quant_method` of config.json -> the function that finds the quantized weights."""
@@ -69,7 +64,7 @@ class ModelWeights:
         with suppress(UserError):  # those who build the model report it
             found = model_config(self.folder, implementation)
             self.config = as_stored(found, lambda: self.files.tensors)
-        parts, config = self.config, self._quantization_config()
+        parts, config = self.config, quantization_of(json_object(self.folder / "config.json"))
         if parts is not None and not isinstance(parts, HubConfig):
             self.files.tensors = with_our_names(self.files.tensors, parts)
         self.tensors = self.files.tensors
@@ -80,8 +75,8 @@ class ModelWeights:
             return
         if config is not None:
             if not isinstance(config, dict):
-                found = f"quantization_config {config!r:.50}; expected a JSON object"
-                raise UserError(f"{self.folder / 'config.json'}: {found}")
+                wrong = f"quantization_config {config!r:.50}; expected a JSON object"
+                raise UserError(f"{self.folder / 'config.json'}: {wrong}")
             method = config.get("quant_method", "bitsandbytes")
             if not isinstance(method, str) or method not in _LAYOUTS:
                 raise UserError(
@@ -105,14 +100,6 @@ class ModelWeights:
                 if not name.startswith(unread) and not PREDICTOR.match(name)
             }
             self.plain = stacked_experts(self.plain, parts, self.folder)
-
-    def _quantization_config(self) -> dict[str, Any] | None:
-        file = self.folder / "config.json"
-        try:
-            text = file.read_text(encoding="utf-8") if file.is_file() else "{}"
-            return quantization_of(json.loads(text))
-        except (OSError, ValueError, AttributeError, RecursionError):
-            return None  # DecoderConfig reports the error
 
     @property
     def formats(self) -> dict[str, str]:
@@ -151,3 +138,39 @@ class ModelWeights:
     def check(self, model: nn.Module) -> None:
         """Checks that the folder holds exactly the base parameters of `model`; see `check_fit`."""
         check_fit(self, model)
+
+
+SAMPLE_BYTES = 4096
+
+
+def sampled_digest(tensors: Mapping[str, StoredTensor]) -> str:
+    """Of names, dtypes, shapes, and the first, middle and last 4 KB of every tensor."""
+    digest = hashlib.sha256()
+    for name, tensor in sorted(tensors.items()):
+        digest.update(f"{name} {tensor.dtype} {tensor.shape}\n".encode())
+        last = max(0, tensor.size - SAMPLE_BYTES)
+        with open(tensor.file, "rb") as file:
+            for at in sorted({0, last // 2, last}):
+                file.seek(tensor.start + at)
+                digest.update(file.read(min(SAMPLE_BYTES, tensor.size)))
+    return digest.hexdigest()
+
+
+def whole_digest(tensors: Mapping[str, StoredTensor], folder: Path) -> str:
+    """Of names, dtypes, shapes, and all bytes; remembered while the files are the same.
+
+    Args:
+        folder: for a message, if hashing takes long.
+    """
+    parts = sorted(tensors.items())
+
+    def compute() -> str:
+        digests = range_digests([(tensor.file, tensor.start, tensor.size) for _, tensor in parts])
+        lines = [
+            f"{name} {tensor.dtype} {tensor.shape} {digest}\n"
+            for (name, tensor), digest in zip(parts, digests, strict=True)
+        ]
+        return hashlib.sha256("".join(lines).encode()).hexdigest()
+
+    with long_wait(f"hashing {folder}"):
+        return remembered(sorted({tensor.file for _, tensor in parts}), "tensors", compute)

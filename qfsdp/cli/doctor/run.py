@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.cli.doctor.checks import CHECKS, Case
-from qfsdp.common.secret_keys import is_secret
+from qfsdp.common.printable import is_secret
 
 MODULE = "qfsdp.cli.doctor.checks"
 SHARE = 3  # of the time: a check that hangs leaves two thirds to the others

@@ -15,6 +15,8 @@ from qfsdp.data.loader import StepLoader, collate
 from qfsdp.data.preferences.batch import PairBatch as PairBatch
 from qfsdp.data.preferences.shared_prompts import share_documents
 from qfsdp.data.preferences.tokenized import PackedPreferences, digest, is_paired
+from qfsdp.data.preferences.tokenized import RowLimit as RowLimit
+from qfsdp.data.preferences.tokenized import build_preferences as build_preferences
 
 Item = Mapping[str, Any]
 

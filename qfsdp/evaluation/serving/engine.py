@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from qfsdp.evaluation.generation import SamplingConfig, prompt_randoms, sample_tokens, start
-from qfsdp.evaluation.serving.answer_text import AnswerText
+from qfsdp.evaluation.text_stream import AnswerText
 from qfsdp.modules.attention.kv_cache import KVCache
 from qfsdp.modules.attention.request_cache import RequestCache
 from qfsdp.modules.hub_models.cache import HubCache

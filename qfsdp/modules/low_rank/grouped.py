@@ -22,12 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from qfsdp.modules.low_rank.copies import Copies, add_copies, write_copies
-from qfsdp.modules.low_rank.product import (
-    MOST_TOGETHER,
-    Ready,
-    adapted_linears,
-    with_row_gradient,
-)
+from qfsdp.modules.low_rank.product import MOST_TOGETHER, Ready, adapted_linears, with_row_gradient
 
 
 def outputs(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:

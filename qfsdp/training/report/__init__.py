@@ -2,5 +2,5 @@
 
 A chart is data (`charts`), drawn as SVG for the page (`svg`) and as PNG (`png`). `run_folder` reads
 a run, `sections` makes the parts of its page, `page` writes one HTML file that loads nothing else,
-and `at_end` does all of it when a run ends.
+and `report_at_end` does all of it when a run ends.
 """

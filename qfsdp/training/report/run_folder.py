@@ -19,9 +19,9 @@ from typing import Any
 import yaml
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import why
+from qfsdp.common.files import json_object, why
 from qfsdp.common.messages import join_key
-from qfsdp.common.secret_keys import masked
+from qfsdp.common.printable import masked
 
 CONFIG, METRICS, MACHINE, SAMPLES = "config.yaml", "metrics.jsonl", "machine.json", "samples.jsonl"
 MOST_SAMPLES = 12  # of a page
@@ -92,7 +92,7 @@ def read_run(folder: Path) -> RunFolder:
         folder.resolve().name,
         config,
         [row for row in steps if isinstance(row.get("step"), int)],
-        read_json(folder / MACHINE),
+        json_object(folder / MACHINE),
         find_evaluations(folder),
         samples[:MOST_SAMPLES],
     )
@@ -113,15 +113,6 @@ def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
         key = join_key(prefix, str(name))
         found |= flat(value, key) if isinstance(value, dict) and value else {key: value}
     return found
-
-
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file; {} if there is none."""
-    try:
-        found = json.loads(file.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError):
-        return {}
-    return found if isinstance(found, dict) else {}
 
 
 def read_lines(file: Path) -> list[Row]:
@@ -156,7 +147,7 @@ def read_steps(file: Path) -> list[Row]:
 def find_evaluations(folder: Path) -> list[Evaluation]:
     """The evaluations in a run's folder, those of a base model first."""
     files = sorted([*folder.glob("*.json"), *folder.glob("evaluation/*.json")])
-    found = [read_evaluation(file) for file in files if _is_evaluation(read_json(file))]
+    found = [read_evaluation(file) for file in files if _is_evaluation(json_object(file))]
     return sorted(found, key=lambda evaluation: evaluation.adapter is not None)
 
 

@@ -1,16 +1,20 @@
-"""The parts of a run's page: each is a heading and charts or tables."""
+"""The parts of a run's page, each a heading and charts or tables, and the page at a run's end."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
 from markupsafe import Markup
 
+from qfsdp.common.messages import first_line
+from qfsdp.common.terminal import warn
 from qfsdp.training.report.charts import Chart, Line, needs_log, number
-from qfsdp.training.report.page import Section, charts_section, part, table
-from qfsdp.training.report.run_folder import Evaluation, RunFolder, Score
+from qfsdp.training.report.drawing import write_png
+from qfsdp.training.report.page import Section, charts_section, part, table, write_page
+from qfsdp.training.report.run_folder import Evaluation, RunFolder, Score, read_run
 
 SECONDS, MEMORY, VALIDATION = "seconds/", "memory/", "validation/"
 MOST_VALUE, MOST_TEXT = 80, 400  # characters of a config's value, of a prompt or an answer
@@ -264,3 +268,21 @@ def config_table(runs: Sequence[RunFolder]) -> Markup:
 def config_value(value: Any) -> str:
     text = "null" if value is None else str(value)
     return shortened(text.lower() if isinstance(value, bool) else text, MOST_VALUE)
+
+
+PAGE, LOSS = "report.html", "loss.png"
+
+
+def report_at_end(output_dir: Path) -> None:
+    """Writes `report.html` and `loss.png`. Whatever goes wrong is one warning on stderr: a trained
+    model must not be lost for a picture."""
+    try:
+        run = read_run(output_dir)
+        command = f"tune run recipes/report {output_dir}"
+        subtitle = f"{output_dir}; `{command}` adds the memory over a step, and other runs"
+        write_page(output_dir / PAGE, run.name, subtitle, run_sections([run]))
+        if not (chart := loss_chart([run])).is_empty:
+            write_png(chart, output_dir / LOSS)
+    except Exception as error:
+        what = f"{type(error).__name__}: {first_line(error)}"
+        warn(f"report: not written ({what})")

@@ -9,10 +9,9 @@ from pathlib import Path
 import pytest
 
 from qfsdp.common.errors import UserError
-from qfsdp.training.report.at_end import report_at_end
 from qfsdp.training.report.page import html
 from qfsdp.training.report.run_folder import flat, read_run
-from qfsdp.training.report.sections import run_sections
+from qfsdp.training.report.sections import report_at_end, run_sections
 from tests.browser import browser, needs_browser
 from tests.training.report.folders import write_evaluation, write_run
 
