@@ -69,7 +69,7 @@ def parts_of(folders: list[Path], mode: Any) -> list[tuple[Tensor, dict[str, Ten
 @pytest.mark.parametrize(
     ("parts", "mode", "names"),
     [
-        (3, "full", ["gemma3", "qwen3_5", "falcon_h1"]),
+        pytest.param(3, "full", ["gemma3", "qwen3_5", "falcon_h1"], marks=pytest.mark.long),
         pytest.param(2, "none", list(MODELS), marks=pytest.mark.slow),
         pytest.param(3, "none", list(MODELS), marks=pytest.mark.slow),
     ],
