@@ -7,7 +7,14 @@ from typing import Any, Self
 
 import torch
 
-from qfsdp.data.cut_rows import IGNORE_INDEX, CutPrompts, CutRows, row_borders, used_lengths
+from qfsdp.data.cut_rows import (
+    IGNORE_INDEX,
+    CutPrompts,
+    CutRows,
+    reach_of,
+    row_borders,
+    used_lengths,
+)
 
 ALL_POSITIONS = -1
 """`Batch.targets` for shapes that do not depend on labels: the output layer sees every position."""
@@ -84,13 +91,14 @@ class Batch:
         if borders is None:
             borders = row_borders(lengths, width)
         assert isinstance(borders, torch.Tensor)
+        reach = reach_of(borders, lengths, width, parts)
         return replace(
             self,
             tokens=self.tokens.chunk(parts, 1)[part].contiguous(),
             labels=self.labels.chunk(parts, 1)[part].contiguous(),
             num_tokens=self.num_tokens // parts + (part < self.num_tokens % parts),
             positions=positions.chunk(parts, 1)[part].contiguous(),
-            cu_seqlens=CutRows(borders, lengths, part, parts),
+            cu_seqlens=CutRows(borders, lengths, part, parts, reach),
         )
 
 

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
 IGNORE_INDEX = -100
 """Label of a position that is not trained. Also the default of `F.cross_entropy`."""
@@ -49,6 +50,8 @@ class CutRows(NamedTuple):
             target; 0 without a target.
         part: which part of each row this is, from 0.
         parts: into how many parts the rows are cut.
+        reach: how many tokens before a part its queries see, at most, in any part: where documents
+            begin. Of packed pairs all.
         prompts: of packed pairs. `cu_seqlens` is then that of `SharedDocuments`.
     """
 
@@ -56,6 +59,7 @@ class CutRows(NamedTuple):
     lengths: Tensor
     part: int
     parts: int
+    reach: int
     prompts: CutPrompts | None = None
 
     def documents(self, own: int, before: int) -> Tensor:
@@ -97,6 +101,19 @@ def counted_tokens(labels: Tensor, cut: CutRows | None = None) -> Tensor:
         return cut.places(labels.size(1)) < cut.lengths.unsqueeze(1)
     places = torch.arange(labels.size(1), device=labels.device)
     return places < used_lengths(labels).unsqueeze(1)
+
+
+def reach_of(borders: Tensor, lengths: Tensor, width: int, parts: int) -> int:
+    """`CutRows.reach` of rows with these borders and lengths. At least 2: compiled code is built
+    anew for 0 and 1. Of the fake tensors of a dry run, all that there may be."""
+    own = width // parts
+    if isinstance(borders, FakeTensor):
+        return width - own
+    starts = torch.arange(own, width, own)
+    tokens = torch.arange(len(lengths)).unsqueeze(1) * width + starts
+    begins = borders[torch.searchsorted(borders, tokens.int(), right=True) - 1]
+    reached = (tokens - begins) * (starts < lengths.unsqueeze(1))  # what follows is padding
+    return max(2, int(reached.max()))
 
 
 def document_borders(ends: Tensor, total: int) -> Tensor:

@@ -45,7 +45,7 @@ class _TokensBefore(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, values: Tensor, count: int, shared: SharedRows) -> Tensor:
         batch, own, _ = values.shape
-        ctx.reach = Reach(batch, own, shared.rows.part, count + 1, shared.group)
+        ctx.reach = Reach(batch, own, shared.rows.part, count, shared.group)
         (seen,) = ctx.reach.gathered(values.flatten(0, 1).unsqueeze(1))
         return seen.squeeze(1).unflatten(0, (batch, -1))
 

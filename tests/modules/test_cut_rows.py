@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from qfsdp.data.batch import Batch
-from qfsdp.data.cut_rows import CutRows, counted_tokens, used_lengths
+from qfsdp.data.cut_rows import CutRows, counted_tokens, reach_of, row_borders, used_lengths
 from qfsdp.data.loader import collate
 from qfsdp.data.preferences.shared_prompts import cut_documents, share_documents
 from qfsdp.distributed.context_parallel import share_rows
@@ -31,6 +32,8 @@ from tests.tiny import TINY_CONFIG
 PARTS, ROWS, WIDTH = 3, 2, 24
 # Documents of two rows: cut by one border, by both, by none; empty ones; one that ends at a border.
 ENDS = torch.tensor([0, 5, 5, 20, 24, 32, 35, 48, 48, 48], dtype=torch.int32)
+# Documents that begin at most 6 tokens before a part.
+SHORT = torch.tensor([0, 5, 10, 14, 19, 24, 31, 34, 42, 48], dtype=torch.int32)
 # A part has 8 tokens: windows that hide all others, are shorter, as long, longer, and unlimited.
 WINDOWS = (1, 4, 9, 10, 19, None)
 
@@ -42,29 +45,34 @@ def tensors() -> list[Tensor]:
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
-def whole_rows(window: int | None, has_sinks: bool) -> list[Tensor]:
+def whole_rows(ends: Tensor, window: int | None, has_sinks: bool) -> list[Tensor]:
     """The result and the gradients of q, k, v and, if it has some, the sinks."""
     *given, grad = tensors()
     q, k, v, sinks = (t.requires_grad_() for t in given)
     if has_sinks:
-        y = attend_with_sinks(q, k, v, sinks, ENDS, WIDTH, window)
+        y = attend_with_sinks(q, k, v, sinks, ends, WIDTH, window)
     else:
-        y = attend_documents(q, k, v, ENDS, WIDTH, window)
+        y = attend_documents(q, k, v, ends, WIDTH, window)
     wanted = [q, k, v, sinks] if has_sinks else [q, k, v]
     return [y.detach(), *torch.autograd.grad(y, wanted, grad)]
 
 
-def own_parts(cases: list[tuple[int | None, bool]], pairs: bool = False) -> list[list[Tensor]]:
+Cases = list[tuple[Tensor, int | None, bool]]
+
+
+def own_parts(cases: Cases, pairs: bool = False) -> list[list[Tensor]]:
     """The same of this rank's part."""
     group = dist.group.WORLD
     assert group is not None
     GROUPS[group.group_name] = group
     part, found = dist.get_rank(), []
-    for window, has_sinks in cases:
+    for ends, window, has_sinks in cases:
         *qkv, sinks, grad = tensors()
         q, k, v = (t.chunk(PARTS, 2)[part].clone().requires_grad_() for t in qkv)
         given = sinks.requires_grad_() if has_sinks else None
-        rows = CutRows(ENDS, torch.zeros(ROWS, dtype=torch.int64), part, PARTS)
+        lengths = torch.full((ROWS,), WIDTH)
+        reach = WIDTH if pairs else reach_of(ends, lengths, WIDTH, PARTS)
+        rows = CutRows(ends, lengths, part, PARTS, reach)
         if pairs:
             documents = share_documents(LENGTHS, SHARED)
             rows = rows._replace(prompts=cut_documents(documents, ROWS, WIDTH, part, PARTS))
@@ -75,9 +83,7 @@ def own_parts(cases: list[tuple[int | None, bool]], pairs: bool = False) -> list
     return found
 
 
-def own_parts_as_on_gpus(
-    cases: list[tuple[int | None, bool]], pairs: bool = False
-) -> list[list[Tensor]]:
+def own_parts_as_on_gpus(cases: Cases, pairs: bool = False) -> list[list[Tensor]]:
     """By formulas in place of FlashAttention's kernels."""
     sink_attention.has_kernel = lambda q: True
     torch.ops.aten._flash_attention_forward = flash_forward
@@ -89,10 +95,10 @@ def own_parts_as_on_gpus(
 @pytest.mark.parametrize("compute", [own_parts, own_parts_as_on_gpus])
 def test_attention_of_parts_is_that_of_whole_rows(compute: Any, pairs: bool) -> None:
     """Documents, and pairs whose prompts stand once."""
-    cases = [(window, sinks) for window in WINDOWS for sinks in (False, True)]
+    cases = list(product((ENDS,) if pairs else (ENDS, SHORT), WINDOWS, (False, True)))
     by_rank = run_ranks(PARTS, compute, cases, pairs)
     for at, case in enumerate(cases):
-        expected = whole_pairs(*case) if pairs else whole_rows(*case)
+        expected = whole_pairs(*case[1:]) if pairs else whole_rows(*case)
         of_parts = list(zip(*(found[at] for found in by_rank), strict=True))
         found = [torch.cat(parts, 2) for parts in of_parts[:4]]
         found += [torch.stack(parts).sum(0) for parts in of_parts[4:]]  # of sinks
@@ -184,6 +190,16 @@ def test_parts_of_a_batch() -> None:
     assert torch.cat(counted, 1).equal(counted_tokens(whole.labels))
     assert used_lengths(whole.labels).tolist() == [5, 0]
     assert cut_of(parts[0]).cu_seqlens[:6].tolist() == [0, 5, 9, 9, 18, 18]
+
+
+def test_how_far_documents_reach() -> None:
+    """Before any part; padding, after a row's last target, reaches nothing."""
+    whole = torch.tensor([WIDTH, WIDTH])
+    assert reach_of(ENDS, whole, WIDTH, PARTS) == 11  # from token 16 back to 5
+    assert reach_of(SHORT, whole, WIDTH, PARTS) == 6
+    assert reach_of(SHORT, torch.tensor([WIDTH, 10]), WIDTH, PARTS) == 3
+    assert reach_of(row_borders(whole, WIDTH), whole, WIDTH, PARTS) == 16
+    assert reach_of(row_borders(torch.tensor([4, 0]), WIDTH), torch.zeros(2), WIDTH, PARTS) == 2
 
 
 def test_lengths_of_documents() -> None:

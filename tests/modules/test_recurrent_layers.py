@@ -164,7 +164,7 @@ def _own_parts() -> list[Tensor]:
     group = dist.group.WORLD
     assert group is not None
     GROUPS[group.group_name] = group
-    rows = CutRows(ROWS, torch.zeros(2, dtype=torch.int64), dist.get_rank(), PARTS)
+    rows = CutRows(ROWS, torch.zeros(2, dtype=torch.int64), dist.get_rank(), PARTS, 528)
     own = (part.detach().chunk(PARTS, 1)[dist.get_rank()] for part in _inputs(528))
     shared = SharedRows(rows, group.group_name)
     return _layers([part.clone().requires_grad_() for part in own], None, shared)

@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
+from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig
@@ -19,6 +21,7 @@ from qfsdp.modules.hub_models.config import hub_config
 from qfsdp.modules.hub_models.refused import check_hub_run, check_shared
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests import hub_models
+from tests.models import cpu_world
 from tests.ranks import run_ranks
 from tests.recipes.test_sharded_equals_unsharded import assert_same, train
 from tests.recipes.test_sharded_mixtures import MIXTURE, train_traced
@@ -132,6 +135,18 @@ def test_a_part_of_padding_alone(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_variants(tmp_path: Path) -> None:
     compare(write_tiny_model(tmp_path), 4, 2, [{"steps": 4} | case for case in VARIANTS])
+
+
+@pytest.mark.slow
+def test_base_on_disk(tmp_path: Path) -> None:
+    """Weights are read while the ranks of a group exchange keys; two groups."""
+    model = write_tiny_model(tmp_path / "model", num_hidden_layers=4)
+    config = QuantizationConfig("nf4", "all-linear")
+    quantize_folder(ModelWeights(model), config, tmp_path / "quantized", cpu_world())
+    case = {"folder": str(tmp_path / "quantized"), "packs": True, "steps": 4}
+    ways = [{"offload_base": "disk"}, {"offload_base": "disk", "prefetch": 3}]
+    cases = [case | {"sharding": way, "checkpointing": "full"} for way in ways]
+    compare(model, 4, 2, cases)
 
 
 @pytest.mark.slow

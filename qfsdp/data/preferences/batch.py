@@ -83,7 +83,7 @@ class PairBatch(Batch):
             assert isinstance(cut.cu_seqlens, CutRows)
             rows, seq = self.tokens.shape
             prompts = cut_documents(documents, rows, seq, part, parts)
-            borders = cut.cu_seqlens._replace(prompts=prompts)
+            borders = cut.cu_seqlens._replace(prompts=prompts, reach=seq)
             cut = replace(cut, cu_seqlens=borders, sources=None, places=None)
         return replace(
             cut,

@@ -6,8 +6,8 @@ Keys and values of the group are gathered, and a part's queries attend to those 
     rank 1   queries 4 .. 7   keys 0 .. 7
 
 A document that is cut has all its keys here, and its last queries. The ops of `sinks` compute
-that, on GPUs by FlashAttention's kernel. Of a layer with a sliding window, the window before a part
-is gathered only, where it is shorter than a part.
+that, on GPUs by FlashAttention's kernel. Only as many tokens before a part are gathered as its
+window or its documents reach, if these are fewer than a part.
 
 Autograd keeps a rank's own keys and values. Backward gathers again, and the gradients of gathered
 keys and values are summed where they belong (reduce-scatter). Exchange is inside of the two custom
@@ -57,7 +57,7 @@ def attend_cut_rows(
     scale = head_dim**-0.5 if scale is None else scale
     q, k, v = (t.transpose(1, 2).flatten(0, 1) for t in (q, k, v))
     documents = (rows.cu_seqlens, None, None) if rows.prompts is None else rows.prompts[:3]
-    how = (batch, rows.part, window, scale, group)
+    how = (batch, rows.part, rows.reach, window, scale, group)
     out = _AttendCutRows.apply(q, k, v, sinks, *documents, *how)
     return out.unflatten(0, (batch, own)).transpose(1, 2)
 
@@ -77,11 +77,12 @@ class _AttendCutRows(torch.autograd.Function):
         sources: Tensor | None,
         batch: int,
         part: int,
+        reach: int,
         window: int | None,
         scale: float,
         group: str,
     ) -> Tensor:
-        ctx.how = batch, part, window, scale, group
+        ctx.how = batch, part, reach, window, scale, group
         out, total = _attend(q, k, v, sinks, cu_seqlens, cu_keys, sources, *ctx.how)
         ctx.save_for_backward(q, k, v, sinks, cu_seqlens, out, total, cu_keys, sources)
         return out
@@ -89,7 +90,7 @@ class _AttendCutRows(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        return *gradients(ctx, grad, _attend_backward), *(None,) * 8
+        return *gradients(ctx, grad, _attend_backward), *(None,) * 9
 
 
 @custom_op("qfsdp::attend_cut_rows")
@@ -103,16 +104,16 @@ def _attend(
     sources: Tensor | None,
     batch: int,
     part: int,
+    reach: int,
     window: int | None,
     scale: float,
     group: str,
 ) -> tuple[Tensor, Tensor]:
     """The results of `sinks.attention` for a part's queries. With `cu_keys` and `sources`, those of
     `CutPrompts`, `cu_seqlens` is its `cu_queries`."""
-    # A prompt may stand in a row farther ahead than the window of the answer that shares it.
-    reach = Reach(batch, len(q) // batch, part, None if cu_keys is not None else window, group)
-    keys, values = reach.gathered(k, v)
-    how = reach.how(cu_seqlens, cu_keys, len(keys))
+    seen = Reach(batch, len(q) // batch, part, _before(reach, window, cu_keys), group)
+    keys, values = seen.gathered(k, v)
+    how = seen.how(cu_seqlens, cu_keys, len(keys))
     if sources is not None:
         keys, values = keys.index_select(0, sources), values.index_select(0, sources)
     return attention(q, keys, values, sinks, *how, window, scale)
@@ -131,15 +132,16 @@ def _attend_backward(
     sources: Tensor | None,
     batch: int,
     part: int,
+    reach: int,
     window: int | None,
     scale: float,
     group: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of q, k and v of this part, over the queries of all parts."""
-    reach = Reach(batch, len(q) // batch, part, None if cu_keys is not None else window, group)
-    keys, values = reach.gathered(k, v)
+    seen = Reach(batch, len(q) // batch, part, _before(reach, window, cu_keys), group)
+    keys, values = seen.gathered(k, v)
     shape = keys.shape
-    bounds, *how = reach.how(cu_seqlens, cu_keys, len(keys))
+    bounds, *how = seen.how(cu_seqlens, cu_keys, len(keys))
     if sources is not None:
         keys, values = keys.index_select(0, sources), values.index_select(0, sources)
     of_q, of_keys, of_values = attention_backward(
@@ -150,8 +152,14 @@ def _attend_backward(
         of_keys, of_values = (
             t.new_zeros(shape).index_add_(0, sources, t) for t in (of_keys, of_values)
         )
-    of_keys, of_values = reach.scattered(of_keys, of_values)
+    of_keys, of_values = seen.scattered(of_keys, of_values)
     return of_q, of_keys, of_values
+
+
+def _before(reach: int, window: int | None, cu_keys: Tensor | None) -> int:
+    """How many tokens before a part its queries see. A prompt may stand in a row farther ahead than
+    the window of the answer that shares it."""
+    return reach if window is None or cu_keys is not None else min(reach, window - 1)
 
 
 class Reach:
@@ -159,17 +167,16 @@ class Reach:
 
     Args:
         own: tokens of this part in each of `batch` rows.
+        before: how many tokens before a part are seen, at most, the same in all parts.
 
     Fields:
-        sent: how many of its last tokens in a row every part sends: all, or the window before the
-            next part.
+        sent: how many of its last tokens in a row every part sends.
         first: the first part whose tokens are seen.
     """
 
-    def __init__(self, batch: int, own: int, part: int, window: int | None, group: str) -> None:
+    def __init__(self, batch: int, own: int, part: int, before: int, group: str) -> None:
         self.batch, self.own, self.part, self.group = batch, own, part, GROUPS[group]
         self.parts = self.group.size()
-        before = own * self.parts if window is None else window - 1
         self.sent = min(own, before)
         self.first = max(0, part - -(-before // own))
 
