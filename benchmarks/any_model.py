@@ -54,7 +54,7 @@ PAGE = ROOT / "docs" / "reference" / "models.md"
 SECONDS = 240  # of one architecture
 LARGEST = 100e6  # weights of a tiny model
 BOUND = 1e-5  # of logits and losses, relative to the largest; of gradients ten times that
-TOKENS = 24
+TOKENS, AT = 24, 17
 SAMPLES = [9, 1, 14]  # of the packed row
 
 # Sizes by the names of configs. A config gets those that it has.
@@ -74,7 +74,11 @@ SIZES: dict[str, Any] = {
     **{"mamba_n_groups": 1, "mamba_d_ssm": 128, "lru_width": 64, "embedding_size": 64},
     **{"index_head_dim": 16, "index_n_heads": 2, "index_topk": 8, "chunk_size": 16},
     **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2, "dropout": 0.0},
+    **{"decoder_layers": 4, "decoder_attention_heads": 4, "decoder_ffn_dim": 96, "d_model": 64},
+    **{"encoder_layers": 1, "encoder_attention_heads": 4, "encoder_ffn_dim": 96},
 }
+# Classes that are encoders, or a half of a model that translates, by default: as decoders.
+DECODES = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False}
 # The same of vision and audio models.
 PICTURES: dict[str, Any] = {
     **{"hidden_size": 32, "embed_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -112,6 +116,18 @@ MORE: dict[str, dict[str, Any]] = {
             for kind in ("full_attention", "sliding_attention")
         }
     },
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
+    "zaya": {"num_experts_per_tok": 1, "router_hidden_size": 32},
+    "zamba": {"num_hidden_layers": 6, "attn_layer_period": 3, "attn_layer_offset": 1},
+    "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "num_mem_blocks": 1},
+    "longcat_flash": {
+        **{"num_key_value_heads": 4, "head_dim": 8, "num_layers": 2, "num_hidden_layers": 4},
+        **{"zero_expert_num": 2, "expert_ffn_hidden_size": 32},
+    },
+    "qwen4_exp_text": {
+        **{"indexer_n_heads": 2, "indexer_kv_heads": 1, "indexer_head_dim": 16},
+        **{"indexer_budget": 64, "indexer_compress_ratio": 4, "hc_lowrank": 16},
+    },
     "mamba2": {"num_heads": 8, "head_dim": 16},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "num_layers": 4},
 }
@@ -123,12 +139,19 @@ def tiny_config(kind: str, architecture: str) -> Any:
 
     cls = CONFIG_MAPPING[kind]
     usual, more = cls(), MORE.get(kind, {})
-    if usual.get_text_config() is usual:
+    if kind in known_models()[0] and _encodes(usual):
+        config = cls(**_sizes(usual, SIZES | DECODES) | more)
+    elif usual.get_text_config() is usual:
         config = cls(**_sizes(usual, SIZES) | more)
     else:
         config = cls(**dict(_parts(usual)) | more)
     config.architectures = [architecture]
     return config
+
+
+def _encodes(usual: Any) -> bool:
+    """Whether a class is an encoder, or has one, unless its config says otherwise."""
+    return usual.is_encoder_decoder or getattr(usual, "is_decoder", True) is False
 
 
 def _sizes(usual: Any, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -178,8 +201,11 @@ def compare(kind: str, architecture: str) -> dict[str, Any]:
     from transformers import CONFIG_MAPPING
 
     try:  # encoders, and what takes more than text
-        given = CONFIG_MAPPING[kind]().to_dict() | {"architectures": [architecture]}
-        hub_config(given | {"model_type": kind}, kind)
+        usual = CONFIG_MAPPING[kind]()
+        given = usual.to_dict() | {"architectures": [architecture], "model_type": kind}
+        if kind in known_models()[0] and _encodes(usual):
+            given |= {key: value for key, value in DECODES.items() if key in given}
+        hub_config(given, kind)
     except UserError as error:
         return {"status": "refused", "why": str(error).removeprefix(f"{kind}: ")}
     except Exception:
@@ -189,7 +215,9 @@ def compare(kind: str, architecture: str) -> dict[str, Any]:
         reference = random_model(tiny_config(kind, architecture))
         with torch.no_grad():
             expected = reference(tokens, use_cache=False).logits
+            earlier = reference(tokens[:, :AT], use_cache=False).logits
         assert expected.shape[:2] == tokens.shape and expected.isfinite().all(), "its logits"
+        assert _relative(earlier, expected[:, :AT]) <= 10 * BOUND, "a token sees later ones"
     except Exception as error:
         return {"status": "unknown", "why": f"{type(error).__name__}: {first_line(error):.120}"}
     with tempfile.TemporaryDirectory() as scratch:
@@ -300,8 +328,9 @@ Written by `python benchmarks/any_model.py --write` with transformers {version};
 causal language model that transformers has, and the text part of every model that takes pictures,
 tiny and random, was compared with transformers and PEFT: logits, and over NF4 with LoRA the loss
 and all gradients. `model.implementation: auto` takes the {native} architectures that qfsdp builds
-itself, and of the others those that are equal: {text}, and of those that take pictures
-{whole}. [How they are trained](../internals/models-of-transformers.md).
+itself, and of the others those that are equal:
+{text}, and of those that take pictures {whole}.
+[How they are trained](../internals/models-of-transformers.md).
 
 ## Equal
 
@@ -320,10 +349,22 @@ TITLES = {
 }
 
 
-def write_page(found: dict[str, dict[str, Any]]) -> None:
+def by_class(rows: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """One row for each class. Several model types may have one: it is equal if all of them are that
+    are not refused."""
+    order = ("differs", "unknown", "equal", "refused")
+    found: dict[str, dict[str, Any]] = {}
+    for key, row in rows.items():
+        name = key.split()[1]
+        found[name] = min(row, found.get(name, row), key=lambda one: order.index(one["status"]))
+    return found
+
+
+def write_page(rows: dict[str, dict[str, Any]]) -> None:
     """Writes the page and the list of what is equal."""
     from transformers import __version__
 
+    found = by_class(rows)
     equal = sorted(name for name, row in found.items() if row["status"] == "equal")
     apart = [name for name in equal if found[name].get("packed", 1) <= BOUND]
     # An indexer chooses the keys that a token sees; of 24 tokens it chooses all.
@@ -331,7 +372,10 @@ def write_page(found: dict[str, dict[str, Any]]) -> None:
     packed = {name: " ".join(found[name]["modules"]) for name in apart}
     whole = set(known_models()[1].values()) & found.keys()
     parts = {"text": found.keys() - whole, "whole": whole}
-    words = {key: f"{len(set(equal) & those)} of {len(those)}" for key, those in parts.items()}
+    words = {}
+    for key, models in zip(parts, known_models(), strict=True):
+        right = sum(name in equal for name in models.values())
+        words[key] = f"{right} of {len(models)} model types"
     lines = [HEAD.format(version=__version__, native=len(FAMILIES), **words)]
     for key, those in parts.items():
         lines += ["\nThe text part of:\n"] if key == "whole" else []
@@ -367,17 +411,14 @@ def main() -> None:
     os.environ["QFSDP_EAGER_KERNELS"] = "1"
     torch.set_num_threads(1)
     compare("llama", "LlamaForCausalLM")  # imports take longer than a model
-    found: dict[str, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}  # "MODEL_TYPE CLASS" -> its row
     if args.json and args.json.is_file():
         found = json.loads(args.json.read_text())
     for kind, name in architectures():
         if args.kinds and kind not in args.kinds:
             continue
         row = in_process(partial(compare, kind, name))
-        known = found.get(name, row)
-        # Several model types may have one class: it is equal if all of them are.
-        if args.kinds or known["status"] != "differs":
-            found[name] = row if row["status"] != "refused" else known
+        found[f"{kind} {name}"] = row
         print(f"{kind:28}{name:36}{json.dumps(row)}", flush=True)
         if args.json:
             args.json.write_text(json.dumps(found, indent=1) + "\n")

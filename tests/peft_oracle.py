@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.hub_models.experts import stacked_experts
+from qfsdp.modules.hub_models.linears import transposed_weights
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 PREAMBLE = """
@@ -46,6 +47,8 @@ def dequantized_base(model: nn.Module) -> dict[str, Tensor]:
     if isinstance(model, HubDecoder):
         for name, param in stacked_experts(model.config.meta):
             found[name] = found.pop(f"{name}.weight").view(param.shape)
+        for name in transposed_weights(model.config.meta):
+            found[name] = found[name].t().contiguous()
     return found
 
 

@@ -117,7 +117,7 @@ def excluded_modules(keys: Iterable[str]) -> dict[str, str]:
     deep = {match[1] for name in names if (match := _IN_DEEP_LAYER.match(name))}
     if len(deep) != 1:
         return {}
-    return {"exclude_modules": rf"(?!{re.escape(deep.pop())}\.\d|lm_head).*"}
+    return {"exclude_modules": rf"(?!{re.escape(deep.pop())}\.\d|lm_head$).*"}
 
 
 def read_peft_config(folder: Path) -> dict[str, Any]:

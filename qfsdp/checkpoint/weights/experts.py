@@ -193,7 +193,7 @@ class StoredAs:
 
     Fields:
         shapes: name -> shape, in the order of the rows.
-        transposed: the one tensor is `[experts, in, out]`.
+        transposed: the one tensor is `[experts, in, out]`, or `[in, out]`.
     """
 
     shapes: dict[str, tuple[int, ...]]
@@ -207,14 +207,14 @@ class StoredAs:
     def row_shape(self) -> tuple[int, ...]:
         """Of a row of the parameter, as `write` takes it."""
         shape = next(iter(self.shapes.values()))
-        return (shape[1],) if self.transposed else shape[1:]
+        return (shape[-2],) if self.transposed else shape[1:]
 
     def write(self, file: SafetensorsFile, pieces: Iterable[Tensor]) -> None:
         """Writes consecutive pieces of the parameter's rows."""
         (name, shape), *others = self.shapes.items()
         if self.transposed:
-            for expert, rows in enumerate(of_length(pieces, shape[2])):
-                file.write(name, rows.t().unsqueeze(0), expert)
+            for expert, rows in enumerate(of_length(pieces, shape[-1])):
+                file.write(name, rows.t().reshape(-1, *shape[1:]), expert)
         elif name.endswith("_bias"):
             # A copy of each, as the next piece may overwrite it.
             file.write(name, torch.cat([piece.clone() for piece in pieces]).view(shape))

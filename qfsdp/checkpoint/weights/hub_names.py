@@ -13,6 +13,7 @@ from qfsdp.checkpoint.weights.read import ComputedTensor, StackedTensor, StoredT
 from qfsdp.common.errors import UserError
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.experts import stacked_experts
+from qfsdp.modules.hub_models.linears import transposed_weights
 from qfsdp.modules.hub_models.names import Source, parameter_sources
 from qfsdp.modules.hub_models.text_part import used_names
 
@@ -44,6 +45,8 @@ def tensors_of_hub_model(
             stored = found.pop(name)
             shape = stored.shape if stored.shape != tuple(param.shape) else _flat(stored.shape)
             found[f"{name}.weight"] = replace(stored, shape=shape)
+    for name in found.keys() & set(transposed_weights(config.meta)):
+        found[name] = StackedTensor.of(name, [found[name]], transposed=True)
     return found
 
 

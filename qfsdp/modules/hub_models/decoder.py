@@ -29,7 +29,7 @@ from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 from qfsdp.modules.hub_models.documents import keep_samples_apart, numbers_of_samples
 from qfsdp.modules.hub_models.experts import take_experts
 from qfsdp.modules.hub_models.head import HubHead
-from qfsdp.modules.hub_models.linears import linears_of_layers
+from qfsdp.modules.hub_models.linears import linears_of_layers, take_linears
 from qfsdp.modules.hub_models.names import names_of_experts
 from qfsdp.modules.hub_models.refused import unsupported
 from qfsdp.modules.hub_models.shared_rows import share_attention
@@ -77,6 +77,7 @@ class HubDecoder(nn.Module):
         self.split: Any = None
         self.routing = Routing(0.0)
         self.group = ""
+        take_linears(hf)
         experts = take_experts(hf)
         check_buffers(hf, config.source)
         stored_buffers_as_parameters(hf)
@@ -87,7 +88,7 @@ class HubDecoder(nn.Module):
         self._find_parts(text_model)
         self.recomputes = False
         self.linears, self.plain_linears = linears_of_layers(self.parts.layers, self._layers_name)
-        taken = names_of_experts(hf)
+        taken = names_of_experts(hf) | self._names_beside_layers()
         self.not_adapted = [n for n in self.linears if n.rpartition(".")[2] in taken]
         if not self.linears:
             raise UserError(f"{config.source}: the layers of {config.architecture} have no linears")
@@ -98,11 +99,11 @@ class HubDecoder(nn.Module):
 
     def _find_parts(self, text_model: str | None) -> None:
         hf, source, name = self.hf, self.config.source, self.config.architecture
-        depth = self.config.num_hidden_layers
+        depths = {self.config.num_hidden_layers, getattr(hf.config, "num_layers", None)}
         lists = [
             where
             for where, module in hf.named_modules()
-            if isinstance(module, nn.ModuleList) and len(module) == depth
+            if isinstance(module, nn.ModuleList) and len(module) in depths
         ]
         body, output = hf.base_model, hf.get_output_embeddings()
         if body is hf:  # Llama 4's prefix is that of its multimodal class
@@ -114,6 +115,27 @@ class HubDecoder(nn.Module):
         self._replaced_name = named[id(body)]  # in the class's `forward`, see `HubHead`
         self._embedding_name = named[id(hf.get_input_embeddings())]
         self._output_name = named[id(output)]
+        inside = f"{self._layers_name}."
+        for module, field, first in self._shared:
+            if f"{module}.{field}".startswith(inside) and first.startswith(inside):
+                raise UserError(
+                    f"{source}: {name} has layers that share weights ({first}); such a model is "
+                    "not trained"
+                )
+
+    def _names_beside_layers(self) -> set[str]:
+        """Last names of linears that stand beside the layers, where these are no deeper than
+        "model.layers": an adapter's file does not exclude them there, see `excluded_modules`."""
+        if self._layers_name.count(".") > 1:
+            return set()
+        inside = f"{self._layers_name}."
+        return {
+            name.rpartition(".")[2]
+            for name, module in self.hf.named_modules()
+            if isinstance(module, nn.Linear)
+            and not name.startswith(inside)
+            and name != self._output_name
+        }
 
     @property
     def parts(self) -> ModelParts:

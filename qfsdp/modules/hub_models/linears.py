@@ -2,22 +2,60 @@
 
 Every `nn.Linear` of the layers is, but for those of a few rows (routers, gates, the step sizes of
 recurrent layers), which cost nothing, and those whose weight a module reads by itself: it would
-miss the adapter, and a quantized weight is bytes.
+miss the adapter, and a quantized weight is bytes. So are those that have a number for a name: PEFT
+would take the layers of that number too.
 """
 
 from __future__ import annotations
 
 import inspect
 import re
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, cast
 
+import torch
 from torch import nn
 
 FEW = 16  # times fewer rows than columns
 ROUTERS = ("gate", "router")
 # A weight's dtype or device alone may be asked for.
 READS = r"\.{}\.weight\b(?!\.(?:dtype|device|shape|size))"
+
+# Classes that compute what `nn.Linear` does: Falcon's, and GPT-2's with `[in, out]` weights.
+ALIKE, TRANSPOSED = "FalconLinear", "Conv1D"
+# Modules of a class whose output another one adds to in place, which autograd allows our linears
+# as little as any function of its own: they return a copy.
+CHANGED_IN_PLACE = {"Llama4TextMoe": "shared_expert", "FalconDecoderLayer": "mlp"}
+
+
+def transposed_weights(hf: nn.Module) -> Iterator[str]:
+    """Names of the weights that transformers holds as `[in, out]`."""
+    for name, module in hf.named_modules():
+        if type(module).__name__ == TRANSPOSED:
+            yield f"{name}.weight"
+
+
+def take_linears(hf: nn.Module) -> None:
+    """Replaces linears of other classes in `hf`, on the meta device, by `nn.Linear`s of the same
+    names, and has modules return copies where `CHANGED_IN_PLACE` says so."""
+    for parent in list(hf.modules()):
+        for child, module in list(parent.named_children()):
+            if (kind := type(module).__name__) in (ALIKE, TRANSPOSED):
+                held = cast(nn.Linear, module)
+                weight = held.weight.mT if kind == TRANSPOSED else held.weight
+                linear = nn.Linear(
+                    weight.size(1), weight.size(0), device="meta", dtype=weight.dtype
+                )
+                linear.weight.requires_grad_(weight.requires_grad)
+                linear.register_parameter("bias", held.bias)
+                setattr(parent, child, linear)
+        if (changed := CHANGED_IN_PLACE.get(type(parent).__name__)) is not None:
+            parent.get_submodule(changed).register_forward_hook(_copy)
+
+
+def _copy(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
+    return output.clone()
 
 
 def linears_of_layers(layers: nn.ModuleList, prefix: str) -> tuple[list[str], list[str]]:
@@ -39,7 +77,10 @@ def linears_of_layers(layers: nn.ModuleList, prefix: str) -> tuple[list[str], li
     stay = {
         child
         for _, child, parent, _ in found
-        if child not in several or child in ROUTERS or reads_weight(cast(Any, type(parent)), child)
+        if child not in several
+        or child in ROUTERS
+        or child.isdigit()
+        or reads_weight(cast(Any, type(parent)), child)
     }
     taken = [name for name, child, _, _ in found if child not in stay]
     plain = [name for name, child, _, _ in found if child in stay]
