@@ -109,6 +109,45 @@ def _configs() -> dict[str, Callable[[], Any]]:
             num_experts_per_tok=2,
             moe_intermediate_size=64,
         ),
+        "cohere2": lambda: t.Cohere2Config(**SIZES, sliding_window=16),
+        "exaone4": lambda: t.Exaone4Config(**SIZES, sliding_window=16),
+        "minimax_m2": lambda: t.MiniMaxM2Config(
+            **SIZES, head_dim=32, rotary_dim=16, num_local_experts=4, num_experts_per_tok=2
+        ),
+        "nemotron_h": lambda: t.NemotronHConfig(
+            **{key: size for key, size in SIZES.items() if key != "num_hidden_layers"},
+            layers_block_type=["linear_attention", "moe", "full_attention", "mlp"],
+            head_dim=32,
+            ssm_state_size=16,
+            mamba_num_heads=8,
+            mamba_head_dim=32,
+            n_groups=2,
+            n_routed_experts=4,
+            moe_intermediate_size=64,
+            moe_shared_expert_intermediate_size=64,
+        ),
+        "zamba2": lambda: t.Zamba2Config(
+            **SIZES, layers_block_type=["mamba", "hybrid"] * 2, num_mem_blocks=1
+        ),
+        "llama4": lambda: t.Llama4TextConfig(
+            **SIZES | {"num_hidden_layers": 2},
+            head_dim=32,
+            intermediate_size_mlp=192,
+            num_local_experts=4,
+            num_experts_per_tok=1,
+        ),
+        # Transposed linears; outputs that are changed in place; linears that are never called.
+        "gpt2": lambda: t.GPT2Config(
+            **SIZES | {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 256}
+        ),
+        "falcon": lambda: t.FalconConfig(**SIZES),
+        "bart": lambda: t.BartConfig(
+            **{key: SIZES[key] for key in SIZES if key.startswith(("vocab", "max", "pad"))},
+            **{"d_model": 128, "decoder_layers": 4, "decoder_attention_heads": 4},
+            **{"decoder_ffn_dim": 192, "encoder_layers": 4, "is_encoder_decoder": False},
+            **{"is_decoder": True, "bos_token_id": 1, "eos_token_id": 2},
+            forced_eos_token_id=None,  # a rule of `generate`
+        ),
         **_multimodal(t),
     }
 
@@ -152,9 +191,13 @@ MULTIMODAL = ["gemma3", "gemma4_whole", "qwen3_5_whole", "qwen3_vl", "mistral3"]
 NAMES = ["qwen3_5", "gemma4", "deepseek_v3", "lfm2", "llama"]
 # Recurrent layers, shared keys and values, and experts are in the short suite.
 MIXTURES = ["qwen3_5_moe", "glm4_7", "gemma4_moe"]
+OTHERS = ["gpt2", "falcon"]
 PARAMETERS = [
     *(*NAMES[:3], MULTIMODAL[0]),
-    *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[3:] + MULTIMODAL[1:] + MIXTURES),
+    *(
+        pytest.param(name, marks=pytest.mark.long)
+        for name in NAMES[3:] + MULTIMODAL[1:] + MIXTURES + OTHERS
+    ),
 ]
 
 
@@ -168,7 +211,7 @@ def adapter_of(name: str, rank: int = 4) -> AdapterConfig:
     return AdapterConfig("dora", rank=rank, alpha=8)
 
 
-def _class(config: Any) -> Any:
+def class_of(config: Any) -> Any:
     """The Auto class that has the model of a config."""
     from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
@@ -180,7 +223,7 @@ def config(name: str) -> Any:
     """transformers' config of a model, as its folder has it."""
     found = _configs()[name]()
     with torch.device("meta"):
-        found.architectures = [type(_class(found).from_config(found)).__name__]
+        found.architectures = [type(class_of(found).from_config(found)).__name__]
     return found
 
 
@@ -190,7 +233,7 @@ def save_hub_model(name: str, folder: Path, **changes: Any) -> nn.Module:
     given = _configs()[name]()
     for key, value in changes.items():
         setattr(given, key, value)
-    model: Any = _class(given).from_config(given).float().eval()
+    model: Any = class_of(given).from_config(given).float().eval()
     for param in model.parameters():
         if param.dim() > 1:
             nn.init.normal_(param, std=0.05)
@@ -213,7 +256,7 @@ def with_tokenizer(name: str, folder: Path, tokenizer: Path) -> Path:
     text.vocab_size = 49152
     if hasattr(text, "vocab_size_per_layer_input"):
         text.vocab_size_per_layer_input = 49152
-    _class(given).from_config(given).save_pretrained(folder)
+    class_of(given).from_config(given).save_pretrained(folder)
     for file in ("tokenizer.json", "tokenizer_config.json"):
         (folder / file).symlink_to(tokenizer / file)
     return folder

@@ -24,6 +24,8 @@ from tests.modules.test_hub_models import batch
 from tests.peft_oracle import dequantized_base
 from tests.tiny import ROOT, load_recipe, run_recipe
 
+IA3_TARGETS = {"lfm2": "w2", "gpt2": "c_attn", "falcon": "query_key_value"}
+
 pytestmark = pytest.mark.usefixtures("eager")
 
 
@@ -42,7 +44,7 @@ def test_a_merged_folder_equals_pefts_merge(name: str, method: Any, tmp_path: Pa
     reference: Any = hub_models.save_hub_model(name, tmp_path / "model")
     adapter = hub_models.adapter_of(name)
     if method == "ia3":
-        adapter = AdapterConfig("ia3", targets=["down_proj" if name != "lfm2" else "w2"])
+        adapter = AdapterConfig("ia3", targets=[IA3_TARGETS.get(name, "down_proj")])
         if name in ("deepseek_v3", "qwen3_5_moe", "glm4_7"):  # its down_proj also names experts
             adapter = AdapterConfig("ia3", targets=["o_proj"])
     model = built(tmp_path / "model", adapter)

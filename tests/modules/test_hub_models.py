@@ -39,7 +39,9 @@ def batch() -> tuple[torch.Tensor, torch.Tensor]:
 
 
 # A single number in files; buffers that the module around them computes, and scaled logits.
-SPECIAL = [pytest.param(name, marks=pytest.mark.long) for name in ("apertus", "falcon_h1")]
+SPECIAL = [
+    pytest.param(name, marks=pytest.mark.long) for name in ("apertus", "falcon_h1", "llama4")
+]
 
 
 @pytest.mark.parametrize("name", [*hub_models.PARAMETERS, *SPECIAL])
@@ -136,6 +138,22 @@ def test_linears_of_one_name_are_taken_together() -> None:
     taken, plain = linears_of_layers(layers, "layers")
     assert taken == ["layers.0.o_proj", "layers.1.o_proj"]
     assert plain == ["layers.0.router_proj", "layers.1.router_proj"]
+
+
+def test_linears_that_have_a_number_for_a_name_stay_plain() -> None:
+    """PEFT would take the layers of that number too. CTRL's feed-forward is such a sequence."""
+    layers = nn.ModuleList(
+        nn.ModuleDict({"dense": nn.Linear(64, 64), "ffn": nn.Sequential(nn.Linear(64, 64))})
+        for _ in range(2)
+    )
+    taken, plain = linears_of_layers(layers, "h")
+    assert taken == ["h.0.dense", "h.1.dense"]
+    assert plain == ["h.0.ffn.0", "h.1.ffn.0"]
+
+
+def test_layers_that_share_weights_are_refused() -> None:
+    with pytest.raises(UserError, match="Zamba2ForCausalLM has layers that share weights"):
+        meta("zamba2")
 
 
 def meta(name: str) -> HubDecoder:

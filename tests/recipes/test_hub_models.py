@@ -21,7 +21,8 @@ from qfsdp.data import step_loader
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models, tiny
-from tests.hub_models import MIXTURES, NAMES
+from tests.evaluation.test_hub_generation import PROMPTS, answers, theirs
+from tests.hub_models import MIXTURES, NAMES, OTHERS
 from tests.models import cpu_world
 from tests.peft_oracle import dequantized_base
 from tests.ranks import run_ranks
@@ -39,10 +40,14 @@ checkpoint: {{every_n_steps: 2, keep_last: 99}}
 )
 
 
-# `make test-long` runs two models, `make test-slow` the others; tests/modules compares all of them.
+# `make test-long` runs two models for four updates, `make test-slow` the others for ten, also on
+# three ranks; tests/modules compares all of them.
+SHORT = NAMES[:2]
+MORE = ["qwen3_next", "mistral3", "nemotron_h", "minimax_m2", "cohere2", "exaone4"]
+WHOLE = [*NAMES, *MIXTURES, "gemma3", *MORE, *OTHERS, "bart"]
 RUN = [
-    *(pytest.param(name, marks=pytest.mark.long) for name in NAMES[:2]),
-    *(pytest.param(name, marks=pytest.mark.slow) for name in [*NAMES[2:], *MIXTURES, "gemma3"]),
+    *(pytest.param((name, False), marks=pytest.mark.long, id=name) for name in SHORT),
+    *(pytest.param((name, True), marks=pytest.mark.slow, id=f"{name}-whole") for name in WHOLE),
 ]
 
 
@@ -60,18 +65,21 @@ def losses(run: Path) -> list[float]:
 def folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Path]:
-    """The runs `run` (two ranks), its second half again (`rest`), and `alone` of a model; `three`
-    ranks of one whose experts are adapted."""
+    """The runs `run` (two ranks), all after its second step again (`rest`), and `alone` of a model;
+    and `three` ranks."""
     folder = tmp_path_factory.mktemp("hub")
-    hub_models.save_hub_model(request.param, folder / "model")
+    name, whole = request.param
+    hub_models.save_hub_model(name, folder / "model")
     config = str(folder / "config.yaml")
     Path(config).write_text(CONFIG.format(folder=folder))
     resume = f"resume={folder}/run/checkpoints/step_00000002"
     words = ["model.implementation=transformers"]  # the same with auto, but for Llama
-    adapter = hub_models.adapter_of(request.param)
+    adapter = hub_models.adapter_of(name)
     words += [f"adapter.method={adapter.method}"]
     if adapter.targets:
-        words += [f"adapter.targets=[{','.join(adapter.targets)}]", "max_steps=10", "epochs=9"]
+        words += [f"adapter.targets=[{','.join(adapter.targets)}]"]
+    if whole:
+        words += ["max_steps=10", "epochs=9"]
     together = [(config, ["batch_size=6", *words])]
     together.append((config, ["batch_size=6", *words, f"output_dir={folder}/rest", resume]))
     with pytest.MonkeyPatch.context() as patch:
@@ -80,19 +88,16 @@ def folder(
         run_ranks(
             1, run_recipe, [(config, ["batch_size=12", *words, f"output_dir={folder}/alone"])]
         )
-        if adapter.targets:
+        if whole:
             three = ["batch_size=4", *words, f"output_dir={folder}/three"]
             run_ranks(3, run_recipe, [(config, three)])
         yield folder
 
 
-def plain_losses(folder: Path, scratch: Path) -> tuple[list[float], dict[str, Tensor]]:
-    """The losses of a loop over transformers and PEFT with the dequantized base, and what it has
-    trained."""
-    from peft import PeftModel, get_peft_model_state_dict
-    from transformers import AutoModelForCausalLM
-
-    adapter, updates = read_adapter_config(folder / "run/adapter"), len(losses(folder / "run"))
+def over_dequantized(folder: Path, scratch: Path) -> Any:
+    """transformers' model of a folder with the dequantized base; writes the adapter that a run
+    starts from to `scratch`."""
+    adapter = read_adapter_config(folder / "run/adapter")
     config = ModelConfig(str(folder / "model"), dtype="fp32", implementation="transformers")
     model = config.build()
     quantize_linears(model, QuantizationConfig())
@@ -100,8 +105,18 @@ def plain_losses(folder: Path, scratch: Path) -> tuple[list[float], dict[str, Te
     load_base(model, config.weights(), torch.device("cpu"))
     init_adapters(model, seed=0)
     save_adapter(model, adapter, str(folder / "model"), scratch, cpu_world())
-    reference: Any = AutoModelForCausalLM.from_pretrained(folder / "model", dtype=torch.float32)
+    cls = hub_models.class_of(config.weights().config.hf)
+    reference: Any = cls.from_pretrained(folder / "model", dtype=torch.float32)
     reference.load_state_dict(dequantized_base(model), strict=False)
+    return reference.eval()
+
+
+def plain_losses(folder: Path, scratch: Path) -> tuple[list[float], dict[str, Tensor]]:
+    """The losses of a loop over transformers and PEFT with the dequantized base, and what it has
+    trained."""
+    from peft import PeftModel, get_peft_model_state_dict
+
+    updates, reference = len(losses(folder / "run")), over_dequantized(folder, scratch)
     peft = PeftModel.from_pretrained(reference, str(scratch), is_trainable=True).eval()
     trained = [param for param in peft.parameters() if param.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3, eps=1e-6)
@@ -152,10 +167,27 @@ def test_a_resumed_run_ends_with_the_same_bits(folder: Path) -> None:
     assert known == {"dtype": "fp32", "implementation": "transformers"}  # merge builds the same
 
 
+def test_a_trained_adapter_merges_and_answers(folder: Path, tmp_path: Path, eager: None) -> None:
+    from peft import PeftModel
+
+    reference = over_dequantized(folder, tmp_path / "start")
+    peft: Any = PeftModel.from_pretrained(reference, str(folder / "run/adapter")).eval()
+    found = answers(folder / "model", folder / "run/adapter", "nf4")
+    assert found == theirs(peft) and any(map(len, found))
+    given = [f"model.path={folder}/model", "model.implementation=transformers", "dtype=fp32"]
+    given += ["model.dtype=fp32", f"adapter={folder}/run/adapter", f"output_dir={tmp_path}/out"]
+    tiny.run_recipe("merge", ["--config", str(tiny.ROOT / "configs/merge.yaml"), *given])
+    merged = type(reference).from_pretrained(tmp_path / "out", dtype=torch.float32).eval()
+    tokens = torch.tensor(PROMPTS[1:])
+    with torch.no_grad():
+        expected = peft(tokens, use_cache=False).logits
+        logits = merged(tokens, use_cache=False).logits
+    torch.testing.assert_close(logits, expected, atol=1e-4, rtol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["compile=true"], "compile: true; expected false"),
         (["sharding.offload_base=disk"], "sharding.offload_base: disk; expected none or cpu"),
         (["sharding.vocabulary=split"], "sharding.vocabulary: split; expected auto or gather"),
         (["cuda_graphs=true"], "cuda_graphs: true; expected false"),
@@ -215,7 +247,18 @@ def test_all_ways_to_shard_give_the_same_losses(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("eager")
-@pytest.mark.parametrize("name", ["deepseek_v3", "qwen3_5"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "deepseek_v3",
+        "qwen3_5",
+        *(
+            pytest.param(name, marks=pytest.mark.slow)
+            for name in WHOLE
+            if name not in ("deepseek_v3", "qwen3_5", "falcon", "bart")  # refuse packed: true
+        ),
+    ],
+)
 def test_packed_rows_have_the_loss_of_their_samples(name: str, tmp_path: Path) -> None:
     """Steps with every sample, on two ranks: packed, and each sample in a row of its own."""
     hub_models.save_hub_model(name, tmp_path / "model")

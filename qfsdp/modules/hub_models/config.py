@@ -183,6 +183,7 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
     positions = getattr(text, "max_position_embeddings", None)
     keys = ("vocab_size", "hidden_size", "num_hidden_layers")
     sizes: list[Any] = [getattr(text, key, None) for key in keys]
+    sizes[2] = getattr(text, "decoder_layers", sizes[2])  # BART's others are its encoder's
     if not all(isinstance(size, int) and size > 0 for size in sizes):
         raise UserError(
             f"{source}: {architecture} has no vocab_size, hidden_size or num_hidden_layers; "

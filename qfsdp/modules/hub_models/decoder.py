@@ -26,7 +26,7 @@ from qfsdp.modules.hub_models.buffers import (
     stored_buffers_as_parameters,
 )
 from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
-from qfsdp.modules.hub_models.documents import keep_samples_apart, numbers_of_samples
+from qfsdp.modules.hub_models.documents import calls_ours, keep_samples_apart, numbers_of_samples
 from qfsdp.modules.hub_models.experts import take_experts
 from qfsdp.modules.hub_models.head import HubHead
 from qfsdp.modules.hub_models.linears import linears_of_layers, take_linears
@@ -213,7 +213,19 @@ class HubDecoder(nn.Module):
         share_attention(self.hf)
 
     def compile_layers(self) -> None:
-        raise unsupported("compile: true", "false", self.config)
+        """Compiles the computation of every layer; FSDP2's hooks and checkpointing stay outside of
+        it. Layers with functions of `documents.py` run uncompiled: Dynamo looks up what a function
+        calls in its module, which has transformers' functions."""
+        limit = torch._dynamo.config.recompile_limit
+        torch._dynamo.config.recompile_limit = max(limit, 8 * len(self.parts.layers))
+        for layer in self.parts.layers:
+            if not any(map(calls_ours, layer.modules())):
+                run = layer.forward
+                if isinstance(run, partial):  # see `set_activations`
+                    of_layer, inner, *kept = run.args
+                    layer.forward = partial(run.func, of_layer, torch.compile(inner), *kept)
+                else:
+                    layer.forward = torch.compile(run)
 
     # ---- computation ---------------------------------------------------------------------------
 

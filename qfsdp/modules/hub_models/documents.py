@@ -34,7 +34,7 @@ def numbers_of_samples(positions: Tensor) -> Tensor:
 def keep_samples_apart(model: nn.Module) -> bool:
     """Gives the layers of a model of transformers functions that know samples; whether any took
     one."""
-    layers = [module for module in model.modules() if _called_by(module)]
+    layers = [module for module in model.modules() if calls_ours(module)]
     for layer in layers:
         forward = inspect.unwrap(cast(FunctionType, type(layer).forward))
         known = forward.__globals__
@@ -49,6 +49,11 @@ def keep_samples_apart(model: nn.Module) -> bool:
         made.__kwdefaults__ = forward.__kwdefaults__
         layer.forward = MethodType(made, layer)
     return bool(layers)
+
+
+def calls_ours(layer: nn.Module) -> bool:
+    """Whether a module of a model of transformers calls functions that know samples."""
+    return bool(_called_by(layer))
 
 
 def _called_by(layer: nn.Module) -> set[str]:

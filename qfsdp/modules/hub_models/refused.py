@@ -11,7 +11,6 @@ from qfsdp.modules.hub_models.shared_rows import ARCHITECTURES
 
 # Key of a training recipe's config -> the value that is expected.
 EXPECTED: dict[str, Any] = {
-    "compile": False,
     "cuda_graphs": False,
     "sharding.expert_parallel": 1,
     "model.quantize_cache": None,
@@ -68,6 +67,8 @@ def check_hub_answers(cfg: Any, config: AnyConfig, strategy: str | None) -> None
     """
     if isinstance(config, HubConfig):
         check_hub_run(cfg, config)
+        if getattr(cfg, "compile", False):
+            raise unsupported("compile: true", "false", config)
         if strategy not in (None, "ddp"):
             raise unsupported(f"sharding.strategy: {strategy}", "ddp", config)
 
