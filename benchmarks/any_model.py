@@ -79,6 +79,7 @@ SIZES: dict[str, Any] = {
 }
 # Classes that are encoders, or a half of a model that translates, by default: as decoders.
 DECODES = {"is_decoder": True, "is_encoder_decoder": False, "add_cross_attention": False}
+DECODES |= {"causal": True}
 # The same of vision and audio models.
 PICTURES: dict[str, Any] = {
     **{"hidden_size": 32, "embed_dim": 32, "intermediate_size": 64, "num_hidden_layers": 2},
@@ -107,6 +108,10 @@ MORE: dict[str, dict[str, Any]] = {
     "ernie4_5_vl_moe_text": {"rope_parameters": MROPE | {"mrope_section": [3, 3, 2]}},
     "hunyuan_vl_text": {"rope_parameters": MROPE | {"mrope_section": [2, 2, 2, 2]}},
     **dict.fromkeys(("chameleon", "emu3"), {"vocabulary_map": {"<image>": 5, "<|extra_200|>": 6}}),
+    "dbrx": {
+        "attn_config": {"kv_n_heads": 2, "rope_theta": 1e4, "clip_qkv": 8},
+        "ffn_config": {"ffn_hidden_size": 96, "moe_top_k": 2},
+    },
     "dots1": {"n_shared_experts": 1},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2},
     "olmo_hybrid": {"linear_num_value_heads": 2},
@@ -151,7 +156,8 @@ def tiny_config(kind: str, architecture: str) -> Any:
 
 def _encodes(usual: Any) -> bool:
     """Whether a class is an encoder, or has one, unless its config says otherwise."""
-    return usual.is_encoder_decoder or getattr(usual, "is_decoder", True) is False
+    decodes = [getattr(usual, key, True) for key in ("is_decoder", "causal")]
+    return usual.is_encoder_decoder or not all(decodes)
 
 
 def _sizes(usual: Any, sizes: dict[str, Any]) -> dict[str, Any]:
@@ -160,8 +166,10 @@ def _sizes(usual: Any, sizes: dict[str, Any]) -> dict[str, Any]:
     ids = ("pad_token_id", "bos_token_id", "eos_token_id")
     found = {k: v for k, v in sizes.items() if k in names or k in ids}
     for name, size in found.items():
-        if isinstance(several := getattr(usual, name, None), list) and isinstance(size, int):
-            found[name] = [size] * len(several)
+        several = vars(usual).get(name)
+        if isinstance(several, list) and isinstance(size, int):
+            of_layers = len(several) == vars(usual).get("num_hidden_layers")
+            found[name] = size if of_layers else [size] * len(several)
     if "qk_rope_head_dim" in found:
         found.pop("head_dim", None)  # another name of it
     return found
@@ -215,7 +223,8 @@ def compare(kind: str, architecture: str) -> dict[str, Any]:
         reference = random_model(tiny_config(kind, architecture))
         with torch.no_grad():
             expected = reference(tokens, use_cache=False).logits
-            earlier = reference(tokens[:, :AT], use_cache=False).logits
+            others = torch.cat([tokens[:, :AT], tokens[:, AT:] + 1], 1)
+            earlier = reference(others, use_cache=False).logits[:, :AT]
         assert expected.shape[:2] == tokens.shape and expected.isfinite().all(), "its logits"
         assert _relative(earlier, expected[:, :AT]) <= 10 * BOUND, "a token sees later ones"
     except Exception as error:

@@ -23,7 +23,7 @@ from qfsdp.modules.hub_models.buffers import check_buffers
 from qfsdp.modules.hub_models.decoder import HubDecoder, build_decoder
 from qfsdp.modules.hub_models.experts import stacked_experts
 from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
-from tests import hub_models
+from tests import hub_models, tiny
 from tests.hub_models import built
 from tests.models import cpu_world
 from tests.peft_oracle import dequantized_base
@@ -115,6 +115,32 @@ def test_gradients_do_not_depend_on_what_is_kept(kept: ActivationConfig, tmp_pat
         model(tokens, labels=labels).backward()
         found.append({key: param.grad for key, param in adapter_parameters(model).items()})
     assert all(torch.equal(found[0][key], found[1][key]) for key in found[0])
+
+
+@tiny.needs_compiler
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cohere2", "glm4_7", "gemma4", "qwen3_5"])
+def test_compiled_layers_compute_the_same(name: str, tmp_path: Path) -> None:
+    """Rows of three lengths. Qwen3.5: one layer in four, as the others are recurrent."""
+    hub_models.save_hub_model(name, tmp_path)
+    model = built(tmp_path, AdapterConfig("dora", rank=4, alpha=8))
+    tokens, labels = batch()
+
+    def grads(width: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        model(tokens[:, :width], labels=labels[:, :width]).backward()
+        return [param.grad.clone() for param in model.parameters() if param.grad is not None]
+
+    eager = [grads(width) for width in (40, 33, 27)]
+    torch._dynamo.utils.counters.clear()
+    model.compile_layers()
+    compiled = [grads(width) for width in (40, 33, 27)]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] > 0
+    assert not torch._dynamo.utils.counters["graph_break"]
+    for expected, found in zip(eager, compiled, strict=True):
+        for one, other in zip(expected, found, strict=True):
+            atol = 1e-5 * float(one.abs().max())
+            torch.testing.assert_close(other, one, atol=atol, rtol=1e-5)
 
 
 def test_an_output_layer_that_files_hold_is_not_the_embeddings(tmp_path: Path) -> None:

@@ -197,6 +197,7 @@ def hub_config(config: dict[str, Any], source: str) -> HubConfig:
 def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
     """Raises `UserError` for models that do not predict the next token of a text."""
     encoder = getattr(hf, "is_decoder", True) is False and architecture not in DECODERS
+    encoder |= getattr(hf, "causal", True) is False  # XLM
     both = any(getattr(one, "is_encoder_decoder", False) for one in (hf, of_text))
     if both or encoder:
         what = "an encoder and a decoder" if both else "an encoder"
