@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from qfsdp.modules.hub_models.buffers import check_buffers
 from qfsdp.modules.hub_models.decoder import HubDecoder, build_decoder
 from qfsdp.modules.hub_models.experts import stacked_experts
 from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
+from qfsdp.modules.hub_models.refused import check_hub_run
 from tests import hub_models, tiny
 from tests.hub_models import built
 from tests.models import cpu_world
@@ -153,6 +155,12 @@ def test_an_output_layer_that_files_hold_is_not_the_embeddings(tmp_path: Path) -
     tokens, _ = batch()
     with torch.no_grad():
         assert torch.equal(built(tmp_path)(tokens), reference(tokens, use_cache=False).logits)
+
+
+def test_shared_rows_are_not_compiled() -> None:
+    cfg = SimpleNamespace(compile=True, sharding=SimpleNamespace(context_parallel=2))
+    with pytest.raises(UserError, match="compile: true with sharding.context_parallel; expected"):
+        check_hub_run(cfg, meta("llama").config)
 
 
 def test_linears_of_one_name_are_taken_together() -> None:

@@ -30,7 +30,10 @@ def check_hub_run(cfg: Any, config: HubConfig) -> None:
             raise unsupported(f"{key}: {_word(value)}", _word(expected), config)
     if getattr(cfg, "packed", False):
         check_packed(config)
-    check_shared(getattr(getattr(cfg, "sharding", None), "context_parallel", 1), config)
+    parts = getattr(getattr(cfg, "sharding", None), "context_parallel", 1)
+    check_shared(parts, config)
+    if parts > 1 and getattr(cfg, "compile", False):
+        raise unsupported("compile: true with sharding.context_parallel", "false", config)
     for key, value, expected in (
         ("vocabulary", "split", "auto or gather"),
         ("offload_base", "disk", "none or cpu"),
