@@ -40,11 +40,10 @@ from qfsdp.training.distillation import Teacher, TeacherConfig, check_teacher, l
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_scale
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
-from qfsdp.training.profiler import Profiler, ProfilerConfig
 from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
 from qfsdp.training.teacher_cache import shared_tokens
-from qfsdp.training.throughput import Meter, StepClock
+from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 from qfsdp.training.validation import Validation, ValidationConfig
 
 

@@ -3,8 +3,7 @@
     tune run recipes/dpo_distributed --config configs/llama3_8b_dpo.yaml [key=value ...]
 
 The reference is the same base, its adapters off or as the run began: no second model is in memory.
-To change the recipe, copy it: `tune cp recipes/dpo_distributed my_recipe.py`. This file shows which
-weights are frozen, adapted and sharded, and what one update does.
+To change what an update does, copy it: `tune cp recipes/dpo_distributed my_recipe.py`.
 """
 
 from __future__ import annotations

@@ -25,9 +25,8 @@ from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk,
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.common.progress import at_step
 from qfsdp.config.component import Component
-from qfsdp.data import PackedDataset, build_dataset, check_data, check_dataset
+from qfsdp.data import PackedDataset, StepLoader, build_dataset, check_data, check_dataset
 from qfsdp.data.joined import JoinedBatch, JoinedLoader
-from qfsdp.data.loader import StepLoader
 from qfsdp.distributed.global_batch import check_global_batch, split_batch
 from qfsdp.distributed.sharding import shard_model
 from qfsdp.distributed.world import DistributedConfig, ShardingConfig, World, init_world
@@ -37,26 +36,11 @@ from qfsdp.modules.adapters.several import add_several, alone, named
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.planning.preflight import Run, check_memory, explain_out_of_memory, micro_batch_tokens
+from qfsdp.training import several
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite
 from qfsdp.training.optimizer import check_optimizer, choose_lr
 from qfsdp.training.run_config import check_run_config, check_with_model
-from qfsdp.training.several import (
-    OneConfig,
-    build_optimizers,
-    check_several,
-    dataset_key,
-    export_each,
-    in_words,
-    losses_to_look_at,
-    saves_of_each,
-    settings_of_each,
-    single,
-    summed_losses,
-    targets_of_each,
-    texts_of_each,
-    update_each,
-)
 from qfsdp.training.several_validation import SeveralValidation
 from qfsdp.training.steps import forward_backward
 from qfsdp.training.throughput import Meter, StepClock
@@ -70,7 +54,7 @@ class Config:
     output_dir: str  # for adapters/NAME, checkpoints, metrics and the resolved config
     model: ModelConfig
     tokenizer: Component  # of the model, e.g. qfsdp.data.hf_tokenizer
-    adapters: dict[str, OneConfig]  # a section for each adapter, by its name
+    adapters: dict[str, several.OneConfig]  # a section for each adapter, by its name
     optimizer: Component  # of each adapter, e.g. torch.optim.AdamW, torchao.optim.AdamW8bit
     dataset: Component | None = None  # of the adapters without one of their own
     lr_scheduler: Component | None = None  # null: a constant learning rate
@@ -99,10 +83,10 @@ class Config:
     preflight: bool = True  # estimate the memory first, and refuse a run that cannot fit
 
     def check(self) -> None:
-        check_several(self)
+        several.check_several(self)
         for name in self.adapters:
             with named(name):
-                check_run_config(single(self, name))
+                check_run_config(several.single(self, name))
 
 
 def check(cfg: Config) -> None:
@@ -117,12 +101,12 @@ def check(cfg: Config) -> None:
         check_disk(model, weights)
     for name in cfg.adapters:
         with named(name):
-            one = single(cfg, name)
+            one = several.single(cfg, name)
             choose_lr(one)
             check_optimizer(one.optimizer, one.lr_scheduler)
             if one.adapter.start_from is not None:
                 check_adapter(one.adapter, one.adapter.start_from, alone(model, name))
-        check_dataset(dataset_key(cfg, name), one.dataset)
+        check_dataset(several.dataset_key(cfg, name), one.dataset)
     check_data(cfg.tokenizer, one.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)
@@ -144,7 +128,7 @@ def load_model(cfg: Config, world: World, resumed: bool = False) -> AnyDecoder:
     shard_model(model, cfg.sharding, world, micro_batch_tokens(cfg))
     load_base(model, weights, world.device, cfg.sharding, progress=world.rank == 0)
     for name, adapter in cfg.adapters.items():
-        seed = single(cfg, name).seed
+        seed = several.single(cfg, name).seed
         start_adapters(alone(model, name), adapter, cfg.model.path, seed, resumed)
     return model.train()
 
@@ -154,8 +138,8 @@ def build_loader(cfg: Config, world: World) -> JoinedLoader:
     tokenizer, loaders = cfg.tokenizer.build(), {}
     rows, accumulation = cfg.model.any_config().vocab_size, split_batch(cfg, world.size)
     for name in cfg.adapters:
-        one = single(cfg, name)
-        dataset = build_dataset(dataset_key(cfg, name), one.dataset, tokenizer, rows)
+        one = several.single(cfg, name)
+        dataset = build_dataset(several.dataset_key(cfg, name), one.dataset, tokenizer, rows)
         loaders[name] = StepLoader(
             PackedDataset(dataset, cfg.max_seq_len, one.seed) if cfg.packed else dataset,
             batch_size=cfg.batch_size,
@@ -181,45 +165,47 @@ def train_step(
     """One update of every adapter from this rank's micro-batches. The loss of an adapter is the
     mean over its own target tokens of all ranks and micro-batches; gradients are those of the
     losses' sum, in which no adapter sees another's rows."""
-    targets = targets_of_each(batches, world)
+    targets = several.targets_of_each(batches, world)
     losses = torch.zeros_like(targets)
 
     def loss_of(b: JoinedBatch) -> Tensor:
-        of_each = summed_losses(model, b) / targets
+        of_each = several.summed_losses(model, b) / targets
         losses.add_(of_each.detach())
         return of_each.sum()
 
     forward_backward(loss_of, batches, optimizer, world, clock, model)
     trained = [count > 0 for count in batches[0].rows]
-    return update_each(model, optimizer, schedules, losses, trained, clip, world, clock)
+    return several.update_each(model, optimizer, schedules, losses, trained, clip, world, clock)
 
 
 @explain_out_of_memory
 def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding, cfg.distributed)
     for name in cfg.adapters:
-        choose_lr(single(cfg, name))  # where a rate is auto
+        choose_lr(several.single(cfg, name))  # where a rate is auto
     output_dir = Path(cfg.output_dir).expanduser()
-    files = texts_of_each(cfg)
-    checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, export_each(cfg, files))
+    files = several.texts_of_each(cfg)
+    checkpoints = Checkpointer(cfg.checkpoint, output_dir, world, several.export_each(cfg, files))
     logger = build_logger(cfg.metric_logger, world.rank, cfg)  # before anything is read
     loader = build_loader(cfg, world)
     total_steps, clip = loader.total_steps, cfg.clip_grad_norm
     validation = SeveralValidation(cfg, world, output_dir, loader.steps)
-    origin = checkpoints.find(cfg.resume, lambda: config_settings(cfg) | settings_of_each(loader))
+    origin = checkpoints.find(
+        cfg.resume, lambda: config_settings(cfg) | several.settings_of_each(loader)
+    )
     write_run_files(output_dir, cfg, __file__, world.rank)
     run.model = model = load_model(cfg, world, resumed=origin is not None)
-    optimizer, schedules = build_optimizers(cfg, model, loader.steps)
+    optimizer, schedules = several.build_optimizers(cfg, model, loader.steps)
     run.optimizer = optimizer
     state = TrainState(model, optimizer, schedules, validation.progress)
     first_step = checkpoints.load(origin, state)  # 0 without one
-    watch = NonFiniteWatch(cfg.on_nonfinite, state, checkpoints, world, losses_to_look_at)
+    watch = NonFiniteWatch(cfg.on_nonfinite, state, checkpoints, world, several.losses_to_look_at)
     log = RunLog(output_dir, logger, first_step, total_steps, world.rank)
     for name, of_one in loader.loaders.items():
-        log.say(in_words(cfg, name, of_one, loader.steps[name]))
+        log.say(several.in_words(cfg, name, of_one, loader.steps[name]))
     run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
-    saves = saves_of_each(cfg, model, world, files)
+    saves = several.saves_of_each(cfg, model, world, files)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, saves)
         for step in range(first_step + 1, total_steps + 1):

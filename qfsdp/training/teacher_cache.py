@@ -36,7 +36,7 @@ from qfsdp.common.sealed import Damaged, read_sealed, sealed_json
 from qfsdp.common.terminal import warn
 from qfsdp.data.batch import IGNORE_INDEX, Batch, to_device
 from qfsdp.data.loader import StepLoader, tokens_and_labels
-from qfsdp.data.row_progress import RowProgress
+from qfsdp.data.tokenized_dataset import RowProgress
 from qfsdp.distributed.world import World
 
 KEY, FOLDER, FACTS = "teacher.logprobs", "teacher_logprobs", "facts.json"
