@@ -87,6 +87,7 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
         pytest.param(
             2, ("adapter.method=dora", "activation.checkpointing=full"), marks=pytest.mark.long
         ),
+        pytest.param(2, ("sharding.context_parallel=2",), marks=pytest.mark.slow),
         pytest.param(1, ("adapter.method=dora", "model.dtype=fp16"), marks=pytest.mark.slow),
     ],
 )

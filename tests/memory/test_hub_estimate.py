@@ -52,7 +52,6 @@ def parsed(name: str, layers: int) -> dict[str, Any]:
                 ("gemma3", 1, ("activation.checkpointing=selective",)),
                 ("lfm2", 1, ()),
                 ("llama", 2, ()),
-                ("qwen3_5", 2, ("sharding.context_parallel=2", "activation.checkpointing=full")),
             )
         ),
     ],

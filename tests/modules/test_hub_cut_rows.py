@@ -29,6 +29,11 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         *("qwen3_5_moe", "qwen3_5_whole", "qwen3", "gemma3_text"),
     )
 }
+WINDOWS = ["sliding_attention", "full_attention"] * 2
+MODELS["qwen3 with windows"] = (
+    "qwen3",
+    {"use_sliding_window": True, "sliding_window": 30, "layer_types": WINDOWS},
+)
 # Of the samples of each row; the last one is padding. With 3 parts of 24 tokens borders are cut by
 # samples, and a part has samples, or padding, alone. Chunks of recurrent layers have 64 tokens.
 LENGTHS = [[9, 1, 62], [72], [24, 3, 17, 28], [2, 70]]
@@ -89,6 +94,19 @@ def test_losses_and_gradients_of_parts_add_up(
             summed = torch.stack([one[1][key] for one in of_parts]).sum(0)
             worst = float((summed - grad).abs().max() / grad.abs().max())
             assert worst < 5e-6, (name, key, worst)
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.parametrize("name", ["llama", "qwen3_5"])
+def test_a_layer_that_is_not_given_the_rows_raises(name: str, tmp_path: Path) -> None:
+    """Attention, and layers with a state: alone they would compute a part as a whole row."""
+    hub_models.save_hub_model(name, tmp_path)
+    model, given = hub_models.built(tmp_path), batch().cut(0, 3)
+    model.share_rows("some ranks")
+    with pytest.raises(ValueError, match="sharding.context_parallel: .*rows"):
+        model.parts.body(given.tokens, position_ids=given.positions)
+    with pytest.raises(ValueError, match="sharding.context_parallel: whole rows"):
+        model(given.tokens, labels=given.labels)
 
 
 def test_all_that_are_taken_are_compared() -> None:

@@ -211,6 +211,7 @@ class HubDecoder(nn.Module):
         """Has the ranks of `group`, in `GROUPS`, share the rows that it gets."""
         self.group = group
         share_attention(self.hf)
+        keep_samples_apart(self.hf, shared=True)
 
     def compile_layers(self) -> None:
         """Compiles the computation of every layer; FSDP2's hooks and checkpointing stay outside of

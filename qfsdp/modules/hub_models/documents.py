@@ -31,14 +31,20 @@ def numbers_of_samples(positions: Tensor) -> Tensor:
     return F.pad(positions.diff() != 1, (1, 0)).cumsum(-1, dtype=torch.int32)
 
 
-def keep_samples_apart(model: nn.Module) -> bool:
+def keep_samples_apart(model: nn.Module, shared: bool = False) -> bool:
     """Gives the layers of a model of transformers functions that know samples; whether any took
-    one."""
+    one.
+
+    Args:
+        shared: ranks share rows: the functions raise where a layer does not hand the rows on.
+    """
     layers = [module for module in model.modules() if calls_ours(module)]
     for layer in layers:
         forward = inspect.unwrap(cast(FunctionType, type(layer).forward))
         known = forward.__globals__
         ours = {name: partial(OURS[name], known[name]) for name in _called_by(layer)}
+        if shared:
+            ours = {name: partial(_with_rows, function) for name, function in ours.items()}
         made = FunctionType(
             forward.__code__,
             known | ours,
@@ -54,6 +60,14 @@ def keep_samples_apart(model: nn.Module) -> bool:
 def calls_ours(layer: nn.Module) -> bool:
     """Whether a module of a model of transformers calls functions that know samples."""
     return bool(_called_by(layer))
+
+
+def _with_rows(
+    ours: Callable[..., Any], *args: Any, shared_rows: SharedRows | None = None, **more: Any
+) -> Any:
+    if shared_rows is None:
+        raise ValueError("sharding.context_parallel: a layer does not hand the rows on")
+    return ours(*args, shared_rows=shared_rows, **more)
 
 
 def _called_by(layer: nn.Module) -> set[str]:
