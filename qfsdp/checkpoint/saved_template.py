@@ -96,17 +96,20 @@ def build_tokenizer(tokenizer: Component, adapter: str | None) -> Any:
         tokenizer: of the config.
         adapter: a folder in PEFT's format, or None.
     """
-    file = None if adapter is None else local_folder(adapter) / TEMPLATE_FILE
     takes_template = "chat_template" in inspect.signature(tokenizer.resolve()).parameters
-    if file is None or not file.is_file() or not takes_template:
+    if adapter is None or not takes_template:
         return tokenizer.build()
-    if tokenizer.kwargs.get("chat_template") in (None, "auto"):
-        return tokenizer.build(chat_template=str(file))
-    built = tokenizer.build()
+    folder, given = local_folder(adapter), tokenizer.kwargs.get("chat_template")
+    file = folder / TEMPLATE_FILE
+    if given in (None, "auto"):
+        return tokenizer.build(chat_template=str(file)) if file.is_file() else tokenizer.build()
+    built, trained = tokenizer.build(), read_text(file) if file.is_file() else None
+    if trained is None and (folder / "tokenizer.json").is_file():  # saved with the adapter
+        file, trained = folder, hf_tokenizer(str(folder)).chat_template.template.text
     used = built.chat_template.template.text if isinstance(built, HFTokenizer) else None
-    if used != read_text(file):
-        given = str(tokenizer.kwargs["chat_template"])[:60]
-        say_once(f"tokenizer.chat_template: {given}; the adapter was trained with {file}")
+    if trained not in (None, used):
+        given = str(given)[:60]
+        say_once(f"tokenizer.chat_template: {given}; the adapter was trained with that of {file}")
     return built
 
 

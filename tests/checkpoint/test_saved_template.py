@@ -217,6 +217,21 @@ def test_a_template_in_the_config_wins(folder: Path, caplog: pytest.LogCaptureFi
     assert built.chat_template.template.text == CHATML
 
 
+def test_a_template_other_than_the_models_own_is_told(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A run with the model's own template writes none; its tokenizer lies beside the adapter."""
+    adapter = folder / "adapter"
+    for place in (folder / "model", adapter):
+        place.mkdir(exist_ok=True)
+        write_folder(place, byte_level(), chat_template=CHATML)
+    for setting, said in (("plain", True), (CHATML, False), ("auto", False)):
+        caplog.clear()
+        given = {"path": f"{folder}/model", "chat_template": setting}
+        build_tokenizer(Component("qfsdp.data.hf_tokenizer", given), str(adapter))
+        assert (f"trained with that of {adapter}" in caplog.text) is said
+
+
 @pytest.mark.parametrize("given", ["generation_config.json", "config.json", None])
 def test_a_merged_model_stops_as_the_models_own_template_ends(folder: Path, given: Any) -> None:
     """Qwen2's base models: the template ends turns with <|im_end|>, eos is <|endoftext|>."""
