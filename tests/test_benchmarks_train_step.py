@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 
-from benchmarks.train_step import Answer, chosen_groups, figures
+from benchmarks.train_step import Answer, Contestant, chosen_groups, figures
+from benchmarks.train_step_worker import Job
 
 
 def steps(seconds: list[float], losses: list[float], peak: float = 1e9) -> list[Answer]:
@@ -62,3 +66,18 @@ def test_groups_leave_out_contestants_that_cannot_run() -> None:
         ["torchtune_qlora"],
         ["torchtune_lora"],
     ]
+
+
+def test_a_contestant_runs_the_code_of_its_checkout(tmp_path: Path) -> None:
+    """Where qfsdp is installed, Python imports the installed one at its start."""
+    (tmp_path / "qfsdp").mkdir()
+    (tmp_path / "qfsdp/__init__.py").touch()
+    (tmp_path / "benchmarks").mkdir()
+    (tmp_path / "benchmarks/train_step_worker.py").write_text(
+        "import json, qfsdp\n"
+        f"print(json.dumps({{'own': qfsdp.__file__.startswith('{tmp_path}/')}}), flush=True)\n"
+    )
+    job = Job("ours", "lora", "nf4", 4, str(tmp_path), 1, 8, "cpu")
+    contestant = Contestant("before_qlora", job, Path(sys.executable), tmp_path)
+    assert contestant.answer() == {"own": True}
+    contestant.close()
