@@ -41,7 +41,12 @@ from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_opt
 from qfsdp.training.preference import Losses, Objective, Reference, check_packed, sequence_logprobs
 from qfsdp.training.preference_validation import PreferenceValidation, ValidationConfig
 from qfsdp.training.reference_cache import cached_logprobs
-from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
+from qfsdp.training.run_config import (
+    add_new_tokens,
+    check_run_config,
+    check_with_model,
+    use_cache_dir,
+)
 from qfsdp.training.steps import forward_backward, optim_step
 from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 
@@ -94,6 +99,7 @@ class Config:
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight or row is loaded."""
     check_logger(cfg.metric_logger)
+    add_new_tokens(cfg)
     choose_lr(cfg)
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
     check_global_batch(cfg)
@@ -179,6 +185,7 @@ def main(cfg: Config, run: Run) -> None:
     world = init_world(cfg.sharding, cfg.distributed)
     torch.manual_seed(cfg.seed + world.rank)  # for dropout; nothing else uses it
     choose_lr(cfg)  # where optimizer.lr is auto
+    add_new_tokens(cfg)  # of the tokenizer, if it has some
     output_dir = Path(cfg.output_dir).expanduser()
     use_cache_dir(cfg.compile_cache_dir, report=cfg.compile and world.rank == 0)
     profiler = Profiler(cfg.profiler, output_dir, world)

@@ -31,6 +31,7 @@ from qfsdp.planning.hardware import check_bf16, device_memory_of, known_gpu, kno
 from qfsdp.planning.options import option_lines
 from qfsdp.planning.report import draw, lines
 from qfsdp.training.learning_rate import any_lr
+from qfsdp.training.new_tokens import add_new_tokens
 from qfsdp.training.optimizer import check_optimizer
 
 
@@ -69,6 +70,7 @@ def estimate(cfg: Config, training: Training, what: str = "the training step") -
     seconds that `what` runs dry."""
     train = training.cfg
     split_batch(train, cfg.world_size)
+    add_new_tokens(train)
     check_bf16(cfg.gpu, train.model.dtype)
     check_optimizer(any_lr(train.optimizer), train.lr_scheduler)
     functions = (training.recipe.build_model, training.recipe.train_step)

@@ -29,6 +29,7 @@ from qfsdp.planning.hardware import Hardware, HardwareConfig, check_bf16, device
 from qfsdp.planning.predict import Predictor, check_process_fits
 from qfsdp.planning.search import Trial, candidates, search
 from qfsdp.training.learning_rate import any_lr
+from qfsdp.training.new_tokens import add_new_tokens
 from qfsdp.training.optimizer import check_optimizer
 
 
@@ -125,6 +126,7 @@ def show_expert_parallel(best: Trial, predict: Predictor, ranks: int) -> None:
 def main(cfg: Config, training: Training) -> None:
     began, train = time.perf_counter(), training.cfg
     split_batch(train, cfg.world_size)
+    add_new_tokens(train)
     check_optimizer(any_lr(train.optimizer), train.lr_scheduler)
     hardware = cfg.build(device_memory_of(train))
     check_bf16(cfg.gpu, train.model.dtype)

@@ -19,7 +19,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
 from qfsdp.checkpoint.adapter_config_file import CONFIG_FILE, read_peft_config
-from qfsdp.checkpoint.saved_template import adapter_template
+from qfsdp.checkpoint.saved_template import TOKENIZER_FILES, adapter_template
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import json_object, to_json
 from qfsdp.common.terminal import warn
@@ -30,10 +30,6 @@ from qfsdp.hub.download import hub_name, local_folder, small_folder
 from qfsdp.modules.adapters.config import BASE_STARTS
 
 BASE_FILE = "qfsdp_base.json"
-TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
-    "added_tokens.json",
-)
 DEMO_MODEL = "${oc.env:QFSDP_CACHE,${oc.env:HOME}/.cache/qfsdp}/SmolLM2-135M-Instruct"
 OURS = "qfsdp.data.hf_tokenizer"
 _QUANTIZATION = ("format", "targets", "compute")
@@ -60,7 +56,10 @@ def adapter_texts(cfg: Any) -> dict[str, str]:
         for name in TOKENIZER_FILES:
             if (folder / name).is_file():
                 texts[name] = read_text(folder / name)
-        if settings["tokenizer"]["path"] != "${model.path}":
+        if more := cfg.tokenizer.build().texts:
+            texts |= more
+            del settings["tokenizer"]["new_tokens"]
+        if more or settings["tokenizer"]["path"] != "${model.path}":
             settings["tokenizer"]["path"] = "."  # the adapter's folder
     return texts | {BASE_FILE: to_json(settings, indent=2) + "\n"}
 
@@ -71,7 +70,8 @@ def _settings_of(run: dict[str, Any]) -> dict[str, Any]:
     quantization = run.get("quantization") or {}
     if run.get("adapter", {}).get("init") in BASE_STARTS:  # the written adapter is of W itself
         quantization = quantization | {"format": "none"}
-    keys = ("dtype", *(["implementation"] if model.get("implementation") == "transformers" else []))
+    keys = ["dtype", *(["implementation"] if model.get("implementation") == "transformers" else [])]
+    keys += ["mean_rows"] if model.get("mean_rows") else []
     found = {
         "model": {key: model[key] for key in keys},
         "quantization": {key: quantization[key] for key in _QUANTIZATION if key in quantization},

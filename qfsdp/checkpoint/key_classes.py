@@ -19,13 +19,14 @@ Class = Literal["same", "told", "free"]
 _SAME = """
     seed max_seq_len packed optimizer_in_backward model.dtype model.implementation
     model.router_aux_loss tokenizer dataset optimizer lr_scheduler loss reference
-    quantization.format quantization.targets quantization.compute
+    quantization.format quantization.targets quantization.compute model.mean_rows
     adapter.method adapter.rank adapter.alpha adapter.dropout adapter.targets adapter.rslora
     adapter.init adapter.lora_plus_ratio adapter.start_from adapter.expert_rank
     adapter.expert_sharing adapter.layers adapter.exclude adapter.rank_pattern adapter.alpha_pattern
     adapter.block_size adapter.modules_to_save adapter.trainable_token_indices head.classes
     head.center
     teacher.model.dtype teacher.model.implementation teacher.model.router_aux_loss
+    teacher.model.mean_rows
     teacher.quantization.format teacher.quantization.targets teacher.quantization.compute
     teacher.adapter distillation.divergence distillation.beta distillation.temperature
     distillation.weight distillation.top_k

@@ -22,6 +22,10 @@ from qfsdp.hub.download import local_folder
 
 TEMPLATE_FILE = "chat_template.jinja"
 GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILES = (
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+    "added_tokens.json",
+)
 
 
 def adapter_template(tokenizer: Component, dataset: Component) -> dict[str, str]:
@@ -81,10 +85,14 @@ def chat_tokenizer(template: dict[str, str], folder: Path) -> HFTokenizer | None
     return None if tokenizer.chat_template.by_default else tokenizer
 
 
-def read_template(adapter: Path) -> dict[str, str]:
-    """The template in an adapter's folder, as `adapter_template` returns it."""
-    file = adapter / TEMPLATE_FILE
-    return {TEMPLATE_FILE: read_text(file)} if file.is_file() else {}
+def read_template(adapter: Path, tokenizer: bool = False) -> dict[str, str]:
+    """The template in an adapter's folder, as `adapter_template` returns it.
+
+    Args:
+        tokenizer: the files of the tokenizer too.
+    """
+    names = (TEMPLATE_FILE, *(TOKENIZER_FILES if tokenizer else ()))
+    return {name: read_text(adapter / name) for name in names if (adapter / name).is_file()}
 
 
 def build_tokenizer(tokenizer: Component, adapter: str | None) -> Any:

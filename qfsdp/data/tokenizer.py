@@ -13,6 +13,7 @@ import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from qfsdp.common.errors import UserError
@@ -21,7 +22,7 @@ from qfsdp.data.chat.choose_template import choose_template, say_once
 from qfsdp.data.chat.special_tokens import SpecialTokens, added_tokens, turn_marks
 from qfsdp.data.chat.trained_spans import TRAINED_AS, Conversation, TokenizedChat, plain_message
 from qfsdp.data.encode import encode
-from qfsdp.data.tokenizer_folder import TokenizerFolder
+from qfsdp.data.tokenizer_folder import TokenizerFolder, add_new_tokens
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
@@ -43,10 +44,15 @@ class HFTokenizer:
         vocab_size: number of ids, including added tokens.
         base_vocab_size: number of ids without added tokens.
         max_seq_len: longest result of `tokenize_messages`. None means no limit.
+        new_tokens: text -> id of those that `hf_tokenizer` added to the folder's.
+        texts: name -> text of the tokenizer's files with them; empty without them.
         chat_template: the chat template and where it came from.
         spelled: for every message or document so far that spells a special token: the first one,
             and what became of it.
     """
+
+    new_tokens: Mapping[str, int] = MappingProxyType({})
+    texts: Mapping[str, str] = MappingProxyType({})
 
     def __init__(
         self,
@@ -308,6 +314,7 @@ def hf_tokenizer(
     chat_template: str | None = "auto",
     max_seq_len: int | None = None,
     special_tokens_in_text: SpecialText | None = None,
+    new_tokens: list[str] | None = None,
 ) -> HFTokenizer:
     """Reads the tokenizer of a Hugging Face model folder.
 
@@ -324,6 +331,8 @@ def hf_tokenizer(
             special token, as in transformers, so data can end a turn and begin another. Null:
             "plain" in messages, "special" in documents (`text_dataset`, prompts without the chat
             template).
+        new_tokens: texts of tokens that are added, such as `[<think>, </think>]`. Their ids follow
+            the last one; a training run gives them rows. Decoding shows them.
 
     Raises:
         UserError: a file is missing or unreadable, or names a token that does not exist.
@@ -335,5 +344,12 @@ def hf_tokenizer(
             f"tokenizer.special_tokens_in_text: {special_tokens_in_text!r}; expected special, plain"
             " or null"
         )
+    of_texts = isinstance(new_tokens, list) and all(isinstance(text, str) for text in new_tokens)
+    if new_tokens is not None and not (of_texts and new_tokens):
+        raise UserError(f"tokenizer.new_tokens: {new_tokens!r}; expected a list of texts, or null")
     folder = TokenizerFolder(path)
-    return HFTokenizer(folder.backend(), folder, chat_template, max_seq_len, special_tokens_in_text)
+    backend = folder.backend()
+    added = add_new_tokens(backend, new_tokens or [], False, "tokenizer.new_tokens")
+    built = HFTokenizer(backend, folder, chat_template, max_seq_len, special_tokens_in_text)
+    built.new_tokens, built.texts = added, folder.texts_with(backend, added, False) if added else {}
+    return built

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.files import to_json
 from qfsdp.data.normalizer_check import check_normalizer
 from qfsdp.hub.download import local_folder
 
@@ -47,6 +49,20 @@ class TokenizerFolder:
                 raise
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{file}: {reason}; expected the JSON of `tokenizers`") from None
+
+    def texts_with(self, backend: Tokenizer, ids: dict[str, int], special: bool) -> dict[str, str]:
+        """The files of the tokenizer with the new tokens that `backend` has: name -> text."""
+        texts, settings = {"tokenizer.json": backend.to_str(pretty=True) + "\n"}, self._config
+        listed = settings.get("added_tokens_decoder")
+        if isinstance(listed, dict):
+            flags = {"lstrip": False, "normalized": False, "rstrip": False, "single_word": False}
+            more = {
+                str(index): {"content": token, **flags, "special": special}
+                for token, index in ids.items()
+            }
+            settings = settings | {"added_tokens_decoder": listed | more}
+            texts["tokenizer_config.json"] = to_json(settings, indent=2) + "\n"
+        return texts
 
     def token_names(self) -> dict[str, str]:
         """`bos_token`, `eos_token`, ... -> text of the token."""
@@ -102,6 +118,30 @@ class TokenizerFolder:
             if text is not None and not text.strip():
                 raise UserError(f"{self.path}: chat_template is empty; expected a template or none")
         return template, with_tools
+
+
+def add_new_tokens(
+    backend: Tokenizer, tokens: Sequence[str], special: bool, key: str
+) -> dict[str, int]:
+    """Adds tokens to a tokenizer: text -> id. Raises UserError: a token is empty, named twice or
+    there already.
+
+    Args:
+        special: whether decoding leaves them out and the text of a message does not spell them.
+        key: of the config, for messages.
+    """
+    from tokenizers import AddedToken
+
+    for at, token in enumerate(tokens):
+        if not token.strip() or token in tokens[:at]:
+            expected = "expected different texts that are not empty"
+            raise UserError(f"{key}: {token!r}; {expected}")
+        if (known := backend.token_to_id(token)) is not None:
+            raise UserError(f"{key}: {token!r} is token {known} already; expected new ones")
+    made = [AddedToken(token, normalized=False, special=special) for token in tokens]
+    (backend.add_special_tokens if special else backend.add_tokens)(made)
+    vocabulary = backend.get_vocab()
+    return {token: vocabulary[token] for token in tokens}
 
 
 def given_template(given: str) -> tuple[str, Path]:

@@ -11,6 +11,7 @@ from qfsdp.modules.hub_models.refused import check_hub_run
 from qfsdp.tensor_subclasses.kernels.ability import check_compile
 from qfsdp.tensor_subclasses.kernels.ability import use_cache_dir as use_cache_dir
 from qfsdp.training.distillation import check_place, check_sharding
+from qfsdp.training.new_tokens import add_new_tokens as add_new_tokens
 from qfsdp.training.preference import step_options
 
 
@@ -21,13 +22,19 @@ def check_run_config(cfg: Any) -> None:
         InvalidField: a number is out of its bounds.
         UserError: a run without adapters is to publish some, or sharding is not for two models.
         InvalidField: a start of adapters changes weights that stay on disk.
-        UserError: a loss of preference tuning cannot be used (`Objective.check`).
+        UserError: a loss of preference tuning cannot be used (`Objective.check`), or new tokens get
+            no rows here.
     """
     for objective in step_options(cfg).values():
         objective.check()
         if cfg.model.router_aux_loss is not None:
             expected = "null, as preference tuning has no such loss"
             raise InvalidField("model.router_aux_loss", cfg.model.router_aux_loss, expected)
+    tokens = None if cfg.tokenizer is None else cfg.tokenizer.kwargs.get("new_tokens")
+    fits = hasattr(cfg, "adapter") and not hasattr(cfg, "head") and not hasattr(cfg, "teacher")
+    if tokens is not None and not fits:
+        expected = "expected null in this recipe; recipes/add_tokens writes a model that has them"
+        raise UserError(f"tokenizer.new_tokens: {tokens}; {expected}")
     if hasattr(cfg, "teacher"):
         check_sharding(cfg.sharding)
     if hasattr(cfg, "head"):

@@ -93,7 +93,9 @@ def assert_as_alone(size: int, folders: dict[bool, Path], cases: dict[str, Any])
 
 def test_three_ranks(folders: dict[bool, Path]) -> None:
     """Their rows have different lengths and other numbers of targets, in every micro-batch."""
-    cases = {name: ADAPTER_CASES[name] for name in ("quantized", "adapted, tied", "rows")}
+    cases = {
+        name: ADAPTER_CASES[name] for name in ("quantized", "adapted, tied", "rows", "rows, tied")
+    }
     assert_as_alone(3, folders, cases)
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, Literal
@@ -168,7 +168,10 @@ def plan_gguf(merge: Merge, type: GgufType) -> GgufExport:
     folder = merge.weights.folder
     model = gguf_model(folder)
     plan = merge.plan()
-    tokenizer = read_gguf_tokenizer(folder, model.parts.vocab_size)
+    if (rows := merge.weights.mean_rows) is not None:
+        model = replace(model, parts=replace(model.parts, vocab_size=rows[1]))
+    grown = merge.adapter if rows is not None else None  # its folder has the new tokens
+    tokenizer = read_gguf_tokenizer(grown or folder, model.parts.vocab_size)
     kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
     names = gguf.get_tensor_name_map(kinds[model.architecture], model.parts.num_hidden_layers)
     tensors = []

@@ -9,8 +9,9 @@ depend on how files divide them.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 
@@ -20,6 +21,7 @@ from qfsdp.checkpoint.weights.bnb_layout import read_bnb
 from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_experts
 from qfsdp.checkpoint.weights.fp8_layout import FP8_METHODS, is_fp8, quantization_of, without_scales
 from qfsdp.checkpoint.weights.hub_names import tensors_of_hub_model
+from qfsdp.checkpoint.weights.mean_rows import TABLES, with_mean_rows
 from qfsdp.checkpoint.weights.other_names import PREDICTOR, with_our_names
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
 from qfsdp.checkpoint.weights.read import StoredTensor
@@ -46,6 +48,7 @@ class ModelWeights:
         quantized: name -> weight, of the weights that are stored quantized.
         write_again: where the folder is a cache: `write_again(damage)` writes what is damaged anew
             and returns the weights; every rank must call it.
+        mean_rows: of `model.mean_rows`, which the embedding and the output layer have.
         config: what the folder says of the model that is built; None if it is faulty.
         plain: name -> tensor, of all others. Experts are stacked, see `experts.py`. Layers that
             only predict further tokens (`DecoderParts.predictors`) are left out.
@@ -55,8 +58,14 @@ class ModelWeights:
     """
 
     write_again: Callable[[str], ModelWeights] | None = None
+    mean_rows: list[int] | None = None
 
-    def __init__(self, folder: str | Path, implementation: Implementation = "auto") -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        implementation: Implementation = "auto",
+        mean_rows: Sequence[int] | None = None,
+    ) -> None:
         self.files = SafetensorsFolder(folder)
         self.folder = self.files.folder
         self.quantized: dict[str, StoredQuantizedWeight] = {}
@@ -100,6 +109,16 @@ class ModelWeights:
                 if not name.startswith(unread) and not PREDICTOR.match(name)
             }
             self.plain = stacked_experts(self.plain, parts, self.folder)
+        if mean_rows is not None and parts is not None:
+            self._more_rows(*mean_rows)
+
+    def _more_rows(self, first: int, rows: int) -> None:
+        if stored := [name for name in TABLES if name in self.quantized]:
+            expected = f"expected null: {stored[0]!r} is stored quantized"
+            raise UserError(f"model.mean_rows: [{first}, {rows}]; {expected}")
+        self.plain = with_mean_rows(self.plain, first, rows)
+        self.config = replace(self.config, vocab_size=rows)  # type: ignore[type-var]
+        self.mean_rows = [first, rows]
 
     @property
     def formats(self) -> dict[str, str]:

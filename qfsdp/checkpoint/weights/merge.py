@@ -250,7 +250,8 @@ class Merge:
         conversions = {weight.name: self._conversion(weight, world.device) for weight in plan}
         conversions |= self._copies(plan)
         config = self.model_config(plan)
-        template = read_template(self.adapter) if self.adapter is not None else {}
+        grown = self.weights.mean_rows is not None
+        template = {} if self.adapter is None else read_template(self.adapter, tokenizer=grown)
         texts = model_template(template, self.weights.folder) | dict(texts or {})
         output = OutputFolder(folder, texts=texts)
         convert_folder(conversions, self.weights, output, config, world, max_file_bytes)
@@ -370,6 +371,7 @@ class Merge:
 
     def model_config(self, plan: list[MergedWeight]) -> dict[str, Any]:
         config = plain_config(self.weights.folder, self.dtype)
+        config |= {"vocab_size": self.weights.mean_rows[1]} if self.weights.mean_rows else {}
         if any(weight.name != weight.source for weight in plan):
             config["tie_word_embeddings"] = False
         formats = {weight.name: weight.written for weight in plan if weight.written is not None}

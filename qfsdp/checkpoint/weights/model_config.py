@@ -47,6 +47,9 @@ class ModelConfig:
             batch (`qfsdp.modules.experts.routing`). null: without it.
         max_positions: the longest row of a run, where that is beyond `max_position_embeddings` of
             `config.json`. Rotary positions stay as `rope_scaling` there has them. null: not beyond.
+        mean_rows: `[first, rows]`: the embedding and the output layer have that many rows, and
+            those from the first on begin as the mean of those before. `tokenizer.new_tokens` sets
+            it. null: the folder's rows.
     """
 
     path: str
@@ -55,6 +58,7 @@ class ModelConfig:
     implementation: Implementation = "auto"
     router_aux_loss: float | Literal["family"] | None = None
     max_positions: int | None = None
+    mean_rows: list[int] | None = None
 
     def check_length(self, tokens: int, own: int) -> None:
         """Raises UserError if rows of `max_seq_len: tokens` are longer than the model's `own`
@@ -82,11 +86,20 @@ class ModelConfig:
             has_files = any(self.folder.glob("*.safetensors"))
             return SafetensorsFolder(self.folder).tensors if has_files else ()
 
-        return as_stored(model_config(self.folder, self.implementation), stored)
+        found = as_stored(model_config(self.folder, self.implementation), stored)
+        if self.mean_rows is None:
+            return found
+        first, rows = self.mean_rows
+        if isinstance(found, HubConfig) or not first <= found.vocab_size <= rows:
+            built = "null: transformers computes this model"
+            most = f"a first row of at most {found.vocab_size} and no fewer rows, as the model has"
+            expected = built if isinstance(found, HubConfig) else most
+            raise UserError(f"model.mean_rows: {self.mean_rows}; expected {expected}")
+        return replace(found, vocab_size=rows)
 
     def weights(self) -> ModelWeights:
         """The weights of the folder, by the names of the model that is built."""
-        return ModelWeights(self.path, self.implementation)
+        return ModelWeights(self.path, self.implementation, self.mean_rows)
 
     def build(self) -> AnyDecoder:
         """The model on the meta device. Raises UserError, see `any_config` and `decoder`."""
@@ -117,3 +130,10 @@ class ModelConfig:
         factor = self.router_aux_loss
         if isinstance(factor, float) and not 0 <= factor < math.inf:
             raise InvalidField("router_aux_loss", factor, 'a number of at least 0, or "family"')
+        if self.mean_rows is None:
+            return
+        if len(self.mean_rows) != 2 or not 0 < self.mean_rows[0] <= self.mean_rows[1]:
+            expected = "[first, rows], the first above 0 and no more than the rows, or null"
+            raise InvalidField("mean_rows", self.mean_rows, expected)
+        if self.quantize_cache is not None:
+            raise InvalidField("quantize_cache", self.quantize_cache, "null with new tokens")

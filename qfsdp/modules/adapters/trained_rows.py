@@ -108,7 +108,8 @@ class TrainedRows(nn.Module):
         """
         number = len(trained) - (bool(trained) and self.weight.requires_grad)
         if not any(index in held for index in self.ids):
-            return make(trained[:number], loss)
+            of_base = make(trained[:number], loss)
+            return of_base[0], lambda *given: of_base[1](*given[:-1], given[-1][:number])
         columns, at = self._columns(self.weight.device, held)
         now: dict[str, Tensor] = {}
 
@@ -161,14 +162,14 @@ def train_rows(model: nn.Module, ids: list[int] | dict[str, list[int]] | None) -
     if tied and of.get("embed_tokens") != of.get("lm_head", of.get("embed_tokens")):
         expected = "expected the same of embed_tokens, as this model ties both weights"
         raise UserError(f"adapter.{FIELD}: other ids of lm_head; {expected}")
+    for name in WHOLE if tied else of:
+        if WHOLE[name] in whole or hasattr(model.get_submodule(WHOLE[name]), "is_reference"):
+            how = "trained as a whole" if WHOLE[name] in whole else "adapted"
+            raise UserError(f"adapter.{FIELD}: {name} is {how}; expected one of both")
     for name, some in of.items():
         if max(some) >= rows:
             expected = f"expected ids of this model, 0 to {rows - 1}"
             raise UserError(f"adapter.{FIELD}: {max(some)}; {expected}")
-        module = model.get_submodule(WHOLE[name])
-        if WHOLE[name] in whole or hasattr(module, "is_reference"):
-            how = "trained as a whole" if WHOLE[name] in whole else "adapted"
-            raise UserError(f"adapter.{FIELD}: {name} is {how}; expected one of both")
         if not tied or name == "embed_tokens":
             width, device = decoder.config.hidden_size, decoder.model.norm.weight.device
             setattr(model, FIELDS[name], TrainedRows(some, width, device))
