@@ -27,11 +27,11 @@ from typing import Any, Literal
 
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
-from qfsdp.config.recipe_files import find_config, recipe_file_of
+from qfsdp.config.recipe_files import recipe_file_of
 from qfsdp.config.tool_config import Training, read_training
 from qfsdp.launch.start import launch_alone
 from qfsdp.planning.hardware import Hardware, HardwareConfig, device_memory_of, known_name
-from qfsdp.sweep.cells import Cell, make_cells
+from qfsdp.sweep.cells import Cell, config_file, make_cells
 from qfsdp.sweep.estimate_cell import estimate_cell
 from qfsdp.sweep.measure_cell import (
     check_devices,
@@ -44,6 +44,7 @@ from qfsdp.sweep.output import write_output
 from qfsdp.sweep.prices import Price, costs, read_prices
 from qfsdp.sweep.published import compare, read_published
 from qfsdp.sweep.results import DONE, FAILED, Results, best_of
+from qfsdp.sweep.together import HINT, can_be_together, measure_together, one_config
 
 
 @dataclass(kw_only=True)
@@ -64,6 +65,7 @@ class Config(HardwareConfig):
     evaluation_overrides: list[str] = field(default_factory=list)  # key=value words for it
     prices: str | None = "configs/prices.yaml"  # US dollars per hour and GPU; null: no costs
     published: str | None = None  # a YAML file with figures of others, to stand beside ours
+    together: bool = False  # mode run: one run of recipes/several_adapters for all cells
     retry_failed: bool = False  # run cells again that have failed or did not fit
 
     def check(self) -> None:
@@ -73,6 +75,8 @@ class Config(HardwareConfig):
         check_bounds(self, "warmup", least=0)
         if self.evaluation is not None and self.mode != "run":
             raise InvalidField("evaluation", self.evaluation, "null, or mode=run")
+        if self.together and self.mode != "run":
+            raise InvalidField("together", True, "false, or mode=run")
 
 
 @dataclass(frozen=True)
@@ -83,14 +87,6 @@ class Sweep:
     cells: list[Cell]
     prices: dict[str, Price]
     published: list[Any]
-
-
-def config_file(key: str, name: str) -> str:
-    """The path of a config; raises UserError."""
-    found = find_config(name)
-    if found is None:
-        raise UserError(f"{key}: '{name}' is no config; expected one that `qfsdp ls` lists")
-    return found
 
 
 def read_sweep(cfg: Config) -> Sweep:
@@ -114,6 +110,8 @@ def read_sweep(cfg: Config) -> Sweep:
     for cell in cells if cfg.mode == "estimate" else ():
         if not cell.error:
             hardware_of(cfg, cell)
+    if cfg.together:
+        one_config(training, cells)
     prices = {} if cfg.prices is None else read_prices(Path(config_file("prices", cfg.prices)))
     if cfg.gpu is not None:
         known_name(cfg.gpu)
@@ -181,9 +179,11 @@ def run_cells(cfg: Config, sweep: Sweep, results: Results, show: Callable[[Cell]
     def run(cell: Cell) -> None:
         group = free.get()
         try:
-            row = fill_in(cfg, sweep, cell, group)
+            add(cell, fill_in(cfg, sweep, cell, group))
         finally:
             free.put(group)
+
+    def add(cell: Cell, row: dict[str, Any]) -> None:
         about: dict[str, Any] = {"key": cell.key, "point": cell.point, "in_grid": cell.in_grid}
         about |= {"mode": cfg.mode, "ranks": ranks_of(cfg, cell)}
         about |= {"gpu": cell.own.get("gpu", cfg.gpu)}
@@ -195,6 +195,10 @@ def run_cells(cfg: Config, sweep: Sweep, results: Results, show: Callable[[Cell]
         known = results.get(cell.key)
         if known is None or (cfg.retry_failed and known["status"] not in DONE):
             open_cells.append(cell)
+    if cfg.together and open_cells:
+        folder, how = Path(cfg.output_dir).expanduser() / "cells", evaluation_of(cfg)
+        rows = measure_together(sweep.training, open_cells, folder, size, how, groups[0])
+        return [add(cell, row) for cell, row in zip(open_cells, rows, strict=True)]
     open_cells.sort(key=lambda cell: cell.in_grid)  # points first: others compare with them
     if len(groups) == 1:
         for cell in open_cells:
@@ -234,6 +238,8 @@ def main(cfg: Config) -> None:
         results = Results(folder)
         done = sum(results.get(cell.key) is not None for cell in sweep.cells)
         print(f"{len(sweep.cells)} cells by {cfg.mode}, {done} of them done", flush=True)
+        if cfg.mode == "run" and not cfg.together and can_be_together(sweep.training, sweep.cells):
+            print(HINT, flush=True)
 
         def show(cell: Cell) -> None:
             row = results.get(cell.key) or {}

@@ -24,6 +24,7 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config, resolved_yaml
+from qfsdp.config.recipe_files import find_config
 from qfsdp.config.tool_config import Training
 from qfsdp.planning.hardware import known_name
 
@@ -58,6 +59,14 @@ class Cell:
 
 
 Choices = dict[str, tuple[Any, dict[str, Any]]]  # name of a value -> how it is shown, its changes
+
+
+def config_file(key: str, name: str) -> str:
+    """The path of the config that `key` of a sweep names; raises UserError."""
+    found = find_config(name)
+    if found is None:
+        raise UserError(f"{key}: '{name}' is no config; expected one that `qfsdp ls` lists")
+    return found
 
 
 def make_cells(

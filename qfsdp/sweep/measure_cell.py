@@ -134,12 +134,8 @@ def measure_run(
         As `measure_steps`, and "run_seconds" of all updates, "scores": {name: [value, low, high]},
         "validation_loss" and "best_step".
     """
-    words = [*base, *cell.words, f"output_dir={folder}", "resume=auto", "log_every_n_steps=1"]
-    until = time.monotonic() + SAVES_S
-    status, said = run_command(words, folder / "log.txt", devices, signal.SIGTERM)
-    while status != 0 and "is being written by" in said and time.monotonic() < until:
-        time.sleep(1)  # the run of a killed sweep saves its state before it ends
-        status, said = run_command(words, folder / "log.txt", devices, signal.SIGTERM)
+    words = [*base, *cell.words, f"output_dir={folder}"]
+    status, said = run_whole(words, folder, devices)
     if status != 0:
         return failure(status, said)
     found = figures(cell, folder, ranks, warmup=1)
@@ -147,21 +143,44 @@ def measure_run(
     found |= lowest_validation(cell.cfg.validation, folder)
     if evaluation is None:
         return found
-    output = folder / "evaluation.json"
-    for old in folder.glob("evaluation.*"):
-        with suppress(OSError):
-            old.unlink()
     if (folder / "adapter").is_dir():  # it knows its base
         model = [f"adapter={folder / 'adapter'}"]
     else:
         model = [f"model.path={folder / 'model'}", f"model.dtype={cell.cfg.model.dtype}"]
         model += ["quantization.format=none"]
+    return found | evaluate(evaluation, model, folder / "evaluation.json", devices)
+
+
+def run_whole(words: Sequence[str], folder: Path, devices: Sequence[str]) -> tuple[int, str]:
+    """As `run_command`: a whole run, or what is left of it."""
+    words = [*words, "resume=auto", "log_every_n_steps=1"]
+    until = time.monotonic() + SAVES_S
+    status, said = run_command(words, folder / "log.txt", devices, signal.SIGTERM)
+    while status != 0 and "is being written by" in said and time.monotonic() < until:
+        time.sleep(1)  # the run of a killed sweep saves its state before it ends
+        status, said = run_command(words, folder / "log.txt", devices, signal.SIGTERM)
+    return status, said
+
+
+def evaluate(
+    evaluation: Sequence[str], model: Sequence[str], output: Path, devices: Sequence[str]
+) -> dict[str, Any]:
+    """The scores of a trained model, or why there are none.
+
+    Args:
+        evaluation: as of `measure_run`.
+        model: words that name the model.
+        output: file of the results.
+    """
+    for old in output.parent.glob(f"{output.stem}.*"):
+        with suppress(OSError):
+            old.unlink()
     words = ["recipes/evaluate", "--config", *evaluation, *model, f"output={output}"]
-    status, said = run_command(words, folder / "evaluation.txt", devices, signal.SIGKILL)
+    status, said = run_command(words, output.with_suffix(".txt"), devices, signal.SIGKILL)
     if status != 0:
         return failure(status, f"evaluation: {said}")
     scores = read_evaluation(output).scores
-    return found | {"scores": {s.name: [s.value, *(s.interval or (None, None))] for s in scores}}
+    return {"scores": {s.name: [s.value, *(s.interval or (None, None))] for s in scores}}
 
 
 def check_evaluation(evaluation: Sequence[str], training: Any, folder: Path) -> None:
@@ -223,16 +242,17 @@ def timed_steps(folder: Path) -> list[dict[str, Any]]:
     return [row for row in read_lines(folder / "metrics.jsonl") if "seconds_per_step" in row]
 
 
-def lowest_validation(config: Any, folder: Path) -> dict[str, float]:
+def lowest_validation(config: Any, folder: Path, prefix: str = "") -> dict[str, float]:
     """The lowest loss of the set that decides, and its step; {} without validation.
 
     Args:
         config: section `validation` of the run in `folder`.
+        prefix: begins the names of its metrics.
     """
     if not config.sets:
         return {}
     name = (config.metric or next(iter(config.sets))).partition("/")[0]
-    key, lines = f"validation/{name}/loss", read_lines(folder / "metrics.jsonl")
+    key, lines = f"{prefix}validation/{name}/loss", read_lines(folder / "metrics.jsonl")
     losses = [(row[key], row["step"]) for row in lines if row.get(key) is not None]
     if not losses:
         return {}

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -404,6 +405,60 @@ def test_a_whole_run_and_its_evaluation(
     dollars = 0.36 / 3600 * row["run_seconds"]
     assert f"| {number(dollars)} |" in (tmp_path / "out/table.md").read_text()
     assert (folder / "adapter").is_dir()
+
+
+@pytest.mark.long
+@pytest.mark.usefixtures("eager")
+def test_cells_in_one_run(
+    measured: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As by themselves: losses, held-out losses, adapters; the same command goes on."""
+    words = ["model.dtype=fp32", "max_steps=2", "validation.eval_every=2"]
+    held = f"{{_component_: qfsdp.data.instruct_dataset, source: {tmp_path}/rows.jsonl}}"
+    words += [f"validation.sets={{held: {held}}}", "validation.sets.held.prompt_column=question"]
+    words += ["validation.sets.held.answer_column=answer"]
+    given = measured | {"overrides": [*measured["overrides"], *words], "mode": "run"}
+    given |= {"grid": {"adapter.rank": [2, 4], "optimizer.lr": [0.01]}}
+    apart = run(config(tmp_path, **given, output_dir=f"{tmp_path}/apart"))
+    assert "together=true trains them in one run" in capfd.readouterr().out
+    first = run(config(tmp_path, **given, together=True))
+    assert [row["status"] for row in first] == ["measured", "measured"]
+    for row, alone in zip(first, apart, strict=True):
+        assert row["point"] == alone["point"] and row["key"] == alone["key"]
+        for name in ("loss", "validation_loss"):
+            assert row[name] == pytest.approx(alone[name], abs=1e-5)
+        assert row["steps"] == 2 and row["run_seconds"] > 0
+    more = given | {"grid": {"adapter.rank": [2, 4, 8], "optimizer.lr": [0.01]}}
+    assert len(run(config(tmp_path, **more, together=True))) == 3
+    runs = sorted((tmp_path / "out/cells").glob("together-*/adapters/*"))
+    assert len(runs) == 3 and len({path.parent for path in runs}) == 2
+
+
+@pytest.mark.parametrize(
+    ("grid", "words", "expected"),
+    [
+        (
+            {"batch_size": [1, 2]},
+            [],
+            "together: true, and the grid has batch_size; expected the sa",
+        ),
+        (
+            {"adapter.rank": [1, 2]},
+            ["compile=true"],
+            "compile: True is not valid; expected false w",
+        ),
+        ({"adapter.dropout": [0.1]}, [], ".dropout: 0.1 is not valid; expected 0.0 beside other"),
+        ({"adapter.method": ["oft"]}, [], ".method: 'oft' is not valid; expected lora or dora bes"),
+        ({"seed": [1]}, ["push_to_hub=a/b"], 'push_to_hub is "a/b"; expected null, as recipes/sev'),
+    ],
+)
+def test_what_one_run_cannot_train(
+    grid: dict[str, Any], words: list[str], expected: str, model: Path, tmp_path: Path
+) -> None:
+    words = [f"model.path={model}", "max_seq_len=128", "packed=false", "compile=false", *words]
+    cfg = config(tmp_path, grid=grid, overrides=words, mode="run", gpu=None, together=True)
+    with pytest.raises(UserError, match=re.escape(expected)):
+        sweep.read_sweep(cfg)
 
 
 @pytest.mark.long
