@@ -195,17 +195,18 @@ def run_cells(cfg: Config, sweep: Sweep, results: Results, show: Callable[[Cell]
         known = results.get(cell.key)
         if known is None or (cfg.retry_failed and known["status"] not in DONE):
             open_cells.append(cell)
+    open_cells.sort(key=lambda cell: cell.in_grid)  # points first: others compare with them
     if cfg.together and open_cells:
         folder, how = Path(cfg.output_dir).expanduser() / "cells", evaluation_of(cfg)
         rows = measure_together(sweep.training, open_cells, folder, size, how, groups[0])
-        return [add(cell, row) for cell, row in zip(open_cells, rows, strict=True)]
-    open_cells.sort(key=lambda cell: cell.in_grid)  # points first: others compare with them
-    if len(groups) == 1:
+        for cell, row in zip(open_cells, rows, strict=True):
+            add(cell, row)
+    elif len(groups) == 1:
         for cell in open_cells:
             run(cell)
-        return
-    with ThreadPoolExecutor(len(groups)) as pool:
-        list(pool.map(run, open_cells))
+    else:
+        with ThreadPoolExecutor(len(groups)) as pool:
+            list(pool.map(run, open_cells))
 
 
 def write(cfg: Config, sweep: Sweep, results: Results) -> list[Path]:
@@ -218,9 +219,8 @@ def write(cfg: Config, sweep: Sweep, results: Results) -> list[Path]:
             price = sweep.prices.get(gpu or "")
             rows[cell.key] = row | costs(row, price, cfg.samples)
             used |= {gpu: price} if gpu and price else {}
-    grid = [cell for cell in sweep.cells if cell.in_grid and not cell.error]
-    if cfg.mode != "estimate":
-        grid = []
+    whole = sweep.cells if cfg.mode == "estimate" else []
+    grid = [cell for cell in whole if cell.in_grid and not cell.error]
     sizes = {hardware_of(cfg, cell).device_memory / 2**30 for cell in grid}
     device_gib = sizes.pop() if len(sizes) == 1 else None
     folder = Path(cfg.output_dir).expanduser()
