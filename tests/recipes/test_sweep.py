@@ -409,29 +409,28 @@ def test_a_whole_run_and_its_evaluation(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("eager")
-def test_cells_in_one_run(
-    measured: dict[str, Any], tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """As by themselves: losses, held-out losses, adapters; the same command goes on."""
+def test_cells_in_one_run(measured: dict[str, Any], tmp_path: Path) -> None:
+    """Each cell is an adapter of it; their losses are those of runs of their own, as
+    `test_each_trains_as_in_a_run_of_its_own` shows."""
     words = ["model.dtype=fp32", "max_steps=2", "validation.eval_every=2"]
     held = f"{{_component_: qfsdp.data.instruct_dataset, source: {tmp_path}/rows.jsonl}}"
     words += [f"validation.sets={{held: {held}}}", "validation.sets.held.prompt_column=question"]
     words += ["validation.sets.held.answer_column=answer"]
     given = measured | {"overrides": [*measured["overrides"], *words], "mode": "run"}
-    given |= {"grid": {"adapter.rank": [2, 4], "optimizer.lr": [0.01]}}
-    apart = run(config(tmp_path, **given, output_dir=f"{tmp_path}/apart"))
-    assert "together=true trains them in one run" in capfd.readouterr().out
-    first = run(config(tmp_path, **given, together=True))
-    assert [row["status"] for row in first] == ["measured", "measured"]
-    for row, alone in zip(first, apart, strict=True):
-        assert row["point"] == alone["point"] and row["key"] == alone["key"]
-        for name in ("loss", "validation_loss"):
-            assert row[name] == pytest.approx(alone[name], abs=1e-5)
-        assert row["steps"] == 2 and row["run_seconds"] > 0
-    more = given | {"grid": {"adapter.rank": [2, 4, 8], "optimizer.lr": [0.01]}}
-    assert len(run(config(tmp_path, **more, together=True))) == 3
-    runs = sorted((tmp_path / "out/cells").glob("together-*/adapters/*"))
-    assert len(runs) == 3 and len({path.parent for path in runs}) == 2
+    cfg = config(tmp_path, **given, grid={"adapter.rank": [2, 4], "optimizer.lr": [0.01]})
+    whole = sweep.read_sweep(cfg)
+    assert sweep.can_be_together(whole.training, whole.cells)
+    cfg.together = True
+    rows = run(cfg)
+    (folder,) = (tmp_path / "out/cells").glob("together-*")
+    last = json.loads((folder / "metrics.jsonl").read_text().splitlines()[-1])
+    for row, rank in zip(rows, (2, 4), strict=True):
+        assert (row["status"], row["steps"], row["point"]["adapter.rank"]) == ("measured", 2, rank)
+        assert row["loss"] != row["validation_loss"] > 0 and row["run_seconds"] > 0
+        assert last[f"{row['key']}/validation/held/loss"] == row["validation_loss"]
+        adapter = json.loads((folder / "adapters" / row["key"] / "adapter_config.json").read_text())
+        assert adapter["r"] == rank
+    assert run(cfg) == rows
 
 
 @pytest.mark.parametrize(
