@@ -3,7 +3,7 @@
     python benchmarks/compare_methods.py [--quick] [--json methods.json] [--work DIR]
                                          [--gsm8k FOLDER] [--rows NAME ...] [--tasks NAME ...]
                                          [--factors X ...] [--updates N] [--batch N]
-                                         [--problems N] [--losses]
+                                         [--problems N] [--losses] [--chart methods.svg]
 
 SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`) by the
 shipped recipes and configs, each run in a process, with several seeds: of the samples' order and
@@ -55,7 +55,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 import torch
 from omegaconf import OmegaConf
 
-from benchmarks.methods_page import Row, print_tables, write_study
+from benchmarks.methods_page import Row, draw_curves, print_tables, write_study
 from benchmarks.timing import arguments, table, usual_dtype
 from examples.demo import cache_dir
 from examples.demo.arithmetic import generate
@@ -389,6 +389,7 @@ def main() -> None:
     parser.add_argument(
         "--factors", nargs="+", type=float, default=[1.0], help="of learning rates; default: 1"
     )
+    parser.add_argument("--chart", type=Path, help="an SVG of the losses of the first task")
     parser.add_argument("--updates", type=int, help="of each run on arithmetic; default: 30")
     parser.add_argument("--batch", type=int, help="problems of an update; default: 8")
     parser.add_argument("--problems", type=int, help="unseen ones that are answered; default: 150")
@@ -425,6 +426,8 @@ def main() -> None:
             print(f"{task.name}: {name}", flush=True)
             write_study(work / "report.html", rows)
     figures = print_tables(rows)
+    if args.chart is not None:
+        draw_curves(args.chart, [row for row in rows if row.task == rows[0].task])
     print(work / "report.html")
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=2) + "\n")

@@ -11,9 +11,11 @@ from typing import Any
 from benchmarks.paired import Pair, pairs
 from benchmarks.timing import table as print_table
 from qfsdp.evaluation.intervals import CONFIDENCE_LEVEL, Interval, loss_interval, mean_interval
+from qfsdp.training.report.charts import Chart, Line
+from qfsdp.training.report.drawing import write_picture
 from qfsdp.training.report.page import Section, charts_section, part, table, write_page
 from qfsdp.training.report.run_folder import Score, read_evaluation, read_run
-from qfsdp.training.report.sections import answers, interval_bar, learning_charts
+from qfsdp.training.report.sections import answers, interval_bar, learning_charts, values
 
 HEAD = ("", "exact match, %", "of seeds", "loss", "lr", "trained", "GiB", "tokens/s")
 PAIRS = ("better", "worse", "difference (95 %)", "p", "seeds", "")
@@ -130,6 +132,20 @@ def write_study(path: Path, rows: Sequence[Row]) -> Path:
     count = len(rows[0].right[0])
     write_page(path, "Finetuning methods", f"SmolLM2-135M-Instruct; {count} problems", sections)
     return path
+
+
+def draw_curves(path: Path, rows: Sequence[Row]) -> None:
+    """Draws the loss of each method's updates, the mean of its seeds, as .svg or .png."""
+    lines = []
+    for row in rows:
+        if row.runs and row.name != "full_nf4":
+            seeds = [values(read_run(run), "loss") for run in row.runs]
+            means = map(fmean, zip(*seeds, strict=True))
+            name = f"{row.name}, rate {row.about['lr']:g}"
+            lines.append(Line(name, [*enumerate(means, start=1)]))
+    count = max(len(row.runs) for row in rows)
+    title = f"{rows[0].task}, mean of {count} seeds"
+    write_picture(Chart(title, "update", "loss, nats per target", lines, log_y=True), path)
 
 
 def task_sections(task: str, rows: Sequence[Row]) -> list[Section]:

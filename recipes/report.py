@@ -32,7 +32,7 @@ from qfsdp.planning.report import chart_of, comparison_of
 from qfsdp.sweep.output import finished_sections
 from qfsdp.sweep.prices import read_prices
 from qfsdp.sweep.results import FILE
-from qfsdp.training.report.drawing import write_png
+from qfsdp.training.report.drawing import write_picture
 from qfsdp.training.report.page import Section, figure, part, table, write_page
 from qfsdp.training.report.run_folder import Evaluation, RunFolder, read_evaluation, read_run
 from qfsdp.training.report.sections import LOSS, PAGE, loss_chart, run_sections
@@ -132,7 +132,7 @@ def main(cfg: Config) -> None:
     with writing("output", output):
         write_page(output, cfg.title or names, ", ".join(map(str, cfg.runs)), sections)
         if not (chart := loss_chart(runs)).is_empty:
-            write_png(chart, output.with_name(LOSS))
+            write_picture(chart, output.with_name(LOSS))
     print(f"report: {output}")
 
 

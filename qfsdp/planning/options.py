@@ -20,7 +20,8 @@ HEAD = (
 WIDTHS = (17, 16, 13, 11, 15, 8, 13, 4)
 NOTE = (
     "GiB per GPU: with fragmentation and CUDA. GiB of the host: of a machine, all its processes.\n"
-    "GiB sent, GiB over PCIe: of one GPU in a step, to other GPUs and between GPU and host."
+    "GiB sent, GiB over PCIe: of one GPU in a step, to other GPUs and between GPU and host.\n"
+    "With all in the host the vocabulary is gathered whole, and may take more than the base saves."
 )
 
 

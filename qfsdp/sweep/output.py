@@ -27,7 +27,7 @@ from qfsdp.training.report.charts import (
     needs_log,
     number,
 )
-from qfsdp.training.report.drawing import write_png
+from qfsdp.training.report.drawing import write_picture
 from qfsdp.training.report.page import Section, charts_section, part, table, write_page
 from qfsdp.training.report.run_folder import read_lines
 
@@ -62,7 +62,7 @@ def write_output(
     with writing("output_dir", folder):
         write_text(folder / TABLE, "\n".join([f"# {title}\n", *parts]))
         for name, chart in charts.items():
-            write_png(chart, folder / FIGURES / f"{name}.png")
+            write_picture(chart, folder / FIGURES / f"{name}.png")
         done = f"{len(results)} cells of {len(cells)}"
         kept = [section for section in sections if section.body]
         write_page(folder / PAGE, title, f"{done}; {folder}", kept)

@@ -44,8 +44,6 @@ NOT_TRAINING = ("chat", "doctor", "evaluate", "export", "generate", "judge", "sc
 OF_OTHER_TESTS = ("smollm2_135m_several",)  # tests/recipes/test_several_adapters.py
 OTHERS = (*FOLDERS, *DATA, *NOT_TRAINING, *OF_OTHER_TESTS)
 TRAINING = [c for c in CONFIGS if c.stem not in OTHERS and c not in SWEEPS]
-# Those of the article differ in what the test replaces: model, rows and batch. One of each method.
-RUN = [c for c in TRAINING if "article" not in c.stem or "article_10k_llama3" in c.stem]
 TRAINERS = (
     *("recipes/qdora_distributed", "recipes/full_finetune_distributed"),
     *("recipes/dpo_distributed", "recipes/reward_distributed", "recipes/distill_distributed"),
@@ -106,7 +104,10 @@ def no_process_group() -> Iterator[None]:
 
 @pytest.mark.parametrize(
     "config",
-    [pytest.param(c, id=c.stem, marks=[] if c.stem in SHORT else [pytest.mark.long]) for c in RUN],
+    [
+        pytest.param(c, id=c.stem, marks=[] if c.stem in SHORT else [pytest.mark.long])
+        for c in TRAINING
+    ],
 )
 @pytest.mark.usefixtures("eager", "no_process_group")
 def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:

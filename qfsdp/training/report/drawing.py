@@ -54,8 +54,8 @@ def svg(chart: Chart) -> str:
     return f'<svg role="img" aria-label="{label}" {text}'
 
 
-def write_png(chart: Chart, path: Path) -> None:
-    """Draws a chart into `path`, a .png file; its folder is made if need be. Raises OSError: the
+def write_picture(chart: Chart, path: Path) -> None:
+    """Draws a chart into `path`, .png or .svg; its folder is made if need be. Raises OSError: the
     file cannot be written."""
     from matplotlib import rc_context
     from matplotlib.figure import Figure
@@ -68,7 +68,8 @@ def write_png(chart: Chart, path: Path) -> None:
             axes.legend(edgecolor="none", fontsize=8)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
-            figure.savefig(partial, dpi=110, format="png")
+            metadata = {"Date": None} if path.suffix == ".svg" else None  # the same file each time
+            figure.savefig(partial, dpi=110, format=path.suffix[1:], metadata=metadata)
 
 
 def _axes(figure: Any, chart: Chart, grid: str, ink: str) -> Any:

@@ -12,7 +12,7 @@ from markupsafe import Markup
 from qfsdp.common.messages import first_line
 from qfsdp.common.terminal import warn
 from qfsdp.training.report.charts import Chart, Line, needs_log, number
-from qfsdp.training.report.drawing import write_png
+from qfsdp.training.report.drawing import write_picture
 from qfsdp.training.report.page import Section, charts_section, part, table, write_page
 from qfsdp.training.report.run_folder import Evaluation, RunFolder, Score, read_run
 
@@ -282,7 +282,7 @@ def report_at_end(output_dir: Path) -> None:
         subtitle = f"{output_dir}; `{command}` adds the memory over a step, and other runs"
         write_page(output_dir / PAGE, run.name, subtitle, run_sections([run]))
         if not (chart := loss_chart([run])).is_empty:
-            write_png(chart, output_dir / LOSS)
+            write_picture(chart, output_dir / LOSS)
     except Exception as error:
         what = f"{type(error).__name__}: {first_line(error)}"
         warn(f"report: not written ({what})")

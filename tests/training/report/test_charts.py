@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from qfsdp.training.report.charts import Chart, Line, is_geometric, needs_log, number, thinned
-from qfsdp.training.report.drawing import HEIGHT, svg, write_png
+from qfsdp.training.report.drawing import HEIGHT, svg, write_picture
 from qfsdp.training.report.page import figure
 
 NAN = float("nan")
@@ -148,7 +148,16 @@ def test_an_empty_chart_says_so() -> None:
 def test_png(tmp_path: Path) -> None:
     lines = [Line("a", [(1, 1.0), (2, None), (4, 4.0)], dots=True)]
     chart = Chart("loss", "batch", "nats", lines, log_x=True, ticks=[1, 2, 4], limit=(2.0, "limit"))
-    write_png(chart, tmp_path / "new/loss.png")
+    write_picture(chart, tmp_path / "new/loss.png")
     data = (tmp_path / "new/loss.png").read_bytes()
     assert data.startswith(b"\x89PNG") and len(data) > 5000
     assert [file.name for file in (tmp_path / "new").iterdir()] == ["loss.png"]
+
+
+def test_svg_file_is_the_same_each_time(tmp_path: Path) -> None:
+    chart = Chart("loss", "update", "nats", [Line("a", [(1, 1.0), (2, 0.5)])], log_y=True)
+    for name in ("one.svg", "two.svg"):
+        write_picture(chart, tmp_path / name)
+    one, two = ((tmp_path / name).read_text() for name in ("one.svg", "two.svg"))
+    assert one == two and one.count(">loss<") == 1
+    ElementTree.fromstring(one)  # well-formed
