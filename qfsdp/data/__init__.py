@@ -56,9 +56,8 @@ _NAMES = {
     "packing": "PackedDataset",
     "preferences.datasets": "class_dataset hh_dataset kto_dataset orca_pairs_dataset "
     "preference_dataset ultrafeedback_dataset",
-    "pretokenized": "pretokenized_dataset",
+    "pretokenized": "pretokenized_dataset text_dataset",
     "stream": "Loader StreamLoader packed step_loader",
-    "text": "text_dataset",
     "tokenized_dataset": "TokenizedDataset",
     "tokenizer": "HFTokenizer hf_tokenizer",
 }

@@ -21,6 +21,14 @@ def test_every_old_path_is_gone_and_its_new_one_exists() -> None:
         assert not (ROOT / f"{old.replace('.', '/')}.py").exists(), old
 
 
+def test_packages_take_their_names_from_modules_of_today() -> None:
+    for file in (ROOT / "qfsdp").rglob("__init__.py"):
+        if "_MODULES" in file.read_text():
+            package = ".".join(file.parent.relative_to(ROOT).parts)
+            for module in {*importlib.import_module(package)._MODULES.values()}:
+                assert f"{package}.{module}" not in MOVED, f"{package}.{module}"
+
+
 @pytest.mark.long
 def test_old_paths_hand_out_the_modules_of_today_and_say_so(tmp_path: Path) -> None:
     recipe = tmp_path / "copied.py"
