@@ -107,12 +107,13 @@ class HubDecoder(nn.Module):
         ]
         body, output = hf.base_model, hf.get_output_embeddings()
         if body is hf:  # Llama 4's prefix is that of its multimodal class
-            body = getattr(hf, "model", hf)
+            body = hf.get_submodule(text_model) if text_model else getattr(hf, "model", hf)
         if body is hf or not lists or output is None:
             raise UserError(f"{source}: {name} has no layers or output layer that could be found")
         named = {id(module): where for where, module in hf.named_modules()}
         self._layers_name, self._body_name = lists[0], text_model or named[id(body)]
         self._replaced_name = named[id(body)]  # in the class's `forward`, see `HubHead`
+        self._head_name = self._replaced_name.rpartition(".")[0]  # that class's module
         self._embedding_name = named[id(hf.get_input_embeddings())]
         self._output_name = named[id(output)]
         inside = f"{self._layers_name}."
@@ -258,7 +259,7 @@ class HubDecoder(nn.Module):
             assert positions is not None
             more |= {"seq_idx": numbers_of_samples(positions), "cu_seq_lens_q": cu_seqlens}
         hidden: Tensor = self._run_body(tokens, positions, **more).last_hidden_state
-        head = HubHead(self.hf, self._replaced_name, self._output_name)
+        head = self._head()
         output = self.parts.output
         if isinstance(output, FSDPModule):
             output.unshard()
@@ -270,13 +271,18 @@ class HubDecoder(nn.Module):
             output.reshard()
         return loss if cut is None or sample_ids is None else over_parts(loss, self.group)
 
+    def _head(self) -> HubHead:
+        module, prefix = self.hf.get_submodule(self._head_name), f"{self._head_name}."
+        names = (self._replaced_name, self._output_name)
+        return HubHead(module, *(name.removeprefix(prefix) for name in names))
+
     def _next_logits(self, tokens: Tensor, cache: Any) -> tuple[Tensor, Any]:
         """`[1, vocab]`, the logits of the token after these, and the cache with them."""
         output = self._run_body(tokens, None, use_cache=True, past_key_values=cache)
         if (cache := getattr(output, "past_key_values", None)) is None:
             name, source = self.config.architecture, self.config.source
             raise UserError(f"{source}: {name} keeps no keys and values; it is not generated from")
-        head = HubHead(self.hf, self._replaced_name, self._output_name)
+        head = self._head()
         return head.logits(output.last_hidden_state[:, -1:], tokens[:, -1:])[:, 0], cache
 
     def _run_body(self, tokens: Tensor, positions: Tensor | None, **more: Any) -> Any:

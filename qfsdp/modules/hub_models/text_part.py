@@ -14,11 +14,15 @@ from qfsdp.modules.hub_models.config import HubConfig
 
 
 def text_model_name(hf: Any, config: HubConfig) -> tuple[str, str]:
-    """Where the body of a whole model and the text model in it are ("model.language_model"). Raises
+    """Where the body of a whole model and the text model in it are ("model.language_model"). The
+    body is "" if the text model is that of a causal language model inside (Llama 4). Raises
     UserError: the body has none."""
     named = {id(module): name for name, module in hf.named_modules()}
     body, name = named[id(hf.base_model)], named.get(id(hf.get_decoder()), "")
     embedding = named.get(id(hf.get_input_embeddings()), "")
+    output = named.get(id(hf.get_output_embeddings()), "")
+    if not body and name and output.startswith(f"{name}.") and embedding.startswith(f"{name}."):
+        return body, embedding.rpartition(".")[0]
     if not body or not name.startswith(f"{body}.") or not embedding.startswith(f"{name}."):
         raise UserError(
             f"{config.source}: {config.architecture} has no text model in its body; such a model "
@@ -30,6 +34,11 @@ def text_model_name(hf: Any, config: HubConfig) -> tuple[str, str]:
 def take_text_model(hf: Any, config: HubConfig) -> str:
     """Takes all modules beside the text model out of the body of `hf`; the text model's name."""
     body, name = text_model_name(hf, config)
+    if not body:
+        inside = name.rpartition(".")[0]
+        for other in hf._modules.keys() - {inside}:
+            hf._modules[other] = None
+        return name
     module = hf.base_model
     for part in name.removeprefix(f"{body}.").split("."):
         for other in module._modules.keys() - {part}:
@@ -56,4 +65,6 @@ def _of_text(config: HubConfig, names: Iterable[str]) -> set[str]:
     if not config.takes_more_than_text:
         return set(names)
     body, text = text_model_name(config.meta, config)
+    if not body:
+        return {n for n in names if n.startswith(f"{text.rpartition('.')[0]}.")}
     return {n for n in names if not n.startswith(f"{body}.") or f"{n}.".startswith(f"{text}.")}
