@@ -61,8 +61,15 @@ from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
-from qfsdp.modules.adapters.trained_rows import row_parameters
-from qfsdp.modules.adapters.whole import EMBEDDING, HEAD, tied_copy, ties_whole, whole_parameters
+from qfsdp.modules.adapters.trained_rows import DELTA, row_parameters, ties_rows
+from qfsdp.modules.adapters.whole import (
+    EMBEDDING,
+    HEAD,
+    KEY,
+    tied_copy,
+    ties_whole,
+    whole_parameters,
+)
 from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite
@@ -334,6 +341,8 @@ def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]
         _check_coverage(folder, min(missing), found)
     if ties_whole(model):
         found.pop(HEAD, None)
+    if ties_rows(model):  # PEFT writes a copy beside a resized base
+        found.pop(f"{KEY}lm_head.{DELTA}", None)
     for key in sorted(params.keys() ^ found.keys()):
         where = "is missing" if key in params else why_unread(key)
         raise UserError(f"{file}: tensor {key!r} {where}")

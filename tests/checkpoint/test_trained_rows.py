@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from qfsdp.checkpoint.adapter_files import (
@@ -32,6 +32,7 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.evaluation.inference_model import load_adapters_of_one_base
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.reference import keep_start
+from qfsdp.modules.adapters.trained_rows import DELTA
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.checkpoint.test_peft_updates import SCRIPT, UPDATES, ten_updates, write_start
 from tests.models import build_meta_model, cpu_world, load_model, randomize_adapters
@@ -197,6 +198,11 @@ def test_mistakes(tmp_path: Path) -> None:
             UserError, match=r"expected adapter.trainable_token_indices=\[576,3,301"
         ):
             check_adapter(other, folder, build_meta_model(tied, adapter=other))
+    tensors, start = load_file(folder / WEIGHTS_FILE), "base_model.model."
+    rows = tensors[f"{start}model.embed_tokens.{DELTA}"]
+    copies = {f"{start}lm_head.{DELTA}": rows.clone()}  # as PEFT writes beside a resized base
+    save_file(tensors | copies, folder / WEIGHTS_FILE)
+    check_adapter(config, folder, model)
     settings = (folder / CONFIG_FILE).read_text()
     for wrong in ('"a"', "[1, 1]", '{"norm": [1]}', "[-1]", "true", "[true]", '{"lm_head": 3}'):
         written = json.loads(settings) | {"trainable_token_indices": json.loads(wrong)}

@@ -187,6 +187,12 @@ def trained_rows(model: nn.Module) -> Iterator[tuple[str, TrainedRows]]:
             yield WHOLE[name], rows
 
 
+def ties_rows(model: nn.Module) -> bool:
+    """Whether trained rows are those of the embedding and of the output layer."""
+    rows = getattr(model, "head_rows", None)
+    return rows is not None and rows is getattr(model, "embedding_rows", None)
+
+
 def with_trained(rows: Tensor, first: int, ids: Sequence[int], trained: Tensor) -> Tensor:
     """Rows `[n, hidden]` of a weight from `first` on, with the trained ones in them, fp32."""
     found = rows.to(torch.float32, copy=True)
