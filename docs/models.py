@@ -31,7 +31,7 @@ def with_table() -> str:
         if kind in FAMILIES:
             by, packed = "qfsdp", "yes"
         elif kind in checked["equal"]:
-            part = "" if kind.endswith("CausalLM") else ", text part"
+            part = "" if kind.endswith(("CausalLM", "LMHeadModel")) else ", text part"
             by, packed = f"transformers{part}", "yes" if kind in checked["packed"] else "no"
         lines.append(f"| {name} | `{kind}` | {by} | {packed} |")
     return TABLE.sub(lambda found: found[1] + "\n".join(lines) + "\n", PAGE.read_text())
