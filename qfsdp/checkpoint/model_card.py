@@ -2,8 +2,8 @@
 
 A card tells the base, method, data, steps, losses and how to load the result. It is made from what
 the run has written: `config.yaml` and `metrics.jsonl`. Format of its head:
-https://huggingface.co/docs/hub/model-cards. Paths of this machine are left out, and so is the
-license, which the owner of the result has to choose.
+https://huggingface.co/docs/hub/model-cards. Paths of this machine are left out. The license of the
+base is told; that of the result, which its owner has to choose, is not in the head.
 """
 
 from __future__ import annotations
@@ -82,7 +82,8 @@ def model_card(cfg: Any, folder: Path) -> str:
         f"Finetuned from {_text(shown)} with [qfsdp](https://github.com/qfsdp/qfsdp).",
     ]
     lines += ["", "| | |", "|---|---|"]
-    lines += [f"| {_text(key)} | {_text(value)} |" for key, value in _facts(trained, run, folder)]
+    facts = [*_facts(trained, run, folder), *_license(local_folder(cfg.model.path) / CARD_FILE)]
+    lines += [f"| {_text(key)} | {_text(value)} |" for key, value in facts]
     lines += ["", "## Load it", "", *_how_to_load(shown, is_adapter, _sees(cfg))]
     return f"---\n{yaml.safe_dump(head, sort_keys=False)}---\n\n" + "\n".join(lines) + "\n"
 
@@ -150,6 +151,16 @@ def _facts(trained: dict[str, Any], run: Path, folder: Path) -> Iterator[tuple[s
     with suppress(OSError, ValueError, KeyError, TypeError):
         best = json.loads((folder / "best.json").read_bytes())
         yield "kept", f"update {best['step']:d}, the best by {best['metric']}"
+
+
+def _license(card: Path) -> Iterator[tuple[str, str]]:
+    """The license of the base, if its own card has one."""
+    with suppress(OSError, ValueError, IndexError, AttributeError, yaml.YAMLError):
+        head = yaml.safe_load(card.read_text(encoding="utf-8").split("---\n")[1])
+        # "other" is a name of the hub's list; the license's own stands beside it.
+        told = (head.get(key) for key in ("license_name", "license"))
+        if name := next((one for one in told if isinstance(one, str)), None):
+            yield "license of the base", name
 
 
 def _sources(dataset: Any) -> Iterator[str]:

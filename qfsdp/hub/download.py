@@ -48,6 +48,7 @@ SMALL_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
+CARD = "README.md"  # has the license
 HEADERS_AT_ONCE = 8  # requests
 Kind = Literal["model", "tokenizer", "adapter"]
 _KINDS: dict[str, Kind] = {  # config key -> what it names
@@ -215,7 +216,7 @@ class Repository:
             assert self.cached is not None
             return self.cached
         of_adapter = (*ADAPTER_FILES[:1], *BESIDE_ADAPTER)
-        wanted = of_adapter if self.kind == "adapter" else SMALL_FILES
+        wanted = of_adapter if self.kind == "adapter" else (*SMALL_FILES, CARD)
         files = [file for file in wanted if file in self.sizes]
         if _MARKS[self.kind] not in files:
             raise UserError(f"{self.key}: '{self.name}' on the hub {_lacks(self.kind)}")

@@ -360,7 +360,6 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
             "fan_in_fan_out": True,
             "lora_bias": True,
             "layer_replication": [[0, 2], [1, 2]],
-            "trainable_token_indices": [7],
             "alora_invocation_tokens": [7, 8],
             "use_qalora": True,
             "megatron_config": {"a": 1},

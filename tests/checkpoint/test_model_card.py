@@ -55,6 +55,26 @@ def test_paths_of_this_machine_stay_here(tmp_path: Path) -> None:
     assert str(tmp_path) not in card
 
 
+@pytest.mark.parametrize(
+    ("head", "expected"),
+    [
+        ("license: apache-2.0\n", "apache-2.0"),
+        ("license: other\nlicense_name: llama3.1\n", "llama3.1"),
+        ("license: [mit]\n", None),
+        ("- no mapping\n", None),
+        (": {", None),
+    ],
+)
+def test_the_license_of_the_base(tmp_path: Path, head: str, expected: str | None) -> None:
+    base = tmp_path / "base"
+    base.mkdir()
+    (base / "README.md").write_text(f"---\n{head}---\n\n# Base\n")
+    own, card = card_of(tmp_path, f"model.path={base}")
+    assert "license" not in own
+    found = [line for line in card.splitlines() if line.startswith("| license of the base |")]
+    assert found == ([] if expected is None else [f"| license of the base | {expected} |"])
+
+
 def test_names_hold_no_html() -> None:
     from qfsdp.checkpoint.model_card import _text
 

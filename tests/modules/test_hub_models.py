@@ -295,8 +295,8 @@ def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
             "Emu3ForCausalLM takes more than text; expected Emu3ForConditionalGeneration",
         ),
         (
-            {"architectures": ["Llama4ForConditionalGeneration"], "model_type": "llama4"},
-            "Llama4ForConditionalGeneration of transformers .* was not found to train",
+            {"architectures": ["PaliGemmaForConditionalGeneration"], "model_type": "paligemma"},
+            "PaliGemmaForConditionalGeneration of transformers .* was not found to train",
         ),
         (
             {
@@ -307,8 +307,8 @@ def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
             "expected integers above 0",
         ),
         (
-            {"architectures": ["GPT2LMHeadModel"], "model_type": "gpt2"},
-            "GPT2LMHeadModel of transformers .* was not found to train as transformers does; "
+            {"architectures": ["RwkvForCausalLM"], "model_type": "rwkv"},
+            "RwkvForCausalLM of transformers .* was not found to train as transformers does; "
             r"expected one of docs/reference/models\.md, or model\.implementation=transformers",
         ),
     ],

@@ -58,6 +58,11 @@ def updates(model: Decoder, config: ActivationConfig) -> tuple[Tensor, dict[str,
     return loss.detach(), {k: whole_tensor(p.grad).clone() for k, p in params.items()}
 
 
+def assert_same_loss(found: Tensor, expected: Tensor, bound: float = 1e-6) -> None:
+    """Within a bound: a CPU may add up products of another number of rows in another order."""
+    torch.testing.assert_close(found, expected, rtol=bound, atol=0)
+
+
 def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], bound: float) -> None:
     assert found.keys() == expected.keys()
     for name, value in expected.items():
@@ -66,17 +71,17 @@ def assert_near(found: dict[str, Tensor], expected: dict[str, Tensor], bound: fl
 
 @pytest.mark.parametrize("offload", [False, True])
 @pytest.mark.parametrize("method", ["lora", "dora"])
-def test_outputs_are_equal_and_gradients_to_1e_6(method: str, offload: bool, folder: Path) -> None:
+def test_outputs_and_gradients_of_whole_rows(method: str, offload: bool, folder: Path) -> None:
     model = tiny(folder, method)
     loss, expected = updates(model, WHOLE)
     tiled = ActivationConfig("full", offload=offload, tile_tokens=16)
     found_loss, found = updates(model, tiled)
-    assert torch.equal(found_loss, loss)
+    assert_same_loss(found_loss, loss)
     assert_near(found, expected, 1e-6)
     with torch.no_grad():
         logits = model(given()["tokens"])
         model.set_activations(WHOLE)
-        assert torch.equal(logits, model(given()["tokens"]))
+        torch.testing.assert_close(logits, model(given()["tokens"]), rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("format", ["none", "hqq"])
@@ -84,14 +89,14 @@ def test_other_bases_and_bf16(format: str, folder: Path) -> None:
     model = tiny(folder, format=format, dtype="bf16")
     loss, expected = updates(model, WHOLE)
     found_loss, found = updates(model, TILED)
-    assert torch.equal(found_loss, loss)
+    assert_same_loss(found_loss, loss, 1e-3)
     assert_near(found, expected, 0.01)
 
 
 def on_ranks(folder: Path) -> None:
     model = tiny(folder)
     (loss, expected), (found_loss, found) = (updates(model, kept) for kept in (WHOLE, TILED))
-    assert torch.equal(found_loss, loss)
+    assert_same_loss(found_loss, loss)
     assert_near(found, expected, 1e-6)
 
 
