@@ -41,7 +41,7 @@ def to_json(content: Any, **options: Any) -> str:
 def json_object(file: Path) -> dict[str, Any]:
     """The object in a JSON file; {} if there is none: whoever needs the file says why."""
     try:
-        found = json.loads(file.read_bytes())
+        found = json.loads(file.read_bytes()) if file.is_file() else None  # a pipe has no end
     except (OSError, ValueError, RecursionError):
         return {}
     return found if isinstance(found, dict) else {}
