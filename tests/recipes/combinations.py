@@ -38,6 +38,7 @@ from qfsdp.data import hf_tokenizer
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.inference_model import load_adapters_of_one_base, load_for_inference
 from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
+from qfsdp.launch.ranks import leave_process_group
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.data.test_tokenizer import CHATML, byte_level, write_folder
 from tests.models import cpu_world
@@ -544,6 +545,8 @@ def run_cell(shop: Shop, case: Case, action: str) -> Outcome:
         said = f"not found by `check` of the recipe: {said}" if late else said
     except (Exception, SystemExit):
         kind, said = "failed", traceback.format_exc()
+    finally:  # where a CPU multiplies bf16, full finetuning has joined one
+        leave_process_group()
     return Outcome(kind, said, time.perf_counter() - started)
 
 
