@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
 import pytest
-import torch.distributed as dist
 from jinja2 import Environment
 from safetensors.torch import load_file
 
@@ -94,14 +92,6 @@ ROW |= {"prompt": "2 + 3?", "chosen": "It is 5.", "rejected": "It is 6, I think.
 ROW["text"] = "### Human: 2 + 3?### Assistant: 5"  # Guanaco's form
 
 
-@pytest.fixture
-def no_process_group() -> Iterator[None]:
-    """Ends the group that a run of one rank makes where FSDP2 casts."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
-
-
 @pytest.mark.parametrize(
     "config",
     [
@@ -109,7 +99,7 @@ def no_process_group() -> Iterator[None]:
         for c in TRAINING
     ],
 )
-@pytest.mark.usefixtures("eager", "no_process_group")
+@pytest.mark.usefixtures("eager")
 def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     whole = (hub for name, hub in OF_TRANSFORMERS.items() if config.stem.startswith(name))
     if (of_transformers := next(whole, None)) is not None:

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -99,14 +97,6 @@ def test_runs_equal_a_plain_loop_over_transformers(name: str, tmp_path: Path) ->
         assert after.keys() == before.keys()
         beside = [key for key in before if "vision" in key or "layer_scalar" in key]
         assert all(torch.equal(after[key], before[key]) for key in beside)
-
-
-@pytest.fixture(autouse=True)
-def group_ends() -> Iterator[None]:
-    """The process group of a test: the next tests want none."""
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 def loaded_in_bf16(folder: Path) -> tuple[Any, Any, Any, Any]:
