@@ -88,13 +88,14 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
     answer = next((name for name in ANSWERS if name in texts), None)
     prompt = next((name for name in PROMPTS if name in texts and name != answer), None)
     if answer and prompt:
-        keys = {"answer_column": lower[answer]}
+        keys = {}
         beside = next((name for name in BESIDE if name in texts and name != prompt), None)
         if beside:
             columns = f"{{{lower[prompt]}}}\\n{{{lower[beside]}}}"
             keys["prompt_template"] = f'"{columns}"'
         else:
             keys["prompt_column"] = lower[prompt]
+        keys["answer_column"] = lower[answer]
         return Form("prompts with answers", "instruct_dataset", _without(keys) | before)
     documents = next((n for n in ("text", "content", "document", "body") if n in texts), None)
     if documents or (len(texts) == len(row) == 1 and texts[0] not in CHATS):

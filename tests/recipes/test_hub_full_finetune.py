@@ -92,7 +92,8 @@ def test_runs_equal_a_plain_loop_over_transformers(name: str, tmp_path: Path) ->
         assert losses(tmp_path / run) == pytest.approx(expected, abs=1e-5)
         trained = loaded(tmp_path / run / "model", model)
         for key, value in model.state_dict().items():
-            torch.testing.assert_close(trained[key], value, atol=5e-5, rtol=1e-4, msg=key)
+            # An update moves a number by 1e-3. AdamW divides by the gradient, which may be tiny.
+            torch.testing.assert_close(trained[key], value, atol=1e-4, rtol=1e-4, msg=key)
         after = load_file(tmp_path / run / "model" / SINGLE)
         assert after.keys() == before.keys()
         beside = [key for key in before if "vision" in key or "layer_scalar" in key]
