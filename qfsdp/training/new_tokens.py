@@ -9,13 +9,19 @@ from qfsdp.checkpoint.weights.mean_rows import MULTIPLE
 from qfsdp.common.errors import UserError
 
 
+def new_tokens_of(cfg: Any) -> Any:
+    """`tokenizer.new_tokens`; None too if a config has no tokenizer, which rows of ids do not need."""
+    tokenizer = getattr(cfg, "tokenizer", None)
+    return None if tokenizer is None else tokenizer.kwargs.get("new_tokens")
+
+
 def add_new_tokens(cfg: Any) -> None:
     """Sets what new tokens need in a run's config: `model.mean_rows`, and
     `adapter.trainable_token_indices` if neither that nor whole modules are given.
 
     `config.yaml` of the run and its checkpoints have the numbers. Raises UserError: a token is
     there already, named twice or empty; or the model cannot have more rows."""
-    if (tokens := cfg.tokenizer.kwargs.get("new_tokens")) is None:
+    if (tokens := new_tokens_of(cfg)) is None:
         return
     if cfg.model.quantize_cache is not None:
         given = f"model.quantize_cache: '{cfg.model.quantize_cache}'"

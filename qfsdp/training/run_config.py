@@ -12,6 +12,7 @@ from qfsdp.tensor_subclasses.kernels.ability import check_compile
 from qfsdp.tensor_subclasses.kernels.ability import use_cache_dir as use_cache_dir
 from qfsdp.training.distillation import check_place, check_sharding
 from qfsdp.training.new_tokens import add_new_tokens as add_new_tokens
+from qfsdp.training.new_tokens import new_tokens_of
 from qfsdp.training.preference import step_options
 
 
@@ -30,7 +31,7 @@ def check_run_config(cfg: Any) -> None:
         if cfg.model.router_aux_loss is not None:
             expected = "null, as preference tuning has no such loss"
             raise InvalidField("model.router_aux_loss", cfg.model.router_aux_loss, expected)
-    tokens = None if cfg.tokenizer is None else cfg.tokenizer.kwargs.get("new_tokens")
+    tokens = new_tokens_of(cfg)
     fits = hasattr(cfg, "adapter") and not hasattr(cfg, "head") and not hasattr(cfg, "teacher")
     if tokens is not None and not fits:
         expected = "expected null in this recipe; recipes/add_tokens writes a model that has them"
