@@ -10,7 +10,7 @@ from qfsdp.common.errors import UserError
 
 
 def new_tokens_of(cfg: Any) -> Any:
-    """`tokenizer.new_tokens`; None too if a config has no tokenizer, which rows of ids do not need."""
+    """`tokenizer.new_tokens`; None if a config has no tokenizer, which rows of ids do not need."""
     tokenizer = getattr(cfg, "tokenizer", None)
     return None if tokenizer is None else tokenizer.kwargs.get("new_tokens")
 
