@@ -22,7 +22,7 @@ from qfsdp.hub.download import hub_name
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import SCALED_INPUTS
 from qfsdp.modules.adapters.places import ends_with
-from qfsdp.modules.adapters.trained_rows import DELTA, FIELD, are_ids
+from qfsdp.modules.adapters.trained_rows import DELTA, FIELD, are_ids, by_module
 from qfsdp.modules.adapters.whole import KEY, WHOLE
 
 CONFIG_FILE = "adapter_config.json"
@@ -271,7 +271,7 @@ def row_ids(
     UserError: they are no ids of tokens, or of other modules than `WHOLE`."""
     if not (given := written.get(FIELD)):
         return None
-    named = given if isinstance(given, dict) else {"embed_tokens": given}
+    named = by_module(given)
     of = {str(name).rpartition(".")[2]: ids for name, ids in named.items()}
     if not of.keys() <= WHOLE.keys() or not all(map(are_ids, of.values())):
         expected = f"expected different ids of tokens, of {' or '.join(WHOLE)}"

@@ -143,10 +143,9 @@ def text_dataset(
     """Documents, one per row or per .txt file, for continued pretraining or perplexity.
 
     Each document is tokenized as a whole, with eos and with bos if the tokenizer puts it before
-    texts, and cut into windows. Each window is a
-    sample. A window begins with the last token of the window before it, so every token of a
-    document except the first is a target exactly once. The last window of a document may be short:
-    set `packed: true` if documents are short.
+    texts, and cut into windows. Each window is a sample. A window begins with the last token of the
+    window before it, so every token of a document except the first is a target exactly once. The
+    last window of a document may be short: set `packed: true` if documents are short.
 
     Args:
         tokenizer: `hf_tokenizer(...)` or one of torchtune's.

@@ -225,9 +225,9 @@ def charts_of(
 ) -> dict[str, Chart]:
     """File name without suffix -> chart, for each number and each axis with several values.
 
-    Lines stand for the values of further axes, those of words first, as long as there are colours;
-    other axes keep one value, which the title names: of numbers the middle one, of words the one
-    with the most cells that fit. Lines without a result, charts of a single value and cells of
+    A line stands for values of further axes, of words before numbers, as long as there are colours.
+    Each axis that is left keeps one value, which the title names: the middle one of numbers, or the
+    word with the most cells that fit. Lines without a result, charts of a single value and cells of
     points are left out.
 
     Args:

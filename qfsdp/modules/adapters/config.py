@@ -7,7 +7,7 @@ from typing import Literal, TypeVar
 
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.adapters.places import check_pattern, check_places, ends_with, is_pattern
-from qfsdp.modules.adapters.trained_rows import are_ids
+from qfsdp.modules.adapters.trained_rows import are_ids, by_module
 from qfsdp.modules.adapters.whole import WHOLE
 from qfsdp.modules.targets import ALL_LINEAR
 
@@ -57,8 +57,8 @@ class AdapterConfig:
         start_from: a PEFT adapter folder to start from; null: fresh adapters.
         modules_to_save: modules that are trained as a whole too, `embed_tokens`, `lm_head` or both,
             in fp32; null: none. Tied ones are named both, and stay tied.
-        trainable_token_indices: ids of tokens whose rows are trained, in fp32, and no others: of
-            the embedding, and of an output layer that is tied to it. For one that is not:
+        trainable_token_indices: ids of tokens. Only the rows of these are trained, in fp32. A list
+            means the embedding, and an output layer that is tied to it. If it is not tied, write
             `{embed_tokens: [...], lm_head: [...]}`, as in PEFT. null: none.
         block_size: inputs that a rotation of OFT turns; divides the inputs of every linear.
         expert_rank: rank of every expert of a mixture: a number, or "divided": rank / experts per
@@ -134,9 +134,7 @@ class AdapterConfig:
 
     def rows_of(self, module: str) -> list[int]:
         """The ids of tokens whose rows of `embed_tokens` or `lm_head` are trained alone."""
-        ids = self.trainable_token_indices or []
-        named = ids if isinstance(ids, dict) else {"embed_tokens": ids}
-        return named.get(module, [])
+        return list(by_module(self.trainable_token_indices or []).get(module, []))
 
     @property
     def trains_more(self) -> bool:
@@ -193,7 +191,7 @@ class AdapterConfig:
         rows = self.trainable_token_indices
         if rows is None:
             return
-        of = rows if isinstance(rows, dict) else {"embed_tokens": rows}
+        of = by_module(rows)
         if not of or not of.keys() <= WHOLE.keys() or not all(map(are_ids, of.values())):
             expected = "different ids of tokens, or some for each of embed_tokens and lm_head"
             raise InvalidField("trainable_token_indices", rows, expected)

@@ -40,6 +40,11 @@ def are_ids(value: Any) -> bool:
     return listed and 0 < len({*value}) == len(value)
 
 
+def by_module(ids: Any) -> dict[str, Any]:
+    """`adapter.trainable_token_indices` by the name of the module; a list is the embedding's."""
+    return ids if isinstance(ids, dict) else {"embed_tokens": ids}
+
+
 class TrainedRows(nn.Module):
     """Trained rows of an embedding, an output layer or both.
 
@@ -156,7 +161,7 @@ def train_rows(model: nn.Module, ids: list[int] | dict[str, list[int]] | None) -
         raise UserError(
             f"adapter.{FIELD}: {ids}; expected null, as transformers computes this model"
         )
-    decoder, of = cast(Any, model), ids if isinstance(ids, dict) else {"embed_tokens": ids}
+    decoder, of = cast(Any, model), by_module(ids)
     tied, rows = decoder.config.tie_word_embeddings, decoder.config.vocab_size
     whole = getattr(model, "whole_modules", ())
     if tied and of.get("embed_tokens") != of.get("lm_head", of.get("embed_tokens")):

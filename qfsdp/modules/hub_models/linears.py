@@ -24,8 +24,8 @@ READS = r"\.{}\.weight\b(?!\.(?:dtype|device|shape|size))"
 
 # Classes that compute what `nn.Linear` does: Falcon's, and GPT-2's with `[in, out]` weights.
 ALIKE, TRANSPOSED = "FalconLinear", "Conv1D"
-# Modules of a class whose output another one adds to in place, which autograd allows our linears
-# as little as any function of its own: they return a copy.
+# Class -> its module whose output the class changes in place. Autograd refuses that for outputs of
+# custom functions, which our linears are. So these modules return a copy.
 CHANGED_IN_PLACE = {"Llama4TextMoe": "shared_expert", "FalconDecoderLayer": "mlp"}
 
 
