@@ -102,6 +102,15 @@ class Batch:
         )
 
 
+def cut_rows(documents: Any, group: str, labels: torch.Tensor | None) -> CutRows | None:
+    """The documents of a batch, if its rows are cut. Raises `ValueError`: they are not, and a model
+    whose rows the ranks of `group` share gets labels with them."""
+    cut = documents if isinstance(documents, CutRows) else None
+    if group and labels is not None and cut is None:
+        raise ValueError("sharding.context_parallel: whole rows; expected those of `Batch.cut`")
+    return cut
+
+
 def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     """`tensor` on `device`; the host does not wait for the copy. PyTorch keeps the pinned memory
     until the copy has ended."""

@@ -9,7 +9,7 @@ Attention gathers keys and values (`attend_cut_rows`).
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -75,15 +75,6 @@ class CutRows(NamedTuple):
         """The places in a whole row of the `own` tokens of this part, int64 `[own]`."""
         first = self.part * own
         return torch.arange(first, first + own, device=self.lengths.device)
-
-
-def cut_rows(documents: Any, group: str, labels: Tensor | None) -> CutRows | None:
-    """The documents of a batch, if its rows are cut. Raises `ValueError`: they are not, and a model
-    whose rows the ranks of `group` share gets labels with them."""
-    cut = documents if isinstance(documents, CutRows) else None
-    if group and labels is not None and cut is None:
-        raise ValueError("sharding.context_parallel: whole rows; expected those of `Batch.cut`")
-    return cut
 
 
 def used_lengths(labels: Tensor) -> Tensor:

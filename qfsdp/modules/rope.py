@@ -7,7 +7,7 @@ scaling changes the frequencies, so that a model reads positions that it was not
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import torch
 from torch import Tensor
@@ -35,6 +35,14 @@ class Scaling(Protocol):
         ...
 
 
+class QueryFactors(Protocol):
+    """What else multiplies queries."""
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """fp32, of the shape of `positions`."""
+        ...
+
+
 @dataclass(frozen=True)
 class Unscaled:
     """The frequencies of the paper."""
@@ -44,19 +52,6 @@ class Unscaled:
 
     def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
         return 1.0 / powers(theta, dim, lengths.device)
-
-
-@dataclass(frozen=True)
-class QueryScaling:
-    """Longer queries at far positions, so that attention stays sharp (Llama 4, Ministral 3):
-    `1 + beta * log(1 + floor(position / context))`."""
-
-    beta: float
-    context: int
-
-    def factors(self, positions: Tensor) -> Tensor:
-        """fp32, of the shape of `positions`."""
-        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.context))
 
 
 @dataclass(frozen=True)
@@ -75,7 +70,7 @@ class RopeConfig:
     scaling: Scaling = Unscaled()
     share: float = 1.0
     interleaved: bool = False
-    query_scaling: QueryScaling | None = None
+    query_scaling: QueryFactors | None = None
 
     def rotated(self, head_dim: int) -> int:
         """How many numbers of a head are rotated."""
@@ -84,7 +79,7 @@ class RopeConfig:
     def tables(
         self, head_dim: int, positions: Tensor, lengths: Tensor, dtype: torch.dtype
     ) -> tuple[Tensor, Tensor]:
-        """Cosine and sine of the angles, for `attention.rotate`.
+        """Cosine and sine of the angles, for `rotate`.
 
         Args:
             positions: int64 `[batch or 1, seq]`.
@@ -107,3 +102,44 @@ class RopeConfig:
         if self.interleaved:
             return cos.repeat_interleave(2, dim=-1), torch.stack((-sin, sin), dim=-1).flatten(-2)
         return torch.cat((cos, cos), dim=-1), torch.cat((-sin, sin), dim=-1)
+
+
+class _Rotate(torch.autograd.Function):
+    """Rotates every pair of numbers of `[batch, seq, heads, rotated]`: see `RopeConfig`.
+
+    `sin` is negated at the first number of a pair, see `RopeConfig.tables`. The gradient, the
+    rotation back, is written out. Autograd's gradient of an index adds values into zeros one by
+    one. Compiled code for GPUs uses atomics for it: 1.3 G in a step of 8,192 tokens of Llama-3-8B.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+        ctx.save_for_backward(cos, sin)
+        ctx.interleaved = interleaved
+        return x * cos + _swapped(x, interleaved) * sin
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
+        cos, sin = ctx.saved_tensors
+        return grad * cos - _swapped(grad, ctx.interleaved) * sin, None, None, None
+
+
+def _swapped(x: Tensor, interleaved: bool) -> Tensor:
+    """`x` with the two numbers of every pair exchanged."""
+    if interleaved or torch.compiler.is_compiling():
+        # The compiler keeps the result of `cat` for backward, but computes an index again.
+        order = 1 - torch.arange(2, device=x.device)
+        if interleaved:
+            return x.unflatten(-1, (-1, 2))[..., order].flatten(-2)
+        return x.unflatten(-1, (2, -1))[..., order, :].flatten(-2)
+    return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
+    """Rotates the first numbers of every head of `[batch, seq, heads, head_dim]`, as many as the
+    tables have; the others are left alone."""
+    rotated = cos.shape[-1]
+    if rotated == x.shape[-1]:
+        return _Rotate.apply(x, cos, sin, interleaved)
+    turned = _Rotate.apply(x[..., :rotated], cos, sin, interleaved)
+    return torch.cat((turned, x[..., rotated:]), dim=-1)

@@ -117,3 +117,16 @@ class LongRopeScaling:
         longer, shorter = table(self.long_factor, lengths), table(self.short_factor, lengths)
         divisors = torch.where(long, longer, shorter)
         return 1.0 / (divisors * powers(theta, dim, lengths.device))
+
+
+@dataclass(frozen=True)
+class QueryScaling:
+    """Longer queries at far positions, so that attention stays sharp (Llama 4, Ministral 3):
+    `1 + beta * log(1 + floor(position / context))`."""
+
+    beta: float
+    context: int
+
+    def factors(self, positions: Tensor) -> Tensor:
+        """fp32, of the shape of `positions`."""
+        return 1 + self.beta * torch.log(1 + torch.floor(positions / self.context))

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.data.cut_rows import CutRows, counted_tokens, cut_rows
+from qfsdp.data.batch import cut_rows
+from qfsdp.data.cut_rows import CutRows, counted_tokens
 from qfsdp.modules.activation_offload import Offload
 from qfsdp.modules.activations import ActivationConfig as ActivationConfig
 from qfsdp.modules.activations import Checkpointing, checkpointed

@@ -27,9 +27,8 @@ from transformers import (
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
-from qfsdp.modules.attention.self_attention import rotate
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.rope import RopeConfig
+from qfsdp.modules.rope import RopeConfig, rotate
 from qfsdp.modules.rope_scalings import Llama3Scaling
 from qfsdp.modules.transformer import Decoder
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -15,47 +14,7 @@ from qfsdp.modules.attention.otherwise import attend_otherwise
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.low_rank.grouped import outputs
-
-
-class _Rotate(torch.autograd.Function):
-    """Rotates every pair of numbers of `[batch, seq, heads, rotated]`: see `RopeConfig`.
-
-    `sin` is negated at the first number of a pair, see `RopeConfig.tables`. The gradient, the
-    rotation back, is written out. Autograd's gradient of an index adds values into zeros one by
-    one. Compiled code for GPUs uses atomics for it: 1.3 G in a step of 8,192 tokens of Llama-3-8B.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-        ctx.save_for_backward(cos, sin)
-        ctx.interleaved = interleaved
-        return x * cos + _swapped(x, interleaved) * sin
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None, None]:  # type: ignore[override]
-        cos, sin = ctx.saved_tensors
-        return grad * cos - _swapped(grad, ctx.interleaved) * sin, None, None, None
-
-
-def _swapped(x: Tensor, interleaved: bool) -> Tensor:
-    """`x` with the two numbers of every pair exchanged."""
-    if interleaved or torch.compiler.is_compiling():
-        # The compiler keeps the result of `cat` for backward, but computes an index again.
-        order = 1 - torch.arange(2, device=x.device)
-        if interleaved:
-            return x.unflatten(-1, (-1, 2))[..., order].flatten(-2)
-        return x.unflatten(-1, (2, -1))[..., order, :].flatten(-2)
-    return torch.cat(x.chunk(2, dim=-1)[::-1], dim=-1)
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
-    """Rotates the first numbers of every head of `[batch, seq, heads, head_dim]`, as many as the
-    tables have; the others are left alone."""
-    rotated = cos.shape[-1]
-    if rotated == x.shape[-1]:
-        return _Rotate.apply(x, cos, sin, interleaved)
-    turned = _Rotate.apply(x[..., :rotated], cos, sin, interleaved)
-    return torch.cat((turned, x[..., rotated:]), dim=-1)
+from qfsdp.modules.rope import rotate
 
 
 class Attention(nn.Module):

@@ -15,7 +15,7 @@ from qfsdp.modules.decoder_parts import (
 from qfsdp.modules.families.keys import Keys, family
 from qfsdp.modules.families.rope_keys import FULL, NEW, SLIDING, rope_object
 from qfsdp.modules.families.values import Values
-from qfsdp.modules.rope import QueryScaling
+from qfsdp.modules.rope_scalings import QueryScaling
 
 
 @family("LlamaForCausalLM", max_position_embeddings=2048)

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.utils._pytree import tree_leaves
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.cut_rows import cut_rows
+from qfsdp.data.batch import cut_rows
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
 from qfsdp.modules.adapters.linears import AdaptedLinear
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
