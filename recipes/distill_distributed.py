@@ -104,8 +104,8 @@ def check(cfg: Config) -> None:
     if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
         check_disk(model, weights)
     check_start(cfg.adapter, model, weights)
-    check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
-    check_teacher(cfg, model.config)
+    data = (cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
+    check_teacher(cfg, model.config, tokenizer=check_data(*data))
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_memory(cfg, build_model, train_step)
 

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import hashlib
 import os
 import resource
 import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, get_args, get_type_hints
 
 from qfsdp.common.printable import printable, redacted
@@ -20,7 +22,8 @@ NEEDS_UTF8 = "expected a locale with UTF-8, or PYTHONUTF8=1"
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
 
 # All ranks usually meet the same mistake. Rank 0 reports it at once and torchrun then ends the
-# others; a rank that is still alive after this many seconds has met a mistake that rank 0 has not.
+# others; a rank that is still alive after this many seconds has met a mistake that rank 0 has not,
+# or the machine is busy: a mistake that another rank has reported is not told again.
 _RANK_0_GOES_FIRST_S = 2.0
 
 
@@ -82,16 +85,30 @@ def user_errors() -> Iterator[None]:
         with limits_of_the_system():
             yield
     except UserError as error:
-        rank = os.environ.get("RANK", "0")
+        rank, text = os.environ.get("RANK", "0"), printable(redacted(str(error)))
         if rank != "0":
             time.sleep(_RANK_0_GOES_FIRST_S)
-        prefix = "" if rank == "0" else f"rank {rank}: "
         sys.stdout.flush()
-        print(f"error: {prefix}{printable(redacted(str(error)))}", file=sys.stderr, flush=True)
+        if not _is_told(text):
+            prefix = "" if rank == "0" else f"rank {rank}: "
+            print(f"error: {prefix}{text}", file=sys.stderr, flush=True)
         if "LOCAL_RANK" in os.environ:
             # A normal exit can abort in gloo's threads, see `ranks.leave_process_group`.
             os._exit(USER_ERROR_STATUS)
         raise SystemExit(USER_ERROR_STATUS) from None
+
+
+def _is_told(text: str) -> bool:
+    """Whether another rank of this machine has printed the same error; if not, this one does."""
+    if (own := os.environ.get("TORCHELASTIC_ERROR_FILE")) is None:
+        return False
+    # A folder of all ranks that torchrun's agent has started at once.
+    mark = Path(own).parent.parent / f"told_{hashlib.sha256(text.encode()).hexdigest()[:16]}"
+    try:
+        mark.touch(exist_ok=False)
+    except OSError as error:
+        return isinstance(error, FileExistsError)
+    return False
 
 
 @contextmanager

@@ -22,12 +22,15 @@ def check_data(
     dataset: Component,
     validation_sets: Mapping[str, Component],
     rows: int | None = None,
-) -> None:
+) -> Any:
     """Checks the tokenizer and all datasets of a config; reads the beginnings of data files.
 
     Args:
         validation_sets: name -> dataset, from the config's `validation.sets`.
         rows: of the model's embedding, to check the tokenizer's ids; None: no check.
+
+    Returns:
+        The tokenizer; None without `rows`.
 
     Raises:
         UserError: `Component.check` or `check_source` finds a mistake, the tokenizer's `path` does
@@ -40,8 +43,11 @@ def check_data(
     check_dataset("dataset", dataset)
     for name, held_out in validation_sets.items():
         check_dataset(f"validation.sets.{name}", held_out)
-    if rows is not None:
-        check_tokenizer_ids(tokenizer.build(), rows)
+    if rows is None:
+        return None
+    built = tokenizer.build()
+    check_tokenizer_ids(built, rows)
+    return built
 
 
 def check_dataset(key: str, dataset: Component) -> None:

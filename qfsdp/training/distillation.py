@@ -95,11 +95,12 @@ def check_sharding(sharding: ShardingConfig) -> None:
             raise UserError(f"sharding.{key}: {value}; expected {expected} with a teacher")
 
 
-def check_teacher(cfg: Any, student: AnyConfig) -> None:
+def check_teacher(cfg: Any, student: AnyConfig, tokenizer: Any) -> None:
     """Checks the teacher of a config, before anything is loaded.
 
     Args:
         student: the config of the model that is trained.
+        tokenizer: its tokenizer, as `check_data` returns it.
 
     Raises:
         UserError: the teacher's folder or adapter is faulty, or it has other tokens, or fewer
@@ -127,22 +128,23 @@ def check_teacher(cfg: Any, student: AnyConfig) -> None:
         expected = f"expected auto or gather, as the teacher's vocabulary has {rows}"
         raise UserError(f"sharding.vocabulary: split; {expected}")
     check_cache(cfg)
-    _check_tokens(cfg, tokens, found.vocab_size == student.vocab_size)
+    _check_tokens(tokenizer, section.model.folder, tokens, found.vocab_size == student.vocab_size)
 
 
-def _check_tokens(cfg: Any, rows: int, equal: bool) -> None:
+def _check_tokens(tokenizer: Any, folder: Path, rows: int, equal: bool) -> None:
     """Checks that both models have the same tokens.
 
     A padded vocabulary has more rows than tokens, and models of a family are padded differently
     (Qwen2.5-7B has 152,064 rows, Qwen2.5-3B 151,936). So tokens are compared, not rows.
 
     Args:
+        tokenizer: the student's.
+        folder: of the teacher.
         rows: that both have.
         equal: whether both have as many.
     """
     from tokenizers import Tokenizer
 
-    tokenizer, folder = cfg.tokenizer.build(), cfg.teacher.model.folder
     mine, where = getattr(tokenizer, "vocabulary", None), f"teacher.model.path: '{folder}'"
     if mine is None or not (folder / "tokenizer.json").exists():
         if not equal:

@@ -3,6 +3,7 @@ and a quantized base; files that PEFT loads, and PEFT's that are loaded here; me
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,43 @@ def write_start(model: Any, config: AdapterConfig, base: Path, to: Path) -> None
     save_file(held, to / "whole.safetensors")
 
 
+def trained_here(
+    config: AdapterConfig,
+    base: Path,
+    to: Path,
+    tokens: Tensor,
+    started: Callable[[Any], None] = lambda _: None,
+    **options: Any,
+) -> dict[str, Any]:
+    """What ten updates of an adapter make of it, with all that PEFT needs for the same in `to`.
+
+    Args:
+        started: is given the model as it begins.
+        options: of `load_model`.
+    """
+    to.mkdir()
+    model = load_model(base, adapter=config, **options)
+    start_adapters(model, config, str(base), seed=0)
+    started(model)
+    if not config.changes_base:
+        randomize_adapters(model)
+    write_start(model, config, base, to)
+    losses = ten_updates(model, tokens)
+    save_adapter(model, config, str(base), to / "ours", cpu_world())
+    with torch.no_grad():
+        logits = model(tokens[0])
+    found = {"losses": losses, "model": model, "logits": logits, "at": to, "base": base}
+    return found | {"tokens": tokens[0], "config": config}
+
+
+def add_theirs(cases: list[dict[str, Any]], base: Path, tokens: Tensor, root: Path) -> None:
+    """What PEFT makes of the same starts, in one process, as "theirs" of each case."""
+    weights = dequantized_base(load_model(base, format="none"))
+    theirs = run_peft(SCRIPT, base, weights, tokens, root, *(case["at"] for case in cases))
+    for case in cases:
+        case["theirs"] = theirs[str(case["at"])]
+
+
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     """For every case what we compute, and what PEFT does, from one process."""
@@ -125,23 +163,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
     found: dict[str, dict[str, Any]] = {}
     for case in CASES:
         name, format = case.split()
-        config, to = KINDS[name], root / case.replace(" ", "_")
-        to.mkdir()
-        model = load_model(base, adapter=config, format=format)
-        start_adapters(model, config, str(base), seed=0)
-        if not config.changes_base:
-            randomize_adapters(model)
-        write_start(model, config, base, to)
-        losses = ten_updates(model, tokens)
-        save_adapter(model, config, str(base), to / "ours", cpu_world())
-        with torch.no_grad():
-            found[case] = {"losses": losses, "model": model, "logits": model(tokens[0]), "at": to}
-    folders = [found[case]["at"] for case in CASES]
-    theirs = run_peft(
-        SCRIPT, base, dequantized_base(load_model(base, format="none")), tokens, root, *folders
-    )
-    for case in CASES:
-        found[case] |= {"theirs": theirs[str(found[case]["at"])], "base": base, "tokens": tokens[0]}
+        to = root / case.replace(" ", "_")
+        found[case] = trained_here(KINDS[name], base, to, tokens, format=format)
+    add_theirs([*found.values()], base, tokens, root)
     return found
 
 

@@ -34,9 +34,9 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.reference import keep_start
 from qfsdp.modules.adapters.trained_rows import DELTA
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from tests.checkpoint.test_peft_updates import SCRIPT, UPDATES, ten_updates, write_start
+from tests.checkpoint.test_peft_updates import UPDATES, add_theirs, trained_here
 from tests.models import build_meta_model, cpu_world, load_model, randomize_adapters
-from tests.peft_oracle import dequantized_base, run_peft
+from tests.peft_oracle import dequantized_base
 from tests.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.usefixtures("eager")]
@@ -71,28 +71,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         base = write_tiny_model(root / "model", tie_word_embeddings=tied)
         cases = [case for case in NAMES if case.startswith("tied") == tied]
         for case in cases:
-            config, format = CASES[case.rpartition(" ")[0]], case.rpartition(" ")[2]
-            (to := root / case.replace(" ", "_")).mkdir()
-            model = load_model(base, adapter=config, format=format)
-            start_adapters(model, config, str(base), seed=0)
-            for name, rows in ((n, r) for n, r in model.named_modules() if hasattr(r, "ids")):
-                module = model.lm_head if name == "head_rows" else model.model.embed_tokens
-                weight = dequantized_base(module)["weight"]
-                assert torch.equal(rows.weight, weight[rows.ids]), "rows begin as the base's"
-            randomize_adapters(model)
-            write_start(model, config, base, to)
-            losses = ten_updates(model, tokens)
-            save_adapter(model, config, str(base), to / "ours", cpu_world())
-            with torch.no_grad():
-                logits = model(tokens[0])
-            found[case] = {"losses": losses, "model": model, "logits": logits, "at": to}
-            found[case] |= {"base": base, "tokens": tokens[0], "config": config, "format": format}
-        folders = [found[case]["at"] for case in cases]
-        weights = dequantized_base(load_model(base, format="none"))
-        theirs = run_peft(SCRIPT, base, weights, tokens, root, *folders)
-        for case in cases:
-            found[case]["theirs"] = theirs[str(found[case]["at"])]
+            name, _, format = case.rpartition(" ")
+            given = (CASES[name], base, root / case.replace(" ", "_"), tokens, check_start)
+            found[case] = trained_here(*given, format=format) | {"format": format}
+        add_theirs([found[case] for case in cases], base, tokens, root)
     return found
+
+
+def check_start(model: Any) -> None:
+    for name, rows in ((n, r) for n, r in model.named_modules() if hasattr(r, "ids")):
+        module = model.lm_head if name == "head_rows" else model.model.embed_tokens
+        weight = dequantized_base(module)["weight"]
+        assert torch.equal(rows.weight, weight[rows.ids]), "rows begin as the base's"
 
 
 @pytest.mark.long

@@ -32,9 +32,8 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.reference import keep_start
 from qfsdp.modules.adapters.whole import EMBEDDING, HEAD
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from tests.checkpoint.test_peft_updates import SCRIPT, UPDATES, ten_updates, write_start
+from tests.checkpoint.test_peft_updates import UPDATES, add_theirs, trained_here
 from tests.models import build_meta_model, cpu_world, load_model, randomize_adapters
-from tests.peft_oracle import dequantized_base, run_peft
 from tests.tiny import write_tiny_model
 
 pytestmark = [pytest.mark.usefixtures("eager")]
@@ -59,24 +58,9 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
         root = tmp_path_factory.mktemp(ties)
         base = write_tiny_model(root / "model", tie_word_embeddings=ties == "tied")
         for name, config in cases.items():
-            to, case = root / name, f"{ties} {name}"
-            to.mkdir()
-            model = load_model(base, adapter=config, targets=["all-linear"])
-            start_adapters(model, config, str(base), seed=0)
-            randomize_adapters(model)
-            write_start(model, config, base, to)
-            losses = ten_updates(model, tokens)
-            save_adapter(model, config, str(base), to / "ours", cpu_world())
-            with torch.no_grad():
-                logits = model(tokens[0])
-            found[case] = {"losses": losses, "model": model, "logits": logits, "at": to}
-            found[case] |= {"base": base, "tokens": tokens[0], "config": config}
-        folders = [found[f"{ties} {name}"]["at"] for name in cases]
-        weights = dequantized_base(load_model(base, format="none"))
-        theirs = run_peft(SCRIPT, base, weights, tokens, root, *folders)
-        for name in cases:
-            case = f"{ties} {name}"
-            found[case]["theirs"] = theirs[str(found[case]["at"])]
+            given = (config, base, root / name, tokens)
+            found[f"{ties} {name}"] = trained_here(*given, targets=["all-linear"])
+        add_theirs([found[f"{ties} {name}"] for name in cases], base, tokens, root)
     return found
 
 

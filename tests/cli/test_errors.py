@@ -5,10 +5,11 @@ from __future__ import annotations
 import errno
 import os
 import resource
+from pathlib import Path
 
 import pytest
 
-from qfsdp.common.errors import user_errors
+from qfsdp.common.errors import UserError, user_errors
 
 ERRORS = [
     MemoryError(),
@@ -38,3 +39,30 @@ def test_address_space(
         raise error
     err = capsys.readouterr().err
     assert err.startswith("error: ulimit -v: 1048576 KiB") and err.count("\n") == 1
+
+
+def test_a_mistake_of_all_ranks_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Ranks of one start share a folder; another start, as after a failure, has its own."""
+    monkeypatch.delenv("LOCAL_RANK", raising=False)
+    monkeypatch.setattr("qfsdp.common.errors._RANK_0_GOES_FIRST_S", 0.0)
+
+    def told(rank: int, text: str, attempt: int = 0) -> str:
+        folder = tmp_path / f"attempt_{attempt}" / str(rank)
+        folder.mkdir(parents=True, exist_ok=True)
+        monkeypatch.setenv("RANK", str(rank))
+        monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(folder / "error.json"))
+        with pytest.raises(SystemExit) as ended, user_errors():
+            raise UserError(text)
+        assert ended.value.code == 2
+        return capsys.readouterr().err
+
+    lines = [told(rank, "the data is odd") for rank in (3, 0, 1, 2)]
+    assert lines == ["error: rank 3: the data is odd\n", "", "", ""]
+    assert told(1, "the disk is full") == "error: rank 1: the disk is full\n"
+    assert told(0, "the data is odd", attempt=1) == "error: the data is odd\n"
+    monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone/0/error.json"))
+    with pytest.raises(SystemExit), user_errors():
+        raise UserError("the data is odd")
+    assert "the data is odd" in capsys.readouterr().err
