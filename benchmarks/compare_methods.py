@@ -8,8 +8,8 @@
 SmolLM2-135M-Instruct learns generated arithmetic word problems (`examples.demo.arithmetic`) by the
 shipped recipes and configs, each run in a process, with several seeds: of the samples' order and
 of new adapters. Of several learning rates of a method, the one with the lowest loss on a set kept
-for that choice counts, at the first seed. Then every method trains on GSM8K at that rate, if
-`--gsm8k` names a folder with its train.jsonl and test.jsonl.
+for that choice counts, at the first seed; one that ends in NaN is left out. Then every method
+trains on GSM8K at that rate, if `--gsm8k` names a folder with its train.jsonl and test.jsonl.
 
     zero_shot, few_shot   the untrained model; few_shot with 4 solved problems before each
     full, full_nf4        all weights; the same with its linears quantized to NF4 after training
@@ -46,6 +46,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -193,7 +194,7 @@ class Study:
                 model, adapter = run / "model", None
             found.append(self._evaluate(task, name, seed, model, form, adapter))
         figures = [read_metrics(run / "metrics.jsonl") for run in runs]
-        about = {"lr": rate} | {
+        about = {"lr": rate, "search": self._search(of)} | {
             key: statistics.median(run[key] for run in figures) for key in figures[0]
         }
         return self._read(task, name, about, runs, found)
@@ -219,14 +220,26 @@ class Study:
 
     def _rate(self, name: str) -> float:
         """The learning rate with the lowest loss on the set that chooses, at the first seed."""
-        rates = [float(f"{rate * by:.6g}") for rate in METHODS[name].rates for by in self.factors]
+        rates = self._rates(name)
         if len(rates) == 1:
             return rates[0]
-        losses = {}
-        for rate in rates:
-            run = self._train(self.tasks[0], name, rate, 0)
-            losses[rate] = read_metrics(run / "metrics.jsonl")["chosen_by_loss"]
+        losses = self._search(name)
+        if not losses:
+            raise SystemExit(f"{name}: no finite loss at any rate of {rates}; expected others")
         return min(losses, key=lambda rate: losses[rate])
+
+    def _rates(self, name: str) -> list[float]:
+        return [float(f"{rate * by:.6g}") for rate in METHODS[name].rates for by in self.factors]
+
+    def _search(self, name: str) -> dict[float, float]:
+        """The loss that chooses, by rate; {} of one rate. A rate that ends in NaN is left out."""
+        rates, losses = self._rates(name), dict[float, float]()
+        for rate in rates if len(rates) > 1 else ():
+            with suppress(NotFinite):
+                run = self._train(self.tasks[0], name, rate, 0)
+                loss = read_metrics(run / "metrics.jsonl")["chosen_by_loss"]
+                losses |= {} if loss is None else {rate: loss}
+        return losses
 
     def _train(self, task: Task, name: str, rate: float, seed: int) -> Path:
         """Trains, unless an earlier call has; returns the run's folder."""
@@ -334,8 +347,16 @@ def evaluation(
     return cfg
 
 
+class NotFinite(SystemExit):
+    """A training run has ended because its loss was not finite: its learning rate is too high."""
+
+
 def run_recipe(stem: str, cfg: Any, out: Path) -> None:
-    """Runs the recipe of a shipped config with a changed config; its output goes to `out`."""
+    """Runs the recipe of a shipped config with a changed config; its output goes to `out`.
+
+    Raises:
+        SystemExit: it has failed; `NotFinite` where the loss was not finite.
+    """
     out.mkdir(parents=True, exist_ok=True)
     OmegaConf.save(cfg, out / "changed.yaml")
     header = (ROOT / f"configs/{stem}.yaml").read_text().split("\n", 1)[0]
@@ -345,7 +366,8 @@ def run_recipe(stem: str, cfg: Any, out: Path) -> None:
         status = subprocess.run(command, stdout=log, stderr=subprocess.STDOUT).returncode
     if status:
         tail = "\n".join((out / "log.txt").read_text().splitlines()[-3:])
-        raise SystemExit(f"{recipe.name} failed, see {out / 'log.txt'}\n{tail}")
+        kind = NotFinite if "first not finite" in tail else SystemExit
+        raise kind(f"{recipe.name} failed, see {out / 'log.txt'}\n{tail}")
 
 
 def read_metrics(file: Path) -> Changes:

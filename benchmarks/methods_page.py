@@ -29,7 +29,8 @@ class Row:
     Fields:
         right: 0 or 1 for each problem.
         losses: summed loss and number of targets of each part; [] for few_shot.
-        about: learning rate, parameters, memory, speed; {} for untrained models.
+        about: learning rate, parameters, memory, speed, and "search", the loss that chose by rate;
+            {} for untrained models.
         runs: folders of the training runs, by seed.
         evaluations: their files of results.
     """
@@ -70,6 +71,22 @@ def cells(row: Row) -> list[str]:
     return [row.name, f"{share:.1f} ({shown((low, high), '.1f')})", spread, loss, *about]
 
 
+SEARCH = "loss of the set that chooses, by learning rate; * is taken"
+
+
+def search_cells(rows: Sequence[Row]) -> list[list[str]]:
+    """Head and a line "rate: loss" for each method that has tried several rates; [] without."""
+    found = []
+    for row in rows:
+        if losses := row.about.get("search"):
+            taken = {row.about["lr"]: " *"}
+            tried = (f"{rate:g}: {loss:.4f}{taken.get(rate, '')}" for rate, loss in losses.items())
+            found.append([row.name, *tried])
+    most = max(map(len, found), default=0)
+    lines = [line + [""] * (most - len(line)) for line in found]
+    return [[""] * most, *lines] if lines else []
+
+
 def shown(interval: Interval, form: str) -> str:
     return " to ".join(format(end, form) for end in interval)
 
@@ -106,6 +123,9 @@ def print_tables(rows: Sequence[Row]) -> dict[str, Any]:
     for task, of_task in by_task(rows).items():
         print(f"\n{task}: {len(of_task[0].right[0])} problems\n")
         print_table([list(HEAD), *map(cells, of_task)])
+        if tried := search_cells(of_task):
+            print(f"{task}, {SEARCH}\n")
+            print_table(tried)
         for kind, found in compared(of_task).items():
             print(f"{task}, {kind}. {NOTE}.\n")
             print_table([list(PAIRS), *map(pair_cells, found)])
@@ -157,6 +177,8 @@ def task_sections(task: str, rows: Sequence[Row]) -> list[Section]:
         name, *rest = cells(row)
         lines.append([name, rest[0], interval_bar(score, low, high), *rest[1:]])
     found = [Section(f"{task}: methods", table((*HEAD[:2], "", *HEAD[2:]), lines))]
+    if tried := search_cells(rows):
+        found.append(Section(f"{task}: {SEARCH}", table(tried[0], tried[1:])))
     for kind, of_kind in compared(rows).items():
         body = part("note", f"{NOTE}.") + table(PAIRS, map(pair_cells, of_kind), left=2)
         found.append(Section(f"{task}: pairs by {kind}", body))

@@ -77,6 +77,15 @@ def read(place: str, line: str) -> list[dict[str, str]] | str:
     raise ValueError(f"{place}: expected text, messages, or question and answer")
 
 
+def tokens(row: list[dict[str, str]] | str, tokenizer: Any, most: int) -> dict[str, Any]:
+    """What the model reads of a row, at most `most` tokens. A chat template writes its own first
+    token, which the tokenizer would write again."""
+    is_text = isinstance(row, str)
+    text = row if is_text else tokenizer.apply_chat_template(row, tokenize=False)
+    cut = {"truncation": True, "max_length": most}
+    return dict(tokenizer(text, add_special_tokens=is_text, **cut))
+
+
 def quantize(args: argparse.Namespace, rows: list[list[dict[str, str]] | str]) -> None:
     from datasets import Dataset
     from llmcompressor import oneshot
@@ -85,12 +94,7 @@ def quantize(args: argparse.Namespace, rows: list[list[dict[str, str]] | str]) -
 
     tokenizer = AutoTokenizer.from_pretrained(args.model)
     model = AutoModelForCausalLM.from_pretrained(args.model, dtype="auto")
-    cut: dict[str, Any] = {"truncation": True, "max_length": args.max_seq_len}
-    texts = [
-        row if isinstance(row, str) else tokenizer.apply_chat_template(row, tokenize=False)
-        for row in rows
-    ]
-    data = Dataset.from_list([dict(tokenizer(text, **cut)) for text in texts])
+    data = Dataset.from_list([tokens(row, tokenizer, args.max_seq_len) for row in rows])
     weights = {"num_bits": 4, "type": "int", "symmetric": True, "strategy": "group"}
     group = {"targets": ["Linear"], "weights": weights | {"group_size": args.group_size}}
     recipe = GPTQModifier(ignore=["lm_head"], config_groups={"group_0": group})
@@ -99,7 +103,7 @@ def quantize(args: argparse.Namespace, rows: list[list[dict[str, str]] | str]) -
         dataset=data,
         recipe=recipe,
         max_seq_length=args.max_seq_len,
-        num_calibration_samples=len(texts),
+        num_calibration_samples=len(rows),
     )
     model.save_pretrained(args.output, save_compressed=True)
     tokenizer.save_pretrained(args.output)

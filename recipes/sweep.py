@@ -224,11 +224,10 @@ def write(cfg: Config, sweep: Sweep, results: Results) -> list[Path]:
     sizes = {hardware_of(cfg, cell).device_memory / 2**30 for cell in grid}
     device_gib = sizes.pop() if len(sizes) == 1 else None
     folder = Path(cfg.output_dir).expanduser()
-    title = f"{folder.resolve().name}: {Path(cfg.config).stem} by {cfg.mode}"
     compared = compare(sweep.published, rows)
     if (best := best_of(sweep.cells, rows, folder)) is not None:
         print(best)
-    return write_output(folder, title, sweep.cells, rows, compared, used, device_gib)
+    return write_output(folder, cfg.mode, sweep.cells, rows, compared, used, device_gib)
 
 
 def main(cfg: Config) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from benchmarks import compare_methods
 from benchmarks.methods_page import Row, print_tables, write_study
 from benchmarks.paired import holm, pairs, sign_test
 
@@ -39,7 +42,13 @@ def test_tables_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     parts = [(12.0, 10), (8.0, 10)]
     better = [(loss / 2, count) for loss, count in parts]
     untrained = Row("arithmetic", "zero_shot", [[0.0, 0.0, 1.0]], [parts], {}, [], [])
-    about = {"lr": 1e-3, "trained": 5_040_000, "peak_memory_gib": 1.5, "tokens_per_second": 100}
+    about = {
+        "lr": 1e-3,
+        "search": {1e-4: 0.9, 1e-3: 0.5},
+        "trained": 5_040_000,
+        "peak_memory_gib": 1.5,
+        "tokens_per_second": 100,
+    }
     trained = Row("arithmetic", "qlora", [[1.0, 0, 1], [1, 1, 1]], [better] * 2, about, [], [])
     figures = json.loads(json.dumps(print_tables([untrained, trained])))
     assert figures["arithmetic/qlora/exact_match"] == pytest.approx(500 / 6)
@@ -49,6 +58,33 @@ def test_tables_and_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
     none = Row("arithmetic", "none", [[0.0] * 4] * 2, [], {}, [], [])
     assert none.match == (0, (0, pytest.approx(48.99, abs=0.01)))
     printed = capsys.readouterr().out
+    assert "qlora  0.0001: 0.9000  0.001: 0.5000 *" in printed
     assert "66.7 100.0" in printed and "5,040,000" in printed
     page = write_study(tmp_path / "report.html", [untrained, trained]).read_text()
-    assert "arithmetic: pairs by loss, nats" in page and ">tie<" in page
+    assert (
+        "0.001: 0.5000 *" in page and "arithmetic: pairs by loss, nats" in page and ">tie<" in page
+    )
+
+
+def test_a_rate_that_ends_in_nan_is_left_out_of_the_search(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compare_methods, "prepare_model", lambda _: tmp_path / "model")
+    study = compare_methods.Study(tmp_path, None, {}, (1.0, 3.0, 10.0, 30.0))
+    ends: dict[float, float | None] = {1e-3: None, 3e-3: 0.5, 1e-2: 0.4}  # null stands for NaN
+
+    def run(stem: str, cfg: Any, out: Path) -> None:
+        if (rate := cfg.optimizer.lr) not in ends:
+            raise compare_methods.NotFinite("step 3: loss nan")
+        lines = [{"loss": 1.0, "tokens_per_second_per_rank": 1.0}] * 2
+        lines += [{"validation/chosen_by/loss": ends[rate], "memory/parameters_trained_gib": 1.0}]
+        out.mkdir(parents=True)
+        (out / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in lines[::-1]))
+
+    monkeypatch.setattr(compare_methods, "run_recipe", run)
+    assert study._rate("qlora") == 1e-2
+    ends |= dict.fromkeys(ends)
+    shutil.rmtree(tmp_path)
+    tmp_path.mkdir()
+    with pytest.raises(SystemExit, match="qlora: no finite loss at any rate"):
+        study._rate("qlora")

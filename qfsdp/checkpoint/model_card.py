@@ -186,8 +186,8 @@ def _figures(run: Path) -> Iterator[tuple[str, str]]:
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return
     with suppress(KeyError):
-        size, percent = (last[f"trained/{name}"][1] for name in ("parameters", "percent"))
-        yield "trained", f"{size:,.0f} parameters, {percent:.3g} % of all"
+        size, percent, mb = (last[f"trained/{of}"][1] for of in ("parameters", "percent", "mb"))
+        yield "trained", f"{size:,.0f} parameters, {percent:.3g} % of all, {mb:,.4g} MB"
     if "loss" in last:
         step, loss = last["loss"]
         yield "updates", str(step)

@@ -222,6 +222,7 @@ def figures(cell: Cell, folder: Path, ranks: int, warmup: int) -> dict[str, Any]
     seconds = median([row["seconds_per_step"] for row in rows])
     samples = cfg.global_batch_size or (rows_of(cfg) * cfg.gradient_accumulation_steps * ranks)
     tokens = median([row["tokens_per_second_per_rank"] for row in rows]) * ranks
+    losses = [row["loss"] for row in rows if row["loss"] is not None]  # null: not finite
     return {
         "status": MEASURED,
         "allocated_gib": max(row["peak_memory_gib"] for row in rows),
@@ -231,9 +232,9 @@ def figures(cell: Cell, folder: Path, ranks: int, warmup: int) -> dict[str, Any]
         "seconds_per_step": seconds,
         "samples_per_second": samples / seconds,
         "tokens_per_second": tokens,
-        "loss": rows[-1]["loss"],
         "steps": len(rows),
         "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
+        **({"loss": losses[-1]} if losses else {}),
     } | gpu_of(folder)
 
 

@@ -37,7 +37,7 @@ RATIO = "Ours over theirs; our memory is counted as each report counts it."
 
 def write_output(
     folder: Path,
-    title: str,
+    mode: str,
     cells: Sequence[Cell],
     results: dict[str, Row],
     compared: Sequence[Comparison],
@@ -47,6 +47,7 @@ def write_output(
     """Writes all files; returns the table and the page.
 
     Args:
+        mode: of the sweep, for the title, which names the models of the cells.
         results: with costs, by the cells' keys.
         prices: those that the costs come from.
         device_gib: memory of a GPU, for the charts; None: not known, or not one.
@@ -54,6 +55,8 @@ def write_output(
     Raises:
         UserError: a file cannot be written.
     """
+    models = dict.fromkeys(Path(cell.cfg.model.path).name for cell in cells if cell.cfg)
+    title = f"{folder.resolve().name}: {', '.join(models)} by {mode}"
     charts = charts_of(cells, results, device_gib)
     tables = tables_of(ranked(cells, results), results, compared, prices)
     parts = [f"## {name}\n\n{note}{markdown(head, rows)}" for name, note, head, rows in tables]

@@ -76,6 +76,24 @@ def test_mistakes_in_rows(rows: tuple[object, ...], message: str, tmp_path: Path
         gptq.check(gptq.argparse.Namespace(**words, **sizes))
 
 
+def test_a_chat_has_one_first_token() -> None:
+    """A template writes the first token; a tokenizer such as Llama 3's would write another."""
+    from tokenizers import Tokenizer, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    words = Tokenizer(models.WordLevel({"<s>": 0, "a": 1, "b": 2, "?": 3}, unk_token="?"))
+    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    words.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>", unk_token="?")
+    tokenizer.chat_template = "{{ bos_token }} {% for m in messages %}{{ m.content }} {% endfor %}"
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    assert gptq.tokens(chat, tokenizer, 9)["input_ids"] == [0, 1, 2]
+    assert gptq.tokens("a b", tokenizer, 9)["input_ids"] == [0, 1, 2]
+    assert gptq.tokens("a b", tokenizer, 2)["input_ids"] == [0, 1]
+
+
 @pytest.mark.long
 @pytest.mark.skipif(THEIRS is None, reason="LLMCOMPRESSOR_PYTHON names no Python")
 def test_transformers_loads_what_it_writes(smollm2_dir: Path, tmp_path: Path) -> None:

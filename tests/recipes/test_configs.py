@@ -145,7 +145,10 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     assert lines[0]["trained/parameters"] == size and "trained/mb" not in lines[1]
     assert lines[0]["trained/mb"] == 4 * size / 1e6 and 0 < lines[0]["trained/percent"] < 100
     card = (tmp_path / "run/adapter/README.md").read_text()
-    assert f"| trained | {size:,} parameters, {lines[0]['trained/percent']:.3g} % of all |" in card
+    told = (
+        f"{size:,} parameters, {lines[0]['trained/percent']:.3g} % of all, {4 * size / 1e6:,.4g} MB"
+    )
+    assert f"| trained | {told} |" in card
 
 
 def test_the_page_of_reports_is_written_from_its_rows() -> None:

@@ -25,7 +25,8 @@ from qfsdp.config.load import load_config
 from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import HardwareConfig
 from qfsdp.planning.predict import Predictor
-from qfsdp.sweep.measure_cell import lowest_validation, reason_in
+from qfsdp.sweep.measure_cell import figures, lowest_validation, reason_in
+from qfsdp.sweep.output import rows_of_table
 from qfsdp.sweep.prices import costs
 from qfsdp.sweep.results import best_of, ranked
 from qfsdp.training.report.charts import number
@@ -266,6 +267,7 @@ def test_seconds_and_dollars_of_a_run_beside_theirs(
     cfg = config(tmp_path, grid={"batch_size": [1]}, **keys)
     sweep.main(cfg)
     text = (tmp_path / "out/table.md").read_text()
+    assert text.startswith("# out: model by estimate\n")  # not the base config's name
     assert "| s per run | 500 | 400 | 1.25 |" in text
     assert "| US$ per run | 0.1 | 0.2 to 0.4 |  |" in text  # of the test's price, 0.36
     assert costs(row, None, 1000) == {"seconds_per_run": 500} and costs(row, None, None) == {}
@@ -312,6 +314,22 @@ def test_measured_cells_share_the_devices(
     monkeypatch.setattr(sweep, "visible_devices", lambda: [])
     with pytest.raises(UserError, match="^world_size: 1000; expected at most .* ranks without acc"):
         sweep.check(config(tmp_path, mode="steps", world_size=1000))
+
+
+def test_a_last_update_that_was_left_out_has_no_loss(tmp_path: Path) -> None:
+    """With on_nonfinite=skip; null stands for NaN. One cell took the tables of all away."""
+    each: dict[str, Any] = {"seconds_per_step": 2.0, "tokens_per_second_per_rank": 8.0}
+    each |= {"peak_memory_gib": 1.0}
+    losses = [2.5, 1.5, None]
+    lines = [json.dumps(each | {"step": at, "loss": loss}) for at, loss in enumerate(losses, 1)]
+    (tmp_path / "metrics.jsonl").write_text("\n".join(lines))
+    [cell] = sweep.read_sweep(config(tmp_path, grid={"seed": [0]})).cells
+    found = figures(cell, tmp_path, 1, warmup=1)
+    assert found["loss"] == 1.5 and found["steps"] == 2
+    (tmp_path / "metrics.jsonl").write_text(lines[-1])
+    none = figures(cell, tmp_path, 1, warmup=1)
+    head, rows = rows_of_table([cell], {cell.key: none})
+    assert "loss" not in head and rows[0][-1] == "measured"
 
 
 def test_cells_are_ranked_by_validation(model: Path, tmp_path: Path) -> None:
