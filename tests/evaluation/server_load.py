@@ -1,6 +1,6 @@
 """A server under load that is not friendly: idle sockets, bursts, slow senders, those that go.
 
-    python -m tests.evaluation.server_load [--seconds 60] [--requests 2000]
+    python -m tests.evaluation.server_load [--answers 500] [--requests 2000]
 
 Starts `qfsdp serve` with a tiny random model and prints a line for each kind. All traffic goes to
 127.0.0.1 and is bounded in number and time.
@@ -17,6 +17,8 @@ import time
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+
+from tests.waiting import LIMIT_S
 
 CLIENT_S = 1.0  # the servers' limits.client_seconds
 
@@ -71,28 +73,30 @@ class Load:
                 pass
         return time.monotonic() - since
 
-    async def idle(self, sockets: int, clients: int, seconds: float) -> dict[str, Any]:
-        """Sockets that send nothing (opened again when the server closes them) while clients
-        work."""
-        until = time.monotonic() + seconds
+    async def idle(self, sockets: int, clients: int, answers: int) -> dict[str, Any]:
+        """Sockets that send nothing (opened again when the server closes them) while clients ask
+        until so many requests are answered with 200."""
+        until = time.monotonic() + LIMIT_S
         statuses: collections.Counter[int] = collections.Counter()
         took: list[float] = []
 
         async def sit() -> None:
-            while time.monotonic() < until:
-                with suppress(OSError, asyncio.TimeoutError):
+            while True:
+                with suppress(OSError):
                     reader, writer = await self.open()
-                    async with asyncio.timeout(until - time.monotonic()):
-                        await self.end_of(reader, 0)
+                    await self.end_of(reader, 0)
                     writer.close()
 
         async def work() -> None:
-            while time.monotonic() < until:
+            while statuses[200] < answers and time.monotonic() < until:
                 begin = time.monotonic()
                 statuses[(await self.ask())[0]] += 1
                 took.append(time.monotonic() - begin)
 
-        await asyncio.gather(*(sit() for _ in range(sockets)), *(work() for _ in range(clients)))
+        sitting = [asyncio.create_task(sit()) for _ in range(sockets)]
+        await asyncio.gather(*(work() for _ in range(clients)))
+        for task in sitting:
+            task.cancel()
         return {"statuses": dict(statuses), "slowest": round(max(took), 2)}
 
     async def burst(self, count: int) -> dict[int, int]:
@@ -199,7 +203,7 @@ def main() -> None:
     from tests.tiny import write_tiny_model_with_tokenizer
 
     parser = argparse.ArgumentParser()
-    parser.add_argument("--seconds", type=float, default=60)
+    parser.add_argument("--answers", type=int, default=500)
     parser.add_argument("--requests", type=int, default=2000)
     args = parser.parse_args()
     folder = Path(tempfile.mkdtemp()) / "model"
@@ -208,7 +212,7 @@ def main() -> None:
     server = Server(*words, QFSDP_EAGER_KERNELS="1")
     load = Load(server.port, "m")
     try:
-        print("500 idle sockets, 50 clients:", asyncio.run(load.idle(500, 50, args.seconds)))
+        print("500 idle sockets, 50 clients:", asyncio.run(load.idle(500, 50, args.answers)))
         print("200 requests at once:", asyncio.run(load.burst(200)))
         asyncio.run(load.many(200))
         sizes = [memory(server.process.pid)]
@@ -224,7 +228,7 @@ def main() -> None:
         print("clients that go: then", asyncio.run(load.many(4)))
     finally:
         server.end()
-        print("the server said:", "".join(server.said[3:]) or "nothing more")
+        print("the server said:", "".join(server.said[server.started :]) or "nothing more")
 
 
 if __name__ == "__main__":
