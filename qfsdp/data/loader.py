@@ -148,7 +148,18 @@ class Shares:
         collate: Callable[..., Batch] = collate,
         context_parallel: int = 1,
     ) -> None:
-        """Args: as in `StepLoader`; `empty_pack` as in `PackedDataset`, None for samples."""
+        """
+        Args:
+            batch_size: samples per rank and micro-batch.
+            pad_id, max_seq_len, pad_to_multiple_of: as in `collate`.
+            fill_rows: add rows of padding to short batches, up to `batch_size`.
+            empty_pack: as in `PackedDataset`; None for samples.
+            collate: makes a batch of items, like the function of that name.
+            context_parallel: neighbouring ranks that share each row (`sharding.context_parallel`).
+
+        Raises:
+            ValueError: a count is below 1, or `rank` is out of range.
+        """
         if min(batch_size, gradient_accumulation_steps, world_size) < 1:
             raise ValueError(
                 f"batch_size {batch_size}, gradient_accumulation_steps "
@@ -214,33 +225,17 @@ class StepLoader:
     """
 
     def __init__(
-        self,
-        dataset: MapDataset,
-        *,
-        batch_size: int,
-        gradient_accumulation_steps: int,
-        rank: int,
-        world_size: int,
-        seed: int,
-        pad_id: int,
-        max_seq_len: int | None,
-        shuffle: bool = True,
-        pad_to_multiple_of: int = 8,
-        fill_rows: bool = False,
-        collate: Callable[..., Batch] = collate,
-        context_parallel: int = 1,
+        self, dataset: MapDataset, *, seed: int, shuffle: bool = True, **shares: Any
     ) -> None:
         """
         Args:
-            batch_size: samples per rank and micro-batch.
-            pad_id, max_seq_len, pad_to_multiple_of: as in `collate`.
-            fill_rows: add rows of padding to short batches, up to `batch_size`.
-            collate: makes a batch of items, like the function of that name.
-            context_parallel: neighbouring ranks that share each row (`sharding.context_parallel`).
+            seed, shuffle: of the order of samples.
+            shares: `batch_size`, `gradient_accumulation_steps`, `rank`, `world_size`, `pad_id`,
+                `max_seq_len` and whatever else `Shares` takes.
 
         Raises:
             UserError: the items are torchtune's packs.
-            ValueError: the dataset is empty, a count is below 1 or `rank` is out of range.
+            ValueError: the dataset is empty, or as `Shares`.
         """
         if not len(dataset):
             raise ValueError("the dataset's length is 0; expected at least 1")
@@ -250,19 +245,7 @@ class StepLoader:
             )
         self.dataset = dataset
         self._seed, self._shuffle = seed, shuffle
-        self._shares = Shares(
-            batch_size=batch_size,
-            gradient_accumulation_steps=gradient_accumulation_steps,
-            rank=rank,
-            world_size=world_size,
-            pad_id=pad_id,
-            max_seq_len=max_seq_len,
-            pad_to_multiple_of=pad_to_multiple_of,
-            fill_rows=fill_rows,
-            empty_pack=getattr(dataset, "empty_pack", None),
-            collate=collate,
-            context_parallel=context_parallel,
-        )
+        self._shares = Shares(**shares, empty_pack=getattr(dataset, "empty_pack", None))
         self.global_batch_size = self._shares.global_batch_size
         self._order: tuple[int, list[int]] | None = None
         self.steps_per_epoch = -(-len(dataset) // self.global_batch_size)

@@ -1,4 +1,4 @@
-"""Loss and gradients over all ranks: the sum of one, and clipping by the other's global norm."""
+"""Gradients over all ranks: when they are reduced, and clipping by their global norm."""
 
 from __future__ import annotations
 
@@ -44,14 +44,6 @@ def reduce_gradients(model: nn.Module | None, now: bool) -> None:
     if isinstance(model, FSDPModule) and getattr(model, REDUCES_NOW, now) != now:
         model.set_requires_gradient_sync(now)
         setattr(model, REDUCES_NOW, now)
-
-
-def total_loss(part: Tensor, world: World) -> Tensor:
-    """The sum of every rank's part of the loss, fp64 `[]`; the host does not wait for it."""
-    total = part.detach().double()
-    if world.mesh is not None:
-        dist.all_reduce(total)
-    return total
 
 
 def clip_grad_norm(

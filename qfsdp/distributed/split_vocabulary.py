@@ -153,21 +153,10 @@ class SplitVocabulary:
         whole = theirs[:, : len(flat)].transpose(0, 1).flatten(1)
         return whole[:, : self._vocabulary].view(*hidden.shape[:-1], -1)
 
-    def loss(
-        self,
-        head: nn.Module,
-        hidden: Tensor,
-        labels: Tensor,
-        sample_ids: Tensor | None = None,
-        num_samples: int = 0,
-        num_targets: int | None = None,
-        taught: Any = None,
-        rows: Any = None,
-    ) -> Tensor:
+    def loss(self, head: nn.Module, *given: Any, taught: Any = None, rows: Any = None) -> Tensor:
         """`head_loss` of the same arguments. Collective, and so is its backward."""
         own, trained = self.own_part(head)
         trained += [] if rows is None else rows.trained
-        given = (hidden, labels, sample_ids, num_samples, num_targets)
         in_chunks = partial(self._in_chunks, own, taught, rows)
         return summed_by_sample(in_chunks, trained, *given)
 

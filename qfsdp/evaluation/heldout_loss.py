@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,18 +36,20 @@ def held_out_batches(
     loader = StepLoader(
         dataset,
         batch_size=batch_size,
-        gradient_accumulation_steps=1,
-        rank=world.rank,
-        world_size=world.size,
-        seed=0,
         pad_id=pad_id,
         max_seq_len=max_seq_len,
-        shuffle=False,
         fill_rows=fill_rows,
         context_parallel=context_parallel,
+        **in_order(world),
     )
     for step in range(loader.steps_per_epoch):
         yield from loader.step(step)
+
+
+def in_order(world: World) -> dict[str, Any]:
+    """The options of a `StepLoader` that reads the samples in their order."""
+    ranks = {"rank": world.rank, "world_size": world.size, "gradient_accumulation_steps": 1}
+    return {**ranks, "seed": 0, "shuffle": False}
 
 
 def batch_losses(

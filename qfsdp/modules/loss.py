@@ -92,18 +92,10 @@ def head_loss(
 class OutputLayer(nn.Linear):
     """Logits `[..., vocab]` of hidden states or, given labels, their `head_loss`."""
 
-    def forward(
-        self,
-        x: Tensor,
-        labels: Tensor | None = None,
-        sample_ids: Tensor | None = None,
-        num_samples: int = 0,
-        num_targets: int | None = None,
-        taught: Any = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, labels: Tensor | None = None, *of_loss: Any) -> Tensor:
         if labels is None:
             return F.linear(x, self.weight.to(x.dtype))
-        return head_loss(self, x, labels, sample_ids, num_samples, num_targets, taught)
+        return head_loss(self, x, labels, *of_loss)
 
 
 def summed_by_sample(
@@ -111,9 +103,9 @@ def summed_by_sample(
     trained: Sequence[Tensor],
     hidden: Tensor,
     labels: Tensor,
-    sample_ids: Tensor | None,
-    num_samples: int,
-    num_targets: int | None,
+    sample_ids: Tensor | None = None,
+    num_samples: int = 0,
+    num_targets: int | None = None,
 ) -> Tensor:
     """`head_loss` with the output layer given as a function.
 

@@ -24,7 +24,7 @@ from qfsdp.modules.targets import (
 )
 from qfsdp.tensor_subclasses import few_rows
 from qfsdp.tensor_subclasses.fp8 import TILE, backward_product, forward_product
-from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
+from qfsdp.tensor_subclasses.frozen_weight import bytes_of, frozen_weight
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
@@ -252,9 +252,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: bool = Fa
     """
     if not isinstance(weight, QuantizedTensor):
         return F.linear(x, weight, bias)
-    # Traced into a compiled layer, the check made it keep weights of norms for backward.
-    if not torch.compiler.is_compiling():
-        weight.check_product()
-    which = (weight.format, weight.cols, weight.row_offset, fp8)
-    y = _QuantizedProduct.apply(x, weight.qdata, weight.metadata, which)
+    qdata, metadata, format, first = bytes_of(weight)
+    y = _QuantizedProduct.apply(x, qdata, metadata, (format, weight.size(1), first, fp8))
     return y if bias is None else y + bias

@@ -231,7 +231,7 @@ class Decoder(DecoderBase):
         x = self.final(x)
         if labels is None:
             return self.logits(x if ends is None else x.flatten(0, 1)[ends])
-        loss = self._loss(x, labels, sample_ids, num_samples, num_targets, taught)
+        loss = self._loss(x, labels, sample_ids, num_samples, num_targets, taught=taught)
         if cut is not None and sample_ids is not None:
             loss = over_parts(loss, self.group)
         return loss if counted is None else self.routing.follow(loss, routed, counted, labels, cut)
@@ -294,19 +294,20 @@ class Decoder(DecoderBase):
         x, factor = self.model.norm(x), self.config.multipliers.logits
         return x if factor == 1.0 else x * factor
 
-    def _loss(self, hidden: Tensor, labels: Tensor, *samples: Any) -> Tensor:
-        head, with_rows = self.lm_head, (*samples, self.head_rows)
+    def _loss(self, hidden: Tensor, labels: Tensor, *samples: Any, taught: Any) -> Tensor:
+        head, given = self.lm_head, (hidden, labels, *samples)
+        more = {"taught": taught, "rows": self.head_rows}
         if self.split is not None:
-            return cast(Tensor, self.split.loss(head, hidden, labels, *with_rows))
+            return cast(Tensor, self.split.loss(head, *given, **more))
         if not isinstance(head, FSDPModule):
-            return head_loss(head, hidden, labels, *with_rows)
+            return head_loss(head, *given, **more)
         if isinstance(head, OutputLayer) and head.weight.requires_grad:
             # One call for FSDP2, which reduces and frees the gradient as backward begins.
-            return head(hidden, labels, *samples)
+            return head(*given, taught)
         # Gathered by hand, as the loss calls it chunk by chunk. A frozen one is freed after that;
         # FSDP2 would keep it until backward.
         head.unshard()
-        loss = head_loss(head, hidden, labels, *with_rows)
+        loss = head_loss(head, *given, **more)
         if not any(param.requires_grad for param in head.parameters()):
             head.reshard()
         return loss

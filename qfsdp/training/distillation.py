@@ -28,7 +28,6 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.common.files import nearest_existing
 from qfsdp.data.batch import IGNORE_INDEX, Batch
 from qfsdp.data.token_ids import check_tokenizer_ids
-from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
@@ -313,7 +312,7 @@ class Update:
     def metrics(self) -> dict[str, float]:
         """What is logged of the update: `divergence` and, if it counts, `labels_loss`, means over
         the target tokens of all ranks. Every rank must call it."""
-        apart, labelled = total_loss(self._sums, self._teacher.world).tolist()
+        apart, labelled = self._teacher.world.sum_of(self._sums).tolist()
         targets = self._targets.item()
         found = {"divergence": apart / targets}
         if self._teacher.config.weight < 1:

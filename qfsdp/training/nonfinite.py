@@ -21,7 +21,6 @@ from qfsdp.checkpoint.state import random_state, set_random_state
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.data.batch import Batch
-from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
 from qfsdp.training.locate_nonfinite import StepParts, locate_nonfinite
 from qfsdp.training.loss_scale import (
@@ -49,7 +48,7 @@ def step_metrics(
     """The loss of all ranks, the gradient norm and the learning rate of an update, read before
     `optimizer.step()`: for recipes that were copied before `optim_step` did this."""
     lr = float(optimizer.param_groups[0]["lr"])
-    return start_reading(total_loss(loss, world), grad_norm, lr)()
+    return start_reading(world.sum_of(loss.detach().double()), grad_norm, lr)()
 
 
 class NonFiniteWatch:

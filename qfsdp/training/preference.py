@@ -20,7 +20,6 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.messages import did_you_mean, first_line, nearest
 from qfsdp.config.component import Component
 from qfsdp.data.preferences.batch import PairBatch
-from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.reference import Reference, as_reference
 from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
@@ -323,7 +322,7 @@ class Update:
                                   estimate from the data's answers, not from the model's own. KTO:
                                   its estimate, per answer
         """
-        sums = total_loss(self._sums, self._world).tolist()
+        sums = self._world.sum_of(self._sums).tolist()
         loss, right, *counts = sums[:4]
         good, bad = sums[4:8], sums[8:12]
         n, m = (max(count, 1) for count in counts)

@@ -15,6 +15,7 @@ from qfsdp.data.loader import MapDataset
 from qfsdp.data.preferences.loader import PreferenceLoader
 from qfsdp.data.preferences.tokenized import RowLimit, build_preferences, is_paired
 from qfsdp.distributed.world import World
+from qfsdp.evaluation.heldout_loss import in_order
 from qfsdp.evaluation.inference_model import evaluating
 from qfsdp.training.preference import Objective, sequence_logprobs, step_options
 from qfsdp.training.reference_cache import reference_of_batch
@@ -58,15 +59,11 @@ class PreferenceValidation(Validation):
         self._loaders[name] = loader = PreferenceLoader(
             self.sets[name],
             batch_size=self._batch_size,
-            gradient_accumulation_steps=1,
-            rank=self._world.rank,
-            world_size=self._world.size,
-            seed=0,
             pad_id=self._pad_id,
             max_seq_len=self._cfg.max_seq_len,
-            shuffle=False,
             fill_rows=self._cfg.compile,
             context_parallel=self._cfg.sharding.context_parallel,
+            **in_order(self._world),
         )
         if getattr(self._cfg, "reference", "none") != "none":
             known = torch.full((len(loader.items), 2), torch.nan)

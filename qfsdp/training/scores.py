@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from qfsdp.common.devices import sum_dtype
 from qfsdp.data.preferences.batch import PairBatch
-from qfsdp.distributed.gradients import total_loss
 from qfsdp.distributed.world import World
 from qfsdp.modules.score_head import HeadConfig
 from qfsdp.training.locate_nonfinite import Part
@@ -113,5 +112,5 @@ class ScoreUpdate:
         rewards/chosen, rewards/rejected, rewards/margin
                     of pairs
         """
-        sums: Any = total_loss(self._sums, self._world).tolist()
+        sums: Any = self._world.sum_of(self._sums).tolist()
         return {n: value / self._units for n, value in zip(self._names, sums, strict=True)}

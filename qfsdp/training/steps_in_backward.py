@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from qfsdp.distributed.gradients import USED_GRAD_NORM, total_loss
+from qfsdp.distributed.gradients import USED_GRAD_NORM
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part
 
@@ -44,7 +44,7 @@ class StepsInBackward(Optimizer):
         """Whether backward may update weights: the loss of no rank is NaN or infinite. To know it,
         the host waits for the loss."""
         self.grad_norms.clear()
-        return math.isfinite(total_loss(loss, world).item())
+        return math.isfinite(world.sum_of(loss.detach().double()).item())
 
     @torch.no_grad()
     def _update(self, param: Tensor) -> None:

@@ -24,8 +24,8 @@ from qfsdp.modules.experts.product import (
     weight_gradient,
 )
 from qfsdp.modules.low_rank.product import scaled_b
+from qfsdp.tensor_subclasses.frozen_weight import bytes_of
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 # Numbers at a time in the gradient of the ratio: 128 MB in fp32.
 RATIO_NUMBERS = 1 << 25
@@ -234,13 +234,7 @@ def adapted_experts(
         `[rows, out]` of x's dtype, with gradients for x, dropped, a, b and ratio. Experts without
         rows have gradients of zero.
     """
-    metadata: Sequence[Tensor] = ()
-    which = (scaling, "", 0, chunk_bytes)
-    if isinstance(weight, QuantizedTensor):
-        # Traced into a compiled layer, the check made it keep weights of norms for backward.
-        if not torch.compiler.is_compiling():
-            weight.check_product()
-        which = (scaling, weight.format, weight.row_offset, chunk_bytes)
-        metadata, weight = weight.metadata, weight.qdata
-    y = _AdaptedExperts.apply(x, dropped, ends, weight, metadata, a, b, ratio, which)
+    held, metadata, format, first = bytes_of(weight)
+    which = (scaling, format, first, chunk_bytes)
+    y = _AdaptedExperts.apply(x, dropped, ends, held, metadata, a, b, ratio, which)
     return y if ratio is None else _RatioGradient.apply(y, ratio, ends)

@@ -20,11 +20,10 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
+from qfsdp.tensor_subclasses.frozen_weight import bytes_of, frozen_weight
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import on_cpu
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 CHUNK_BYTES = 1 << 30  # of dequantized experts; Qwen3-30B-A3B has 805 MB in a projection of a layer
 
@@ -227,12 +226,6 @@ def expert_linear(
     Raises:
         ValueError: a quantized `weight` is flat, holds no weights yet, or requires a gradient.
     """
-    metadata: Sequence[Tensor] = ()
-    which = ("", weight.size(-1), 0, chunk_bytes)
-    if isinstance(weight, QuantizedTensor):
-        # Traced into a compiled layer, the check made it keep weights of norms for backward.
-        if not torch.compiler.is_compiling():
-            weight.check_product()
-        which = (weight.format, weight.cols, weight.row_offset, chunk_bytes)
-        metadata, weight = weight.metadata, weight.qdata
-    return _ExpertProduct.apply(x, ends, weight, metadata, which)
+    held, metadata, format, first = bytes_of(weight)
+    which = (format, weight.size(-1), first, chunk_bytes)
+    return _ExpertProduct.apply(x, ends, held, metadata, which)

@@ -19,8 +19,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qfsdp.modules.low_rank.product import column_dots, scaled_b
-from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
+from qfsdp.tensor_subclasses.frozen_weight import bytes_of, frozen_weight
 
 
 class Pair(NamedTuple):
@@ -54,14 +53,10 @@ def several_adapters(
         `[..., out]`, of x's dtype, with gradients for x and every a, b and magnitude; of an
         adapter without tokens they are zeros.
     """
-    metadata: Sequence[Tensor] = ()
-    which = ("", weight.size(1), 0)
-    if isinstance(weight, QuantizedTensor):
-        weight.check_product()
-        which, metadata = (weight.format, weight.cols, weight.row_offset), weight.metadata
-        weight = weight.qdata
+    held, metadata, format, first = bytes_of(weight)
+    which = (format, weight.size(1), first)
     trained = [part for pair in pairs if pair for part in (pair.a, pair.b, pair.magnitude)]
-    return _SeveralAdapters.apply(x, weight, metadata, which, pairs, tokens, *trained)
+    return _SeveralAdapters.apply(x, held, metadata, which, pairs, tokens, *trained)
 
 
 class _SeveralAdapters(torch.autograd.Function):
