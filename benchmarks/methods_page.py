@@ -180,8 +180,9 @@ def task_sections(task: str, rows: Sequence[Row]) -> list[Section]:
     if tried := search_cells(rows):
         found.append(Section(f"{task}: {SEARCH}", table(tried[0], tried[1:])))
     for kind, of_kind in compared(rows).items():
-        body = part("note", f"{NOTE}.") + table(PAIRS, map(pair_cells, of_kind), left=2)
-        found.append(Section(f"{task}: pairs by {kind}", body))
+        if of_kind:
+            body = part("note", f"{NOTE}.") + table(PAIRS, map(pair_cells, of_kind), left=2)
+            found.append(Section(f"{task}: pairs by {kind}", body))
     runs = [read_run(row.runs[0]) for row in rows if row.runs and row.name != "full_nf4"]
     if runs:
         found.append(charts_section(f"{task}: learning, first seed", learning_charts(runs)))

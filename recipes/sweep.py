@@ -235,8 +235,7 @@ def main(cfg: Config) -> None:
     folder = Path(cfg.output_dir).expanduser()
     with FolderLock(folder, "output_dir"):
         results = Results(folder)
-        done = sum(results.get(cell.key) is not None for cell in sweep.cells)
-        print(f"{len(sweep.cells)} cells by {cfg.mode}, {done} of them done", flush=True)
+        print(f"{len(sweep.cells)} cells by {cfg.mode}, {results.done(sweep.cells)}", flush=True)
         if cfg.mode == "run" and not cfg.together and can_be_together(sweep.training, sweep.cells):
             print(HINT, flush=True)
 

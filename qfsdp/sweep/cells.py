@@ -103,7 +103,10 @@ def make_cells(
     for at, given in enumerate(points):
         place = f"points[{at}]"
         found.append(_cell(training, place, *_point(place, given, axes), about))
-    return list({cell.key: cell for cell in reversed(found)}.values())[::-1]
+    unique = dict[str, Cell]()
+    for cell in found:  # a point that is in the grid stays there, in its place
+        unique.setdefault(cell.key, cell)
+    return list(unique.values())
 
 
 def flattened(tree: dict[str, Any], prefix: str = "", of_axes: bool = False) -> dict[str, Any]:

@@ -84,7 +84,11 @@ def tables_of(
     """The tables: figures of others first, then all cells, then prices."""
     found: list[Content] = []
     if compared:
-        found.append(("Beside published figures", f"{RATIO}\n\n", *rows_of_comparison(compared)))
+        sources = list(dict.fromkeys(map(source_of, compared)))
+        told = [f"[{at}] {source}" for at, source in enumerate(sources, 1)]
+        theirs = ", ".join(told if len(sources) > 1 else sources)
+        rows_beside = rows_of_comparison(compared, sources)
+        found.append(("Beside published figures", f"{RATIO} Theirs: {theirs}.\n\n", *rows_beside))
     of_grid = [cell for cell in cells if cell.in_grid]
     of_points = [cell for cell in cells if not cell.in_grid]
     for name, some in (("Points", of_points), ("Grid", of_grid)):
@@ -161,12 +165,19 @@ def rows_of_table(
     for cell in cells:
         if (row := results.get(cell.key)) is None:
             continue
-        cells_of_row = [str(cell.point.get(axis, "")) for axis in axes]
+        cells_of_row = [value_words(cell.point.get(axis, "")) for axis in axes]
         cells_of_row += [number(row[name]) if name in row else "" for name in columns]
         cells_of_row += [score_words(row.get("scores", {}).get(name)) for name in scores]
         reason = "" if row["status"] in DONE else f": {shorter(row.get('reason', ''))}"
         rows.append([*cells_of_row, row["status"] + reason])
     return head, rows
+
+
+def value_words(value: Any) -> str:
+    """A value of a config as YAML writes it."""
+    if value is None:
+        return "null"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def score_words(score: Sequence[float | None] | None) -> str:
@@ -182,12 +193,20 @@ def shorter(text: str) -> str:
     return text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]} ..."
 
 
-def rows_of_comparison(found: Sequence[Comparison]) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: ours, published, the ratio, the point, and where it was published."""
-    points = [{axis: str(value) for axis, value in one.point.items()} for one in found]
+def source_of(one: Comparison) -> str:
+    return f"{one.source} ({one.date})"
+
+
+def rows_of_comparison(
+    found: Sequence[Comparison], sources: Sequence[str]
+) -> tuple[list[str], list[list[str]]]:
+    """Head and rows: ours, published, the ratio, the point, and which of several `sources`."""
+    points = [{axis: value_words(value) for axis, value in one.point.items()} for one in found]
+    several = len(sources) > 1
     axes = dict.fromkeys(axis for point in points for axis in point)
     told = [axis for axis in axes if len({point.get(axis, "") for point in points}) > 1]
-    head = ["figure", "ours", "published", "ours / published", *told, "source"]
+    head = ["figure", "ours", "published", "ours / published", *told]
+    head += ["source"] if several else []
     rows = [
         [
             COLUMNS[one.measure],
@@ -195,7 +214,7 @@ def rows_of_comparison(found: Sequence[Comparison]) -> tuple[list[str], list[lis
             _their_words(one.theirs),
             "" if one.ratio is None else f"{one.ratio:.2f}",
             *(point.get(axis, "") for axis in told),
-            f"{one.source} ({one.date})",
+            *([f"[{sources.index(source_of(one)) + 1}]"] if several else []),
         ]
         for one, point in zip(found, points, strict=True)
     ]

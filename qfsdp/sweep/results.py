@@ -61,6 +61,14 @@ class Results:
         """The result of a cell; None if it is not finished."""
         return self._rows.get(key)
 
+    def done(self, cells: Sequence[Cell]) -> str:
+        """How many of the cells are done, and how many lines are of none of them: cells of another
+        config, or of a version with other keys, whose results may differ."""
+        done = sum(cell.key in self._rows for cell in cells)
+        others = len(self._rows) - done
+        stay = f"; {FILE} has {others} of another config or version" if others else ""
+        return f"{done} of them done{stay}"
+
     def add(self, row: Row) -> None:
         """Adds a cell, and writes the file again under its final name once it is complete. Raises
         UserError: it cannot be written."""

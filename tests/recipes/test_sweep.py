@@ -250,8 +250,9 @@ def test_ours_beside_theirs(memory: str, factor: float, model: Path, tmp_path: P
     file.write_text(yaml.safe_dump(published(memory, {"point": point, "memory_gib": 0.5})))
     rows = run(config(tmp_path, grid=GRID | {"batch_size": [1]}, published=str(file)))
     ours = next(row for row in rows if row["point"] == point)["allocated_gib"] * factor
-    line = f"| {ours:.4g} | 0.5 | {ours / 0.5:.2f} | a paper (2024-03) |"
-    assert line in (tmp_path / "out/table.md").read_text()
+    text = (tmp_path / "out/table.md").read_text()
+    assert f"| {ours:.4g} | 0.5 | {ours / 0.5:.2f} |\n" in text
+    assert "Theirs: a paper (2024-03).\n" in text  # once, where all rows have one source
 
 
 def test_seconds_and_dollars_of_a_run_beside_theirs(
@@ -314,6 +315,16 @@ def test_measured_cells_share_the_devices(
     monkeypatch.setattr(sweep, "visible_devices", lambda: [])
     with pytest.raises(UserError, match="^world_size: 1000; expected at most .* ranks without acc"):
         sweep.check(config(tmp_path, mode="steps", world_size=1000))
+
+
+def test_a_point_of_the_grid_stays_in_its_place(model: Path, tmp_path: Path) -> None:
+    """A line of a chart went back to it from the last value of its axis."""
+    cfg = config(tmp_path, grid={"seed": [0, 1, 2]}, points=[{"seed": 1}, {"seed": 3}])
+    cells = sweep.read_sweep(cfg).cells
+    assert [(cell.point["seed"], cell.in_grid) for cell in cells] == [
+        *((seed, True) for seed in range(3)),
+        (3, False),
+    ]
 
 
 def test_a_last_update_that_was_left_out_has_no_loss(tmp_path: Path) -> None:

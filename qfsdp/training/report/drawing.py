@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from html import escape
 from io import StringIO
 from pathlib import Path
+from textwrap import fill
 from typing import Any
 
 from qfsdp.common.files import whole_file
@@ -18,6 +19,7 @@ PAGE: Any = SETTINGS | {"font.size": 11, "lines.linewidth": 1.8, "lines.markersi
 # Points (1/72 inch), which are the SVG's pixels. The page shows a chart at about this width on any
 # screen, so its text is readable.
 WIDTH, HEIGHT = 360, 230
+LETTERS = 44  # below a chart, of all ticks together
 # Colours that no chart has: the page puts its own in their place, light or dark.
 OF_PAGE = {"#010101": "var(--grid)", "#020202": "var(--ink)"}
 GRID, INK = OF_PAGE
@@ -122,7 +124,9 @@ def _scale(axes: Any, chart: Chart) -> None:
         axis.set_minor_locator(NullLocator())
         axis.set_major_formatter(lambda value, _: number(value))
     if chart.names:
-        axes.set_xticks(list(chart.ticks), list(chart.names))
+        most = max(1, LETTERS // len(chart.names) - 1)
+        names = [fill(name, most, break_long_words=False) for name in chart.names]
+        axes.set_xticks(list(chart.ticks), names)
         axes.set_xlim(-0.5, len(chart.names) - 0.5)
 
 
