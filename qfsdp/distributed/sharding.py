@@ -11,6 +11,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
+from qfsdp.common.progress import follow_layers
 from qfsdp.distributed.context_parallel import share_rows
 from qfsdp.distributed.expert_parallel import (
     check_expert_parallel,
@@ -61,6 +62,7 @@ def shard_model(
     Raises:
         UserError: `config` asks for something that this model or number of ranks cannot have.
     """
+    follow_layers(model, set(model.parts.layers))
     if config.expert_parallel > 1:
         check_expert_parallel(cast(Any, model), config, world.size)
     if not needs_fsdp(config, world.size, _casts(model)):
@@ -91,8 +93,7 @@ def shard_model(
     fully_shard(model, **unit | {"reshard_after_forward": None})
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            # Gradients are summed: the loss is already divided by the target tokens of the
-            # whole step.
+            # Gradients are summed: the loss is divided by the target tokens of the whole step.
             module.set_gradient_divide_factor(1.0)
             module.set_force_sum_reduction_for_comms(True)
     _set_prefetch(parts.body, config.prefetch)

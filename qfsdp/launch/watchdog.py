@@ -53,7 +53,7 @@ class DistributedConfig:
 
     Fields:
         timeout: a run in which no rank has moved on for this long is ended. A rank moves on with
-            every phase of a step, and with every batch, tensor or token of longer work.
+            every phase and layer of a step, and with every batch, tensor or token of longer work.
         first_timeout: takes the place of `timeout` while a phase runs for the first time, which
             may load or compile. If it is shorter than `timeout`, `timeout` counts.
     """
