@@ -32,7 +32,8 @@ def __getattr__(name: str) -> object:
 
 
 class _OldPaths:
-    """Asked for modules that nobody else finds: those of version 0.1 have moved."""
+    """Asked for modules that nobody else finds: those of version 0.1 have moved, and the examples
+    of a checkout lie beside the package."""
 
     @staticmethod
     def find_spec(name: str, path: object = None, target: object = None) -> ModuleSpec | None:

@@ -2,7 +2,7 @@
 
     python tests/check_layout.py    prints one line per violation; status 1 if there is any
 
-* `qfsdp/` has at most 16 entries, and every package's docstring has three to six lines.
+* `qfsdp/` has at most 15 entries, and every package's docstring has three to six lines.
 * A file of `qfsdp/` has at most 400 lines, a recipe at most 260, a function at most 60.
 * Lines of YAML, Markdown and TOML have at most 100 columns (ruff checks Python); rows of tables
   may be longer.
@@ -16,7 +16,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-ENTRIES = 16
+ENTRIES = 15
 FILE_LINES = 400
 RECIPE_LINES = 260
 FUNCTION_LINES = 60

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 from importlib.machinery import ModuleSpec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -95,7 +96,12 @@ class OldPath:
 
 
 def spec_of(name: str) -> ModuleSpec | None:
-    """How an old path is loaded; None for any other name."""
+    """How an old path is loaded, and `qfsdp.examples`, which a wheel has in the package and a
+    checkout beside it; None for any other name."""
+    if name == "qfsdp.examples":
+        found = ModuleSpec(name, None, is_package=True)
+        found.submodule_search_locations = [str(Path(__file__).parents[2] / "examples")]
+        return found
     if name in _GONE or name in MOVED:
         return ModuleSpec(name, OldPath(), is_package=name in _GONE)  # type: ignore[arg-type]
     return None
