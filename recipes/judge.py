@@ -23,14 +23,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from qfsdp.checkpoint.lock import FolderLock
-from qfsdp.common.errors import InvalidField, UserError, check_bounds
-from qfsdp.common.files import write_json
-from qfsdp.common.printable import printable
-from qfsdp.common.terminal import bar
-from qfsdp.evaluation.judging.exchanges import EndpointConfig, Exchanges
-from qfsdp.evaluation.judging.questions import Question, generated_questions, read_questions
-from qfsdp.evaluation.judging.verdicts import (
+from qfsdp.examples.judge.exchanges import EndpointConfig, Exchanges
+from qfsdp.examples.judge.questions import Question, generated_questions, read_questions
+from qfsdp.examples.judge.verdicts import (
     Games,
     Ratings,
     Turn,
@@ -39,6 +34,12 @@ from qfsdp.evaluation.judging.verdicts import (
     single_messages,
     winner,
 )
+
+from qfsdp.checkpoint.lock import FolderLock
+from qfsdp.common.errors import InvalidField, UserError, check_bounds
+from qfsdp.common.files import write_json
+from qfsdp.common.printable import printable
+from qfsdp.common.terminal import bar
 from qfsdp.launch.ranks import check_one_process
 from qfsdp.launch.start import launch
 

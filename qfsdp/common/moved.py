@@ -1,4 +1,4 @@
-"""Import paths of version 0.1, for recipes that users have copied: they work until 0.3.
+"""Import paths of earlier versions, for recipes that users have copied: they work until 0.3.
 
 An import of an old path hands out the names of today's module, and says where that is.
 `qfsdp/__init__.py` asks here for modules that Python does not find.
@@ -68,18 +68,17 @@ _PACKAGES = {
     ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): "progress=read huge_pages=load",
     ("qfsdp.training", "qfsdp.training"): "second_look=locate_nonfinite metrics_file=metrics",
     ("qfsdp.training.report", "qfsdp.training.report"): "png=drawing svg=page at_end=sections",
-    ("qfsdp.evaluation.judging", "qfsdp.evaluation.judging"): "generated_questions=questions",
+    ("qfsdp.evaluation.judging", "qfsdp.examples.judge"): (
+        "exchanges generated_questions=questions questions verdicts"
+    ),
 }
 MOVED = {
     f"{old}.{name.split('=')[0]}": f"{new}.{name.split('=')[-1]}"
     for (old, new), names in _PACKAGES.items()
     for name in names.split()
 }
-_GONE = {
-    "qfsdp.memory",
-    "qfsdp.memory.sweep",
-    "qfsdp.memory.doctor",
-}  # packages with no module left
+# Packages with no module left.
+_GONE = {"qfsdp.evaluation.judging"} | {f"qfsdp.memory{name}" for name in ("", ".sweep", ".doctor")}
 
 
 class OldPath:

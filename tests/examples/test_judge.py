@@ -9,10 +9,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from qfsdp.examples.judge.questions import generated_questions
+from qfsdp.examples.judge.verdicts import Turn, pair_messages, rating, single_messages, winner
 
 from examples.judge.rules import REFUSAL, verdict
-from qfsdp.evaluation.judging.questions import generated_questions
-from qfsdp.evaluation.judging.verdicts import Turn, pair_messages, rating, single_messages, winner
 
 QUESTIONS = generated_questions()
 ASKED = QUESTIONS[0]

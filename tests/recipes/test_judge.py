@@ -14,14 +14,14 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+from qfsdp.examples.judge.exchanges import answer_text
+from qfsdp.examples.judge.questions import generated_questions, read_questions
+from qfsdp.examples.judge.verdicts import Games, Ratings, rating, winner
 
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.evaluation.intervals import mean_interval
-from qfsdp.evaluation.judging.exchanges import answer_text
-from qfsdp.evaluation.judging.questions import generated_questions, read_questions
-from qfsdp.evaluation.judging.verdicts import Games, Ratings, rating, winner
 from tests.evaluation.test_serving import Server
 from tests.tiny import ROOT, load_recipe, write_tiny_model_with_tokenizer
 
