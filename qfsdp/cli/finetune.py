@@ -15,6 +15,7 @@ run. To change it, copy the config.
 from __future__ import annotations
 
 import os
+import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -113,15 +114,14 @@ def finetune(program: str, words: Sequence[str], run: Callable[[str, Sequence[st
 def given_words(program: str, words: Sequence[str]) -> tuple[str, str, list[str]]:
     """The model, the rows and the other words; raises UserError."""
     usage = f"expected {program} {USAGE}"
-    if len(words) < 2 or any(word.startswith(("-", "~")) for word in words[:2]):
+    if len(words) < 2 or any(re.match(r"-|~[^/]|[\w.]+=", word) for word in words[:2]):
         raise UserError(f"{' '.join(['finetune', *map(masked_word, words[:2])])}: {usage}")
     model, source = words[:2]
     folder = Path(model).expanduser()
     if model.endswith(DATA_FILES) and folder.is_file():
         raise UserError(f"MODEL: {model} is a data file; {usage}")
     if not (folder / "config.json").is_file() and (folder.exists() or split_name(model) is None):
-        reason = "has no config.json" if folder.exists() else "does not exist"
-        raise UserError(f"MODEL: {model} {reason}; expected a model folder, or org/model of a hub")
+        raise UserError(f"MODEL: {model} {_no_model(model, folder)}")
     config, overrides = load.split_words(words[2:], Plan)
     if config is not None:
         expected = f"{program} run RECIPE --config {quote(config)}"
@@ -131,12 +131,25 @@ def given_words(program: str, words: Sequence[str]) -> tuple[str, str, list[str]
     return model, source, overrides
 
 
+def _no_model(model: str, folder: Path) -> str:
+    """Why it is no model."""
+    if address := re.match(r"https?://(?:www\.)?huggingface\.co/(\S+)", model):
+        return f"is an address; expected the name: {'/'.join(address[1].split('/')[:2])}"
+    if (folder / "adapter_config.json").is_file():
+        start = f"adapter.start_from={quote(model)}"
+        return f"is an adapter; expected its base, and to go on from the adapter: {start}"
+    what = "does not exist"
+    if folder.exists():
+        what = "is a file" if folder.is_file() else "has no config.json"
+    return f"{what}; expected a model folder, or org/model of a hub"
+
+
 def plan(model: str, source: str, overrides: Sequence[str]) -> Plan:
     """Chooses the recipe and its settings; `overrides` win. Raises UserError."""
     given = dict(word.partition("=")[::2] for word in overrides if not word.startswith("~"))
+    check_free(given)
     form = look(source, given)
-    read = "; ".join([form.name, *map(": ".join, form.keys.items())]) if form else "read as you say"
-    print(f"rows      {source}: {read}", flush=True)
+    print(f"rows      {source}: {form.line if form else 'read as you say'}", flush=True)
     with long_wait("importing PyTorch"):
         from qfsdp.config.recipe_files import find_recipe, load_recipe
         from qfsdp.planning.choices import Choices
@@ -159,7 +172,15 @@ def look(source: str, given: Mapping[str, str]) -> Form | None:
     """The form of the rows, of local files without torch; None: `dataset._component_` is given.
     Raises UserError."""
     from qfsdp.data.files.rows import check_source, load_rows, no_column
-    from qfsdp.data.row_forms import LOOKED_AT, Form, first_rows, form_of, typical, wrapped
+    from qfsdp.data.row_forms import (
+        LOOKED_AT,
+        Form,
+        first_rows,
+        form_of,
+        has_splits,
+        typical,
+        wrapped,
+    )
 
     keys = {key.partition(".")[2]: v for key, v in given.items() if key.startswith("dataset.")}
     check_source("ROWS", source)
@@ -178,6 +199,10 @@ def look(source: str, given: Mapping[str, str]) -> Form | None:
             raise no_column(f"dataset.{key}", column, source, list(row))
     named = next((BUILDERS[key] for key in keys if key in BUILDERS), None)
     form = form_of(row) or (Form("columns that you named", named) if named else None)
+    if form is not None and form.read and not keys:
+        form.unread = [name for name in row if name not in form.read]
+    if form is not None and "data_files" not in keys and has_splits(source):
+        form.keys["data_files"] = "**/train*"
     if form is None:
         hint = wrapped(row) or (
             "; expected messages, prompt and answer, prompt with chosen and rejected, or text; or "
@@ -185,6 +210,18 @@ def look(source: str, given: Mapping[str, str]) -> Form | None:
         )
         raise UserError(f"ROWS: {source} has the columns {', '.join(row)}{hint}")
     return form
+
+
+def check_free(given: Mapping[str, str]) -> None:
+    """Raises UserError if the folder that was named has a run which is not to go on: its config
+    would be written over."""
+    folder = Path(given.get("output_dir", "")).expanduser()
+    is_there = "output_dir" in given and (folder / CONFIG).exists()
+    if is_there and "resume" not in given and {*os.listdir(folder)} - {CONFIG}:
+        again = f"qfsdp run RECIPE --config {quote(str(folder / CONFIG))} resume=auto"
+        raise UserError(
+            f"output_dir: {folder} has a run; expected another folder; to go on with it: {again}"
+        )
 
 
 def start(model: str, source: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from qfsdp.common.messages import did_you_mean, nearest
 from qfsdp.common.printable import masked_word
 from qfsdp.config import recipe_files as recipes
 
-DATA_FILES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
+DATA_FILES = (".jsonl", ".ndjson", ".json", ".csv", ".tsv", ".parquet", ".txt", ".gz")
 TORCHRUN = (
     *("nproc_per_node", "nnodes", "node_rank", "master_addr", "master_port", "max_restarts"),
     *("rdzv_backend", "rdzv_endpoint", "rdzv_id", "rdzv_conf", "standalone"),

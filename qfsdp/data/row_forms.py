@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from datetime import date, time
+from decimal import Decimal
 from itertools import islice
 from pathlib import Path
 from shlex import quote
@@ -28,6 +30,9 @@ BESIDE = ("input", "context")  # what a prompt is about, in a column of its own:
 SYSTEM = ("system", "system_prompt")
 CHATS = ("messages", "conversations", "conversation", "chat", "turns", "dialog", "dialogue")
 EMPTY: tuple[Any, ...] = (None, "", [])
+TEXTS = (str, int, float, Decimal, date, time)  # what `text_of` writes as text
+TRUTH = {"true": True, "false": False, "1": True, "0": False}  # labels of answers
+IDS = ("input_ids", "labels", "loss_mask", "attention_mask")
 _REQUIRED = (
     *("messages_column", "text_column", "chosen_column", "rejected_column", "completion_column"),
     *("label_column", "answer_column"),
@@ -42,11 +47,21 @@ class Form:
         name: in words.
         builder: the dataset of `qfsdp.data` that reads it.
         keys: its arguments that are not the builder's defaults.
+        read: the columns that are read.
+        unread: those that are not.
     """
 
     name: str
     builder: str
     keys: dict[str, str] = field(default_factory=dict)
+    read: Collection[str] = ()
+    unread: Sequence[str] = ()
+
+    @property
+    def line(self) -> str:
+        """What is read, in a line."""
+        parts = [self.name, *map(": ".join, self.keys.items())]
+        return "; ".join(parts) + f"; not read: {', '.join(self.unread)}" * bool(self.unread)
 
     def words(self, key: str, dataset: Component) -> list[str]:
         """The words of a command line, quoted for a shell, that make `dataset` read this form."""
@@ -68,42 +83,48 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
         row: a row, or the `typical` one of several.
     """
     lower = {name.lower(): name for name in row}
-    label, before = row.get(lower.get("label", "")), _before(row, lower)
-    if isinstance(label, bool) and "prompt" in lower and "completion" in lower:
+    label, before = str(row.get(lower.get("label", ""))).lower(), _before(row, lower)
+    if label in TRUTH and "prompt" in lower and "completion" in lower:
         keys = {f"{name}_column": lower[name] for name in ("prompt", "completion", "label")}
-        return Form("answers with labels", "kto_dataset", _without(keys) | before)
+        return _form("answers with labels", "kto_dataset", keys, before)
     if "chosen" in lower and "rejected" in lower:
         keys = {f"{name}_column": lower[name] for name in ("chosen", "rejected")}
         prompt = next((lower[name] for name in PROMPTS if name in lower), None)
         keys["prompt_column"] = prompt or "null"
-        return Form("preference pairs", "preference_dataset", _without(keys) | before)
+        return _form("preference pairs", "preference_dataset", keys, before)
     for name in CHATS:
         value: Any = row.get(lower.get(name, ""))
         if _holds_rows(value):
             kind = "conversations" if "role" in value[0] else "conversations in ShareGPT's form"
-            keys = {} if lower[name] == "messages" else {"messages_column": lower[name]}
             before.pop("history_column", None)
-            return Form(kind, "chat_dataset", keys | before)
-    texts = [name for name in lower if isinstance(row[lower[name]], str)]
+            return _form(kind, "chat_dataset", {"messages_column": lower[name]}, before)
+    if _is_ids(row.get("input_ids")):
+        return Form("token ids", "pretokenized_dataset", {}, IDS)
+    texts = [name for name in lower if isinstance(row[lower[name]], TEXTS)]
     answer = next((name for name in ANSWERS if name in texts), None)
     prompt = next((name for name in PROMPTS if name in texts and name != answer), None)
     if answer and prompt:
-        keys = {}
+        keys = {"prompt_column": lower[prompt], "answer_column": lower[answer]}
         beside = next((name for name in BESIDE if name in texts and name != prompt), None)
+        form = _form("prompts with answers", "instruct_dataset", keys, before)
         if beside:
             columns = f"{{{lower[prompt]}}}\\n{{{lower[beside]}}}"
-            keys["prompt_template"] = f'"{columns}"'
-        else:
-            keys["prompt_column"] = lower[prompt]
-        keys["answer_column"] = lower[answer]
-        return Form("prompts with answers", "instruct_dataset", _without(keys) | before)
+            form.keys.pop("prompt_column", None)
+            form.keys = {"prompt_template": f'"{columns}"'} | form.keys
+            form.read = {*form.read, lower[beside]}
+        return form
+    texts = [name for name in texts if isinstance(row[lower[name]], str)]
     documents = next((n for n in ("text", "content", "document", "body") if n in texts), None)
     if documents or (len(texts) == len(row) == 1 and texts[0] not in CHATS):
         column = lower[documents or texts[0]]
-        return Form(
-            "documents", "text_dataset", {} if column == "text" else {"text_column": column}
-        )
+        return _form("documents", "text_dataset", {"text_column": column}, {})
     return None
+
+
+def _form(name: str, builder: str, keys: dict[str, str], before: dict[str, str]) -> Form:
+    """A form with keys that name columns; `keys` that a builder takes by itself are left out."""
+    kept = {key: value for key, value in keys.items() if value != key.removesuffix("_column")}
+    return Form(name, builder, kept | before, {*keys.values(), *before.values(), "tools"})
 
 
 def _before(row: Mapping[str, Any], lower: Mapping[str, str]) -> dict[str, str]:
@@ -115,11 +136,6 @@ def _before(row: Mapping[str, Any], lower: Mapping[str, str]) -> dict[str, str]:
     if isinstance(row.get(lower.get("history", "")), list):
         found["history_column"] = lower["history"]
     return found
-
-
-def _without(keys: dict[str, str]) -> dict[str, str]:
-    """Keys that are not what a builder takes by itself."""
-    return {name: value for name, value in keys.items() if value != name.removesuffix("_column")}
 
 
 def typical(rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -142,6 +158,14 @@ def _files(source: Any) -> list[Path]:
     if path.is_dir() and not (path / "state.json").exists():
         return [] if (path / "dataset_dict.json").exists() else listed(path)[0]
     return [path] if path.is_file() else []
+
+
+def has_splits(source: str) -> bool:
+    """Whether a folder has files of several splits by their names, as on the hub: rows of the test
+    are not for training."""
+    names = [file.stem.lower() for file in _files(source)] if Path(source).is_dir() else []
+    held = any(name.startswith(("test", "val", "dev", "eval")) for name in names)
+    return held and any(name.startswith("train") for name in names)
 
 
 def check_columns_of(key: str, dataset: Component) -> None:
@@ -198,20 +222,32 @@ def _hint(key: str, dataset: Component, row: Mapping[str, Any]) -> str:
 def wrapped(row: Mapping[str, Any]) -> str:
     """What to type if the rows have no form because something is wrapped around or between their
     messages; else ""."""
-    name, value = next(iter(row.items()), ("", None))
-    if len(row) == 1 and _holds_rows(value):
-        return f"; the rows are inside the list {name!r}: jq -c '.{name}[]' FILE > rows.jsonl"
+    lists = [name for name, value in row.items() if _holds_rows(value)]
+    if lists and len(lists) == len(row):
+        name = "train" if "train" in lists else lists[0]
+        if len(lists) == 1 or name == "train":
+            return f"; the rows are inside the list {name!r}: jq -c '.{name}[]' FILE > rows.jsonl"
+    numbered = [isinstance(value, Mapping) and "0" in value for value in row.values()]
+    if (row and all(numbered)) or {*row} == {"columns", "index", "data"}:
+        return "; pandas wrote columns; expected df.to_json(FILE, orient='records', lines=True)"
     for name, value in row.items():
         if name.lower() in CHATS and isinstance(value, str):
             change = f"jq -c '.{name} |= fromjson' FILE > rows.jsonl"
             return f"; {name!r} holds text, not messages; if it is JSON: {change}"
-    lists = [name for name, value in row.items() if _holds_rows(value)]
     prompt = next((name for name in lists if name.lower() in PROMPTS), None)
     answer = next((name for name in lists if name.lower() in ANSWERS), None)
     if prompt and answer:
         change = f"jq -c '.messages = .{prompt} + .{answer}' FILE > rows.jsonl"
         return f"; {prompt!r} and {answer!r} hold messages: {change}"
+    for name, value in row.items():
+        if name.lower() in (*PROMPTS, *ANSWERS) and isinstance(value, list | Mapping):
+            kind = "a list" if isinstance(value, list) else "an object"
+            return f"; {name!r} holds {kind}: {str(value)[:60]}; expected text"
     return ""
+
+
+def _is_ids(value: Any) -> bool:
+    return isinstance(value, list) and bool(value) and all(isinstance(n, int) for n in value)
 
 
 def _holds_rows(value: Any) -> bool:

@@ -76,15 +76,19 @@ class ExpertExchange:
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         self.group, self.experts = group, experts
+        # A compiled layer has one break here. Numbers of tokens differ from step to step, and
+        # FSDP2's hooks are inside: traced, a tiny model had six breaks or new builds instead of
+        # two. No decorator: it would import Dynamo, 0.6 s, at every start.
+        self._uncompiled = torch.compiler.disable(self._exchange)
 
-    # A compiled layer has one break here. Numbers of tokens differ from step to step, and FSDP2's
-    # hooks are inside: traced, a tiny model had six breaks or new builds instead of two.
-    @torch.compiler.disable
     def __call__(self, local: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As `Experts.forward` of all experts; `local` has those of this rank.
+        """As `Experts.forward` of all experts; `local` has those of this rank."""
+        y: Tensor = self._uncompiled(local, x, chosen, weights)
+        return y
 
-        The host waits for the number of tokens of every expert: a rank must know how many come.
-        """
+    def _exchange(self, local: Experts, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
+        """The host waits for the number of tokens of every expert: a rank must know how many
+        come."""
         order, places, ends = dispatch(chosen, self.experts)
         send, receive, arriving = self._plan(ends, order.numel())
 

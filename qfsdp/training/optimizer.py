@@ -19,7 +19,7 @@ from qfsdp.common.messages import first_line
 from qfsdp.config.component import Component
 from qfsdp.config.component_types import check_built, kind_at
 from qfsdp.tensor_subclasses.dtensor import sharded
-from qfsdp.tensor_subclasses.kernels.ability import has_compiler, why_not
+from qfsdp.tensor_subclasses.kernels.ability import has_compiler, import_dynamo, why_not
 from qfsdp.training.learning_rate import choose_lr as choose_lr
 from qfsdp.training.steps import backward as backward
 from qfsdp.training.steps_in_backward import StepsInBackward
@@ -163,6 +163,7 @@ def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
     UserError: an unknown name or argument, a value that they refuse (a negative lr), or a `step`
     that needs an argument, such as the closure of L-BFGS."""
     optimizer.check("optimizer", provided=["params"])
+    import_dynamo()  # an optimizer needs it
     dummy = torch.nn.Parameter(torch.zeros(1, 1))
 
     def build() -> Optimizer:

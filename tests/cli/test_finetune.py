@@ -65,6 +65,13 @@ FORMS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
         {"prompt_column": None},
     ),
     "labels": ({"prompt": "2?", "completion": "2", "label": True}, "kto_dataset", {}),
+    "numbers": (
+        {"question": "2 + 3?", "answer": 5},
+        "instruct_dataset",
+        {"prompt_column": "question"},
+    ),
+    "votes": ({"prompt": "2?", "completion": "2", "label": 1}, "kto_dataset", {}),
+    "ids": ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, "pretokenized_dataset", {}),
     "documents": ({"body": "A text."}, "text_dataset", {"text_column": "body"}),
 }
 
@@ -75,9 +82,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
     write_tiny_model_with_tokenizer(folder / "tiny", smollm2_dir)
     for name, (row, _, _) in FORMS.items():
         (folder / f"{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
-    other = json.dumps(FORMS["labels"][0] | {"label": False})
-    with (folder / "labels.jsonl").open("a") as file:
-        file.write(other + "\n")
+    for name, bad in {"labels": False, "votes": 0}.items():
+        other = json.dumps(FORMS[name][0] | {"label": bad})
+        with (folder / f"{name}.jsonl").open("a") as file:
+            file.write(other + "\n")
     first, rows = FORMS["alpaca"][0] | {"input": None}, (folder / "alpaca.jsonl").read_text()
     (folder / "alpaca.jsonl").write_text(f"{json.dumps(first)}\n{rows.partition(chr(10))[2]}")
     (folder / "text.jsonl").write_text(json.dumps({"messages": json.dumps(CHAT)}) + "\n")
@@ -85,7 +93,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
         json.dumps({"prompt": CHAT[:1], "completion": CHAT[1:]}) + "\n"
     )
     (folder / "odd.jsonl").write_text('{"a": "1", "b": "2"}\n' * 30)
-    (folder / "wrapped.json").write_text(json.dumps({"data": [FORMS["questions"][0]] * 3}))
+    rows = [FORMS["questions"][0]] * 3
+    (folder / "wrapped.json").write_text(json.dumps({"data": rows}))
+    (folder / "splits.json").write_text(json.dumps({"test": rows, "train": rows}))
+    columns = {name: {"0": "a", "1": "b"} for name in ("question", "answer")}
+    (folder / "pandas.json").write_text(json.dumps(columns))
+    (folder / "lists.jsonl").write_text(json.dumps({"question": "q", "answer": ["a"]}) + "\n")
     return folder
 
 
@@ -153,6 +166,29 @@ def test_a_second_run_gets_a_folder_of_its_own(no_dry_run: None, folder: Path) -
     assert finetune.free_folder("tiny", "x.jsonl") == "runs/tiny-x-2"
 
 
+def test_a_run_is_not_written_over(no_dry_run: None, folder: Path, capsys: Any) -> None:
+    words = ["finetune", "tiny", "chats.jsonl", "output_dir=runs/taken"]
+    for _ in range(2):  # a dry run may be repeated
+        run_command("qfsdp", [*words, "--dry-run"])
+    (folder / "runs/taken/checkpoints").mkdir()
+    with pytest.raises(SystemExit):
+        run_command("qfsdp", [*words, "--dry-run"])
+    assert "error: output_dir: runs/taken has a run; expected another" in capsys.readouterr().err
+
+
+def test_rows_of_a_test_are_not_trained(no_dry_run: None, folder: Path) -> None:
+    """Hub folders have a file for each split; columns that nothing reads are named."""
+    (folder / "splits").mkdir()
+    for name in ("test", "train-00000-of-00001"):
+        row = FORMS["completions"][0] | {"source": name}
+        (folder / f"splits/{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
+    made = finetune.plan("tiny", "splits", [])
+    assert made.lines[0] == "data      30 rows, of which the last 3 are held out"
+    assert read(made.write()).dataset.kwargs["data_files"] == "**/train*"
+    form = finetune.look("splits", {})
+    assert form is not None and form.line.endswith("data_files: **/train*; not read: source")
+
+
 def test_a_secret_is_not_written(no_dry_run: None, folder: Path) -> None:
     ran: list[str] = []
     words = ["tiny", "chats.jsonl", "output_dir=runs/secret", "metric_logger.api_key=hidden"]
@@ -171,6 +207,14 @@ MISTAKES = {  # what is typed behind `finetune` -> a part of the line
     "tiny tiny/tokenizer.model": "ROWS: tiny/tokenizer.model",
     "tiny odd.jsonl": "ROWS: odd.jsonl has the columns a, b; expected messages, prompt and answer",
     "tiny wrapped.json": "inside the list 'data': jq -c '.data[]' FILE",
+    "tiny splits.json": "inside the list 'train': jq -c '.train[]' FILE",
+    "tiny pandas.json": "pandas wrote columns; expected df.to_json(FILE, orient='records',",
+    "tiny lists.jsonl": "'answer' holds a list: ['a']; expected text",
+    "tiny https://huggingface.co/datasets/org/rows/tree/main": "expected the name: org/rows",
+    "https://huggingface.co/org/model chats.jsonl": "expected the name: org/model",
+    "tiny ~/none.jsonl": "ROWS: ~/none.jsonl does not exist",
+    "adapter chats.jsonl": "is an adapter; expected its base, and to go on from the adapter: "
+    "adapter.start_from=adapter",
     "tiny text.jsonl": "if it is JSON: jq -c '.messages |= fromjson' FILE > rows.jsonl",
     "tiny halves.jsonl": "hold messages: jq -c '.messages = .prompt + .completion' FILE",
     "tiny questions.jsonl dataset.answer_column=anser": (
@@ -188,6 +232,8 @@ def test_a_mistake_is_one_line(
 ) -> None:
     monkeypatch.chdir(folder)
     (folder / "tiny/tokenizer.model").write_bytes(b"x")
+    (folder / "adapter").mkdir(exist_ok=True)
+    (folder / "adapter/adapter_config.json").write_text("{}")
     with pytest.raises(SystemExit) as ended:
         run_command("qfsdp", ["finetune", *typed.split()])
     assert ended.value.code == 2

@@ -157,6 +157,14 @@ def test_chat(tokenizer: HFTokenizer, tmp_path: Path, form: str) -> None:
         chat_dataset(tokenizer, **options, train_on_input=True, train_on_last_turn_only=True)
 
 
+def test_names_of_roles(tokenizer: HFTokenizer, tmp_path: Path) -> None:
+    """Of Gemini and of chat programs, in any letters."""
+    for answers in ("model", "Assistant", "ChatGPT", "bot"):
+        turns = [CHAT[0] | {"role": "Human"}, {"role": answers, "content": "Yes."}]
+        dataset = chat_dataset(tokenizer, source=write(tmp_path / "x.jsonl", [{"messages": turns}]))
+        assert texts(tokenizer, dataset)[1] == "Yes.<|im_end|>"
+
+
 def test_chat_rows(tokenizer: HFTokenizer, tmp_path: Path, caplog: Any) -> None:
     weighted = [CHAT[0], {**CHAT[1], "weight": 0}, *CHAT[2:]]
     empty = [CHAT[0], {"role": "assistant", "content": ""}]

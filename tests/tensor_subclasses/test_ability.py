@@ -161,7 +161,10 @@ def test_layers_that_cannot_be_built_later(monkeypatch: pytest.MonkeyPatch) -> N
 def test_dynamo_is_imported_without_a_folder() -> None:
     """As where /tmp is full or read-only: only a try in a new process shows it."""
     code = (
-        "import qfsdp.modules.attention.documents, os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
+        "from qfsdp.training.optimizer import check_optimizer\n"
+        "from qfsdp.config.component import Component\n"
+        "check_optimizer(Component('torch.optim.SGD', {'lr': 0.1}), None)\n"
+        "import os; print(os.environ['TORCHINDUCTOR_CACHE_DIR'])"
     )
     environ = os.environ | {ability.FOLDER: "/proc/none"}
     done = subprocess.run(

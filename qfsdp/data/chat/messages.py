@@ -28,13 +28,17 @@ ROLES = {
     "human": "user",
     "assistant": "assistant",
     "gpt": "assistant",
+    "chatgpt": "assistant",
+    "model": "assistant",
+    "bot": "assistant",
+    "ai": "assistant",
     "function_call": "assistant",
     "tool": "tool",
     "ipython": "tool",
     "function": "tool",
     "observation": "tool",
 }
-"""Role in OpenAI's or ShareGPT's format, old or new -> role of a chat template."""
+"""Role in OpenAI's, ShareGPT's or Gemini's format, in small letters -> role of a chat template."""
 
 _OWN_KEYS = ("role", "content", "from", "value", "function_call", "tool_calls")
 _CHOOSES = ("weight", "train", "training", "loss")
@@ -62,14 +66,14 @@ def as_message(turn: Any) -> dict[str, Any]:
         )
     openai = bool(turn.get("role"))
     given = turn.get("role") or turn.get("from")
-    role = ROLES.get(str(given))
+    role = ROLES.get(name := str(given).lower())
     if role is None:
         raise UserError(
             f"a message with role {given!r}; expected the keys role and content, or from and "
             f"value, with one of the roles {', '.join(ROLES)}"
         )
     content, calls = turn.get("content" if openai else "value"), turn.get("tool_calls")
-    if given == "function_call":
+    if name == "function_call":
         calls, content = from_json("a function_call", content), None
         calls = calls if isinstance(calls, list) else [calls]
     elif not calls and turn.get("function_call"):

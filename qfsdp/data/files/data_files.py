@@ -30,8 +30,9 @@ KINDS = {bool: "a bool", int: "a number", float: "a number", str: "text", list: 
 
 
 def suffix_of(file: Path) -> str:
-    """The suffix of a data file in small letters, also before .gz."""
-    return (file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix).lower()
+    """The suffix of a data file in small letters, also before .gz; .jsonl for .ndjson."""
+    suffix = (file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix).lower()
+    return ".jsonl" if suffix == ".ndjson" else suffix
 
 
 def listed(folder: Path, pattern: str | None = None) -> tuple[list[Path], list[str]]:

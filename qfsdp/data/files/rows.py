@@ -9,6 +9,7 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
@@ -85,6 +86,9 @@ def check_source(key: str, source: Any) -> None:
             check_beginning(file)
     elif os.path.exists(path) and source:
         raise UserError(f"{key}: {source} is no regular file; {expected}")
+    elif address := re.match(r"https?://(?:www\.)?huggingface\.co/(?:datasets/)?(\S+)", source):
+        name = "/".join(address[1].split("/")[:2])
+        raise UserError(f"{key}: {source} is an address; expected the name: {name}")
     elif suffix_of(path) in SUFFIXES or source[:1] in "/.~" or source.count("/") > 1:
         name = source if len(source) < 100 else f"{source[:100]}..."
         raise UserError(f"{key}: {name or 'an empty name'} does not exist; {expected}")

@@ -19,6 +19,7 @@ from qfsdp.data.chat.context_columns import check_text_alone, history_of, system
 from qfsdp.data.chat.messages import as_message, as_tools, may_train, text_of, unfilled
 from qfsdp.data.conversations import Chat, ChatRows, Tokenizer, check_answer
 from qfsdp.data.files.rows import Row
+from qfsdp.data.row_forms import TRUTH
 from qfsdp.data.row_tokenizer import TokenizedRow, Unusable
 
 Messages = list[dict[str, Any]]
@@ -104,8 +105,8 @@ class PreferenceRows:
 
 
 def is_true(row: Row, column: str) -> bool:
-    """A cell with true or false; those of CSV files are text. Raises UserError."""
-    truth = {"true": True, "false": False}.get(str(row[column]).lower())
+    """A cell with true or false, or 1 or 0; those of CSV files are text. Raises UserError."""
+    truth = TRUTH.get(str(row[column]).lower())
     if truth is None:
         raise UserError(f"{column}: {str(row[column])[:60]!r}; expected true or false")
     return truth

@@ -17,10 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.tensor_subclasses.kernels.ability import import_dynamo
+from qfsdp.tensor_subclasses.kernels.ability import constant_when_compiled
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
-
-import_dynamo()  # `torch.compiler.assume_constant_result` needs it
 
 
 def attend_documents(
@@ -66,7 +64,7 @@ def attend_documents(
 # ---- FlashAttention's kernel for sequences of different lengths ---------------------------------
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def has_varlen(head_dim: int) -> bool:
     """Whether FlashAttention supports this GPU and head size."""
     return is_varlen_size(head_dim) and torch.cuda.get_device_capability() >= (8, 0)
@@ -77,7 +75,7 @@ def is_varlen_size(head_dim: int) -> bool:
     return head_dim % 8 == 0 and head_dim <= 256
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _varlen_shares_heads() -> bool:
     """Whether `varlen_attn` takes fewer k/v heads than q heads; torch 2.11 has no such argument."""
     from torch.nn.attention.varlen import varlen_attn

@@ -15,6 +15,7 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.low_rank.grouped import outputs
 from qfsdp.modules.rope import rotate
+from qfsdp.tensor_subclasses.kernels.ability import constant_when_compiled
 
 
 class Attention(nn.Module):
@@ -81,7 +82,7 @@ class Attention(nn.Module):
         return made if len(made) == 3 else made[0].split(self.widths, dim=-1)
 
 
-@torch.compiler.assume_constant_result
+@constant_when_compiled
 def _is_old_gpu() -> bool:
     """Whether flash attention has no kernel for this GPU (V100, T4)."""
     return torch.cuda.get_device_capability() < (8, 0)

@@ -39,6 +39,7 @@ from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.model_parts import ModelParts
 from qfsdp.modules.shared_rows import SharedRows
 from qfsdp.modules.transformer import Decoder
+from qfsdp.tensor_subclasses.kernels.ability import import_dynamo
 
 ADAPTED_EXPERTS = (".experts.gate_up_proj", ".experts.down_proj")  # as adapter files name them
 
@@ -321,6 +322,7 @@ def _short(name: str) -> str:
 
 def build_decoder(config: AnyConfig, dtype: torch.dtype) -> Any:
     """The model of a config on the meta device, without storage."""
+    import_dynamo()  # what compiles or is not compiled asks it
     with torch.device("meta"):
         if isinstance(config, HubConfig):
             return HubDecoder(config, dtype)

@@ -10,14 +10,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
-from jinja2 import Environment, FileSystemLoader, StrictUndefined, Template
 from markupsafe import Markup
 
 from qfsdp.common.files import write_text
 from qfsdp.training.report.charts import COLOURS, Chart
 from qfsdp.training.report.drawing import svg
+
+if TYPE_CHECKING:
+    from jinja2 import Template
 
 
 class Section(NamedTuple):
@@ -29,6 +31,8 @@ class Section(NamedTuple):
 
 @cache
 def _template() -> Template:
+    from jinja2 import Environment, FileSystemLoader, StrictUndefined
+
     made = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
         autoescape=True,
