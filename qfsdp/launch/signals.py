@@ -20,6 +20,10 @@ from contextlib import contextmanager, suppress
 from types import FrameType
 from typing import Any
 
+from qfsdp.common.errors import speaks_for_all
+from qfsdp.common.long_waits import SLOW_S
+from qfsdp.common.terminal import say
+
 ENDING = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
 # Of batch systems, a closed terminal, limits of processor time, timers and power supplies.
 _OTHERS = ("SIGHUP", "SIGUSR1", "SIGUSR2", "SIGXCPU", "SIGALRM", "SIGPWR")  # macOS has no SIGPWR
@@ -79,12 +83,14 @@ class _Requests:
 class StopRequest(_Requests):
     """Context manager that notes the first of `SIGNALS`, which `received` names.
 
-    A second one of `ENDING` exits the process with the status 128 + its number.
+    A second one of `ENDING` exits the process with the status 128 + its number. If the run has not
+    ended `SLOW_S` after the first, rank 0 says what it waits for: a step may take minutes.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self._before: dict[signal.Signals, Any] = {}
+        self._over = threading.Event()
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is threading.main_thread():
@@ -92,10 +98,20 @@ class StopRequest(_Requests):
         return self
 
     def _note(self, number: int, frame: FrameType | None) -> None:
+        is_first = self.received is None
         if self.ends_at_once(number):
             os._exit(128 + number)  # does not wait for writer threads and collectives
+        if is_first and speaks_for_all():
+            # A thread, because a handler may interrupt another line that is being printed.
+            threading.Thread(target=self._tell, name="stop_request", daemon=True).start()
+
+    def _tell(self) -> None:
+        if not self._over.wait(SLOW_S):
+            end = "saves and ends after this step; a second signal ends it at once"
+            say(f"{self.received.name}: the run {end}")  # type: ignore[union-attr]
 
     def __exit__(self, *_: object) -> None:
+        self._over.set()
         for number, handler in self._before.items():
             signal.signal(number, handler)
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from qfsdp.launch import signals
 from qfsdp.launch.signals import ENDING, SIGNALS, StopRequest
 from tests.waiting import LIMIT_S
 
@@ -236,3 +238,20 @@ def test_ranks_that_are_signalled_themselves(recipe: Path) -> None:
 
 def _command(pid: str) -> bytes:
     return Path(f"/proc/{pid}/cmdline").read_bytes()
+
+
+@pytest.mark.parametrize("rank", ["0", "1"])
+def test_a_long_step_says_what_it_waits_for(
+    rank: str, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """After one signal, once, on rank 0 alone."""
+    monkeypatch.setenv("RANK", rank)
+    monkeypatch.setattr(signals, "SLOW_S", 0.0)
+    with StopRequest():
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGTERM)
+        for thread in threading.enumerate():
+            if thread.name == "stop_request":
+                thread.join(LIMIT_S)
+    line = "SIGTERM: the run saves and ends after this step; a second signal ends it at once\n"
+    assert capfd.readouterr().err == (line if rank == "0" else "")
