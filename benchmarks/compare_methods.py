@@ -61,6 +61,7 @@ from benchmarks.timing import arguments, table, usual_dtype
 from examples.demo import cache_dir
 from examples.demo.arithmetic import generate
 from examples.demo.smollm2 import prepare_model
+from qfsdp.checkpoint.lock import FolderLock
 
 ROOT = Path(__file__).parent.parent
 DTYPE = usual_dtype("cuda" if torch.cuda.is_available() else "cpu")
@@ -175,7 +176,17 @@ class Study:
             kept.write_text(told)
 
     def row(self, task: Task, name: str) -> Row:
-        """The figures of a method, measured now or in an earlier call."""
+        """The figures of a method, measured now or in an earlier call; another call that is at the
+        same method is waited for."""
+        with self._lock(name):
+            return self._row(task, name)
+
+    def _lock(self, name: str) -> FolderLock:
+        """A part that is not finished is removed and begun anew, so each has one writer."""
+        of = "full" if name == "full_nf4" else name
+        return FolderLock(self.work / "locks" / of, "--work", wait=True)
+
+    def _row(self, task: Task, name: str) -> Row:
         seeds = 1 if name in ("zero_shot", "few_shot") else task.seeds
         if name in ("zero_shot", "few_shot"):
             found = [self._evaluate(task, name, seed, self.model, "none") for seed in range(seeds)]
@@ -201,8 +212,9 @@ class Study:
 
     def losses(self, name: str, seeds: int) -> Changes:
         """The held-out loss of some seeds of a method, and what its first run says of itself."""
-        task, rate = self.tasks[0], self._rate(name)
-        runs = [self._train(task, name, rate, seed) for seed in range(seeds)]
+        with self._lock(name):
+            task, rate = self.tasks[0], self._rate(name)
+            runs = [self._train(task, name, rate, seed) for seed in range(seeds)]
         found = [read_metrics(run / "metrics.jsonl") for run in runs]
         return {"lr": rate, **found[0], "of_seeds": [run["heldout_loss"] for run in found]}
 

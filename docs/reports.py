@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parent.parent
 DATA = ROOT / "docs" / "reports.yaml"
 PAGE = ROOT / "docs" / "reference" / "reports.md"
 KINDS = ("measured", "estimated", "computed", "none")
-COLUMNS = ("claim", "ours", "kind", "machine", "published", "why they part")
+COLUMNS = ("claim", "ours", "from", "published", "why they part")
 HEAD = """# Published reports
 
 Written by `python docs/reports.py` from `docs/reports.yaml`; do not edit. Each table has what a
@@ -45,11 +45,15 @@ def section(report: dict[str, Any]) -> str:
     """
     lines = [f"\n## {report['report']}\n", f"[Source]({report['source']}).\n"]
     lines += [f"| {' | '.join(COLUMNS)} |", "|---" * len(COLUMNS) + "|"]
+    before = ""
     for row in report["rows"]:
         if row["kind"] not in KINDS or (row["kind"] == "none") != (row["ours"] is None):
             raise ValueError(f"{DATA}: {row['claim']}: kind '{row['kind']}' with {row['ours']}")
-        cells = [row["claim"], row["ours"] or "", row["kind"], row["machine"], row["published"]]
-        lines.append(f"| {' | '.join([*map(str, cells), row['why']])} |")
+        whence = ", ".join(filter(None, (row["kind"], row["machine"])))
+        why = "as above" if row["why"] == before != "" else row["why"]
+        cells = [row["claim"], row["ours"] or "", whence, row["published"], why]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
+        before = row["why"]
     after = f"\n{report['after']}" if "after" in report else ""
     return "\n".join([*lines, "", *commands(report["rows"])]) + f"\n{after}"
 

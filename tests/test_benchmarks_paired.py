@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import pytest
 from benchmarks import compare_methods
 from benchmarks.methods_page import Row, print_tables, write_study
 from benchmarks.paired import holm, pairs, sign_test
+from tests.waiting import LIMIT_S
 
 
 @pytest.mark.parametrize(("more", "fewer"), [(0, 0), (3, 0), (4, 4), (11, 2), (2, 11), (90, 61)])
@@ -88,3 +91,32 @@ def test_a_rate_that_ends_in_nan_is_left_out_of_the_search(
     tmp_path.mkdir()
     with pytest.raises(SystemExit, match="qlora: no finite loss at any rate"):
         study._rate("qlora")
+
+
+def test_two_calls_of_one_study_wait_for_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The second removed what the first was writing, as it was not finished."""
+    monkeypatch.setattr(compare_methods, "prepare_model", lambda _: tmp_path / "model")
+    began, goes_on = threading.Event(), threading.Event()
+    evaluations: list[Path] = []
+
+    def run(stem: str, cfg: Any, out: Path) -> None:
+        assert stem == "evaluate"
+        evaluations.append(out)
+        out.mkdir()
+        began.set()
+        assert goes_on.wait(LIMIT_S)
+        (out / "results.exact_match.test.jsonl").write_text('{"row": 0, "right": true}\n')
+        (out / "results.loss.test.jsonl").write_text('{"loss": 2.0, "targets": 1}\n')
+        (out / "results.json").write_text("{}")
+
+    monkeypatch.setattr(compare_methods, "run_recipe", run)
+    studies = [compare_methods.Study(tmp_path, None, {}) for _ in range(2)]
+    with ThreadPoolExecutor(2) as pool:
+        first = pool.submit(studies[0].row, studies[0].tasks[0], "zero_shot")
+        assert began.wait(LIMIT_S)
+        second = pool.submit(studies[1].row, studies[1].tasks[0], "zero_shot")
+        goes_on.set()
+        assert first.result(LIMIT_S).loss == second.result(LIMIT_S).loss
+    assert len(evaluations) == 1

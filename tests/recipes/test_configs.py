@@ -154,7 +154,7 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
 def test_the_page_of_reports_is_written_from_its_rows() -> None:
     assert reports.main(["--check"]) == 0
     text = reports.page()
-    assert text.count("| none |") >= 4 and text.count("| estimated |") >= 10
+    assert text.count("| none |") >= 4 and text.count("| estimated, ") >= 10
     with pytest.raises(ValueError, match="kind 'none' with 3"):
         reports.section(
             {"report": "", "source": "", "rows": [{"kind": "none", "ours": 3, "claim": ""}]}
