@@ -92,10 +92,13 @@ class Batch:
             borders = row_borders(lengths, width)
         assert isinstance(borders, torch.Tensor)
         reach = reach_of(borders, lengths, width, parts)
+        labels = self.labels.chunk(parts, 1)[part].contiguous()
+        trains_all = self.targets == self.labels.numel()  # else the part counts its own
         return replace(
             self,
             tokens=self.tokens.chunk(parts, 1)[part].contiguous(),
-            labels=self.labels.chunk(parts, 1)[part].contiguous(),
+            labels=labels,
+            targets=labels.numel() if trains_all else None,
             num_tokens=self.num_tokens // parts + (part < self.num_tokens % parts),
             positions=positions.chunk(parts, 1)[part].contiguous(),
             cu_seqlens=CutRows(borders, lengths, part, parts, reach),

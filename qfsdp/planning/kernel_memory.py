@@ -118,13 +118,13 @@ def _per_document(kernel: Callable[..., float], temporaries: int) -> Callable[..
     return workspace
 
 
-def _blocks_with_sinks(scores: int, copies: int, keys: int) -> Callable[..., float]:
+def _blocks_with_sinks(scores: int, copies: int, lengths: int) -> Callable[..., float]:
     """The formula for attention with sinks on a CPU: tensors of one block's scores in fp32, and
-    copies of q. Keys are the argument number `keys`."""
+    copies of q. How many queries and keys a document has are the arguments from `lengths` on."""
 
     def workspace(*args: Any, **_: Any) -> float:
-        q, seen = args[0], len(args[keys])  # q, or a gradient of its shape
-        return 4 * (scores * q.size(1) * min(BLOCK, len(q)) * seen + copies * q.numel())
+        q, (queries, keys) = args[0], args[lengths : lengths + 2]  # q, or a gradient of its shape
+        return 4 * (scores * q.size(1) * min(BLOCK, queries) * keys + copies * q.numel())
 
     return workspace
 
@@ -148,8 +148,8 @@ WORKSPACE: dict[tuple[Target, Any], Callable[..., float]] = {
     ("cpu", _packed_backward): _per_document(_cpu_backward, 4),
     ("cuda", _packed): lambda *_: 0.0,
     ("cuda", _packed_backward): _per_document(_cuda_backward, 0),
-    ("cpu", _sinks): _blocks_with_sinks(2, 0, keys=1),
-    ("cpu", _sinks_backward): _blocks_with_sinks(2, 3, keys=2),
+    ("cpu", _sinks): _blocks_with_sinks(2, 0, lengths=6),
+    ("cpu", _sinks_backward): _blocks_with_sinks(2, 3, lengths=8),
     ("cuda", _sinks): lambda *_: 0.0,
     ("cuda", _sinks_backward): _per_document(_cuda_backward, 0),
     # gloo gathers and reduces in separate memory.

@@ -52,6 +52,7 @@ def parsed(name: str, layers: int) -> dict[str, Any]:
                 ("gemma3", 1, ("activation.checkpointing=selective",)),
                 ("lfm2", 1, ()),
                 ("llama", 2, ()),
+                ("llama", 2, ("sharding.context_parallel=2", "activation.checkpointing=full")),
             )
         ),
     ],

@@ -185,9 +185,10 @@ def test_parts_of_a_batch() -> None:
     assert parts[0].labels.tolist() == [[2, 3, -100], [-100] * 3]
     assert parts[1].positions is not None and parts[1].positions.tolist() == [[3, 4, 5]] * 2
     assert sum(part.num_tokens for part in parts) == whole.num_tokens
-    assert sum(part.num_targets for part in parts) == whole.num_targets
-    counted = [counted_tokens(part.labels, cut_of(part)) for part in parts]
-    assert torch.cat(counted, 1).equal(counted_tokens(whole.labels))
+    for counted in (parts, [whole.to("cpu").cut(part, 3) for part in range(3)]):
+        assert sum(part.num_targets for part in counted) == whole.num_targets
+    tokens = [counted_tokens(part.labels, cut_of(part)) for part in parts]
+    assert torch.cat(tokens, 1).equal(counted_tokens(whole.labels))
     assert used_lengths(whole.labels).tolist() == [5, 0]
     assert cut_of(parts[0]).cu_seqlens[:6].tolist() == [0, 5, 9, 9, 18, 18]
 
