@@ -30,6 +30,7 @@ from qfsdp.training.report.charts import (
 from qfsdp.training.report.drawing import write_picture
 from qfsdp.training.report.page import Section, charts_section, part, table, write_page
 from qfsdp.training.report.run_folder import read_lines
+from qfsdp.training.report.sections import shortened
 
 TABLE, PAGE, FIGURES = "table.md", "report.html", "figures"
 RATIO = "Ours over theirs; our memory is counted as each report counts it."
@@ -168,7 +169,9 @@ def rows_of_table(
         cells_of_row = [value_words(cell.point.get(axis, "")) for axis in axes]
         cells_of_row += [number(row[name]) if name in row else "" for name in columns]
         cells_of_row += [score_words(row.get("scores", {}).get(name)) for name in scores]
-        reason = "" if row["status"] in DONE else f": {shorter(row.get('reason', ''))}"
+        reason = (
+            "" if row["status"] in DONE else f": {shortened(row.get('reason', ''), MOST_REASON)}"
+        )
         rows.append([*cells_of_row, row["status"] + reason])
     return head, rows
 
@@ -187,10 +190,6 @@ def score_words(score: Sequence[float | None] | None) -> str:
         return ""
     both = "" if low is None or high is None else f" ({number(low)} to {number(high)})"
     return number(value) + both
-
-
-def shorter(text: str) -> str:
-    return text if len(text) <= MOST_REASON else f"{text[:MOST_REASON]} ..."
 
 
 def source_of(one: Comparison) -> str:

@@ -24,7 +24,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.compatibility import config_settings
-from qfsdp.checkpoint.tensor_file import save_tensors
+from qfsdp.checkpoint.tensor_file import save_tensors, tensors_digest
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.common.files import whole_file, why
 from qfsdp.common.progress import moved
@@ -141,7 +141,7 @@ class _Store:
             kept, known = file.metadata() or {}, file.get_tensor(TENSOR)
         if kept.get("key") != self._key or known.shape != (self._items, 2):
             raise ValueError("it is of another reference or other data")
-        if kept.get("sha256") != _digest(known):
+        if kept.get("sha256") != tensors_digest(known):
             raise ValueError("its content has changed (SHA-256)")
         found: Tensor = known
         return found
@@ -154,7 +154,7 @@ class _Store:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with whole_file(self._path) as partial:
-                metadata = {"key": self._key, "sha256": _digest(known)}
+                metadata = {"key": self._key, "sha256": tensors_digest(known)}
                 save_tensors({TENSOR: known}, partial, metadata)
         except (OSError, SafetensorError) as error:
             text = f"cannot be written: {why(error)}; they are computed again at the next start"
@@ -163,10 +163,6 @@ class _Store:
 
 def _warn(text: str) -> None:
     warn(f"reference_logprobs: {text}")
-
-
-def _digest(values: Tensor) -> str:
-    return hashlib.sha256(values.numpy().tobytes()).hexdigest()
 
 
 def _key(cfg: Any, loader: PreferenceLoader) -> str:

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from qfsdp.checkpoint.compatibility import config_settings
-from qfsdp.checkpoint.tensor_file import save_tensors
+from qfsdp.checkpoint.tensor_file import save_tensors, tensors_digest
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import whole_file, why, write_text, writing
 from qfsdp.common.progress import moved
@@ -162,7 +162,7 @@ class TeacherCache:
         try:
             with safe_open(path, framework="pt") as file:
                 digest = (file.metadata() or {}).get("sha256")
-                if digest == _digest([file.get_tensor(name) for name in NAMES]):
+                if digest == tensors_digest(*(file.get_tensor(name) for name in NAMES)):
                     return True
             reason: Any = "its content has changed (SHA-256)"
         except (OSError, SafetensorError) as error:
@@ -214,7 +214,7 @@ class TeacherCache:
         self._number += 1
         tensors = part.tensors()
         with writing(KEY, path), whole_file(path) as unfinished:
-            metadata = {"sha256": _digest([tensors[name] for name in NAMES])}
+            metadata = {"sha256": tensors_digest(*(tensors[name] for name in NAMES))}
             save_tensors(tensors, unfinished, metadata)
 
     def of(self, batch: Batch) -> tuple[Tensor, Tensor]:
@@ -278,11 +278,4 @@ def _digest_of_rows(loader: StepLoader, max_seq_len: int) -> str:
             found.update(f"{len(tensor)} ".encode())
             found.update(tensor.numpy().tobytes())
         moved()
-    return found.hexdigest()
-
-
-def _digest(tensors: list[Tensor]) -> str:
-    found = hashlib.sha256()
-    for tensor in tensors:
-        found.update(tensor.contiguous().numpy().tobytes())
     return found.hexdigest()

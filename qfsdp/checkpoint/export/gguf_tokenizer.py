@@ -10,14 +10,13 @@ Format: https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, chat_tokenizer
 from qfsdp.common.errors import UserError
-from qfsdp.data.tokenizer_folder import read_text
+from qfsdp.data.tokenizer_folder import read_json
 
 if TYPE_CHECKING:
     import gguf
@@ -98,9 +97,10 @@ def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
     Raises:
         UserError: there is no tokenizer, or one that llama.cpp does not have.
     """
-    described = _json(folder / "tokenizer.json")
+    file = folder / "tokenizer.json"
+    described = read_json(file) if file.is_file() else {}
     if (described.get("decoder") or {}).get("type") == _PLAIN:
-        name = _pre_tokenizer(folder / "tokenizer.json", described)
+        name = _pre_tokenizer(file, described)
         pieces = {token: (i, 0.0, NORMAL) for token, i in described["model"]["vocab"].items()}
         found = {i: (token, score, kind) for token, (i, score, kind) in pieces.items()}
         kind = BYTE_LEVEL_BPE
@@ -178,16 +178,6 @@ def _added(folder: Path, described: dict[str, Any]) -> list[tuple[int, str, bool
     if described:
         entries = {entry["id"]: entry for entry in described.get("added_tokens", [])}
     else:
-        entries = _json(folder / "tokenizer_config.json").get("added_tokens_decoder", {})
+        file = folder / "tokenizer_config.json"
+        entries = read_json(file).get("added_tokens_decoder", {}) if file.is_file() else {}
     return [(int(i), entry["content"], bool(entry.get("special"))) for i, entry in entries.items()]
-
-
-def _json(file: Path) -> dict[str, Any]:
-    """The content of a JSON file, {} if it does not exist."""
-    if not file.is_file():
-        return {}
-    try:
-        content = json.loads(read_text(file))
-    except ValueError as error:
-        raise UserError(f"{file}: not valid JSON: {error}; expected a JSON object") from None
-    return content if isinstance(content, dict) else {}

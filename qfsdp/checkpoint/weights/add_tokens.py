@@ -12,18 +12,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import torch
-
 from qfsdp.checkpoint.weights.convert import convert_folder, copied, copies_but
+from qfsdp.checkpoint.weights.expand import check_plain
 from qfsdp.checkpoint.weights.experts import StoredAs
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.mean_rows import TABLES, MeanRows
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.common.errors import UserError
 from qfsdp.data.tokenizer_folder import TokenizerFolder, add_new_tokens
 from qfsdp.distributed.world import World
-from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.transformer import Decoder
 
 
 @dataclass(frozen=True)
@@ -55,13 +51,7 @@ def plan_tokens(
         UserError: the weights are quantized, or do not match config.json; or a token is empty,
             named twice or there already.
     """
-    if weights.quantized:
-        raise UserError(
-            f"model.path: '{weights.folder}' holds quantized weights; expected plain ones: add the "
-            "tokens first, and quantize the result (recipes/quantize)"
-        )
-    with torch.device("meta"):
-        weights.check(Decoder(DecoderConfig.from_dir(weights.folder)))
+    check_plain(weights, "add the tokens first")
     folder = TokenizerFolder(str(weights.folder))
     backend = folder.backend()
     ids = add_new_tokens(backend, tokens, special, "new_tokens")

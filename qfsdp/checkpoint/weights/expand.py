@@ -117,13 +117,19 @@ def _dense_layers(dense: list[int], config: dict[str, Any]) -> dict[str, Any]:
     return {"mlp_only_layers": dense, "decoder_sparse_step": 1} if rules else {}
 
 
-def check_plain(weights: ModelWeights) -> int:
+def check_plain(
+    weights: ModelWeights, what: str = "expand the model that it was quantized from"
+) -> int:
     """Checks that a model can be expanded, and returns its number of blocks. Reads headers only.
-    Raises UserError: its weights are quantized, or do not match its config.json."""
+    Raises UserError: its weights are quantized, or do not match its config.json.
+
+    Args:
+        what: what is to be done before quantizing, for the message.
+    """
     if weights.quantized:
         raise UserError(
-            f"model.path: '{weights.folder}' holds quantized weights; expected plain ones: expand "
-            "the model that it was quantized from, and quantize the result (recipes/quantize)"
+            f"model.path: '{weights.folder}' holds quantized weights; expected plain ones: {what}, "
+            "and quantize the result (recipes/quantize)"
         )
     config = DecoderConfig.from_dir(weights.folder)
     with torch.device("meta"):
