@@ -2,6 +2,7 @@
 
     python benchmarks/generate.py [--quick] [--json generate.json] [--compile]
                                   [--questions FILE.jsonl] [--prompts N] [--dtype DTYPE ...]
+                                  [--processor-time]
 
 SmolLM2-135M-Instruct answers 50 questions (generated, or of `--questions`, such as GSM8K's) with 64
 new tokens each, in batches of 10, and some of them one by one; in fp32, and in bf16 if the device
@@ -102,7 +103,11 @@ def ours(
 
 
 def measure(
-    who: dict[str, Answer], prompts: list[list[int]], batch: int, new: int
+    who: dict[str, Answer],
+    prompts: list[list[int]],
+    batch: int,
+    new: int,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[dict[str, list[float]], dict[str, list[list[int]]]]:
     """Seconds of every batch, and all answers, by contestant."""
     seconds: dict[str, list[float]] = {name: [] for name in who}
@@ -114,9 +119,9 @@ def measure(
             answer(prompts[:batch], 2)
     for start in range(0, len(prompts), batch):
         for name, answer in who.items():
-            since = time.perf_counter()
+            since = clock()
             answers[name] += answer(prompts[start : start + batch], new)
-            seconds[name].append(time.perf_counter() - since)
+            seconds[name].append(clock() - since)
     return seconds, answers
 
 
@@ -135,7 +140,16 @@ def main() -> None:
     parser.add_argument("--questions", type=Path, help="a .jsonl file with rows of `question`")
     parser.add_argument("--prompts", type=int, help="how many questions; default: 50")
     parser.add_argument("--dtype", nargs="+", choices=("fp32", "bf16"), help="default: both")
+    parser.add_argument(
+        "--processor-time",
+        action="store_true",
+        help="seconds of one core, whatever else runs on it; sets one thread",
+    )
     args = parser.parse_args()
+    clock = time.perf_counter
+    if args.processor_time:
+        torch.set_num_threads(1)
+        clock = time.process_time
     count, new, single = (4, 8, 2) if args.quick else (args.prompts or 50, 64, args.repeat)
     folder = prepare_model(cache_dir())
     tokenizer = hf_tokenizer(str(folder))
@@ -155,7 +169,7 @@ def main() -> None:
             who["ours_compiled"] = ours(folder, dtype, args.device, "none", compile=True)
         for batch in (1, min(BATCH, count)):
             chosen = prompts[:single] if batch == 1 else prompts
-            seconds, answers = measure(who, chosen, batch, new)
+            seconds, answers = measure(who, chosen, batch, new, clock)
             row = [dtype, str(batch)]
             for name, of_name in seconds.items():
                 rates = [batch * new / s for s in of_name]
