@@ -173,7 +173,11 @@ def text_dataset(
         text = text_of(row[text_column])
         if not text.strip():
             raise Unusable("no text")
-        tokens = tokenizer.encode(text, add_bos=True, add_eos=True)
+        tokens = list(tokenizer.encode(text, add_bos=True, add_eos=True))
+        if tokens[0] == tokens[1] == tokenizer.bos_id:  # the text begins with it too
+            del tokens[0]
+        if len(tokens) > 2 and tokens[-1] == tokens[-2]:  # it ends with the eos token
+            del tokens[-1]
         for start in range(0, len(tokens) - 1, size - 1):
             part = list(tokens[start : start + size])
             yield part, part

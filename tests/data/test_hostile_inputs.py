@@ -217,6 +217,23 @@ def test_bos_is_what_the_tokenizer_puts_before_a_text(tmp_path: Path) -> None:
         assert tokenizer.encode("It is 42.", add_eos=False) == with_eos[:-1]
 
 
+def test_a_text_with_bos_and_eos_of_its_own_gets_no_second_ones(tmp_path: Path) -> None:
+    """Rows that a chat template has written, as in many notebooks."""
+    from tokenizers import processors
+
+    backend = byte_level()
+    backend.post_processor = processors.TemplateProcessing(
+        single="<s> $A", special_tokens=[("<s>", 0), ("</s>", 1)]
+    )
+    tokenizer = hf_tokenizer(str(write_folder(tmp_path, backend)), max_seq_len=64)
+    file = tmp_path / "rows.jsonl"
+    texts = ("Hello", "<s>Hello</s>", "<s>", "</s>")
+    file.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    plain, own, only_bos, only_eos = text_dataset(tokenizer, source=str(file))
+    assert own["tokens"] == plain["tokens"] == tokenizer.encode("Hello")
+    assert only_bos["tokens"] == only_eos["tokens"] == [0, 1]
+
+
 def test_ids_without_a_row_in_the_embedding(tmp_path: Path) -> None:
     from qfsdp.config.component import Component
 

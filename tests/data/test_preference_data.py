@@ -354,6 +354,9 @@ def test_mixtures_of_one_kind(tokenizer: HFTokenizer, tmp_path: Path) -> None:
         mixed(a=part, b=kto)
     with pytest.raises(UserError, match="dataset: the label of every row is true"):
         mixed(a=kto)
+    held_out = Component("qfsdp.data.kto_dataset", {"source": good})
+    key = "validation.sets.held_out"  # a few rows, or the end of a sorted file
+    assert len(build_preferences(key, held_out, tokenizer, None, RowLimit(128)))
     with pytest.raises(UserError, match=r"dataset\.sets\.b: .*without preferences"):
         mixed(a=part, b={"_component_": "tests.toy_data.Samples"})
 
