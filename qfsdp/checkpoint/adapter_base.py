@@ -26,10 +26,10 @@ from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
 from qfsdp.config.load import get_key, to_yaml
 from qfsdp.data.tokenizer_folder import read_text
-from qfsdp.hub.download import hub_name, local_folder, small_folder
+from qfsdp.hub.download import hub_name, local_folder, small_folder, split_name
 from qfsdp.modules.adapters.config import BASE_STARTS
 
-BASE_FILE = "qfsdp_base.json"
+BASE_FILE, GIVEN = "qfsdp_base.json", "model.path=MODEL"
 DEMO_MODEL = "${oc.env:QFSDP_CACHE,${oc.env:HOME}/.cache/qfsdp}/SmolLM2-135M-Instruct"
 OURS = "qfsdp.data.hf_tokenizer"
 _QUANTIZATION = ("format", "targets", "compute")
@@ -95,13 +95,18 @@ class OfAdapter:
     @classmethod
     def below(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Keys that are weaker than those of `tree`, and stronger than the defaults. Raises
-        UserError: the adapter names no base, and `tree` has no `model.path`."""
+        UserError: the adapter names no base, or a folder that is not there, and `tree` has no
+        `model.path`."""
         adapter = next(_adapters(tree), None)
         of_adapter = None if adapter is None else base_of(adapter)
         found = {"model": {"path": DEMO_MODEL}} if of_adapter is None else of_adapter
-        if "path" not in found.get("model", {}) and not _has_path(tree):
-            named = f"{adapter}/{CONFIG_FILE} names no base"
-            raise UserError(f"model.path: none, and {named}; expected model.path=MODEL")
+        if of_adapter is not None and not _has_path(tree):
+            path, file = of_adapter.get("model", {}).get("path"), f"{adapter}/{CONFIG_FILE}"
+            if path is None:
+                raise UserError(f"model.path: none, and {file} names no base; expected {GIVEN}")
+            if split_name(path) is None and not Path(path).expanduser().exists():
+                told = f"model.path: {path!r}, which {file} names, does not exist"
+                raise UserError(f"{told}; expected {GIVEN}, where the base is now")
         return {key: value for key, value in found.items() if key in cls.__annotations__}
 
 

@@ -55,7 +55,14 @@ from qfsdp.checkpoint.expert_adapter_files import (
 from qfsdp.checkpoint.plain_lora import as_lora, start_tensors
 from qfsdp.checkpoint.tensor_file import save_tensors
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import not_written, to_json, whole_file, why, write_text
+from qfsdp.common.files import (
+    check_no_pointer,
+    not_written,
+    to_json,
+    whole_file,
+    why,
+    write_text,
+)
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
@@ -313,6 +320,7 @@ def read_adapter_header(folder: Path) -> dict[str, StoredTensor]:
     file, shapes = folder / WEIGHTS_FILE, {}
     if not file.is_file():
         raise UserError(missing_files(folder))
+    check_no_pointer(file)
     with _opened(file) as tensors:
         for name in tensors.keys():  # noqa: SIM118  (not a dict)
             part = tensors.get_slice(name)

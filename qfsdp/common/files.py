@@ -24,6 +24,14 @@ from qfsdp.common.sizes import format_size
 from qfsdp.common.terminal import warn
 
 PARTIAL = ".partial"
+POINTER = b"version https://git-lfs"
+
+
+def check_no_pointer(file: Path) -> None:
+    """Raises UserError if a clone has left a pointer of Git LFS in the place of a file."""
+    with file.open("rb") as stream:
+        if stream.read(len(POINTER)) == POINTER:
+            raise UserError(f"{file}: a pointer of Git LFS, not the file; expected `git lfs pull`")
 
 
 def to_json(content: Any, **options: Any) -> str:

@@ -29,8 +29,10 @@ class TokenizerFolder:
         for name in ("tokenizer.json", "tokenizer_config.json"):
             if not (self.path / name).is_file():
                 raise UserError(
-                    f"tokenizer.path: {path} has no {name}; expected a Hugging Face model folder "
-                    "(for a tokenizer.model use torchtune.models.llama2.llama2_tokenizer "
+                    f"tokenizer.path: {path} has no {name}; expected a Hugging Face model folder; "
+                    "of older files transformers makes one: AutoTokenizer.from_pretrained(FOLDER)"
+                    ".save_pretrained(FOLDER) (for a tokenizer.model also "
+                    "torchtune.models.llama2.llama2_tokenizer "
                     "(sentencepiece) or torchtune.models.llama3.llama3_tokenizer (tiktoken))"
                 )
         self._config = read_json(self.path / "tokenizer_config.json")

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
 from qfsdp.common.errors import UserError
 from qfsdp.data import check_source, hf_tokenizer, instruct_dataset, text_dataset
 from qfsdp.data.chat import chat_template
@@ -232,6 +233,18 @@ def test_a_text_with_bos_and_eos_of_its_own_gets_no_second_ones(tmp_path: Path) 
     plain, own, only_bos, only_eos = text_dataset(tokenizer, source=str(file))
     assert own["tokens"] == plain["tokens"] == tokenizer.encode("Hello")
     assert only_bos["tokens"] == only_eos["tokens"] == [0, 1]
+
+
+def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
+    """A clone without Git LFS leaves a few lines of text in the place of large files."""
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 123\n"
+    for name in ("rows.jsonl", "rows.parquet", "rows.csv"):
+        (tmp_path / name).write_text(pointer)
+        with pytest.raises(UserError, match=f"{name}: a pointer of Git LFS, .* `git lfs pull`$"):
+            check_source("dataset.source", str(tmp_path / name))
+    (tmp_path / "model.safetensors").write_text(pointer)
+    with pytest.raises(UserError, match="model.safetensors: a pointer of Git LFS"):
+        SafetensorsFolder(tmp_path)
 
 
 def test_ids_without_a_row_in_the_embedding(tmp_path: Path) -> None:

@@ -114,6 +114,12 @@ def test_mismatches_are_told(run: Path, tmp_path: Path, capsys: Any, caplog: Any
 def test_an_adapter_that_names_no_base(run: Path, tmp_path: Path) -> None:
     folder = shutil.copytree(run / "adapter", tmp_path / "adapter")
     written = json.loads((folder / "adapter_config.json").read_text())
+    moved = written | {"base_model_name_or_path": "elsewhere"}
+    (folder / "adapter_config.json").write_text(json.dumps(moved))
+    with pytest.raises(
+        UserError, match="^model.path: 'elsewhere', which .* does not exist; expect"
+    ):
+        config_of("generate", folder, "prompt=Why?")
     written["base_model_name_or_path"] = None
     (folder / "adapter_config.json").write_text(json.dumps(written))
     with pytest.raises(UserError, match="names no base; expected model.path=MODEL"):

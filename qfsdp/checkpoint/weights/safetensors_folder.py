@@ -14,7 +14,7 @@ from torch import Tensor
 
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, OpenFiles, StoredTensor
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import why
+from qfsdp.common.files import check_no_pointer, why
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.terminal import warn
 from qfsdp.hub.download import local_folder
@@ -78,6 +78,7 @@ class SafetensorsFolder:
     def _read_header(self, file: Path) -> None:
         if not file.is_file():
             raise UserError(f"{file} does not exist; the model's weights are read from it")
+        check_no_pointer(file)
         with open(file, "rb") as handle:
             try:
                 with safe_open(file, framework="pt"):

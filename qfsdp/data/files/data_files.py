@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.files import check_no_pointer
 from qfsdp.common.long_waits import long_wait
 from qfsdp.data.files.csv_files import check_csv_beginning
 from qfsdp.data.files.json_lines import MAX_LINE, decoded, json_values, parsed
@@ -95,6 +96,7 @@ def _walked(folder: Path) -> tuple[list[Path], list[str]]:
 def check_beginning(file: Path) -> None:
     """Checks the first megabyte of a data file. Raises UserError: it is binary, not UTF-8, or does
     not begin with a JSON object or a list of them."""
+    check_no_pointer(file)
     with file.open("rb") as stream:
         data = stream.read(BEGINNING)
     if suffix_of(file) == ".parquet":
