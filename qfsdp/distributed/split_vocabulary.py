@@ -38,7 +38,7 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear
 from qfsdp.modules.adapters.whole import computed_in
-from qfsdp.modules.collectives import all_gather, reduce_scatter
+from qfsdp.modules.collectives import reduce_scatter
 from qfsdp.modules.distillation import Columns
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_functions, chunk_tokens, summed_by_sample
@@ -46,6 +46,7 @@ from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.score_head import score_head
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import (
+    all_gather,
     local_rows,
     shard_group,
 )

@@ -9,8 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-# torch 2.13 renamed the functions and warns about the old names.
-all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+# torch 2.13 renamed the function and warns about the old name (`dtensor.all_gather`).
 reduce_scatter = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
 GROUPS: dict[str, dist.ProcessGroup] = {}
 """Groups by name: a custom op takes no group."""

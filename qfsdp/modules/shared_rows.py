@@ -10,7 +10,8 @@ from torch.autograd.function import once_differentiable
 
 from qfsdp.data.cut_rows import CutRows
 from qfsdp.modules.attention.cut_rows import Reach
-from qfsdp.modules.collectives import GROUPS, all_gather
+from qfsdp.modules.collectives import GROUPS
+from qfsdp.tensor_subclasses.dtensor import all_gather
 
 
 class SharedRows(NamedTuple):

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Placement
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 # torch 2.13 renamed the function and warns about the old name.
-_all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+all_gather = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 GATHER_NUMBERS = 1 << 24  # size of a group of matrices gathered at once: 64 MB in fp32
 
 
@@ -81,7 +81,7 @@ def _gather(params: Sequence[DTensor]) -> Iterator[Tensor]:
         local = param.to_local().detach()
         to[: local.numel()].copy_(local.flatten())
     everyone = mine.new_empty(group.size() * mine.numel())
-    _all_gather(everyone, mine, group)
+    all_gather(everyone, mine, group)
     parts = everyone.view(group.size(), -1).split(sizes, dim=1)
     for part, param in zip(parts, params, strict=True):
         # Equal shards one after the other are the matrix with padding at its end.

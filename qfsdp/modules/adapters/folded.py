@@ -8,7 +8,7 @@ in every call, because training changes them. Here this is done once:
 The kernel that dequantizes W multiplies its rows by `ratio` while it writes them, as in training.
 So a linear's results have the same bits as those of `LowRankLinear`. In fp32 those of a model
 differ in the last bits: training multiplies the A of linears with one input together
-(`same_input`). A plain W is not multiplied anew for every token: there the output is.
+(`low_rank.grouped`). A plain W is not multiplied anew for every token: there the output is.
 """
 
 from __future__ import annotations

@@ -26,7 +26,8 @@ from torch.autograd.function import once_differentiable
 
 from qfsdp.data.cut_rows import CutRows
 from qfsdp.modules.attention.sinks import attention, attention_backward, gradients
-from qfsdp.modules.collectives import GROUPS, all_gather, reduce_scatter
+from qfsdp.modules.collectives import GROUPS, reduce_scatter
+from qfsdp.tensor_subclasses.dtensor import all_gather
 from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 
 
