@@ -113,15 +113,18 @@ def run(words: list[str], results: Path) -> int:
 
 # What only a GPU answers, and the part of `benchmarks/gpu_suite.py` that asks it.
 PARTS = {
-    "qfsdp/cli/doctor/": "none, `qfsdp doctor` on a machine with cards",
+    "qfsdp/cli/": "doctor",
+    "qfsdp/common/": "doctor",
     "qfsdp/checkpoint/": "tests_first",
     "qfsdp/data/": "ours_qlora_4096",
     "qfsdp/distributed/": "two_ranks",
     "qfsdp/modules/adapters/": "norms",
     "qfsdp/modules/experts/": "mixture",
+    "qfsdp/modules/": "packed_rows_graphs_4096",
     "qfsdp/planning/": "none, a run on a GPU, and one that is out of memory",
     "qfsdp/tensor_subclasses/dtensor.py": "two_ranks",
     "qfsdp/tensor_subclasses/": "dequantize",
+    "qfsdp/training/distillation.py": "none, a run with a cache of the teacher",
     "qfsdp/training/": "bandwidth",
 }
 

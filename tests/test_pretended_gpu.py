@@ -9,17 +9,18 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from qfsdp.checkpoint.state import random_state, set_random_state
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed import stores
 from qfsdp.distributed.stores import DeviceAhead, HostStore
-from qfsdp.modules import compute_dtype
+from qfsdp.modules import activation_offload, compute_dtype
 from qfsdp.modules.attention import documents, self_attention, sinks
 from qfsdp.modules.experts.product import expert_product, takes_grouped
-from qfsdp.tensor_subclasses import fp8
+from qfsdp.modules.hub_models.documents import has_kernel
+from qfsdp.tensor_subclasses import few_rows, fp8, nf4, nf4_by_bitsandbytes
 from qfsdp.tensor_subclasses.plain import PlainRows
 from tests.pretended_gpu import GPU, Stream, pretend
 from tests.tiny import load_recipe, write_tiny_model
@@ -111,6 +112,28 @@ def test_products_of_gpus_are_those_of_cpus(monkeypatch: pytest.MonkeyPatch) -> 
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
 
 
+def test_operators_for_cpus_are_not_asked_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor imported; kernels of recurrent layers are, where their package is installed."""
+
+    def fails(*_: Any) -> Any:
+        pytest.fail("asked for an operator of CPUs")
+
+    assert not has_kernel(torch.ones(2), "torch")
+    pretend(monkeypatch)
+    assert has_kernel(torch.ones(2), "torch") and not has_kernel(torch.ones(2), "no_such_package")
+    weight = nf4.quantize(torch.randn(64, 128))
+    model = nn.Module()
+    model.weight = nn.Parameter(weight, requires_grad=False)
+    monkeypatch.setattr(nf4_by_bitsandbytes, "LEAST_WEIGHTS", 1)
+    for module, name in ((nf4_by_bitsandbytes, "_operator"), (few_rows, "_is_right")):
+        monkeypatch.setattr(module, name, fails)
+    assert not nf4_by_bitsandbytes.use_for(model)
+    few_rows.use_for(model)
+    x = torch.ones(1, 128, dtype=torch.bfloat16)
+    with few_rows.generating():
+        assert few_rows.product(x, model.weight) is None
+
+
 def test_random_states_of_both_devices_come_back(monkeypatch: pytest.MonkeyPatch) -> None:
     pretend(monkeypatch)
     before = random_state(GPU)
@@ -139,3 +162,25 @@ def test_units_are_copied_ahead_in_memory_of_the_computation(
         for layer, weight in enumerate(weights):
             assert (weight.fetch().qdata == layer).all()
     assert len(made) == 10 and not any(made)
+
+
+def test_activations_wait_for_the_stream_that_computes_then(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Not for the one that computed when the run began (trl#7195), and every number comes back."""
+    pretend(monkeypatch)
+    monkeypatch.setattr(activation_offload, "SMALLEST_OFFLOADED", 1)
+    computing, waited_for = [Stream()], list[Stream]()
+    monkeypatch.setattr(torch.accelerator, "current_stream", lambda *_: computing[-1])
+    monkeypatch.setattr(Stream, "wait_stream", lambda _, other: waited_for.append(other))
+    x = torch.randn(4, 8, requires_grad=True)
+    (expected,) = torch.autograd.grad(x.tanh().exp().tanh().exp().tanh().exp().sum(), x)
+    offload, y = activation_offload.Offload(), x
+    for _ in range(3):
+        with offload.layer([x]):
+            y = y.tanh().t().exp().t()  # a view of a storage is copied with it
+        computing.append(Stream())
+    assert waited_for == computing[1:3]
+    y.sum().backward()
+    assert set(waited_for[2:]) == {computing[3]} and x.grad is not None
+    assert torch.equal(x.grad, expected)

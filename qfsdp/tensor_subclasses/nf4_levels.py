@@ -57,7 +57,8 @@ def write_compiled(codes: Tensor, absmax: Tensor, levels: Tensor, out: Tensor) -
 
 
 def _selected_level(code: Tensor) -> Tensor:
-    """The fp32 level of each code (int32) by 15 selections, which vectorize; a lookup does not.
+    """The fp32 level of each code (int32) by 15 selections, which vectorize; a lookup does not, and
+    no operation of PyTorch becomes the permute by which bitsandbytes is 2.4 times as fast.
 
     One core with AVX-512 (Zen 5): 2.07 G weights/s to bf16, 0.63 with a table of 16. With AVX2
     (Zen 3) both run at 0.8.
