@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from textwrap import wrap
 from typing import Any
 
 import yaml
@@ -18,6 +19,7 @@ DATA = ROOT / "docs" / "reports.yaml"
 PAGE = ROOT / "docs" / "reference" / "reports.md"
 KINDS = ("measured", "estimated", "computed", "none")
 COLUMNS = ("claim", "ours", "from", "published", "why they part")
+WHOLE: Any = {"break_long_words": False, "break_on_hyphens": False}
 HEAD = """# Published reports
 
 Written by `python docs/reports.py` from `docs/reports.yaml`; do not edit. Each table has what a
@@ -62,9 +64,8 @@ def commands(rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     for command in dict.fromkeys(row["command"] for row in rows):
         first, _, rest = command.partition(" --config ")
         config, _, keys = rest.partition(" ")
-        yield "    " + first + (f" --config {config}" if rest else "") + " \\" * bool(keys)
-        if keys:
-            yield f"        {keys}"
+        lines = [f"{first} --config {config}", keys] if rest else wrap(command, 92, **WHOLE)
+        yield "    " + " \\\n        ".join(filter(None, lines))
 
 
 if __name__ == "__main__":
