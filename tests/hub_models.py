@@ -16,6 +16,7 @@ from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
+from qfsdp.modules.hub_models.config import Implementation
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests.models import randomize_adapters
@@ -192,6 +193,7 @@ NAMES = ["qwen3_5", "gemma4", "deepseek_v3", "lfm2", "llama"]
 # Recurrent layers, shared keys and values, and experts are in the short suite.
 MIXTURES = ["qwen3_5_moe", "glm4_7", "gemma4_moe"]
 OTHERS = ["gpt2", "falcon"]
+HYBRID = ["qwen3_5", "qwen3_5_whole", "qwen3_5_moe", "qwen3_next"]  # which we build too
 PARAMETERS = [
     *(*NAMES[:3], MULTIMODAL[0]),
     *(
@@ -206,7 +208,7 @@ EXPERT_NAMES = ["experts.gate_up_proj", "experts.down_proj"]
 
 def adapter_of(name: str, rank: int = 4) -> AdapterConfig:
     """DoRA of all linears; of a mixture LoRA, with its experts: PEFT has no DoRA of these."""
-    if name in (*MIXTURES, "deepseek_v3"):
+    if name in (*MIXTURES, "deepseek_v3", "qwen3_next"):
         return AdapterConfig("lora", rank=rank, alpha=8, targets=["all-linear", *EXPERT_NAMES])
     return AdapterConfig("dora", rank=rank, alpha=8)
 
@@ -263,12 +265,15 @@ def with_tokenizer(name: str, folder: Path, tokenizer: Path) -> Path:
 
 
 def built(
-    folder: Path, adapter: AdapterConfig | None = None, activation: ActivationConfig | None = None
-) -> HubDecoder:
-    """A loaded model of transformers, in NF4 if it is adapted."""
-    config = ModelConfig(str(folder), dtype="fp32", implementation="transformers")
+    folder: Path,
+    adapter: AdapterConfig | None = None,
+    activation: ActivationConfig | None = None,
+    implementation: Implementation = "transformers",
+) -> Any:
+    """A loaded model, of transformers or ours, in NF4 if it is adapted."""
+    config = ModelConfig(str(folder), dtype="fp32", implementation=implementation)
     model = config.build()
-    assert isinstance(model, HubDecoder)
+    assert isinstance(model, HubDecoder) == (implementation == "transformers")
     if adapter is not None:
         quantize_linears(model, QuantizationConfig())
         add_adapters(model, adapter)

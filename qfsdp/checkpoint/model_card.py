@@ -27,7 +27,6 @@ from qfsdp.distributed.world import World
 from qfsdp.hub.download import hub_name, local_folder
 from qfsdp.hub.upload import KEY, push_later
 from qfsdp.modules.adapters.config import NAMES
-from qfsdp.modules.hub_models.config import HubConfig
 
 CARD_FILE = "README.md"
 
@@ -201,8 +200,7 @@ def _figures(run: Path) -> Iterator[tuple[str, str]]:
 def _sees(cfg: Any) -> bool:
     """Whether the result belongs to a model that takes more than text."""
     with suppress(UserError):
-        config = cfg.model.any_config()
-        return isinstance(config, HubConfig) and config.takes_more_than_text
+        return bool(cfg.model.any_config().takes_more_than_text)
     return False
 
 

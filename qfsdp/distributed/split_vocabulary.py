@@ -109,13 +109,13 @@ class SplitVocabulary:
         self._dtype = computed_in(model)
         self._vocabulary = model.config.vocab_size
         made: dict[nn.Parameter, nn.Parameter] = {}  # one of a tied weight
-        for module in (*model.model.embed_tokens.modules(), *model.lm_head.modules()):
+        for module in (*model.parts.embedding.modules(), *model.lm_head.modules()):
             for name, param in list(module.named_parameters(recurse=False)):
                 if param not in made:
                     made[param] = own_parameter(param, mesh)
                 setattr(module, name, made[param])
         self.parameters = set(made.values())
-        own = local_rows(model.model.embed_tokens.weight)
+        own = local_rows(model.parts.embedding.weight)
         self.first, self.rows = own.start, own.stop - own.start
 
     # ---- embedding ---------------------------------------------------------------------------

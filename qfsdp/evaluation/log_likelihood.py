@@ -80,15 +80,17 @@ def _shorten(context: Sequence[int], continuation: Sequence[int], positions: int
 def _longest_row(model: AnyDecoder) -> int:
     """Longest row with several continuations.
 
-    Each continuation has a row of its own where there is no mask (attention with sinks, models of
-    transformers), and where a rotary embedding depends on the row's length. A sliding window counts
-    the other continuations of a row too, so a row is no longer than the window.
+    Each continuation has a row of its own where there is no mask (attention with sinks, recurrent
+    layers, models of transformers), and where a rotary embedding depends on the row's length. A
+    sliding window counts the other continuations of a row too, so a row is no longer than the
+    window.
     """
     if isinstance(model, HubDecoder):
         return 0
-    if model.config.attention.sinks or model.config.by_length:
+    config = model.config
+    if config.attention.sinks or config.by_length or config.recurrent is not None:
         return 0
-    return model.config.shortest_window or 1 << 30
+    return config.shortest_window or 1 << 30
 
 
 def _rows(pairs: list[Pair], longest: int) -> list[_Row]:
@@ -194,7 +196,7 @@ def _output_at(model: AnyDecoder, places: Tensor) -> Iterator[None]:
     if isinstance(model, HubDecoder):
         handle = model.parts.body.register_forward_hook(of_body)
     else:
-        handle = model.model.norm.register_forward_hook(select)
+        handle = model.body.norm.register_forward_hook(select)
     try:
         yield
     finally:

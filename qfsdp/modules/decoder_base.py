@@ -19,6 +19,12 @@ class LayerBase(nn.Module):
 
     block: Any
     compiled: bool
+    mixer_name: str
+
+    @property
+    def mixer(self) -> Any:
+        """What tokens see each other through: `Attention` or `DeltaNet`."""
+        return getattr(self, self.mixer_name)
 
     def compile_block(self) -> None:
         """Compiles `block`; FSDP2's hooks on the layer stay outside of the compiled code."""
@@ -55,26 +61,31 @@ class DecoderBase(nn.Module):
     @property
     def parts(self) -> ModelParts:
         """Its modules by what they are."""
-        body = self.model
+        body = self.body
         return ModelParts(body, body.layers, body.embed_tokens, getattr(self, self.output_name))
+
+    @property
+    def body(self) -> Any:
+        """Embedding, layers and last norm; of a model that takes more than text, the text's."""
+        return getattr(self.model, "language_model", self.model)
 
     def tie_weights(self) -> None:
         """Makes the output layer share the embedding's weight if the config ties them."""
         if self.config.tie_word_embeddings:
-            self.lm_head.weight = self.model.embed_tokens.weight
+            self.lm_head.weight = self.body.embed_tokens.weight
 
     def set_activations(self, config: ActivationConfig) -> None:
         """Sets what each layer keeps for backward, and where."""
         offload, tile = Offload() if config.offload else None, config.tile_of(self.config)
-        for index, layer in enumerate(self.model.layers):
+        for index, layer in enumerate(self.body.layers):
             layer.checkpointing = "none" if index % config.every_n_layers else config.checkpointing
             layer.offload, layer.tile_tokens = offload, tile
 
     def share_rows(self, group: str) -> None:
         """Has the ranks of `group`, in `GROUPS`, share the rows that it gets."""
         self.group = self.routing.group = group
-        for layer in self.model.layers:
-            layer.self_attn.group = group
+        for layer in self.body.layers:
+            layer.mixer.group = group
 
     def compile_layers(self) -> None:
         """Compiles the computation of every layer; FSDP2's hooks stay outside of it.
@@ -89,7 +100,7 @@ class DecoderBase(nn.Module):
         kinds = len(set(self.config.layers))
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 8 * kinds)
-        for layer in self.model.layers:
+        for layer in self.body.layers:
             cast(LayerBase, layer).compile_block()
 
     def next_logits(self, tokens: Tensor, cache: KVCache) -> Tensor:
@@ -103,7 +114,7 @@ class DecoderBase(nn.Module):
             positions, last, lengths = lengths, torch.zeros_like(rows), lengths + 1
             masks = {kind.window: cache.mask(kind.window) for kind in self.config.layers}
         tables = self.rotary_tables(positions, x.dtype, lengths=lengths)
-        layers = zip(self.model.layers, self.config.layers, cache.layers(x.dtype), strict=True)
+        layers = zip(self.body.layers, self.config.layers, cache.layers(x.dtype), strict=True)
         for layer, kind, kept in layers:
             x = layer(x, *tables[kind.rope], masks[kind.window], None, kept)
         cache.advance()

@@ -20,11 +20,13 @@ class LayerConfig:
         window: the number of positions that a token sees, itself included; None: all before it.
         rope: its rotary embedding; None: positions are not embedded.
         mixture: its feed-forward is a mixture of experts, see `ExpertsConfig`.
+        recurrent: it has a state along the row in place of attention, see `RecurrentConfig`.
     """
 
     window: int | None = None
     rope: RopeConfig | None = RopeConfig()
     mixture: bool = False
+    recurrent: bool = False
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,7 @@ class AttentionConfig:
         qk_norm: norms of queries and keys: of every head, or of the whole projection.
         scale: multiplies scores; None: 1 / sqrt(head_dim).
         sinks: every head has a logit that no token stands for, see `qfsdp.modules.attention.sinks`.
+        gated: the linear of queries also makes a gate of each number of the result.
     """
 
     inner: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
@@ -44,6 +47,32 @@ class AttentionConfig:
     qk_norm: Literal["head", "projection"] | None = None
     scale: float | None = None
     sinks: bool = False
+    gated: bool = False
+
+
+@dataclass(frozen=True)
+class RecurrentConfig:
+    """Gated DeltaNet (`qfsdp.modules.delta_net`).
+
+    Fields:
+        key_heads, value_heads: as many queries as keys; a divisor of the values.
+        key_dim, value_dim: of a head.
+        taps: of the convolution.
+        fused: one linear makes queries, keys, values and gates, head by head.
+    """
+
+    key_heads: int
+    value_heads: int
+    key_dim: int
+    value_dim: int
+    taps: int
+    fused: bool = False
+
+    @property
+    def widths(self) -> tuple[int, int, int]:
+        """Numbers of a token's queries, keys and values."""
+        keys = self.key_heads * self.key_dim
+        return keys, keys, self.value_heads * self.value_dim
 
 
 @dataclass(frozen=True)
@@ -184,9 +213,11 @@ class DecoderParts:
         intermediate_size: of dense layers.
         layers: one entry for every layer.
         experts: of the layers that are mixtures; None: no layer is one.
+        recurrent: of the layers that are so; None: no layer is.
         norm: what all norms compute.
         predictors: layers after the last one that files may hold and that are neither computed nor
             loaded: they predict further tokens (multi-token prediction, arXiv:2412.19437).
+        body: name of the body. In a model that takes more than text it is that of the text model.
     """
 
     vocab_size: int
@@ -202,9 +233,16 @@ class DecoderParts:
     attention: AttentionConfig = AttentionConfig()
     mlp: MLPConfig = MLPConfig()
     experts: ExpertsConfig | None = None
+    recurrent: RecurrentConfig | None = None
     multipliers: Multipliers = Multipliers()
     tie_word_embeddings: bool = False
     predictors: int = 0
+    body: str = "model"
+
+    @property
+    def takes_more_than_text(self) -> bool:
+        """Whether only a part of the model, its text model, is trained."""
+        return self.body != "model"
 
     @property
     def num_hidden_layers(self) -> int:

@@ -34,6 +34,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from qfsdp.modules.shared_rows import SharedRows, gathered
+from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 
 CHUNK = 64  # tokens
 EPSILON = 1e-6  # below the root of the length of queries and keys, as in flash-linear-attention
@@ -77,6 +78,19 @@ def gated_delta_rule(
     )
     read, new = solved.split([key.shape[-1], value.shape[-1]], -1)
     return _results(queries, keys, read, new, decays, value, state, shared)
+
+
+def next_state(
+    query: Tensor, key: Tensor, value: Tensor, decay: Tensor, step: Tensor, state: Tensor
+) -> tuple[Tensor, Tensor]:
+    """`gated_delta_rule` of one more token of each row: its arguments without `tokens`."""
+    of_head = value.shape[1] // key.shape[1]
+    query, key = (_unit(part.float()).repeat_interleave(of_head, 1) for part in (query, key))
+    state = state * decay.exp()[..., None, None]
+    error = value.float() - (state * key.unsqueeze(-1)).sum(-2)
+    state = state + key.unsqueeze(-1) * (error * step.unsqueeze(-1)).unsqueeze(-2)
+    found = (state * query.unsqueeze(-1)).sum(-2) * key.shape[-1] ** -0.5
+    return found.to(value.dtype), state
 
 
 def state_space(
@@ -178,7 +192,7 @@ class _States(torch.autograd.Function):
         state: Tensor,
         shared: SharedRows | None,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        found = _forward(reads, new, keys, keeps, state)
+        found = run_chunks(reads, new, keys, keeps, state)
         ctx.shared, effects = shared, None
         if shared is not None:
             effects, ends = (
@@ -187,7 +201,7 @@ class _States(torch.autograd.Function):
             for effect, end in zip(effects[: shared.rows.part], ends, strict=False):
                 state = _through(effect, state) + end
             if shared.rows.part:
-                found = _forward(reads, new, keys, keeps, state)
+                found = run_chunks(reads, new, keys, keeps, state)
         ctx.save_for_backward(reads, keys, keeps, *found[:2], effects)
         return found
 
@@ -197,20 +211,29 @@ class _States(torch.autograd.Function):
         *saved, effects = ctx.saved_tensors
         of_written, of_states, of_state = grads
         if ctx.shared is None:
-            return *_backward(of_written, of_states, of_state, *saved), None
+            return _given(saved[0], run_chunks_back(of_written, of_states, of_state, *saved))
         of_state = torch.zeros_like(of_state)
-        found = _backward(of_written, of_states, of_state, *saved)
+        found = run_chunks_back(of_written, of_states, of_state, *saved)
         starts, later = gathered(found[4], ctx.shared), ctx.shared.rows.part + 1
         for effect, start in zip(reversed(effects[later:]), reversed(starts[later:]), strict=True):
             of_state = _through(effect.mT, of_state) + start
         if later < len(starts):
-            found = _backward(of_written, of_states, of_state, *saved)
-        return *found, None
+            found = run_chunks_back(of_written, of_states, of_state, *saved)
+        return _given(saved[0], found)
 
 
-def _forward(
+def _given(reads: Tensor | None, found: tuple[Tensor, ...]) -> tuple[Tensor | None, ...]:
+    return (None if reads is None else found[0], *found[1:], None)
+
+
+# Custom ops, as attention is: compiled layers are one graph for rows of any length.
+
+
+@custom_op("qfsdp::delta_chunks")
+def run_chunks(
     reads: Tensor | None, new: Tensor, keys: Tensor, keeps: Tensor, state: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
+    """u and S of all chunks, and the state after the last one."""
     states = new.new_empty(len(new), *state.shape)
     written = new.clone() if reads is None else torch.empty_like(new)
     for at in range(len(new)):
@@ -221,7 +244,8 @@ def _forward(
     return written, states, state
 
 
-def _backward(
+@custom_op("qfsdp::delta_chunks_backward")
+def run_chunks_back(
     of_written: Tensor,
     of_states: Tensor,
     of_state: Tensor,
@@ -230,7 +254,8 @@ def _backward(
     keeps: Tensor,
     written: Tensor,
     states: Tensor,
-) -> Any:
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of all arguments of `run_chunks`; no numbers where `reads` is None."""
     of_new, of_next = torch.empty_like(written), torch.empty_like(states)
     for at in reversed(range(len(keys))):
         of_next[at] = of_state
@@ -238,9 +263,21 @@ def _backward(
         of_state = of_states[at] + of_state * keeps[at]
         if reads is not None:
             of_state = torch.baddbmm(of_state, reads[at].mT, of_new[at], alpha=-1)
-    of_reads = None if reads is None else -(of_new @ states.mT)
+    of_reads = of_new.new_empty(0) if reads is None else -(of_new @ states.mT)
     of_keeps = (states * of_next).sum_to_size(keeps.shape)
     return of_reads, of_new, written @ of_next.mT, of_keeps, of_state
+
+
+@torch.library.register_fake("qfsdp::delta_chunks")
+def _(reads: Any, new: Tensor, keys: Tensor, keeps: Tensor, state: Tensor) -> Any:
+    return torch.empty_like(new), new.new_empty(len(new), *state.shape), torch.empty_like(state)
+
+
+@torch.library.register_fake("qfsdp::delta_chunks_backward")
+def _(of_written: Any, of_states: Any, of_state: Any, reads: Any, *saved: Tensor) -> Any:
+    keys, keeps, written, _ = (torch.empty_like(part) for part in saved)
+    of_reads = written.new_empty(0) if reads is None else torch.empty_like(reads)
+    return of_reads, written, keys, keeps, torch.empty_like(of_state)
 
 
 def _effect(reads: Tensor | None, keys: Tensor, keeps: Tensor) -> Tensor:

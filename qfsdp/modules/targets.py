@@ -17,6 +17,10 @@ LINEAR_NAMES = (
     "v_proj",
     "qkv_proj",
     "o_proj",
+    "in_proj_qkv",
+    "in_proj_z",
+    "in_proj_qkvz",
+    "out_proj",
     "gate_proj",
     "up_proj",
     "gate_up_proj",
@@ -27,8 +31,8 @@ LINEAR_NAMES = (
 )
 # Further names of linears in models of transformers, which have many more.
 HUB_NAMES = (
-    *("in_proj_qkv", "in_proj_z", "in_proj_a", "in_proj_b", "in_proj_qkvz", "in_proj_ba"),
-    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "in_proj", "out_proj", "x_proj"),
+    *("in_proj_a", "in_proj_b", "in_proj_ba", "in_proj", "x_proj"),
+    *("q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj"),
     *("w1", "w2", "w3", "query_key_value", "dense", "dense_h_to_4h", "dense_4h_to_h", "fc1", "fc2"),
     *("per_layer_input_gate", "per_layer_projection"),
 )

@@ -25,6 +25,7 @@ from qfsdp.modules.collectives import over_parts
 from qfsdp.modules.decoder_base import DecoderBase, LayerBase
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
+from qfsdp.modules.delta_net import DeltaNet
 from qfsdp.modules.experts.mixture import MixtureMLP
 from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.loss import OutputLayer, head_loss
@@ -53,7 +54,9 @@ class DecoderLayer(LayerBase):
         super().__init__()
         self.norms, self.mlp_name = config.norms, config.mlp.module
         self.residual_multiplier = config.multipliers.residual
-        self.self_attn = Attention(config, kind)
+        self.mixer_name = "linear_attn" if kind.recurrent else "self_attn"
+        mixer = DeltaNet(config) if kind.recurrent else Attention(config, kind)
+        setattr(self, self.mixer_name, mixer)
         setattr(self, self.mlp_name, MixtureMLP(config) if kind.mixture else MLP(config))
         for name in config.norms.names():
             setattr(self, name, config.norm.build(config.hidden_size))
@@ -78,8 +81,8 @@ class DecoderLayer(LayerBase):
         cache: LayerCache | None = None,
         counted: Tensor | None = None,
     ) -> Any:
-        norms, attention, mlp = self.norms, self.self_attn, self.feed_forward
-        y = attention(self._norm(norms.before_attention, x), cos, sin, mask, cu_seqlens, cache)
+        norms, mlp = self.norms, self.feed_forward
+        y = self.mixer(self._norm(norms.before_attention, x), cos, sin, mask, cu_seqlens, cache)
         y = self._added(self._norm(norms.after_attention, y))
         if self.tile_tokens is not None:
             trained = [mlp, *(getattr(self, n) for n in (norms.before_mlp, norms.after_mlp) if n)]
@@ -168,7 +171,9 @@ class Decoder(DecoderBase):
         self.split: Any = None
         self.group = ""
         self.routing = Routing(config.experts.router.aux_loss if config.experts else 0.0)
-        self.model = Backbone(config)
+        self.model: Any = Backbone(config)
+        if config.takes_more_than_text:
+            self.model = nn.ModuleDict({"language_model": self.model})
         self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
         self.embedding_rows: Any = None
         self.head_rows: Any = None
@@ -215,7 +220,8 @@ class Decoder(DecoderBase):
 
         Raises:
             ValueError: `cu_seqlens` is given with a mask or without positions, a mask to a model
-                with attention sinks, or whole rows with labels to ranks that share rows.
+                with attention sinks or recurrent layers, or whole rows with labels to ranks that
+                share rows.
         """
         if cache is not None:
             return self.next_logits(tokens, cache)
@@ -247,8 +253,8 @@ class Decoder(DecoderBase):
         cut = cut_rows(cu_seqlens, self.group, labels)
         if cu_seqlens is not None and (mask is not None or positions is None):
             raise ValueError("cu_seqlens takes positions with it, and no mask")
-        if mask is not None and self.config.attention.sinks:
-            raise ValueError("attention with sinks takes no mask")
+        if mask is not None and (self.config.attention.sinks or self.config.recurrent):
+            raise ValueError("attention with sinks and recurrent layers take no mask")
         return cut
 
     def _layers(
@@ -261,7 +267,7 @@ class Decoder(DecoderBase):
     ) -> tuple[Tensor, list[Tensor]]:
         """The last layer's output and, with `counted`, the routing of every mixture."""
         routed: list[Tensor] = []
-        for layer, kind in zip(self.model.layers, self.config.layers, strict=True):
+        for layer, kind in zip(self.body.layers, self.config.layers, strict=True):
             args = (x, *tables[kind.rope], masks[kind.window], cu_seqlens)
             if counted is None or not kind.mixture:
                 x = layer(*args)
@@ -280,7 +286,7 @@ class Decoder(DecoderBase):
         return {window: within_window(mask, window, tokens) for window in windows}
 
     def embedded(self, tokens: Tensor) -> Tensor:
-        embedding, factors = self.model.embed_tokens, self.config.multipliers
+        embedding, factors = self.body.embed_tokens, self.config.multipliers
         x = self.split.embedded(embedding, tokens) if self.split else embedding(tokens)
         if self.embedding_rows is not None:
             x = self.embedding_rows.in_embedded(x, tokens)
@@ -291,7 +297,7 @@ class Decoder(DecoderBase):
 
     def final(self, x: Tensor) -> Tensor:
         """Input of the output layer. It is linear, so its input takes the logits' multiplier."""
-        x, factor = self.model.norm(x), self.config.multipliers.logits
+        x, factor = self.body.norm(x), self.config.multipliers.logits
         return x if factor == 1.0 else x * factor
 
     def _loss(self, hidden: Tensor, labels: Tensor, *samples: Any, taught: Any) -> Tensor:

@@ -252,7 +252,7 @@ def why_not(model: AnyDecoder, world: World, cfg: Any) -> Obstacle | None:
     """Why the steps of a run, or all but DoRA's norms, cannot be captured; None if they may be."""
     if isinstance(model, HubDecoder):
         return Obstacle("transformers computes the layers; expected qfsdp's decoder", norms=False)
-    layers = [cast(Any, layer) for layer in model.model.layers]
+    layers = [cast(Any, layer) for layer in model.parts.layers]
     kept, head_dim = cfg.activation.checkpointing, model.config.head_dim
     checks = [
         (world.device.type != "cuda", f"the device is {world.device.type}; expected cuda"),

@@ -35,6 +35,7 @@ from qfsdp.modules.adapters.miss import BlockSharedLinear
 from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.adapters.several import SeveralLinear
 from qfsdp.modules.adapters.whole import computed_in
+from qfsdp.modules.delta_net import DeltaNet
 from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.transformer import Decoder, DecoderLayer
@@ -107,18 +108,18 @@ def step_flops(
     tokens = sum(lengths) if tokens is None else tokens
     if isinstance(model, HubDecoder):
         return _flops_of_linears(model, tokens, targets)
-    layers = [cast(DecoderLayer, layer) for layer in model.model.layers]
-    pairs = {
-        window: _attended(lengths, window)
-        for window in {layer.self_attn.window for layer in layers}
-    }
+    layers = [cast(DecoderLayer, layer) for layer in model.parts.layers]
+    pairs = {w: _attended(lengths, w) for w in {layer.mixer.window for layer in layers}}
     rows = model.embedding_rows is not None and model.embedding_rows.weight.requires_grad
-    work = _Work(model.model.embed_tokens.weight.requires_grad or rows)
+    work = _Work(model.parts.embedding.weight.requires_grad or rows)
     for layer in layers:
-        attention, mlp, forward = layer.self_attn, layer.feed_forward, work.forward
-        work.linears(tokens, *(attention.get_submodule(name) for name in attention.inner))
-        work.attention(attention.widths[0], pairs[attention.window])
-        work.linears(tokens, attention.o_proj)
+        mixer, mlp, forward = layer.mixer, layer.feed_forward, work.forward
+        work.linears(tokens, *(mixer.get_submodule(name) for name in mixer.inner))
+        if isinstance(mixer, DeltaNet):
+            work.recurrence(mixer.products, tokens)
+        else:
+            work.attention(mixer.widths[0], pairs[mixer.window])
+        work.linears(tokens, mixer.outer)
         for share, linears in mlp.stages():
             work.linears(tokens, *linears, share=share)
         if layer.checkpointing == "full" and work.trained:
@@ -184,6 +185,12 @@ class _Work:
         if self.trained:
             self.backward += 4 * product  # gradients of scores, queries, keys and values
             self.again += product  # kernels do not keep the scores
+
+    def recurrence(self, products: int, tokens: int) -> None:
+        """Adds the products of a state, so many of each token, that no weight takes part in."""
+        self.forward += 2 * products * tokens
+        if self.trained:
+            self.backward += 4 * products * tokens
 
 
 def _attended(lengths: list[int], window: int | None) -> int:

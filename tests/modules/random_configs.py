@@ -244,7 +244,7 @@ def with_our_names(theirs: dict[str, Any], model_type: str) -> dict[str, Any]:
     for key, value in theirs.items():
         if key.endswith("_proj_bias"):
             rows[key.removesuffix("_bias") + ".bias"] = value.flatten()
-        elif value.ndim == 3:  # gpt-oss multiplies from the other side
+        elif value.ndim == 3 and ".experts." in key:  # gpt-oss multiplies from the other side
             matrices = value.mT if model_type == "gpt_oss" else value
             rows[f"{key}.weight"] = matrices.flatten(0, 1)
         else:

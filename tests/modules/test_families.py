@@ -57,6 +57,9 @@ LONGROPE |= {"short_factor": [1.0 + 0.1 * i for i in range(8)]}
 LONGROPE |= {"long_factor": [1.5 + 0.5 * i for i in range(8)]}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36}
+HYBRID = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
+HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "attention_bias": True}
+SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 41}
 GLM4_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 36}
 # What is tested -> (model_type, keys of config.json).
 TINY: dict[str, tuple[str, dict[str, Any]]] = {
@@ -121,6 +124,18 @@ TINY: dict[str, tuple[str, dict[str, Any]]] = {
             },
         },
     ),
+    "qwen3-5": ("qwen3_5_text", {**HYBRID, "linear_conv_kernel_dim": 3}),
+    "qwen3-5-listed": (
+        "qwen3_5_text",
+        {
+            **HYBRID,
+            "layer_types": ["full_attention", "linear_attention"] * 2,
+            "rope_parameters": {**YARN, "partial_rotary_factor": 0.5},
+            "tie_word_embeddings": True,
+        },
+    ),
+    "qwen3-5-moe": ("qwen3_5_moe_text", {**HYBRID, **SHARED_EXPERT}),
+    "qwen3-next": ("qwen3_next", {**HYBRID, **SHARED_EXPERT, "mlp_only_layers": [1]}),
     "gemma3": ("gemma3_text", {**GEMMA, "sliding_window_pattern": 2}),
     "gemma3-untied": (
         "gemma3_text",
@@ -349,9 +364,10 @@ def test_a_second_pass_sends_no_constants(name: str, monkeypatch: pytest.MonkeyP
 MIXED_FAMILIES = ["smollm3", "olmo3", "gemma3", "ministral", "qwen3-yarn-mixed", "ministral3"]
 MIXED_FAMILIES += ["qwen3-moe-dense-layers"]
 MIXED_FAMILIES += ["gpt-oss", "qwen2-moe-window"]
+RECURRENT = ["qwen3-5", "qwen3-5-moe", "qwen3-next"]
 
 
-@pytest.mark.parametrize("name", MIXED_FAMILIES)
+@pytest.mark.parametrize("name", [*MIXED_FAMILIES, *RECURRENT])
 @torch.no_grad()
 def test_packed_rows_equal_separate_ones(name: str) -> None:
     decoder, tokens, lengths = ours(reference(name)), random_tokens(1), [23, 17]
@@ -389,6 +405,8 @@ def test_windows_are_those_of_the_layers(name: str) -> None:
         ("glm4", True),
         pytest.param("qwen3-moe-dense-layers", True, marks=pytest.mark.slow),
         ("gpt-oss", True),
+        ("qwen3-5", True),
+        ("qwen3-next", False),
         pytest.param("gpt-oss", False, marks=pytest.mark.slow),
         pytest.param("glm4-moe", True, marks=pytest.mark.slow),
     ],

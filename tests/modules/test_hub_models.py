@@ -21,6 +21,7 @@ from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
 from qfsdp.modules.hub_models import config as hub_config
 from qfsdp.modules.hub_models.buffers import check_buffers
+from qfsdp.modules.hub_models.config import Implementation
 from qfsdp.modules.hub_models.decoder import HubDecoder, build_decoder
 from qfsdp.modules.hub_models.experts import stacked_experts
 from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
@@ -48,24 +49,37 @@ SPECIAL = [
 
 @pytest.mark.parametrize("name", [*hub_models.PARAMETERS, *SPECIAL])
 def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> None:
+    check_against_peft(name, tmp_path, "transformers")
+
+
+@pytest.mark.parametrize("name", hub_models.HYBRID)
+def test_our_own_layers_of_two_kinds_compute_the_same(name: str, tmp_path: Path) -> None:
+    check_against_peft(name, tmp_path, "native")
+
+
+def check_against_peft(name: str, tmp_path: Path, implementation: Implementation) -> None:
     from peft import PeftModel
     from peft.tuners.lora.layer import LoraLayer, ParamWrapper
 
+    native = implementation == "native"
     reference: Any = hub_models.save_hub_model(name, tmp_path / "model")
     tokens, labels = batch()
     with torch.no_grad():
-        plain = built(tmp_path / "model")(tokens)
+        plain = built(tmp_path / "model", implementation=implementation)(tokens)
     # See hub_models/documents.py and experts.py.
-    own_layers = name in ("qwen3_5", "qwen3_5_whole", "lfm2", "falcon_h1", "deepseek_v3")
+    own_layers = native or name in ("qwen3_5", "qwen3_5_whole", "lfm2", "falcon_h1", "deepseek_v3")
     own_layers |= name in hub_models.MIXTURES
     expected = reference(tokens, use_cache=False).logits
     bound = 1e-5 * float(expected.abs().max()) if own_layers else 0.0
     torch.testing.assert_close(plain, expected, rtol=0, atol=bound)
 
     adapter = hub_models.adapter_of(name)
-    model = built(tmp_path / "model", adapter)
+    model = built(tmp_path / "model", adapter, implementation=implementation)
     save_adapter(model, adapter, str(tmp_path / "model"), tmp_path / "adapter", cpu_world())
-    missing, unexpected = reference.load_state_dict(dequantized_base(model), strict=False)
+    base = dequantized_base(model)
+    for key in [key for key in base if native and ".experts." in key]:
+        base[key.removesuffix(".weight")] = base.pop(key).unflatten(0, (4, -1))
+    missing, unexpected = reference.load_state_dict(base, strict=False)
     beside = ("vision_tower", "visual", "multi_modal_projector", "embed_vision")
     assert not unexpected
     assert all(name == "lm_head.weight" or name.split(".")[1] in beside for name in missing)
@@ -78,8 +92,9 @@ def test_logits_loss_and_gradients_equal_pefts(name: str, tmp_path: Path) -> Non
         if isinstance(m, LoraLayer)
     }
     assert adapted == {name for name, _ in adapted_linears(model)}
-    experts = set() if adapter.targets else set(model.expert_linears)
-    assert adapted == set(model.linears) - set(model.not_adapted) - experts
+    if not native:
+        experts = set() if adapter.targets else set(model.expert_linears)
+        assert adapted == set(model.linears) - set(model.not_adapted) - experts
 
     logits = peft.eval()(tokens, use_cache=False).logits
     torch.testing.assert_close(model(tokens), logits, atol=3e-5, rtol=1e-5)  # up to 20

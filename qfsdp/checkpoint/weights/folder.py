@@ -103,6 +103,8 @@ class ModelWeights:
         if parts is not None:
             after = range(parts.num_hidden_layers, parts.num_hidden_layers + parts.predictors)
             unread = tuple(f"model.layers.{layer}." for layer in after)
+            if parts.recurrent is not None:  # of Qwen 3.5: what sees pictures
+                unread += ("model.visual.",)
             self.plain = {
                 name: tensor
                 for name, tensor in self.plain.items()

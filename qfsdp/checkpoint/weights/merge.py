@@ -167,7 +167,7 @@ class Merge:
         adapted = _adapted(model) | {key.removeprefix(KEY) for key in whole_parameters(model)}
         adapted |= {f"{name}.weight" for name, _ in trained_rows(model)}
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
-        if isinstance(model, HubDecoder):
+        if model.config.takes_more_than_text or isinstance(model, HubDecoder):
             return self._changed(formats, adapted, shapes)
         sources = {name: name for name in shapes}
         if HEAD in adapted and HEAD not in shapes:  # tied: the embeddings are not merged
@@ -227,7 +227,8 @@ class Merge:
 
     def _copies(self, plan: list[MergedWeight]) -> dict[str, WeightConversion]:
         """All other tensors of a model of transformers, with their bytes."""
-        if not isinstance(self.weights.config, HubConfig):
+        config = self.weights.config
+        if not isinstance(config, HubConfig) and not (config and config.takes_more_than_text):
             return {}
         return copies_but(self.weights, {n for weight in plan for n in weight.stored.shapes})
 

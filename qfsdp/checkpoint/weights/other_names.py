@@ -20,7 +20,8 @@ def with_our_names(
     """The same tensors, where those that transformers reads under other names have ours.
 
     A model that was saved without its output layer has no `model.`; transformers 5 has Mixtral's
-    mixtures at `mlp`; and a tied weight may stand at either of its places.
+    mixtures at `mlp`; the text of a whole Qwen 3.5 may be read alone; and a tied weight may stand
+    at either of its places.
     """
     bare = any(n.startswith("layers.") for n in tensors) and EMBEDDINGS not in tensors
     found = {}
@@ -29,9 +30,12 @@ def with_our_names(
             name = f"model.{name}"
         if parts.experts is not None and parts.mlp.module != "mlp":
             name = name.replace(".mlp.", f".{parts.mlp.module}.")
+        if parts.recurrent is not None and not parts.takes_more_than_text:
+            name = name.replace("model.language_model.", "model.")
         found[name] = tensor
-    if parts.tie_word_embeddings and EMBEDDINGS not in found and HEAD in found:
-        found[EMBEDDINGS] = found.pop(HEAD)
+    embeddings = f"{parts.body}.embed_tokens.weight"
+    if parts.tie_word_embeddings and embeddings not in found and HEAD in found:
+        found[embeddings] = found.pop(HEAD)
     return found
 
 

@@ -63,7 +63,7 @@ def save_model(
             earlier `folder` is then unchanged.
     """
     conversions = {}
-    if isinstance(model, HubDecoder):
+    if model.config.takes_more_than_text or isinstance(model, HubDecoder):
         conversions = _of_hub_model(model, weights, dtype)
     else:
         for name, param in base_parameters(model):
@@ -103,7 +103,7 @@ def _replace(unfinished: Path, folder: Path) -> None:
 
 
 def _of_hub_model(
-    model: HubDecoder, weights: ModelWeights, dtype: torch.dtype
+    model: AnyDecoder, weights: ModelWeights, dtype: torch.dtype
 ) -> dict[str, WeightConversion]:
     """Trained weights in the tensors that held them, and all other tensors with their bytes."""
     trained = {n: p for n, p in base_parameters(model) if p.requires_grad}
@@ -116,7 +116,8 @@ def _of_hub_model(
         held = [(name, trained[name]) for name in names]
         conversions[names[0]] = _trained(held, dtype, stored_whole(weights, names[0]))
     written = {name for group in groups for name in group}
-    for name, first in model.other_names.items():  # stored twice, and trained as one
+    others = model.other_names if isinstance(model, HubDecoder) else {}
+    for name, first in others.items():  # stored twice, and trained as one
         if first in trained and name in weights.plain:
             written |= stored_whole(weights, name).shapes.keys()
     return conversions | copies_but(weights, written)

@@ -43,3 +43,15 @@ def document_lengths(positions: Tensor, labels: Tensor | None, documents: Docume
         bounds, places = documents, torch.arange(positions.numel(), device=positions.device)
     after = torch.searchsorted(bounds.long(), places, right=True)
     return (bounds[after] - bounds[after - 1]).long().view_as(positions)
+
+
+def document_numbers(documents: Documents, rows: int, seq: int) -> Tensor | None:
+    """The number of every token's document, int64 `[rows, seq]`; None: rows are documents, or
+    `CutRows`, which tell it themselves. Raises ValueError: answers share a prompt, which a state
+    along the row cannot."""
+    if documents is None or isinstance(documents, CutRows):
+        return None
+    if isinstance(documents, SharedDocuments):
+        raise ValueError("recurrent layers take no packed pairs")
+    places = torch.arange(rows * seq, device=documents.device, dtype=documents.dtype)
+    return torch.searchsorted(documents, places, right=True).view(rows, seq)

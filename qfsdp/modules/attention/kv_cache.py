@@ -31,11 +31,16 @@ class LayerCache(NamedTuple):
         keys, values: `[batch, kv_heads, max_len, head_dim]`, keys rotated; the layer fills them.
         slots: int64 `[batch]`, the slot of each row's new token; None for prompts, which fill the
             cache from its start.
+        lengths: int64 `[batch]`, of prompts.
+
+    Of a recurrent layer, `keys` are the last inputs of its convolution, `[batch, taps - 1, width]`,
+    and `values` its state, fp32 `[batch, value heads, key, value]`.
     """
 
     keys: Tensor
     values: Tensor
     slots: Tensor | None
+    lengths: Tensor | None = None
 
     def put(self, k: Tensor, v: Tensor) -> None:
         """Writes `[batch, kv_heads, new, head_dim]` of the new tokens."""
@@ -75,19 +80,28 @@ class KVCache:
         self.lengths = torch.tensor(lengths, device=device)
         self._longest = max(lengths)
         self._layers: list[tuple[Tensor, Tensor]] = []
-        self._count, heads = config.num_hidden_layers, config.num_key_value_heads
+        self._recurrent, heads = config.recurrent, config.num_key_value_heads
+        self._states = [kind.recurrent for kind in config.layers]
         self._shape = (len(lengths), heads, self._longest + max_new_tokens, config.head_dim)
         self.filled = False
 
     def layers(self, dtype: torch.dtype) -> Iterator[LayerCache]:
         """The cache of each layer, for one call of a decoder that computes in `dtype`."""
         slots = self.lengths if self.filled else None
-        for index in range(self._count):
+        for index, has_state in enumerate(self._states):
             if not self.filled:
                 # Zeros: attention multiplies hidden slots by 0, which would keep a NaN.
-                keys = torch.zeros(self._shape, dtype=dtype, device=self.lengths.device)
-                self._layers.append((keys, torch.zeros_like(keys)))
-            yield LayerCache(*self._layers[index], slots)
+                shapes = self._state_shapes() if has_state else (self._shape, self._shape)
+                keys = torch.zeros(shapes[0], dtype=dtype, device=self.lengths.device)
+                values = keys.new_zeros(shapes[1], dtype=torch.float32 if has_state else dtype)
+                self._layers.append((keys, values))
+            yield LayerCache(*self._layers[index], slots, self.lengths)
+
+    def _state_shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        part, rows = self._recurrent, self._shape[0]
+        assert part is not None
+        state = (rows, part.value_heads, part.key_dim, part.value_dim)
+        return (rows, part.taps - 1, sum(part.widths)), state
 
     def mask(self, window: int | None = None) -> Tensor:
         """Bool `[batch, 1, 1, seen]`: the slots that each row's new token attends to, its own slot

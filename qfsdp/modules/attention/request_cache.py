@@ -52,9 +52,10 @@ class RequestCache(KVCache):
         (length,) = prompt.lengths.tolist()
         parts = [(layer.keys, layer.values) for layer in prompt.layers(torch.float32)]
         self._reserve(len(self) + 1, length + max_new_tokens, parts)
-        for kept, new in zip(self._layers, parts, strict=True):
+        for kept, new, has_state in zip(self._layers, parts, self._states, strict=True):
+            used = None if has_state else length
             for whole, part in zip(kept, new, strict=True):
-                whole[len(self), :, :length] = part[0, :, :length]
+                whole[len(self), :, :used] = part[0, :, :used]
         self._seen.append(length)
         self._count_lengths()
 
@@ -63,9 +64,10 @@ class RequestCache(KVCache):
         last = self._seen.pop()
         if row < len(self):
             self._seen[row] = last
-            for layer in self._layers:
+            for layer, has_state in zip(self._layers, self._states, strict=True):
+                used = None if has_state else last
                 for whole in layer:
-                    whole[row, :, :last] = whole[len(self), :, :last]
+                    whole[row, :, :used] = whole[len(self), :, :used]
         if not self._seen:
             self._layers, self._shape = [], (0, self._shape[1], 0, self._shape[3])
         self._count_lengths()
@@ -91,10 +93,11 @@ class RequestCache(KVCache):
         self._shape = (rows, heads, max(held_slots, -(-slots // SLOTS) * SLOTS), width)
         self._layers = self._layers or [(k[:0], v[:0]) for k, v in like]
         for index, (keys, values) in enumerate(self._layers):
-            self._layers[index] = self._grown(keys), self._grown(values)
+            has_state = self._states[index]
+            self._layers[index] = self._grown(keys, has_state), self._grown(values, has_state)
 
-    def _grown(self, old: Tensor) -> Tensor:
+    def _grown(self, old: Tensor, has_state: bool) -> Tensor:
         # Zeros: attention multiplies hidden slots by 0, which would keep a NaN.
-        new = old.new_zeros(self._shape)
+        new = old.new_zeros((self._shape[0], *old.shape[1:]) if has_state else self._shape)
         new[: len(self), :, : old.shape[2]] = old[: len(self)]
         return new

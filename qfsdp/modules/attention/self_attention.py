@@ -26,6 +26,7 @@ class Attention(nn.Module):
         inner: names of the linears that make queries, keys and values.
         widths: numbers of a token's queries, keys and values.
         window: how many positions a token sees; None for all before it.
+        gated: see `AttentionConfig`; gates follow the queries of each head.
         sinks: `[heads]`, a logit of each head that no token stands for, or None.
         group: name of the ranks that share rows (`sharding.context_parallel`); "": none do.
     """
@@ -34,11 +35,12 @@ class Attention(nn.Module):
         super().__init__()
         c, part = config, config.attention
         self.head_dim, self.window, self.scale = c.head_dim, layer.window, part.scale
-        self.inner, self.group = part.inner, ""
+        self.inner, self.gated, self.group = part.inner, part.gated, ""
         self.interleaved = layer.rope is not None and layer.rope.interleaved
         q_size, kv_size = c.num_attention_heads * c.head_dim, c.num_key_value_heads * c.head_dim
         self.widths = (q_size, kv_size, kv_size)
-        sizes = self.widths if len(self.inner) == 3 else (sum(self.widths),)
+        q_and_gate = q_size * (1 + self.gated)
+        sizes = (q_and_gate, kv_size, kv_size) if len(self.inner) == 3 else (sum(self.widths),)
         for name, size in zip(self.inner, sizes, strict=True):
             setattr(self, name, nn.Linear(c.hidden_size, size, bias=part.qkv_bias))
         self.o_proj = nn.Linear(q_size, c.hidden_size, bias=part.o_bias)
@@ -60,7 +62,9 @@ class Attention(nn.Module):
     ) -> Tensor:
         rows, heads = x.shape[:2], (*x.shape[:2], -1, self.head_dim)
         q, k, v = self._projections(x)
-        q = self.q_norm(q.view(*rows, -1, self.normed[0])).view(heads)
+        if self.gated:
+            q, gate = q.unflatten(2, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
+        q = self.q_norm(q.reshape(*rows, -1, self.normed[0])).view(heads)
         k = self.k_norm(k.view(*rows, -1, self.normed[1])).view(heads)
         if cos is not None and sin is not None:
             q = rotate(q, cos[:, :, :1], sin[:, :, :1], self.interleaved)
@@ -74,7 +78,13 @@ class Attention(nn.Module):
         else:
             kind = (self.sinks, self.window, self.scale, self.group)
             y = attend_otherwise(q, k, v, mask, cu_seqlens, cache, *kind)
-        return self.o_proj(y.transpose(1, 2).flatten(2))
+        y = y.transpose(1, 2)
+        return self.o_proj((y * gate.sigmoid() if self.gated else y).flatten(2))
+
+    @property
+    def outer(self) -> nn.Module:
+        """The last linear."""
+        return self.o_proj
 
     def _projections(self, x: Tensor) -> Sequence[Tensor]:
         """Queries, keys and values `[batch, seq, width]`."""

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.modules.decoder_parts import ExpertsConfig, RouterConfig
+from qfsdp.modules.kept_fp32 import KeepsFp32
 
 
-class ChoosesExperts(nn.Module):
+class ChoosesExperts(KeepsFp32):
     """What a router does with its scores: the best `top_k` experts of a token are chosen.
 
     Scores are computed in the dtype of the model, their softmax in fp32, as `transformers` does.
@@ -24,6 +22,7 @@ class ChoosesExperts(nn.Module):
             experts and is never trained. Always fp32: its numbers differ by less than bf16 shows.
     """
 
+    kept_fp32 = ("e_score_correction_bias",)
     top_k: int
     config: RouterConfig
     e_score_correction_bias: nn.Parameter | None
@@ -79,16 +78,6 @@ class ChoosesExperts(nn.Module):
         best = grouped.topk(2, dim=-1).values.sum(-1).topk(count, dim=-1).indices
         others = torch.ones_like(grouped[..., 0], dtype=torch.bool).scatter_(1, best, False)
         return grouped.masked_fill(others.unsqueeze(-1), -torch.inf).flatten(1)
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        correction = self.e_score_correction_bias
-
-        def keeping(tensor: Tensor) -> Tensor:
-            made = fn(tensor)
-            casts = tensor is correction and made.dtype != tensor.dtype
-            return tensor.to(made.device) if casts else made
-
-        return super()._apply(keeping, recurse)
 
 
 class Router(ChoosesExperts):

@@ -1,8 +1,8 @@
 """Model families: how each `config.json` becomes the parts of a decoder.
 
-A family is a function in `dense` or `mixtures` that takes the keys of a `config.json` and returns
-the parts in which its decoder differs from the usual one. The decoder knows no family. Checkpoint
-keys are parameter names: a family names its modules where they differ.
+A family is a function in `dense`, `mixtures` or `hybrid` that takes the keys of a `config.json` and
+returns the parts in which its decoder differs from the usual one. The decoder knows no family.
+Checkpoint keys are parameter names: a family names its modules where they differ.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.decoder_parts import DecoderParts
-from qfsdp.modules.families import dense, mixtures
+from qfsdp.modules.families import dense, hybrid, mixtures
 from qfsdp.modules.families.keys import FAMILIES
 
-__all__ = ["FAMILIES", "architecture_of", "dense", "mixtures", "read"]
+__all__ = ["FAMILIES", "architecture_of", "dense", "hybrid", "mixtures", "read"]
 
 
 def architecture_of(config: dict[str, Any]) -> Any:

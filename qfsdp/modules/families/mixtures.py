@@ -88,7 +88,7 @@ def qwen2_moe(keys: Keys) -> dict[str, Any]:
     shared = SharedExpert("shared_expert", size, "shared_expert_gate")
     experts = keys.experts(normalised=keys.switch("norm_topk_prob"))
     return {
-        "layers": _some_mixtures(keys, layers),
+        "layers": some_mixtures(keys, layers),
         "attention": AttentionConfig(qkv_bias=keys.switch("qkv_bias", True)),
         "experts": replace(experts, shared=shared),
     }
@@ -110,13 +110,13 @@ def qwen3_moe(keys: Keys) -> dict[str, Any]:
     bias = keys.switch("attention_bias")
     window = keys.window() if keys.switch("use_sliding_window") else None
     return {
-        "layers": _some_mixtures(keys, keys.same_layers(window)),
+        "layers": some_mixtures(keys, keys.same_layers(window)),
         "attention": AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm="head"),
         "experts": keys.experts(normalised=keys.switch("norm_topk_prob")),
     }
 
 
-def _some_mixtures(keys: Keys, layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
+def some_mixtures(keys: Keys, layers: Iterable[LayerConfig]) -> tuple[LayerConfig, ...]:
     """Every `decoder_sparse_step`-th layer is a mixture, except those of `mlp_only_layers`."""
     dense, step = keys.given("mlp_only_layers") or [], keys.size("decoder_sparse_step", 1)
     if not isinstance(dense, list) or any(type(index) is not int for index in dense):
