@@ -94,7 +94,7 @@ def main(cfg: Config, _: Run) -> None:
     world = init_world()
     folder = Path(cfg.output_dir).expanduser()
     weights = ModelWeights(cfg.model.path)
-    depth = DecoderConfig.from_dir(weights.folder).num_hidden_layers
+    depth = DecoderConfig.of_text(weights.folder).num_hidden_layers
     count = count_blocks(cfg, depth)
     expand_folder(weights, count, folder, world, cfg.max_file_bytes)
     if world.rank == 0:

@@ -46,3 +46,12 @@ class DecoderConfig(DecoderParts):
         `UserError` for an architecture, activation or rope type that `Decoder` does not compute,
         and for sizes that are missing, not positive integers, or do not divide."""
         return cls(**vars(read(config, source)))
+
+    @classmethod
+    def of_text(cls, path: str | Path) -> DecoderConfig:
+        """`from_dir` of a model that takes nothing but text. Raises `UserError`."""
+        found = cls.from_dir(path)
+        if found.takes_more_than_text:
+            why = "takes more than text, and this command writes models of text alone"
+            raise UserError(f"model.path: {path} {why}; expected one of those")
+        return found

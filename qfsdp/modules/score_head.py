@@ -72,6 +72,8 @@ def add_score_head(model: Any, config: HeadConfig) -> None:
         raise UserError(
             "adapter.trainable_token_indices: not null; expected null with a score head"
         )
+    if model.config.takes_more_than_text:
+        raise UserError("head: not null; expected null, as this model takes more than text")
     factors = replace(model.config.multipliers, logits=1.0)
     model.config = replace(model.config, tie_word_embeddings=False, multipliers=factors)
     delattr(model, model.output_name)

@@ -113,8 +113,8 @@ def set_trainable(model: Any, config: TrainableConfig, folder: Path) -> set[str]
         The names of the trained linears, which must stay plain.
 
     Raises:
-        UserError: the model has no such layers, or computes with a trained weight in fp32 although
-            its own dtype is another.
+        UserError: the model has no such layers, or is one of transformers that computes with a
+            trained weight in fp32 although its own dtype is another.
     """
     parts, held = model.parts, COMPUTE_DTYPES[config.dtype]
     model.compute_dtype = parts.embedding.weight.dtype
@@ -131,7 +131,7 @@ def set_trainable(model: Any, config: TrainableConfig, folder: Path) -> set[str]
     for name, param in model.named_parameters():
         if param not in chosen or name in kept or name.endswith(CORRECTION):
             continue
-        if param.dtype != model.compute_dtype:
+        if param.dtype != model.compute_dtype and hasattr(model, "linears"):
             word = next(w for w, dtype in COMPUTE_DTYPES.items() if dtype == model.compute_dtype)
             raise UserError(
                 f"model.dtype: {word}; expected fp32: this model keeps {name} in fp32, to which "

@@ -280,6 +280,7 @@ def why_not(model: AnyDecoder, world: World, cfg: Any) -> Obstacle | None:
             f"activation.checkpointing={kept}; expected none, or selective with compile=true",
         ),
         (model.config.experts is not None, "the host reads how many tokens each expert has"),
+        (model.config.recurrent is not None, "recurrent layers were not captured yet"),
     ]
     reason = next((reason for wrong, reason in checks if wrong), None)
     return None if reason is None else Obstacle(reason, norms=_norms_stay(model, world, cfg))

@@ -40,6 +40,9 @@ def check_packed(packed: bool, max_seq_len: int, config: AnyConfig) -> None:
     masks do not have such rows."""
     if packed and isinstance(config, HubConfig):
         raise unsupported("packed: true", "false for pairs", config)
+    if packed and getattr(config, "recurrent", None) is not None:
+        why = "recurrent layers do not branch where answers share their prompt"
+        raise UserError(f"packed: true; expected false for pairs: {why}")
     context = config.most_positions(1)
     if packed and context < max_seq_len:
         raise UserError(

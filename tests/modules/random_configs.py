@@ -40,6 +40,9 @@ MIXTURE |= {"norm_topk_prob": EITHER, "mlp_only_layers": [[0], [1, 3], []]}
 MIXTURE |= {"decoder_sparse_step": [1, 2]}
 GRANITE = {"embedding_multiplier": [0.7, 1.5], "attention_multiplier": [0.2, 0.5]}
 GRANITE |= {"residual_multiplier": [0.3, 1.2], "logits_scaling": [1.5, 3]}
+HYBRID = {"attention_bias": EITHER, "linear_conv_kernel_dim": [2, 3, 4]}
+HYBRID |= {"linear_num_key_heads": [1, 2], "linear_num_value_heads": [2, 4]}
+RECURRENT_TYPES = [["full_attention", "linear_attention"] * 2, ["linear_attention"] * 4]
 # model_type -> key -> its values. A file has a key or not; `ALWAYS` it has.
 OPTIONS: dict[str, dict[str, list[Any]]] = {
     "llama": {**ATTENTION, "mlp_bias": EITHER},
@@ -75,6 +78,9 @@ OPTIONS: dict[str, dict[str, list[Any]]] = {
         **{"n_shared_experts": [1, 2], "norm_topk_prob": EITHER, "n_group": [1, 2]},
         **{"topk_group": [1, 2], "routed_scaling_factor": [0.5, 2.0]},
     },
+    "qwen3_5_text": {**HYBRID, "layer_types": RECURRENT_TYPES},
+    "qwen3_5_moe_text": {**HYBRID, "num_experts": [3, 6], "full_attention_interval": [2, 3]},
+    "qwen3_next": {**HYBRID, **MIXTURE},
     "gpt_oss": {
         **{"attention_bias": EITHER, "sliding_window": WINDOWS, "layer_types": LAYER_TYPES},
         **{"swiglu_limit": [0.5, 7.0]},
@@ -102,8 +108,14 @@ ALWAYS: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 20},
     "ministral3": {"head_dim": 16},
 }
+HYBRID_SIZES = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+HYBRID_SIZES |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
+ALWAYS["qwen3_5_text"] = HYBRID_SIZES
+for _kind in ("qwen3_5_moe_text", "qwen3_next"):
+    ALWAYS[_kind] = HYBRID_SIZES | ALWAYS["qwen2_moe"]
 NESTED = ("gemma3_text", "olmo3")
-SHARES = ("phi3", "glm4", "glm4_moe")
+LESS_1 = ("gemma", "qwen3_5", "qwen3_next")
+SHARES = ("phi3", "glm4", "glm4_moe", "qwen3_5_text", "qwen3_5_moe_text", "qwen3_next")
 ROPES = ("default", "linear", "dynamic", "yarn", "llama3", "longrope")
 SPELLINGS = ("old", "new", "both", "nested", "none")
 
@@ -142,7 +154,7 @@ def rope_keys(
     share = 1.0
     found: dict[str, Any] = {}
     if model_type in SHARES:
-        share = 1.0 if model_type == "phi3" else 0.5
+        share = {"phi3": 1.0, "glm4": 0.5, "glm4_moe": 0.5}.get(model_type, 0.25)
         if rng.random() < 0.5:
             share = found["partial_rotary_factor"] = rng.choice([0.5, 0.75])
     elif rng.random() < 0.1:
@@ -223,9 +235,9 @@ def randomize(model: PreTrainedModel) -> None:
         for key, parameter in model.named_parameters():
             if key.endswith((".bias", "_bias")):
                 parameter.normal_(std=0.3)
-            elif parameter.ndim == 1:  # Gemma's checkpoints hold the difference from 1
-                gemma = model.config.model_type.startswith("gemma")
-                parameter.uniform_(0.5, 1.5).sub_(int(gemma))
+            elif parameter.ndim == 1:  # some checkpoints hold the difference from 1
+                less = model.config.model_type.startswith(LESS_1) and "linear_attn" not in key
+                parameter.uniform_(0.5, 1.5).sub_(int(less))
             else:
                 parameter.normal_(std=parameter.shape[-1] ** -0.5)
         for key, buffer in model.named_buffers():

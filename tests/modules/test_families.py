@@ -58,7 +58,13 @@ LONGROPE |= {"long_factor": [1.5 + 0.5 * i for i in range(8)]}
 EXPERTS = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36}
 GPT_OSS = {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36}
 HYBRID = {"head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 6}
-HYBRID |= {"linear_key_head_dim": 16, "linear_value_head_dim": 24, "attention_bias": True}
+# The gated norm makes rounding of results near zero large; a large epsilon does not let it.
+HYBRID |= {
+    "rms_norm_eps": 0.01,
+    "linear_key_head_dim": 16,
+    "linear_value_head_dim": 24,
+    "attention_bias": True,
+}
 SHARED_EXPERT = {**EXPERTS, "shared_expert_intermediate_size": 41}
 GLM4_MOE = {"n_routed_experts": 6, "num_experts_per_tok": 3, "moe_intermediate_size": 36}
 # What is tested -> (model_type, keys of config.json).

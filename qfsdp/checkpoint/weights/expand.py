@@ -32,13 +32,14 @@ from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.decoder_config import EXPANDED, DecoderConfig
 from qfsdp.modules.decoder_parts import DecoderParts
+from qfsdp.modules.families.hybrid import RECURRENT
 from qfsdp.modules.families.keys import FULL, SLIDING
 from qfsdp.modules.transformer import Decoder
 
 # The outputs of these linears are what a block adds to the residual stream.
 PER_LAYER = ("layer_types", "layers_block_type", "no_rope_layers")  # lists in config.json
 ZEROED = re.compile(
-    r"model\.layers\.(\d+)\.(self_attn\.o_proj|(mlp|block_sparse_moe)\.([a-z_]+\.)?down_proj"
+    r"model\.layers\.(\d+)\.(self_attn\.o_proj|linear_attn\.out_proj|(mlp|block_sparse_moe)\.([a-z_]+\.)?down_proj"
     r"|shared_mlp\.output_linear)"
     r"\.(weight|bias)"
 )
@@ -103,8 +104,11 @@ def expanded_config(config: dict[str, Any], new_blocks: int) -> dict[str, Any]:
         expanded |= _dense_layers(dense, config)
     if DecoderConfig.from_dict(expanded).layers != layers:
         # Without those keys a family's rule says which layers are which, for another depth.
-        expanded["layer_types"] = [FULL if kind.window is None else SLIDING for kind in layers]
-        if any(kind.rope is None for kind in layers):
+        usual = {True: FULL, False: SLIDING}
+        expanded["layer_types"] = [
+            RECURRENT if kind.recurrent else usual[kind.window is None] for kind in layers
+        ]
+        if any(kind.rope is None and not kind.recurrent for kind in layers):
             expanded["no_rope_layers"] = [int(kind.rope is not None) for kind in layers]
     return expanded | {EXPANDED: expanded_positions(depth, new_blocks)}
 
@@ -131,7 +135,7 @@ def check_plain(
             f"model.path: '{weights.folder}' holds quantized weights; expected plain ones: {what}, "
             "and quantize the result (recipes/quantize)"
         )
-    config = DecoderConfig.from_dir(weights.folder)
+    config = DecoderConfig.of_text(weights.folder)
     with torch.device("meta"):
         weights.check(Decoder(config))
     return config.num_hidden_layers

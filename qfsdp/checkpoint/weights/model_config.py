@@ -87,6 +87,11 @@ class ModelConfig:
             return SafetensorsFolder(self.folder).tensors if has_files else ()
 
         found = as_stored(model_config(self.folder, self.implementation), stored)
+        more = isinstance(found, DecoderConfig) and found.takes_more_than_text
+        for key in ("quantize_cache", "mean_rows") if more else ():
+            if (value := getattr(self, key)) is not None:
+                expected = "expected null, as this model takes more than text"
+                raise UserError(f"model.{key}: {value}; {expected}")
         if self.mean_rows is None:
             return found
         first, rows = self.mean_rows
@@ -105,11 +110,15 @@ class ModelConfig:
         """The model on the meta device. Raises UserError, see `any_config` and `decoder`."""
         config = self.any_config()
         native = isinstance(config, DecoderConfig)
-        return build_decoder(self.decoder() if native else config, compute_dtype(self.dtype))
+        return build_decoder(self._decoder() if native else config, compute_dtype(self.dtype))
 
     def decoder(self) -> DecoderConfig:
-        """Our own decoder. Raises UserError, also for a model that transformers builds, and for a
-        `router_aux_loss` without experts."""
+        """Our own decoder, of text alone. Raises UserError, also for a model that transformers
+        builds, and for a `router_aux_loss` without experts."""
+        found = self._decoder()
+        return DecoderConfig.of_text(self.folder) if found.takes_more_than_text else found
+
+    def _decoder(self) -> DecoderConfig:
         config, factor = self.any_config(), self.router_aux_loss
         if isinstance(config, HubConfig):
             raise UserError(

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from qfsdp.common.errors import UserError
-from qfsdp.modules.adapters.whole import KEY, WHOLE
+from qfsdp.modules.adapters.whole import KEY, WHOLE, not_by_name
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, shard_group
 from qfsdp.tensor_subclasses.frozen_weight import row_chunks
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
@@ -157,10 +157,8 @@ def train_rows(model: nn.Module, ids: list[int] | dict[str, list[int]] | None) -
     """
     if ids is None:
         return
-    if hasattr(model, "linears"):
-        raise UserError(
-            f"adapter.{FIELD}: {ids}; expected null, as transformers computes this model"
-        )
+    if (why := not_by_name(model)) is not None:
+        raise UserError(f"adapter.{FIELD}: {ids}; expected null, as {why}")
     decoder, of = cast(Any, model), by_module(ids)
     tied, rows = decoder.config.tie_word_embeddings, decoder.config.vocab_size
     whole = getattr(model, "whole_modules", ())

@@ -36,9 +36,9 @@ def train_whole(model: nn.Module, names: list[str] | None) -> None:
     if names is None:
         return
     given = f"adapter.modules_to_save: [{', '.join(names)}]"
-    if hasattr(model, "linears"):
-        raise UserError(f"{given}; expected null, as transformers computes this model")
     decoder = cast(Any, model)
+    if (why := not_by_name(decoder)) is not None:
+        raise UserError(f"{given}; expected null, as {why}")
     if decoder.config.tie_word_embeddings and len(names) < len(WHOLE):
         tied = f"[{', '.join(WHOLE)}]"
         raise UserError(f"{given}, and this model ties both weights; expected {tied}")
@@ -54,6 +54,13 @@ def train_whole(model: nn.Module, names: list[str] | None) -> None:
         module.weight = nn.Parameter(module.weight.detach().float())
     decoder.tie_weights()
     decoder.whole_modules = {WHOLE[name] for name in names}
+
+
+def not_by_name(model: Any) -> str | None:
+    """Why modules of `WHOLE` have other names in a model; None: they have these."""
+    if hasattr(model, "linears"):
+        return "transformers computes this model"
+    return "this model takes more than text" if model.config.takes_more_than_text else None
 
 
 def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
