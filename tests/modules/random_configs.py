@@ -108,7 +108,13 @@ ALWAYS: dict[str, dict[str, Any]] = {
     | {"intermediate_size": 20},
     "ministral3": {"head_dim": 16},
 }
-HYBRID_SIZES = {"head_dim": 16, "linear_num_key_heads": 2, "linear_num_value_heads": 2}
+# The gated norm makes rounding of results near zero large; a large epsilon does not let it.
+HYBRID_SIZES = {
+    "rms_norm_eps": 0.05,
+    "head_dim": 16,
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+}
 HYBRID_SIZES |= {"linear_key_head_dim": 8, "linear_value_head_dim": 12}
 ALWAYS["qwen3_5_text"] = HYBRID_SIZES
 for _kind in ("qwen3_5_moe_text", "qwen3_next"):
