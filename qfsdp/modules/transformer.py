@@ -220,8 +220,7 @@ class Decoder(DecoderBase):
 
         Raises:
             ValueError: `cu_seqlens` is given with a mask or without positions, a mask to a model
-                with attention sinks or recurrent layers, or whole rows with labels to ranks that
-                share rows.
+                with sinks or a state, or whole rows with labels to ranks that share rows.
         """
         if cache is not None:
             return self.next_logits(tokens, cache)

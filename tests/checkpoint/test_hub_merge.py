@@ -17,6 +17,8 @@ from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.low_rank_linear import adapted_linears
+from qfsdp.modules.hub_models.config import Implementation
 from tests import hub_models
 from tests.hub_models import built
 from tests.models import cpu_world
@@ -29,9 +31,9 @@ IA3_TARGETS = {"lfm2": "w2", "gpt2": "c_attn", "falcon": "query_key_value"}
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-def words(recipe: str, folder: Path, *more: str) -> list[str]:
-    """The shipped config of a recipe for the model in `folder`, built by transformers."""
-    given = [f"model.path={folder}/model", "model.implementation=transformers"]
+def words(recipe: str, folder: Path, *more: str, by: Implementation = "transformers") -> list[str]:
+    """The shipped config of a recipe for the model in `folder`."""
+    given = [f"model.path={folder}/model", f"model.implementation={by}"]
     given += [f"output_dir={folder}/out", *more]
     return ["--config", str(ROOT / f"configs/{recipe}.yaml"), *given]
 
@@ -39,6 +41,19 @@ def words(recipe: str, folder: Path, *more: str) -> list[str]:
 @pytest.mark.parametrize("method", ["dora", pytest.param("ia3", marks=pytest.mark.long)])
 @pytest.mark.parametrize("name", hub_models.PARAMETERS)
 def test_a_merged_folder_equals_pefts_merge(name: str, method: Any, tmp_path: Path) -> None:
+    check_merge(name, method, tmp_path, "transformers")
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["qwen3_5_whole", pytest.param("qwen3_5", marks=pytest.mark.long)],
+)
+def test_one_of_our_own_layers_of_two_kinds_does_too(name: str, tmp_path: Path) -> None:
+    """Of a whole model all other tensors, also those that predict further tokens, are kept."""
+    check_merge(name, "dora", tmp_path, "native")
+
+
+def check_merge(name: str, method: Any, tmp_path: Path, by: Implementation) -> None:
     from peft import PeftModel
 
     reference: Any = hub_models.save_hub_model(name, tmp_path / "model")
@@ -47,10 +62,10 @@ def test_a_merged_folder_equals_pefts_merge(name: str, method: Any, tmp_path: Pa
         adapter = AdapterConfig("ia3", targets=[IA3_TARGETS.get(name, "down_proj")])
         if name in ("deepseek_v3", "qwen3_5_moe", "glm4_7"):  # its down_proj also names experts
             adapter = AdapterConfig("ia3", targets=["o_proj"])
-    model = built(tmp_path / "model", adapter)
+    model = built(tmp_path / "model", adapter, implementation=by)
     save_adapter(model, adapter, str(tmp_path / "model"), tmp_path / "adapter", cpu_world())
     given = ["dtype=fp32", "model.dtype=fp32", f"adapter={tmp_path}/adapter"]
-    run_recipe("merge", words("merge", tmp_path, *given))
+    run_recipe("merge", words("merge", tmp_path, *given, by=by))
 
     held = dequantized_base(model)
     reference.load_state_dict(held, strict=False)
@@ -71,8 +86,9 @@ def test_a_merged_folder_equals_pefts_merge(name: str, method: Any, tmp_path: Pa
     before, after = (load_file(tmp_path / folder / SINGLE) for folder in ("model", "out"))
     assert before.keys() == after.keys()
     changed = {key for key in before if not torch.equal(before[key], after[key])}
-    weights = ModelWeights(tmp_path / "model", "transformers")
-    held_in = [stored_whole(weights, f"{name}.weight").shapes for name in model.linears]
+    weights = ModelWeights(tmp_path / "model", by)
+    linears = model.linears if by == "transformers" else [n for n, _ in adapted_linears(model)]
+    held_in = [stored_whole(weights, f"{name}.weight").shapes for name in linears]
     assert changed == {key for shapes in held_in for key in shapes}
     written = [json.loads((tmp_path / f / "config.json").read_text()) for f in ("model", "out")]
     assert written[0]["architectures"] == written[1]["architectures"]

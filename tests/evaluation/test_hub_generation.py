@@ -23,6 +23,7 @@ from qfsdp.evaluation.inference_model import load_adapters_of_one_base, load_for
 from qfsdp.evaluation.serving.engine import Engine, Model, Request
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.hub_models.cache import HubCache
+from qfsdp.modules.hub_models.config import Implementation
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests import hub_models
 from tests.hub_models import NAMES, built
@@ -40,8 +41,10 @@ MORE = [*NAMES[1:], "qwen3_5_whole"]
 MODELS = [NAMES[0], *(pytest.param(name, marks=pytest.mark.long) for name in MORE)]
 
 
-def answers(folder: Path, adapter: Path | None, quantization: str) -> list[list[int]]:
-    config = ModelConfig(str(folder), dtype="fp32", implementation="transformers")
+def answers(
+    folder: Path, adapter: Path | None, quantization: str, by: Implementation = "transformers"
+) -> list[list[int]]:
+    config = ModelConfig(str(folder), dtype="fp32", implementation=by)
     given = (QuantizationConfig(quantization), adapter and str(adapter), ShardingConfig("ddp"))
     model = load_for_inference(config, *given, cpu_world())
     return generate(model, PROMPTS, SamplingConfig(max_new_tokens=NEW), {2}, cpu_world())

@@ -36,6 +36,7 @@ from qfsdp.checkpoint.weights.write import (
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, warn_of_space, write_json, write_text
 from qfsdp.distributed.world import World
+from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 CHUNK_NUMBERS = 1 << 20  # numbers per chunk: fp32 temporaries of 4 MB
@@ -217,6 +218,12 @@ def copies_but(source: ModelWeights, written: Collection[str]) -> dict[str, Weig
         for name, stored in source.tensors.items()
         if name not in written
     }
+
+
+def keeps_tensors(config: Any) -> bool:
+    """Whether a folder is written with the tensors that were read, where training changed none: of
+    a model of transformers, and of one that takes more than text."""
+    return isinstance(config, HubConfig) or bool(config and config.takes_more_than_text)
 
 
 def stored_whole(source: ModelWeights, name: str) -> StoredAs:

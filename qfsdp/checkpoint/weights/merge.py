@@ -41,6 +41,7 @@ from qfsdp.checkpoint.weights.convert import (
     convert_folder,
     copies_but,
     dtype_of,
+    keeps_tensors,
     plain_config,
     read_as_quantized,
     stored_whole,
@@ -67,8 +68,7 @@ from qfsdp.modules.adapters.miss import merged_blocks
 from qfsdp.modules.adapters.oft import merged_rotations
 from qfsdp.modules.adapters.trained_rows import DELTA, trained_rows, with_trained
 from qfsdp.modules.adapters.whole import KEY, whole_parameters
-from qfsdp.modules.hub_models.config import HubConfig
-from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.nf4 import BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
@@ -167,7 +167,7 @@ class Merge:
         adapted = _adapted(model) | {key.removeprefix(KEY) for key in whole_parameters(model)}
         adapted |= {f"{name}.weight" for name, _ in trained_rows(model)}
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
-        if model.config.takes_more_than_text or isinstance(model, HubDecoder):
+        if keeps_tensors(model.config):
             return self._changed(formats, adapted, shapes)
         sources = {name: name for name in shapes}
         if HEAD in adapted and HEAD not in shapes:  # tied: the embeddings are not merged
@@ -227,8 +227,7 @@ class Merge:
 
     def _copies(self, plan: list[MergedWeight]) -> dict[str, WeightConversion]:
         """All other tensors of a model of transformers, with their bytes."""
-        config = self.weights.config
-        if not isinstance(config, HubConfig) and not (config and config.takes_more_than_text):
+        if not keeps_tensors(self.weights.config):
             return {}
         return copies_but(self.weights, {n for weight in plan for n in weight.stored.shapes})
 

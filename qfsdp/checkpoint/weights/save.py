@@ -16,6 +16,7 @@ from qfsdp.checkpoint.weights.convert import (
     convert_folder,
     copies_but,
     dtype_of,
+    keeps_tensors,
     plain_config,
     read_as_quantized,
     stored_whole,
@@ -63,7 +64,7 @@ def save_model(
             earlier `folder` is then unchanged.
     """
     conversions = {}
-    if model.config.takes_more_than_text or isinstance(model, HubDecoder):
+    if keeps_tensors(model.config):
         conversions = _of_hub_model(model, weights, dtype)
     else:
         for name, param in base_parameters(model):
