@@ -171,7 +171,7 @@ def test_a_resumed_run_ends_with_the_same_bits(folder: Path) -> None:
     assert losses(folder / "rest") == losses(folder / "run")[2:]
     assert all(torch.equal(whole[key], rest[key]) for key in whole)
     known = json.loads((folder / "run/adapter/qfsdp_base.json").read_text())["model"]
-    assert known["implementation"] in (THEIRS, "native")  # merge builds the same
+    assert known.get("implementation") in (THEIRS, None)  # merge builds the same
 
 
 def test_a_trained_adapter_merges_and_answers(folder: Path, tmp_path: Path, eager: None) -> None:
@@ -180,7 +180,7 @@ def test_a_trained_adapter_merges_and_answers(folder: Path, tmp_path: Path, eage
     reference = over_dequantized(folder, tmp_path / "start")
     peft: Any = PeftModel.from_pretrained(reference, str(folder / "run/adapter")).eval()
     known = json.loads((folder / "run/adapter/qfsdp_base.json").read_text())["model"]
-    by = known["implementation"]
+    by = known.get("implementation", "native")
     found = answers(folder / "model", folder / "run/adapter", "nf4", by)
     assert found == theirs(peft) and any(map(len, found))
     given = [f"model.path={folder}/model", f"model.implementation={by}", "dtype=fp32"]
