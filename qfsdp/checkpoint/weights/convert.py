@@ -21,6 +21,7 @@ from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.checkpoint.weights.experts import StoredAs
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite, fill_quantized
+from qfsdp.checkpoint.weights.other_names import PREDICTOR
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.read import Pieces, Read, StackedTensor, StoredTensor, streamed
 from qfsdp.checkpoint.weights.verify import verified
@@ -224,6 +225,14 @@ def keeps_tensors(config: Any) -> bool:
     """Whether a folder is written with the tensors that were read, where training changed none: of
     a model of transformers, and of one that takes more than text."""
     return isinstance(config, HubConfig) or bool(config and config.takes_more_than_text)
+
+
+def copies_beside(source: ModelWeights, written: Collection[str]) -> dict[str, WeightConversion]:
+    """All tensors that are copied beside those `written`: where a folder is written anew, those
+    that predict further tokens."""
+    if not keeps_tensors(source.config):
+        written = {name for name in source.tensors if not PREDICTOR.match(name)}
+    return copies_but(source, written)
 
 
 def stored_whole(source: ModelWeights, name: str) -> StoredAs:

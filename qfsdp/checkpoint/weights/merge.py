@@ -39,7 +39,7 @@ from qfsdp.checkpoint.weights.convert import (
     WeightConversion,
     compute_rows,
     convert_folder,
-    copies_but,
+    copies_beside,
     dtype_of,
     keeps_tensors,
     plain_config,
@@ -226,10 +226,8 @@ class Merge:
         return plan
 
     def _copies(self, plan: list[MergedWeight]) -> dict[str, WeightConversion]:
-        """All other tensors of a model of transformers, with their bytes."""
-        if not keeps_tensors(self.weights.config):
-            return {}
-        return copies_but(self.weights, {n for weight in plan for n in weight.stored.shapes})
+        """Tensors that no weight of the plan is in, with their bytes."""
+        return copies_beside(self.weights, {n for weight in plan for n in weight.stored.shapes})
 
     def write(
         self,

@@ -14,6 +14,7 @@ from qfsdp.checkpoint.weights.convert import (
     WeightConversion,
     compute_rows,
     convert_folder,
+    copies_beside,
     copies_but,
     dtype_of,
     keeps_tensors,
@@ -64,7 +65,7 @@ def save_model(
             earlier `folder` is then unchanged.
     """
     conversions = {}
-    if keeps_tensors(model.config):
+    if isinstance(model, HubDecoder) or keeps_tensors(model.config):
         conversions = _of_hub_model(model, weights, dtype)
     else:
         for name, param in base_parameters(model):
@@ -73,6 +74,7 @@ def save_model(
                 conversions[name] = _trained([(name, param)], dtype, target)
             else:
                 conversions[name] = _frozen(name, param.shape, weights, dtype, model.config)
+        conversions |= copies_beside(weights, ())
     unfinished = folder.with_name(folder.name + PARTIAL)
     if world.rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed here
