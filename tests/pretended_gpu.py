@@ -81,7 +81,7 @@ def varlen_attn(
         mask = torch.ones(end - start, end - start, dtype=torch.bool).tril()
         mask = mask if before < 0 else mask.triu(-before)
         parts = [t[start:end].transpose(0, 1).unsqueeze(0) for t in (q, k, v)]
-        share, scale = how.get("enable_gqa", False), how.get("scale")
+        scale, share = how.get("scale"), q.shape[1] != k.shape[1]  # as torch 2.11: it is not told
         y = F.scaled_dot_product_attention(*parts, mask, enable_gqa=share, scale=scale)
         found.append(y[0].transpose(0, 1))
     return torch.cat(found)

@@ -118,14 +118,6 @@ def test_the_last_queries_of_documents(window: int | None, dtype: torch.dtype) -
 
 @pytest.mark.usefixtures("full_fp32")
 @pytest.mark.parametrize("window", [None, 64])
-def test_without_shared_heads(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """torch 2.11's `varlen_attn` has no `enable_gqa`."""
-    monkeypatch.setattr(document_attention, "_varlen_shares_heads", lambda: False)
-    check(torch.bfloat16, 2, 64, window)
-
-
-@pytest.mark.usefixtures("full_fp32")
-@pytest.mark.parametrize("window", [None, 64])
 def test_without_varlen(window: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
     """GPUs older than FlashAttention's kernel need this."""
     monkeypatch.setattr(document_attention, "has_varlen", lambda head_dim: False)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.state import random_state, set_random_state
@@ -110,6 +111,29 @@ def test_products_of_gpus_are_those_of_cpus(monkeypatch: pytest.MonkeyPatch) -> 
         made = found()
     for one, other in zip(made, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-2, atol=1e-2)
+
+
+def test_packed_rows_do_not_repeat_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As the kernel shares them; torch 2.11's `varlen_attn` has no word for it."""
+    q, k, v = (torch.randn(2, heads, 12, 8).bfloat16() for heads in (6, 2, 2))
+    cut = torch.tensor([0, 7, 12, 24], dtype=torch.int32)
+    expected = documents.attend_documents(q, k, v, cut, 12)
+    pretend(monkeypatch)
+    kernel, shapes = torch.nn.attention.varlen.varlen_attn, []
+
+    def told(q: Tensor, k: Tensor, *rest: Any, enable_gqa: bool, **how: Any) -> Tensor:
+        assert enable_gqa
+        return not_told(q, k, *rest, **how)
+
+    def not_told(q: Tensor, k: Tensor, *rest: Any, **how: Any) -> Tensor:
+        shapes.append(k.shape)
+        return kernel(q, k, *rest, **how)
+
+    for one in (told, not_told):
+        monkeypatch.setattr("torch.nn.attention.varlen.varlen_attn", one)
+        found = documents.attend_documents(q, k, v, cut, 12)
+        torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
+    assert shapes == [(24, 2, 8)] * 2
 
 
 def test_operators_for_cpus_are_not_asked_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,9 @@ def is_varlen_size(head_dim: int) -> bool:
 
 
 @constant_when_compiled
-def _varlen_shares_heads() -> bool:
-    """Whether `varlen_attn` takes fewer k/v heads than q heads; torch 2.11 has no such argument."""
+def _varlen_is_told_of_groups() -> bool:
+    """Whether `varlen_attn` wants to know of fewer k/v heads than q heads. That of torch 2.11 has
+    no such argument and hands them to the same kernel, which takes them."""
     from torch.nn.attention.varlen import varlen_attn
 
     return "enable_gqa" in inspect.signature(varlen_attn).parameters
@@ -98,11 +99,8 @@ def _varlen(
     options: dict[str, Any] = {"window_size": (-1 if window is None else window - 1, 0)}
     if scale is not None:
         options["scale"] = scale
-    if q.shape[1] != k.shape[1]:
-        if _varlen_shares_heads():
-            options["enable_gqa"] = True
-        else:
-            k, v = (t.repeat_interleave(q.shape[1] // k.shape[1], dim=1) for t in (k, v))
+    if q.shape[1] != k.shape[1] and _varlen_is_told_of_groups():
+        options["enable_gqa"] = True
     out = varlen_attn(q, k, v, cu_seqlens, cu_seqlens, max_len, max_len, **options)
     return cast(Tensor, out)
 
