@@ -108,7 +108,7 @@ def kto_dataset(
         prompt_column, system_column, history_column: as in `preference_dataset`.
         system_prompt, tools_column: as in `preference_dataset`.
         completion_column: column with the answer.
-        label_column: column with true or false.
+        label_column: column with true or false, or 1 or 0.
 
     Raises:
         UserError: the source, a column, a message or a label is wrong, or no row can be used.
