@@ -77,7 +77,13 @@ class SafetensorsFolder:
 
     def _read_header(self, file: Path) -> None:
         if not file.is_file():
-            raise UserError(f"{file} does not exist; the model's weights are read from it")
+            told = f"{file} does not exist; the model's weights are read from it"
+            if (file.parent / "pytorch_model.bin").exists():
+                told += (
+                    "; a pickle, pytorch_model.bin, can run code: transformers makes safetensors"
+                )
+                told += " of it: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+            raise UserError(told)
         check_no_pointer(file)
         with open(file, "rb") as handle:
             try:
