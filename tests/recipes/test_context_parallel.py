@@ -53,6 +53,7 @@ VARIANTS: list[dict[str, Any]] = [
     {"checkpointing": "full"},
     {"checkpointing": "selective", "packs": True, "offload": True},
     {"checkpointing": "full", "tile_tokens": 8},
+    {"checkpointing": "full", "tile_tokens": 8, "sharding": {"strategy": "ddp"}},
     {"wrap": "linear", "sharding": {"strategy": "ddp"}},
     {"sharding": {"strategy": "hybrid_full_shard", "replicate": 2}, "packs": True},
     {"sharding": {"vocabulary": "split", "offload_base": "cpu"}},
