@@ -317,6 +317,34 @@ def test_measured_cells_share_the_devices(
         sweep.check(config(tmp_path, mode="steps", world_size=1000))
 
 
+def test_failed_and_deleted_cells_run_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Failed ones with retry_failed=true, and those whose lines someone has deleted."""
+    ran: list[int] = []
+
+    def fill_in(cfg: Any, sweep: Any, cell: Any, devices: Any) -> dict[str, Any]:
+        ran.append(cell.point["seed"])
+        ends = {"status": "failed", "reason": "killed"} if len(ran) == 2 else {"status": "fits"}
+        return ends | {"memory_gib": 1.0}
+
+    monkeypatch.setattr(sweep, "fill_in", fill_in)
+    keys = {"grid": {"seed": [0, 1, 2]}}
+    sweep.main(config(tmp_path, **keys))
+    sweep.main(config(tmp_path, **keys))
+    assert ran == [0, 1, 2]
+    sweep.main(config(tmp_path, **keys, retry_failed=True))
+    assert ran == [0, 1, 2, 1]
+    lines = (tmp_path / "out/cells.jsonl").read_text().splitlines()
+    (tmp_path / "out/cells.jsonl").write_text("".join(f"{line}\n" for line in lines[:2]))
+    sweep.main(config(tmp_path, **keys))
+    assert ran == [0, 1, 2, 1, 2]
+    assert "3 cells by estimate, 2 of them done\n" in capsys.readouterr().out
+    sweep.main(config(tmp_path, grid={"seed": [0, 5]}))
+    said = "2 cells by estimate, 1 of them done; cells.jsonl has 2 of another config or version\n"
+    assert said in capsys.readouterr().out
+
+
 def test_a_point_of_the_grid_stays_in_its_place(model: Path, tmp_path: Path) -> None:
     """A line of a chart went back to it from the last value of its axis."""
     cfg = config(tmp_path, grid={"seed": [0, 1, 2]}, points=[{"seed": 1}, {"seed": 3}])
