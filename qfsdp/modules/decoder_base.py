@@ -19,12 +19,6 @@ class LayerBase(nn.Module):
 
     block: Any
     compiled: bool
-    mixer_name: str
-
-    @property
-    def mixer(self) -> Any:
-        """What tokens see each other through: `Attention` or `DeltaNet`."""
-        return getattr(self, self.mixer_name)
 
     def compile_block(self) -> None:
         """Compiles `block`; FSDP2's hooks on the layer stay outside of the compiled code."""
@@ -63,11 +57,6 @@ class DecoderBase(nn.Module):
         """Its modules by what they are."""
         body = self.body
         return ModelParts(body, body.layers, body.embed_tokens, getattr(self, self.output_name))
-
-    @property
-    def body(self) -> Any:
-        """Embedding, layers and last norm; of a model that takes more than text, the text's."""
-        return getattr(self.model, "language_model", self.model)
 
     def tie_weights(self) -> None:
         """Makes the output layer share the embedding's weight if the config ties them."""

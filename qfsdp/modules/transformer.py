@@ -102,6 +102,11 @@ class DecoderLayer(LayerBase):
         return x + self._added(self._norm(self.norms.after_mlp, z))
 
     @property
+    def mixer(self) -> Any:
+        """What tokens see each other through: `Attention` or `DeltaNet`."""
+        return getattr(self, self.mixer_name)
+
+    @property
     def feed_forward(self) -> MLP | MixtureMLP:
         return cast(MLP | MixtureMLP, getattr(self, self.mlp_name))
 
@@ -179,6 +184,11 @@ class Decoder(DecoderBase):
         self.head_rows: Any = None
         self.output_name = "lm_head"  # or of what `add_score_head` puts there
         self.tie_weights()
+
+    @property
+    def body(self) -> Any:
+        """Embedding, layers and last norm; of a model that takes more than text, the text's."""
+        return getattr(self.model, "language_model", self.model)
 
     def forward(
         self,
