@@ -120,11 +120,12 @@ PARTS = {
     "qfsdp/distributed/": "two_ranks",
     "qfsdp/modules/adapters/": "norms",
     "qfsdp/modules/experts/": "mixture",
+    "qfsdp/modules/activation_offload.py": "tiled_row_65536",
     "qfsdp/modules/": "packed_rows_graphs_4096",
     "qfsdp/planning/": "none, a run on a GPU, and one that is out of memory",
     "qfsdp/tensor_subclasses/dtensor.py": "two_ranks",
+    "qfsdp/tensor_subclasses/fp8.py": "scaled_mm",
     "qfsdp/tensor_subclasses/": "dequantize",
-    "qfsdp/training/distillation.py": "none, a run with a cache of the teacher",
     "qfsdp/training/": "bandwidth",
 }
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,12 +18,14 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed import stores
 from qfsdp.distributed.stores import DeviceAhead, HostStore
+from qfsdp.distributed.world import World
 from qfsdp.modules import activation_offload, compute_dtype
 from qfsdp.modules.attention import documents, self_attention, sinks
 from qfsdp.modules.experts.product import expert_product, takes_grouped
 from qfsdp.modules.hub_models.documents import has_kernel
 from qfsdp.tensor_subclasses import few_rows, fp8, nf4, nf4_by_bitsandbytes
 from qfsdp.tensor_subclasses.plain import PlainRows
+from qfsdp.training import distillation
 from tests.pretended_gpu import GPU, Stream, pretend
 from tests.tiny import load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG
@@ -134,6 +137,29 @@ def test_packed_rows_do_not_repeat_keys(monkeypatch: pytest.MonkeyPatch) -> None
         found = documents.attend_documents(q, k, v, cut, 12)
         torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
     assert shapes == [(24, 2, 8)] * 2
+
+
+@pytest.mark.parametrize("on_gpu", [False, True])
+def test_a_teacher_that_has_written_leaves_its_memory(
+    on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Between the last of its rows and the student's first."""
+    done: list[str] = []
+    cache = SimpleNamespace(lacks=lambda _: True, of=None, tokens=None, top_k=4)
+    cache.fill = lambda *_: done.append("filled")
+    for name in ("TeacherCache", "CachedTeacher", "of_teacher"):
+        monkeypatch.setattr(distillation, name, lambda *_: cache)
+    monkeypatch.setattr(distillation, "load_for_inference", lambda *_: nn.Linear(1, 1))
+    monkeypatch.setattr(distillation, "shared_tokens", lambda _: 1)
+    monkeypatch.setattr(
+        distillation, "Teacher", lambda *_: SimpleNamespace(most_likely=lambda *_: None)
+    )
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: done.append("freed"))
+    of_teacher = SimpleNamespace(model=1, quantization=1, adapter=None, logprobs="cache")
+    world = World(GPU if on_gpu else torch.device("cpu"))
+    cfg = SimpleNamespace(teacher=of_teacher, distillation=None)
+    assert distillation.load_teacher(cfg, world, None, 1) is cache
+    assert done == (["filled", "freed"] if on_gpu else ["filled"])
 
 
 def test_operators_for_cpus_are_not_asked_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,7 +101,7 @@ def _torch_as_before() -> Iterator[None]:
     import torch.distributed as dist
 
     device, joined = accelerator(), dist.is_available() and dist.is_initialized()
-    if device is None or device.type == "mps":  # its generator is not one of several
+    if device is None:
         generators = torch.random.fork_rng([])
     else:
         generators = torch.random.fork_rng([0], device_type=device.type)
