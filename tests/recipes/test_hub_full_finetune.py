@@ -80,9 +80,20 @@ def loaded(folder: Path, model: Any) -> dict[str, Tensor]:
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize("name", NAMES)
 def test_runs_equal_a_plain_loop_over_transformers(name: str, tmp_path: Path) -> None:
+    check_runs(name, tmp_path, "transformers")
+
+
+@pytest.mark.usefixtures("eager")
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["qwen3_5_whole", "qwen3_next"])
+def test_runs_of_our_own_layers_of_two_kinds_do_too(name: str, tmp_path: Path) -> None:
+    check_runs(name, tmp_path, "native")
+
+
+def check_runs(name: str, tmp_path: Path, by: str) -> None:
     model: Any = hub_models.save_hub_model(name, tmp_path / "model")
     before = load_file(tmp_path / "model" / SINGLE)
-    words = ["--config", config_of(tmp_path), *WORDS]
+    words = ["--config", config_of(tmp_path), *WORDS, f"model.implementation={by}"]
     run_recipe([[*words, "batch_size=12", f"output_dir={tmp_path}/1"]])
     more = ["batch_size=6", f"output_dir={tmp_path}/2"]
     run_ranks(2, run_recipe, [[*words, *more]])
@@ -96,7 +107,8 @@ def test_runs_equal_a_plain_loop_over_transformers(name: str, tmp_path: Path) ->
             torch.testing.assert_close(trained[key], value, atol=1e-4, rtol=1e-4, msg=key)
         after = load_file(tmp_path / run / "model" / SINGLE)
         assert after.keys() == before.keys()
-        beside = [key for key in before if "vision" in key or "layer_scalar" in key]
+        kept = ("vision", "visual", "layer_scalar", "mtp.")
+        beside = [key for key in before if any(part in key for part in kept)]
         assert all(torch.equal(after[key], before[key]) for key in beside)
 
 

@@ -240,8 +240,8 @@ def test_nan_of_one_adapter_is_its_own(
 
 @pytest.mark.long
 @pytest.mark.usefixtures("eager")
-def test_a_model_of_transformers(tmp_path: Path) -> None:
-    """It has recurrent layers."""
+@pytest.mark.parametrize("by", ["transformers", "native"])
+def test_a_model_with_recurrent_layers(by: str, tmp_path: Path) -> None:
     hub_models.save_hub_model("qwen3_5", tmp_path / "model")
     text = TOY_CONFIG.format(folder=tmp_path) + "batch_size: 4\nmax_steps: 3\n"
     several = "adapters: {a: {rank: 4, method: lora}, b: {rank: 2, seed: 3}}\n"
@@ -250,7 +250,7 @@ def test_a_model_of_transformers(tmp_path: Path) -> None:
     for run, own in more.items():
         (tmp_path / "c.yaml").write_text(f"{text}{own}output_dir: {tmp_path}/{run}\n")
         recipe = "several_adapters" if run == "run" else "qdora_distributed"
-        run_recipe(recipe, ["--config", f"{tmp_path}/c.yaml"])
+        run_recipe(recipe, ["--config", f"{tmp_path}/c.yaml", f"model.implementation={by}"])
     for run in "ab":
         mine = [line[f"{run}/loss"] for line in lines(tmp_path / "run")]
         assert mine == pytest.approx([line["loss"] for line in lines(tmp_path / run)], abs=1e-5)
