@@ -96,5 +96,8 @@ def check_with_model(cfg: Any, model: Any) -> None:
     """
     if isinstance(model, HubConfig):
         check_hub_run(cfg, model)
+    passes = getattr(model, "recurrent", None) and get_key(cfg, "sharding.context_parallel") > 1
+    if passes and cfg.compile:
+        raise UserError("compile: true; expected false, as ranks pass states on to each other")
     check_compile(cfg.compile, get_key(cfg, "compile_cache_dir"))
     cfg.model.check_length(cfg.max_seq_len, model.max_position_embeddings)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,12 +14,18 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
+from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.common.errors import UserError
 from qfsdp.data.batch import Batch
 from qfsdp.distributed.context_parallel import share_rows
+from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.generation import start
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.attention.request_cache import RequestCache
+from qfsdp.training.preference import check_packed
+from qfsdp.training.run_config import check_with_model
 from tests import hub_models
 from tests.models import cpu_world
 from tests.modules.test_hub_cut_rows import LENGTHS, PADDED, batch
@@ -183,3 +191,23 @@ def test_decays_are_fp32_in_any_model(tmp_path: Path) -> None:
     kept = {name for name, dtype in held.items() if dtype == torch.float32}
     assert kept == {name for name in held if name.endswith((".A_log", ".dt_bias"))} and kept
     assert torch.equal(model.model.layers[0].linear_attn.A_log, before)
+
+
+def test_what_they_do_not_have_is_one_line(tmp_path: Path) -> None:
+    hub_models.save_hub_model("qwen3_5_whole", tmp_path)
+    config = ModelConfig(str(tmp_path), dtype="fp32")
+    model = config.any_config()
+    cfg = SimpleNamespace(compile=True, sharding=ShardingConfig(context_parallel=2))
+    train = AdapterConfig("lora", rank=4, alpha=8, modules_to_save=["lm_head"])
+    for message, refused in {
+        "compile: true; expected false": lambda: check_with_model(cfg, model),
+        "packed: true; expected false for pairs": lambda: check_packed(True, 64, model),
+        "model.path: .* takes more than text": config.decoder,
+        "model.quantize_cache: /x; expected null": lambda: replace(
+            config, quantize_cache="/x"
+        ).any_config(),
+        "modules_to_save: .lm_head.; expected null": lambda: add_adapters(config.build(), train),
+    }.items():
+        with pytest.raises(UserError, match=message) as error:
+            refused()
+        assert "\n" not in str(error.value)

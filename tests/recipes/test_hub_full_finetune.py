@@ -85,7 +85,7 @@ def test_runs_equal_a_plain_loop_over_transformers(name: str, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["qwen3_5_whole", "qwen3_next"])
+@pytest.mark.parametrize("name", ["qwen3_5_whole", "qwen3_5_moe"])
 def test_runs_of_our_own_layers_of_two_kinds_do_too(name: str, tmp_path: Path) -> None:
     check_runs(name, tmp_path, "native")
 
