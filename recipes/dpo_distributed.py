@@ -98,8 +98,9 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight or row is loaded."""
-    check_logger(cfg.metric_logger)
     add_new_tokens(cfg)
+    rows = cfg.model.any_config().vocab_size
+    check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, rows)
     choose_lr(cfg)
     check_optimizer(cfg.optimizer, cfg.lr_scheduler)
     check_global_batch(cfg)
@@ -111,8 +112,8 @@ def check(cfg: Config) -> None:
         check_disk(model, weights)
     check_start(cfg.adapter, model, weights)
     check_packed(cfg.packed, cfg.max_seq_len, model.config)
-    check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
+    check_logger(cfg.metric_logger)  # imports torchtune: over a second
     check_memory(cfg, build_model, train_step)
 
 
