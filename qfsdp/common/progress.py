@@ -85,6 +85,7 @@ def _begins(name: str, layer: Any, args: Any) -> None:
 
 
 def _ends(name: str, layer: Any, args: Any, result: Any) -> None:
+    NOW.part = ""  # what follows may be no part of a step
     x = result[0] if isinstance(result, tuple) else result
     if x.requires_grad:
         x.register_hook(lambda gradient: moved(name))

@@ -35,6 +35,7 @@ def test_what_is_quick_is_not_told(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_a_line_every_so_many_seconds(capsys: pytest.CaptureFixture[str]) -> None:
     """An estimate is never silent for longer, however long it takes."""
+    progress.begin()  # a model of another test may have named a layer
     printed = ""
 
     def told() -> bool:
