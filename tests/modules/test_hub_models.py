@@ -315,8 +315,8 @@ def test_a_weight_that_a_module_reads_itself_stays_plain() -> None:
         ),
         (
             {
-                "architectures": ["Qwen3_5ForCausalLM"],
-                "model_type": "qwen3_5_text",
+                "architectures": ["Lfm2ForCausalLM"],
+                "model_type": "lfm2",
                 "vocab_size": 0,
             },
             "expected integers above 0",
