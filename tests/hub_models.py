@@ -177,6 +177,9 @@ def _multimodal(t: Any) -> dict[str, Callable[[], Any]]:
         "qwen3_5_whole": lambda: t.Qwen3_5Config(
             text_config=no_ids | DELTA | {"tie_word_embeddings": False}, vision_config=qwen
         ),
+        "qwen3_5_moe_whole": lambda: t.Qwen3_5MoeConfig(
+            text_config=no_ids | DELTA | EXPERTS, vision_config=qwen
+        ),
         "qwen3_vl": lambda: t.Qwen3VLConfig(
             text_config=no_ids | {"rope_parameters": rope},
             vision_config=qwen | {"deepstack_visual_indexes": [0, 1]},
@@ -193,7 +196,8 @@ NAMES = ["qwen3_5", "gemma4", "deepseek_v3", "lfm2", "llama"]
 # Recurrent layers, shared keys and values, and experts are in the short suite.
 MIXTURES = ["qwen3_5_moe", "glm4_7", "gemma4_moe"]
 OTHERS = ["gpt2", "falcon"]
-HYBRID = ["qwen3_5", "qwen3_5_whole", "qwen3_5_moe", "qwen3_next"]  # which we build too
+# Which we build too.
+HYBRID = ["qwen3_5", "qwen3_5_whole", "qwen3_5_moe", "qwen3_next", "qwen3_5_moe_whole"]
 PARAMETERS = [
     *(*NAMES[:3], MULTIMODAL[0]),
     *(
@@ -208,7 +212,7 @@ EXPERT_NAMES = ["experts.gate_up_proj", "experts.down_proj"]
 
 def adapter_of(name: str, rank: int = 4) -> AdapterConfig:
     """DoRA of all linears; of a mixture LoRA, with its experts: PEFT has no DoRA of these."""
-    if name in (*MIXTURES, "deepseek_v3", "qwen3_next"):
+    if name in (*MIXTURES, "deepseek_v3", "qwen3_next", "qwen3_5_moe_whole"):
         return AdapterConfig("lora", rank=rank, alpha=8, targets=["all-linear", *EXPERT_NAMES])
     return AdapterConfig("dora", rank=rank, alpha=8)
 
