@@ -163,6 +163,9 @@ def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
     UserError: an unknown name or argument, a value that they refuse (a negative lr), or a `step`
     that needs an argument, such as the closure of L-BFGS."""
     optimizer.check("optimizer", provided=["params"])
+    lr = optimizer.kwargs.get("lr", 0.0)
+    if isinstance(lr, int | float) and not lr >= 0:  # told 0.7 s sooner than by the optimizer
+        raise UserError(f"optimizer.lr: {lr}; expected a number of at least 0")
     import_dynamo()  # an optimizer needs it
     dummy = torch.nn.Parameter(torch.zeros(1, 1))
 
