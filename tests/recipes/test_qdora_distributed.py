@@ -224,7 +224,6 @@ def nothing_wrong(
         (["enable_activation_checkpointing=true"], "here it is 'activation.checkpointing=full'"),
         (["optimizer.learning_rate=1"], "'torch.optim.AdamW' takes no argument 'learning_rate'"),
         (["optimizer.lr=-1"], "optimizer.lr: -1; expected a number of at least 0"),
-        (["optimizer.lr=.nan"], "optimizer.lr: nan; expected a number of at least 0"),
         (["optimizer.eps=-1"], "optimizer: torch.optim.AdamW refuses its arguments: Invalid"),
         (["optimizer=torch.optim.AdmaW"], "did you mean 'torch.optim.AdamW'?"),
         (["lr_scheduler.warmup=3"], "takes no argument 'warmup'"),
