@@ -2,11 +2,11 @@
 
     python benchmarks/gpu_lengths.py [--quick] [--json lengths.json]
 
-On cards of compute capability 9.0 and 10.0 PyTorch asks cuDNN first, which builds a plan for each
-new shape: 23 to 37 ms on an H100, and up to a second with its backward on a B200
-(modelscope/FunASR#3704). Uncompiled rows that are not packed are as long as the longest of their
-batch, a multiple of 8, so up to 256 lengths of 2,048 tokens come once each. Attention of one layer
-of Llama-3-8B, four rows, forward and backward:
+On cards of compute capability 9.0 and 10.0 PyTorch's attention asks cuDNN first. cuDNN builds a
+plan for each new shape. That takes 23 to 37 ms on an H100, and up to a second, with the backward
+pass, on a B200 (modelscope/FunASR#3704). Rows that are neither compiled nor packed are padded to
+the longest of their batch, a multiple of 8. With at most 2,048 tokens a run meets up to 256
+lengths. Measured is attention of one layer of Llama-3-8B, four rows, forward and backward:
 
     lengths_new_seconds, lengths_known_seconds       medians over lengths; also with `_no_cudnn`
     lengths_no_cudnn_over_cudnn                      seconds of known lengths

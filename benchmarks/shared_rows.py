@@ -3,15 +3,15 @@
     python benchmarks/shared_rows.py [--quick] [--json shared.json] [--tokens 32768] [--layers 30]
 
 An update of two rows with SmolLM2-135M's shapes and random weights (NF4, LoRA of rank 16, full
-checkpointing, tiles) on two processes of one thread, over gloo: each rank has a row, or half of
-both, one after the other. Documents have 200 to 4,000 tokens, so some are cut. The second of two
-updates counts; of the ranks, the one with the most.
+checkpointing, tiles) on two processes of one thread, over gloo. With N = 1 each rank has a row of
+its own. With N = 2 each has half of both rows, one after the other. Documents have 200 to 4,000
+tokens, so some are cut. Figures are of the second update, and of the rank with the larger number.
 
-    N1_cpu, N2_cpu               processor seconds of a rank
-    N1_seconds, N2_seconds       seconds; on a busy machine compare the processor's
-    N1_memory, N2_memory         bytes: the process's peak within an update, above that before it
-    N1_estimated, N2_estimated   bytes: the estimate's peak above what is held between updates
-    loss_difference              of the first update
+    N1_cpu, N2_cpu               processor seconds
+    N1_seconds, N2_seconds       seconds; on a busy machine processor seconds say more
+    N1_memory, N2_memory         bytes that the update adds to the process, at its peak
+    N1_estimated, N2_estimated   the same by the estimate
+    loss_difference              between N = 1 and N = 2, in the first update
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import nn
+from torch import Tensor, nn
 
 from qfsdp.checkpoint.weights.load import ModelConfig, load_base
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
@@ -253,6 +253,23 @@ def save_hub_model(name: str, folder: Path, **changes: Any) -> nn.Module:
         more = {"mtp.fc.weight": torch.randn(8, 16)}
         save_file(load_file(folder / SINGLE) | more, folder / SINGLE, {"format": "pt"})
     return model
+
+
+def check_200_tokens(model: Any, prompts: list[list[int]], cache: Any, given: Tensor) -> None:
+    """The next 200 tokens of prompts, `given` to an empty cache at first, have the logits and are
+    the tokens of computing everything anew for each."""
+    rows, found = [list(prompt) for prompt in prompts], list[Tensor]()
+    with torch.no_grad():
+        for _ in range(200):
+            found.append(model(given, cache=cache))
+            given = found[-1].argmax(-1, keepdim=True)
+            for row, token in zip(rows, given.flatten().tolist(), strict=True):
+                row.append(token)
+        for at, row in enumerate(rows):
+            anew = model(torch.tensor([row[:-1]]))[0, -200:]
+            kept = torch.stack([logits[at] for logits in found])
+            assert (kept - anew).abs().max() <= 1e-5 * anew.abs().max()
+            assert anew.argmax(-1).tolist() == row[-200:]
 
 
 def with_tokenizer(name: str, folder: Path, tokenizer: Path) -> Path:

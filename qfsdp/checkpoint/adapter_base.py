@@ -29,7 +29,7 @@ from qfsdp.data.tokenizer_folder import read_text
 from qfsdp.hub.download import hub_name, local_folder, small_folder, split_name
 from qfsdp.modules.adapters.config import BASE_STARTS
 
-BASE_FILE, GIVEN = "qfsdp_base.json", "model.path=MODEL"
+BASE_FILE = "qfsdp_base.json"
 DEMO_MODEL = "${oc.env:QFSDP_CACHE,${oc.env:HOME}/.cache/qfsdp}/SmolLM2-135M-Instruct"
 OURS = "qfsdp.data.hf_tokenizer"
 _QUANTIZATION = ("format", "targets", "compute")
@@ -103,10 +103,11 @@ class OfAdapter:
         if of_adapter is not None and not _has_path(tree):
             path, file = of_adapter.get("model", {}).get("path"), f"{adapter}/{CONFIG_FILE}"
             if path is None:
-                raise UserError(f"model.path: none, and {file} names no base; expected {GIVEN}")
+                told = f"model.path: none, and {file} names no base"
+                raise UserError(f"{told}; expected model.path=MODEL")
             if split_name(path) is None and not Path(path).expanduser().exists():
                 told = f"model.path: {path!r}, which {file} names, does not exist"
-                raise UserError(f"{told}; expected {GIVEN}, where the base is now")
+                raise UserError(f"{told}; expected model.path=MODEL, where the base is now")
         return {key: value for key, value in found.items() if key in cls.__annotations__}
 
 

@@ -29,7 +29,7 @@ from qfsdp.config import load
 from qfsdp.config.component import Component
 from qfsdp.config.right_forms import DATA_FILES
 from qfsdp.data import PREFERENCES
-from qfsdp.hub.download import previewed, split_name
+from qfsdp.hub.download import name_in_address, previewed, split_name
 
 if TYPE_CHECKING:
     from qfsdp.data.row_forms import Form
@@ -133,8 +133,8 @@ def given_words(program: str, words: Sequence[str]) -> tuple[str, str, list[str]
 
 def _no_model(model: str, folder: Path) -> str:
     """Why it is no model."""
-    if address := re.match(r"https?://(?:www\.)?huggingface\.co/(\S+)", model):
-        return f"is an address; expected the name: {'/'.join(address[1].split('/')[:2])}"
+    if (name := name_in_address(model)) is not None:
+        return f"is an address; expected the name: {name}"
     if (folder / "adapter_config.json").is_file():
         start = f"adapter.start_from={quote(model)}"
         return f"is an adapter; expected its base, and to go on from the adapter: {start}"

@@ -21,9 +21,9 @@ _NO_ADDRESS_SPACE = ("failed to map segment", "allocate memory", "start new thre
 NEEDS_UTF8 = "expected a locale with UTF-8, or PYTHONUTF8=1"
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
 
-# All ranks usually meet the same mistake. Rank 0 reports it at once and torchrun then ends the
-# others; a rank that is still alive after this many seconds has met a mistake that rank 0 has not,
-# or the machine is busy: a mistake that another rank has reported is not told again.
+# All ranks usually meet the same mistake. Rank 0 reports it at once, and torchrun then ends the
+# others. A rank that lives on for this many seconds reports its own mistake, if no other rank of
+# the machine has reported the same one: on a busy machine torchrun may be late.
 _RANK_0_GOES_FIRST_S = 2.0
 
 

@@ -67,6 +67,12 @@ def split_name(name: str) -> tuple[str, str | None] | None:
     return (found[1], found[2]) if found else None
 
 
+def name_in_address(text: str) -> str | None:
+    """`org/name` of the address of a page of the hub; None: the text is no such address."""
+    found = re.match(r"https?://(?:www\.)?huggingface\.co/(?:datasets/)?(\S+)", text)
+    return "/".join(found[1].split("/")[:2]) if found else None
+
+
 def hub_name(path: str) -> tuple[str, str | None] | None:
     """`split_name` of `path`, or None if it is a folder, which wins."""
     return None if Path(path).expanduser().exists() else split_name(path)

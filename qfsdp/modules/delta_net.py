@@ -38,7 +38,6 @@ class DeltaNet(KeepsFp32):
         window: None, as of `Attention`.
     """
 
-    kept_fp32 = ("A_log", "dt_bias")
     window = None
 
     def __init__(self, config: DecoderConfig) -> None:

@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 from torch import Tensor, nn
 
+KEPT_FP32 = {"e_score_correction_bias", "A_log", "dt_bias"}
+"""Names of parameters: routers' corrections, and the decays of recurrent layers."""
+
 
 class KeepsFp32(nn.Module):
-    """Casts of the model leave the parameters named in `kept_fp32` as they are."""
-
-    kept_fp32: ClassVar[tuple[str, ...]]
+    """Casts of the model leave its own parameters in `KEPT_FP32` as they are."""
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
-        kept = [getattr(self, name) for name in self.kept_fp32]
+        kept = [p for name, p in self.named_parameters(recurse=False) if name in KEPT_FP32]
 
         def keeping(tensor: Tensor) -> Tensor:
             made = fn(tensor)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.common.files import write_text, writing
+from qfsdp.config.reference import shown
 from qfsdp.sweep.cells import Cell
 from qfsdp.sweep.prices import Price, costs
 from qfsdp.sweep.published import Comparison
@@ -166,21 +167,14 @@ def rows_of_table(
     for cell in cells:
         if (row := results.get(cell.key)) is None:
             continue
-        cells_of_row = [value_words(cell.point.get(axis, "")) for axis in axes]
+        cells_of_row = [shown(cell.point[axis]) if axis in cell.point else "" for axis in axes]
         cells_of_row += [number(row[name]) if name in row else "" for name in columns]
         cells_of_row += [score_words(row.get("scores", {}).get(name)) for name in scores]
-        reason = (
-            "" if row["status"] in DONE else f": {shortened(row.get('reason', ''), MOST_REASON)}"
-        )
-        rows.append([*cells_of_row, row["status"] + reason])
+        status = row["status"]
+        if status not in DONE:
+            status += f": {shortened(row.get('reason', ''), MOST_REASON)}"
+        rows.append([*cells_of_row, status])
     return head, rows
-
-
-def value_words(value: Any) -> str:
-    """A value of a config as YAML writes it."""
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def score_words(score: Sequence[float | None] | None) -> str:
@@ -200,7 +194,7 @@ def rows_of_comparison(
     found: Sequence[Comparison], sources: Sequence[str]
 ) -> tuple[list[str], list[list[str]]]:
     """Head and rows: ours, published, the ratio, the point, and which of several `sources`."""
-    points = [{axis: value_words(value) for axis, value in one.point.items()} for one in found]
+    points = [{axis: shown(value) for axis, value in one.point.items()} for one in found]
     several = len(sources) > 1
     axes = dict.fromkeys(axis for point in points for axis in point)
     told = [axis for axis in axes if len({point.get(axis, "") for point in points}) > 1]

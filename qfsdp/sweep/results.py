@@ -62,8 +62,8 @@ class Results:
         return self._rows.get(key)
 
     def done(self, cells: Sequence[Cell]) -> str:
-        """How many of the cells are done, and how many lines are of none of them: cells of another
-        config, or of a version with other keys, whose results may differ."""
+        """A few words: how many of `cells` are done, and how many other cells the file has. Those
+        belong to another config, or to a version with other keys."""
         done = sum(cell.key in self._rows for cell in cells)
         others = len(self._rows) - done
         stay = f"; {FILE} has {others} of another config or version" if others else ""

@@ -38,11 +38,11 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, warn_of_space, write_json, write_text
 from qfsdp.distributed.world import World
 from qfsdp.modules.hub_models.config import HubConfig
+from qfsdp.modules.kept_fp32 import KEPT_FP32
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 CHUNK_NUMBERS = 1 << 20  # numbers per chunk: fp32 temporaries of 4 MB
 CPU = torch.device("cpu")
-KEPT_FP32 = (".e_score_correction_bias", ".A_log", ".dt_bias")  # ends of names
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,7 @@ def dtype_of(name: str, dtype: torch.dtype) -> torch.dtype:
     """The dtype of a parameter of a model of `dtype`. A router's correction is fp32 in all of them:
     in bf16 its steps near 7, 1/32, would make the corrections of many experts the same. So are the
     decays of recurrent layers."""
-    return torch.float32 if name.endswith(KEPT_FP32) else dtype
+    return torch.float32 if name.rpartition(".")[2] in KEPT_FP32 else dtype
 
 
 def plain_config(folder: Path, dtype: torch.dtype) -> dict[str, Any]:

@@ -79,10 +79,9 @@ class SafetensorsFolder:
         if not file.is_file():
             told = f"{file} does not exist; the model's weights are read from it"
             if (file.parent / "pytorch_model.bin").exists():
-                told += (
-                    "; a pickle, pytorch_model.bin, can run code: transformers makes safetensors"
-                )
-                told += " of it: AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+                change = "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
+                why_not = "a pickle, pytorch_model.bin, can run code"
+                told += f"; {why_not}: transformers makes safetensors of it: {change}"
             raise UserError(told)
         check_no_pointer(file)
         with open(file, "rb") as handle:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
-import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
@@ -26,6 +25,7 @@ from qfsdp.data.files.file_rows import FilePart, FileRow, FileRows, FileStream
 from qfsdp.data.files.json_lines import check_regular
 from qfsdp.data.reading import current
 from qfsdp.data.row_stream import RowStream
+from qfsdp.hub.download import name_in_address
 
 _DAMAGED = (RecursionError, OverflowError, zlib.error, EOFError)  # zlib: a damaged .gz
 MAX_LOOKS = 100  # files of a folder whose beginnings are checked
@@ -86,8 +86,7 @@ def check_source(key: str, source: Any) -> None:
             check_beginning(file)
     elif os.path.exists(path) and source:
         raise UserError(f"{key}: {source} is no regular file; {expected}")
-    elif address := re.match(r"https?://(?:www\.)?huggingface\.co/(?:datasets/)?(\S+)", source):
-        name = "/".join(address[1].split("/")[:2])
+    elif (name := name_in_address(source)) is not None:
         raise UserError(f"{key}: {source} is an address; expected the name: {name}")
     elif suffix_of(path) in SUFFIXES or source[:1] in "/.~" or source.count("/") > 1:
         name = source if len(source) < 100 else f"{source[:100]}..."

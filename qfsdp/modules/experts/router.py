@@ -22,7 +22,6 @@ class ChoosesExperts(KeepsFp32):
             experts and is never trained. Always fp32: its numbers differ by less than bf16 shows.
     """
 
-    kept_fp32 = ("e_score_correction_bias",)
     top_k: int
     config: RouterConfig
     e_score_correction_bias: nn.Parameter | None

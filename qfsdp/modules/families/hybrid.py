@@ -11,10 +11,9 @@ from qfsdp.modules.decoder_parts import (
     DecoderParts,
     LayerConfig,
     RecurrentConfig,
-    SharedExpert,
 )
 from qfsdp.modules.families.keys import FAMILIES, Keys, Read, family
-from qfsdp.modules.families.mixtures import some_mixtures
+from qfsdp.modules.families.mixtures import experts_beside_shared, some_mixtures
 from qfsdp.modules.families.rope_keys import FULL
 
 RECURRENT = "linear_attention"
@@ -53,7 +52,8 @@ def qwen3_5(keys: Keys) -> dict[str, Any]:
 def qwen3_5_moe(keys: Keys) -> dict[str, Any]:
     """Qwen 3.5 and 3.6 with a mixture in every layer."""
     parts = _hybrid(keys)
-    return parts | {"layers": keys.mixtures(parts["layers"]), **_experts(keys, True)}
+    parts["experts"] = experts_beside_shared(keys, True)
+    return parts | {"layers": keys.mixtures(parts["layers"])}
 
 
 @family(
@@ -67,8 +67,8 @@ def qwen3_5_moe(keys: Keys) -> dict[str, Any]:
 def qwen3_next(keys: Keys) -> dict[str, Any]:
     """Qwen3-Next: one linear for all of a recurrent layer, head by head."""
     parts = _hybrid(keys, fused=True)
-    layers = some_mixtures(keys, parts["layers"])
-    return parts | {"layers": layers, **_experts(keys, keys.switch("norm_topk_prob"))}
+    parts["experts"] = experts_beside_shared(keys, keys.switch("norm_topk_prob"))
+    return parts | {"layers": some_mixtures(keys, parts["layers"])}
 
 
 def _hybrid(keys: Keys, fused: bool = False) -> dict[str, Any]:
@@ -91,12 +91,6 @@ def _hybrid(keys: Keys, fused: bool = False) -> dict[str, Any]:
         "attention": AttentionConfig(qkv_bias=bias, o_bias=bias, qk_norm="head", gated=True),
         "recurrent": RecurrentConfig(*heads, key, value, taps, fused),
     }
-
-
-def _experts(keys: Keys, normalised: bool) -> dict[str, Any]:
-    size = keys.size("shared_expert_intermediate_size")
-    shared = SharedExpert("shared_expert", size, "shared_expert_gate")
-    return {"experts": replace(keys.experts(normalised=normalised), shared=shared)}
 
 
 def _of_whole(architecture: str) -> Read:

@@ -80,18 +80,23 @@ def qwen2_moe(keys: Keys) -> dict[str, Any]:
     """Qwen2-MoE (arXiv:2407.10671) and Qwen1.5-MoE: Qwen 2 with mixtures of experts, and an expert
     with a gate that all tokens share. With `use_sliding_window`, every other one of the first
     `max_window_layers` has a window."""
-    layers, size = keys.same_layers(), keys.size("shared_expert_intermediate_size")
+    layers = keys.same_layers()
     if keys.switch("use_sliding_window"):
         last = keys.count("max_window_layers")
         windows = keys.windows(lambda index: index % 2 == 0 and index < last)
         layers = tuple(map(LayerConfig, windows, (layer.rope for layer in layers)))
-    shared = SharedExpert("shared_expert", size, "shared_expert_gate")
-    experts = keys.experts(normalised=keys.switch("norm_topk_prob"))
     return {
         "layers": some_mixtures(keys, layers),
         "attention": AttentionConfig(qkv_bias=keys.switch("qkv_bias", True)),
-        "experts": replace(experts, shared=shared),
+        "experts": experts_beside_shared(keys, keys.switch("norm_topk_prob")),
     }
+
+
+def experts_beside_shared(keys: Keys, normalised: bool) -> ExpertsConfig:
+    """Qwen's experts, and one with a gate that all tokens share."""
+    size = keys.size("shared_expert_intermediate_size")
+    shared = SharedExpert("shared_expert", size, "shared_expert_gate")
+    return replace(keys.experts(normalised=normalised), shared=shared)
 
 
 @family(
