@@ -351,8 +351,9 @@ def test_mistakes_are_reported_in_one_line(
     assert len(message.splitlines()) == 1
 
 
+@pytest.mark.parametrize("name", [UP, "model.layers.0.mlp.experts.gate_up_projs.3.weight"])
 def test_experts_that_bitsandbytes_quantized_one_by_one_are_refused(
-    folders: dict[str, Path], tmp_path: Path
+    name: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
     from bitsandbytes.functional import quantize_4bit
 
@@ -361,13 +362,15 @@ def test_experts_that_bitsandbytes_quantized_one_by_one_are_refused(
             torch.randn(64, 64), blocksize=64, compress_statistics=True, quant_type="nf4"
         )
         fields = state.as_dict(packed=True)
-        tensors |= {UP: codes, **{f"{UP}.{key}": value for key, value in fields.items()}}
+        tensors |= {name: codes, **{f"{name}.{key}": value for key, value in fields.items()}}
 
     folder = edited(folders["qwen3_moe"], tmp_path / "bnb", quantize)
     config = json.loads((folder / "config.json").read_text())
     config["quantization_config"] = {"quant_method": "bitsandbytes", "load_in_4bit": True}
     (folder / "config.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match=f"{UP}' is quantized by itself; expected the model in 16"):
+    with pytest.raises(
+        UserError, match=f"{name}' is quantized by itself; expected the model in 16"
+    ):
         ModelWeights(folder)
 
 

@@ -34,7 +34,7 @@ from qfsdp.modules.decoder_parts import DecoderParts, ExpertsConfig
 from qfsdp.tensor_subclasses.mxfp4 import MX_BLOCK
 
 OF_ALL = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)(_bias)?")
-OF_SINGLE = re.compile(r"\.experts\.\d+\.")
+OF_SINGLE = re.compile(r"\.experts\.(\w+\.)?\d+\.")  # Unsloth: `experts.gate_up_projs.3.weight`
 BLOCKS = "_blocks"
 SCALES = "_scales"
 PARAMETER = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)\.(weight|bias)")
