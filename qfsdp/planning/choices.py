@@ -85,6 +85,11 @@ class Choices:
             node[name] = value
 
     def _is_given(self, key: str) -> bool:
+        node = self.tree
+        for section in key.split(".")[:-1]:
+            node = node.get(section, {})
+            if node is None:  # null is given for it
+                return True
         whole = (name for name, value in self.given.items() if value.lstrip().startswith("{"))
         return key in self.given or any(key.startswith(f"{name}.") for name in whole)
 

@@ -154,6 +154,12 @@ def test_given_sections_stay(no_dry_run: None) -> None:
     assert cfg.validation.eval_every == 7 and not cfg.validation.sets
 
 
+def test_a_section_that_is_null_stays(no_dry_run: None) -> None:
+    words = ["validation=null", "output_dir=runs/no_validation"]
+    cfg = read(finetune.plan("tiny", "chats.jsonl", words).write())
+    assert not cfg.validation.sets and "split" not in cfg.dataset.kwargs
+
+
 def test_columns_that_are_named(no_dry_run: None) -> None:
     words = ["dataset.prompt_column=a", "dataset.answer_column=b"]
     cfg = read(finetune.plan("tiny", "odd.jsonl", words).write())
