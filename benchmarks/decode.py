@@ -63,9 +63,9 @@ from qfsdp.evaluation.prompts import chat_tokens
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.folded import FoldedLinear
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.low_rank.linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig, QuantizedLinear
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4

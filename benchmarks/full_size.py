@@ -75,7 +75,7 @@ from qfsdp.checkpoint.weights.write import (
 )
 from qfsdp.common.files import write_json
 from qfsdp.common.sizes import parse_size
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder

@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.timing import Figures, arguments, spread, tell, write_figures
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import (
+from qfsdp.modules.low_rank.linear import (
     LowRankLinear,
     low_rank_linears,
     refresh_dora_norms,

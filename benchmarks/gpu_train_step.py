@@ -59,8 +59,8 @@ from qfsdp.data.loader import collate
 from qfsdp.distributed import sharding, world
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.estimate import StoredFormats
 from qfsdp.planning.extrapolate import estimate_fast

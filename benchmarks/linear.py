@@ -49,8 +49,8 @@ from benchmarks.timing import (
 )
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
+from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

@@ -30,9 +30,9 @@ from benchmarks.memory import PeakMemory, private_bytes
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.rope import Unscaled
 from qfsdp.modules.targets import LINEAR_NAMES
 from qfsdp.modules.transformer import Decoder

@@ -26,7 +26,8 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import base_parameters, refresh_dora_norms
+from qfsdp.modules.decoder_base import base_parameters
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.modules.quantized_linear import QuantizationConfig, linear
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4

@@ -18,11 +18,11 @@ from qfsdp.data.preferences.shared_prompts import SharedDocuments, share_documen
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.attention import documents as document_attention
 from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.shared_prompts import attend_shared
 from qfsdp.modules.attention.sinks import attend_with_sinks, attention, attention_backward
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
 from tests.models import build_meta_model
 from tests.on_gpu import GPU, needs_gpu

@@ -67,7 +67,6 @@ from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
-from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
 from qfsdp.modules.adapters.trained_rows import DELTA, row_parameters, ties_rows
 from qfsdp.modules.adapters.whole import (
     EMBEDDING,
@@ -77,6 +76,7 @@ from qfsdp.modules.adapters.whole import (
     ties_whole,
     whole_parameters,
 )
+from qfsdp.modules.low_rank.linear import adapted_linears, low_rank_linears
 from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite

@@ -13,9 +13,9 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.adapters.reference import keeps_start, set_start
 from qfsdp.modules.hub_models.decoder import AnyDecoder
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 
 
 def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights) -> None:

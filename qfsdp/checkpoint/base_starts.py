@@ -32,7 +32,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import seeded, start_magnitudes
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
+from qfsdp.modules.low_rank.linear import LowRankLinear, low_rank_linears
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.frozen_weight import row_chunks
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

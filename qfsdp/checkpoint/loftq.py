@@ -33,7 +33,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, Read, streamed
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.linears import LowRankExpertLinear, seeded, start_magnitudes
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
+from qfsdp.modules.low_rank.linear import LowRankLinear, low_rank_linears
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, on_mesh, shard_group
 from qfsdp.tensor_subclasses.frozen_weight import held_rows, row_chunks
 from qfsdp.tensor_subclasses.plain import PlainRows

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
+from qfsdp.modules.low_rank.linear import low_rank_linears
 
 # Field of a module's `start` -> end of its key in checkpoints.
 START_FIELDS = {"lora_A": "start_A", "lora_B": "start_B"}

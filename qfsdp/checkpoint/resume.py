@@ -61,7 +61,7 @@ from qfsdp.common.sealed import Damaged
 from qfsdp.common.terminal import say, warn
 from qfsdp.distributed.world import Numbers, World
 from qfsdp.launch.signals import to_number, who_asks
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 
 Export = Callable[[dict[str, Tensor], Path], None]
 """Writes whole trained tensors, by name, to a new folder within a checkpoint."""

@@ -45,8 +45,10 @@ _PACKAGES = {
         "adapter_config=config adapters=linears folded_linear=folded row_norms reference"
     ),
     ("qfsdp.modules", "qfsdp.modules.low_rank"): (
-        "adapted_linear=product adapted_linear_ops=product same_input=grouped"
+        "adapted_linear=product adapted_linear_ops=product same_input=linear"
     ),
+    ("qfsdp.modules.low_rank", "qfsdp.modules.low_rank"): "grouped=linear",
+    ("qfsdp.modules.adapters", "qfsdp.modules.low_rank"): "low_rank_linear=linear",
     ("qfsdp.modules", "qfsdp.modules.experts"): (
         "experts=stacked adapted_experts=adapted expert_product=product mixture router routing"
     ),

@@ -25,10 +25,11 @@ from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import LowRankRouter
-from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, base_parameters
 from qfsdp.modules.adapters.several import OneOfSeveral
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.modules.hub_models.decoder import AnyDecoder
+from qfsdp.modules.low_rank.linear import AdaptedLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses.dtensor import local_part

@@ -36,12 +36,12 @@ from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.distributed.own_rows import all_rows, own_parameter, own_rows
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear
 from qfsdp.modules.adapters.whole import computed_in
 from qfsdp.modules.collectives import reduce_scatter
 from qfsdp.modules.distillation import Columns
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_functions, chunk_tokens, summed_by_sample
+from qfsdp.modules.low_rank.linear import AdaptedLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.score_head import score_head
 from qfsdp.modules.transformer import Decoder

@@ -27,9 +27,9 @@ from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.folded import fold_adapters
 from qfsdp.modules.adapters.linears import add_adapters
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.adapters.whole import keep_computed
 from qfsdp.modules.hub_models.decoder import AnyDecoder, share_base
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.score_head import HeadConfig, add_score_head
 from qfsdp.tensor_subclasses import nf4_by_bitsandbytes

@@ -20,7 +20,7 @@ from qfsdp.modules.attention.kv_cache import LayerCache
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.gated_delta_rule import CHUNK, gated_delta_rule, next_state
 from qfsdp.modules.kept_fp32 import KeepsFp32
-from qfsdp.modules.low_rank.grouped import outputs
+from qfsdp.modules.low_rank.linear import outputs
 from qfsdp.modules.shared_rows import SharedRows, with_tokens_before
 from qfsdp.modules.short_convolution import short_convolution
 

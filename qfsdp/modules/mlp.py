@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from qfsdp.modules.low_rank.grouped import outputs
+from qfsdp.modules.low_rank.linear import outputs
 
 if TYPE_CHECKING:
     from qfsdp.modules.decoder_config import DecoderConfig

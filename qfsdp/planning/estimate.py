@@ -42,11 +42,11 @@ from qfsdp.distributed.sharding import copies_ahead, shard_model
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import build_frozen
 from qfsdp.hub.download import local_folder
-from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.hub_models.config import SHARED, HubConfig
 from qfsdp.modules.hub_models.depth import with_layers
 from qfsdp.modules.hub_models.dry_run import as_in_a_run
+from qfsdp.modules.low_rank.linear import dora_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.planning.graph_pools import captured, kept_by_graphs
 from qfsdp.planning.kernel_memory import CUBLAS_WORKSPACES, Target

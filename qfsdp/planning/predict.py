@@ -17,12 +17,12 @@ from qfsdp.common.long_waits import SLOW_S, long_wait
 from qfsdp.common.sizes import format_size
 from qfsdp.distributed.global_batch import split_batch
 from qfsdp.modules.activations import LEAST_TILE
-from qfsdp.modules.adapters.low_rank_linear import dora_linears
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.experts.mixture import expert_parameters
 from qfsdp.modules.hub_models.config import HubConfig
 from qfsdp.modules.hub_models.refused import check_hub_run, may_share
+from qfsdp.modules.low_rank.linear import dora_linears
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.planning.changes import Changes, as_words, changed, differing
 from qfsdp.planning.estimate import (

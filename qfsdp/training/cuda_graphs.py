@@ -6,7 +6,7 @@ graph records them once, with the addresses of all tensors, and replays them. So
     inputs       are copied into tensors that stay; so is the number of targets
     parameters   stay where they are: all without FSDP2, which gathers them into memory that moves
     gradients    are added to tensors that stay; the optimizer may set `.grad` to None meanwhile
-    A and B      are prepared (`modules.low_rank.grouped`) before a replay, outside of the graph
+    A and B      are prepared (`modules.low_rank.copies`) before a replay, outside of the graph
     shapes       are those of the first micro-batch that came `WARM_UP` times; others run as ever
 
 So several ranks capture the norms only: these read the shards, which stay, and gather A in a
@@ -38,10 +38,10 @@ from qfsdp.common.messages import first_line
 from qfsdp.data.batch import ALL_POSITIONS, Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.low_rank_linear import dora_linears, refresh_dora_norms
 from qfsdp.modules.attention.documents import is_varlen_size
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
-from qfsdp.modules.low_rank.grouped import prepare
+from qfsdp.modules.low_rank.copies import prepare
+from qfsdp.modules.low_rank.linear import dora_linears, refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.step_clock import StepClock
 

@@ -27,7 +27,7 @@ from qfsdp.checkpoint.adapter_files import save_adapter as save
 from qfsdp.data.batch import Batch
 from qfsdp.distributed.gradients import clip_grad_norm, reduce_gradients, trainable_parameters
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.training.step_clock import StepClock
 from qfsdp.training.steps_in_backward import StepsInBackward
 

@@ -30,7 +30,6 @@ from qfsdp.data.batch import Batch
 from qfsdp.data.cut_rows import CutRows
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import ScaledLinear
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.adapters.miss import BlockSharedLinear
 from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.adapters.several import SeveralLinear
@@ -38,6 +37,7 @@ from qfsdp.modules.adapters.whole import computed_in
 from qfsdp.modules.delta_net import DeltaNet
 from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.hub_models.decoder import HubDecoder
+from qfsdp.modules.low_rank.linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.training.memory_usage import MemoryUsage
 from qfsdp.training.profiler import Profiler as Profiler

@@ -31,7 +31,7 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import init_world
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from tests.disk_limits import largest_file
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft

@@ -26,7 +26,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.data import Batch
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 from qfsdp.training.step_clock import StepClock
 from tests.checkpoint import test_expert_adapter_files as experts

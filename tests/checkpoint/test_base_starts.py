@@ -17,12 +17,12 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import (
-    base_parameters,
+from qfsdp.modules.adapters.reference import as_reference
+from qfsdp.modules.decoder_base import base_parameters
+from qfsdp.modules.low_rank.linear import (
     low_rank_linears,
     refresh_dora_norms,
 )
-from qfsdp.modules.adapters.reference import as_reference
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

@@ -27,7 +27,7 @@ from qfsdp.checkpoint.loftq import check_loftq
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
 from tests.models import cpu_world, randomize_adapters
 from tests.modules.test_families import ours, random_tokens, reference

@@ -23,7 +23,7 @@ from qfsdp.checkpoint.weights.safetensors_folder import SINGLE, SafetensorsFolde
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models
 from tests.models import cpu_world, randomize_adapters

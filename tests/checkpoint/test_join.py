@@ -23,7 +23,7 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.config.load import load_config
 from qfsdp.hub.download import _names
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.peft_oracle import run_peft
 from tests.ranks import run_ranks

@@ -17,10 +17,10 @@ from qfsdp.checkpoint.loftq import best_product
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.common.errors import UserError
-from qfsdp.modules.adapters import low_rank_linear
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import (
+from qfsdp.modules.low_rank import linear as low_rank_linear
+from qfsdp.modules.low_rank.linear import (
     LowRankLinear,
     low_rank_linears,
     refresh_dora_norms,

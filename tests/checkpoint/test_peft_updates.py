@@ -25,7 +25,7 @@ from qfsdp.checkpoint.plain_lora import START_FIELDS
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.models import cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft

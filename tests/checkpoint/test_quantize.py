@@ -26,7 +26,7 @@ from qfsdp.checkpoint.weights.write import PlannedFile
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import PARTIAL, sha256, xxh3
 from qfsdp.config.load import load_config
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor

@@ -20,7 +20,7 @@ from qfsdp.checkpoint.weights.load import ModelConfig, load_base
 from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.quantize import open_weights, quantize_folder
 from qfsdp.common.errors import UserError
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

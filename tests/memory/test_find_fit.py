@@ -13,7 +13,7 @@ import pytest
 from qfsdp.common.sizes import parse_size
 from qfsdp.config.load import load_config
 from qfsdp.config.tool_config import run_tool
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
+from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import known_gpu
 from qfsdp.planning.predict import Predictor, step_load

@@ -18,9 +18,9 @@ from qfsdp.checkpoint.adapter_files import read_adapter_config, save_adapter
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
-from qfsdp.modules.adapters.low_rank_linear import adapted_linears
 from qfsdp.modules.adapters.oft import rotations
 from qfsdp.modules.adapters.reference import as_reference
+from qfsdp.modules.low_rank.linear import adapted_linears
 from tests.models import cpu_world, randomize_adapters
 
 KINDS = (AdapterConfig("miss", rank=7), AdapterConfig("oft", block_size=6))

@@ -11,8 +11,8 @@ from torch import nn
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.transformer import Decoder
 from tests.tiny import TINY_CONFIG
 

@@ -17,11 +17,11 @@ from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.config.component import Component
 from qfsdp.modules.adapters import linears as adapters
-from qfsdp.modules.adapters import low_rank_linear
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters, parameter_groups
-from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, LowRankLinear, adapted_linears
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.low_rank import linear as low_rank_linear
+from qfsdp.modules.low_rank.linear import AdaptedLinear, LowRankLinear, adapted_linears
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import check_targets, target_modules
 from qfsdp.modules.transformer import Decoder

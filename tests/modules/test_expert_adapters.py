@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear, init_adapters
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
 from qfsdp.modules.experts.stacked import ExpertLinear
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.tensor_subclasses import frozen_weight
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 

@@ -10,7 +10,7 @@ import torch
 
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.folded import FoldedLinear, fold_adapters
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from tests.models import adapted_model, randomize_adapters
 from tests.recipes.test_sharded_mixtures import MIXTURE
 from tests.tiny import write_tiny_model

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules import compute_dtype
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear, low_rank_linears
+from qfsdp.modules.low_rank.linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig, QuantizedLinear, quantize_linears
 from qfsdp.tensor_subclasses import fp8, nf4
 from tests.ranks import run_ranks

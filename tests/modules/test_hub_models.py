@@ -18,7 +18,6 @@ from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters
-from qfsdp.modules.adapters.low_rank_linear import adapted_linears, low_rank_linears
 from qfsdp.modules.hub_models import config as hub_config
 from qfsdp.modules.hub_models.buffers import check_buffers
 from qfsdp.modules.hub_models.config import Implementation
@@ -26,6 +25,7 @@ from qfsdp.modules.hub_models.decoder import HubDecoder, build_decoder
 from qfsdp.modules.hub_models.experts import stacked_experts
 from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
 from qfsdp.modules.hub_models.refused import check_hub_run
+from qfsdp.modules.low_rank.linear import adapted_linears, low_rank_linears
 from tests import hub_models, tiny
 from tests.hub_models import built
 from tests.models import cpu_world

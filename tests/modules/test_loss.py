@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from qfsdp.modules import loss as loss_module
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
 from qfsdp.modules.loss import head_loss
+from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import frozen_weight, nf4
 from tests.models import adapted_model, randomize_adapters, summed_cross_entropy

@@ -21,7 +21,7 @@ from qfsdp.data.cut_rows import counted_tokens
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.experts.routing import balance_loss, routing_metrics, routing_sums
 from qfsdp.modules.transformer import Decoder

@@ -17,11 +17,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears, refresh_dora_norms
 from qfsdp.modules.low_rank import copies
-from qfsdp.modules.low_rank import grouped as same_input
+from qfsdp.modules.low_rank import linear as same_input
 from qfsdp.modules.low_rank import product as adapted_linear
 from qfsdp.modules.low_rank.copies import copies_in
+from qfsdp.modules.low_rank.linear import low_rank_linears, refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels.custom_op import CUSTOM_OPS
 from tests.models import adapted_model, cpu_world, load_model, randomize_adapters
@@ -63,8 +63,8 @@ def step(model: Decoder) -> Result:
 def one_by_one(model: Decoder) -> Iterator[None]:
     """Within it, no linears are one operation and there are no copies."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(same_input, "_alike", lambda _: False)
-        patch.setattr(same_input, "_ready", lambda *_: None)
+        patch.setattr(same_input, "_are_one", lambda _: False)
+        patch.setattr(same_input, "ready_copies", lambda *_: None)
         yield
 
 

@@ -9,8 +9,8 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
 from qfsdp.modules.adapters.several import AdapterRows, SeveralLinear, named
+from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses.nf4 import NF4Tensor
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS

@@ -38,7 +38,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]], steps: int = STEPS) -> l
     from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.distributed.world import init_world
     from qfsdp.modules.adapters.config import AdapterConfig
-    from qfsdp.modules.adapters.low_rank_linear import base_parameters
+    from qfsdp.modules.decoder_base import base_parameters
     from qfsdp.modules.transformer import ActivationConfig
     from qfsdp.tensor_subclasses.dtensor import local_part, whole_tensor
     from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor

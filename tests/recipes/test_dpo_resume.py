@@ -127,7 +127,7 @@ with torch.no_grad():
 def test_peft_and_merges_take_the_adapter(folder: Path, tmp_path: Path) -> None:
     """The same logits as the model that was trained."""
     from qfsdp.checkpoint.adapter_files import load_adapter
-    from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+    from qfsdp.modules.low_rank.linear import refresh_dora_norms
 
     recipe, adapter = load_recipe("dpo_distributed"), folder / "whole/adapter"
     cfg = load_config(

@@ -16,7 +16,7 @@ from qfsdp.config.load import load_config
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.models import adapted_model, cpu_world
 from tests.ranks import run_ranks

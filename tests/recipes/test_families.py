@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE, load_adapter
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from tests import tiny
 from tests.models import load_model
 from tests.modules import test_families as families

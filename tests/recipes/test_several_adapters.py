@@ -15,7 +15,7 @@ from qfsdp.checkpoint.adapter_files import load_adapter, read_adapter_config
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.planning.estimate import estimate
 from tests import hub_models
 from tests.models import load_model

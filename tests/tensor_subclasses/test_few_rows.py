@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.folded import FoldedLinear
 from qfsdp.modules.adapters.linears import init_adapters
-from qfsdp.modules.adapters.low_rank_linear import LowRankLinear
+from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.tensor_subclasses import few_rows, nf4
 

@@ -19,8 +19,8 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import low_rank_linears
 from qfsdp.modules.low_rank.copies import copies_in
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not

@@ -16,7 +16,7 @@ from qfsdp.data.preferences.batch import PairBatch
 from qfsdp.data.preferences.loader import collate_preferences
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import refresh_dora_norms
+from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.modules.score_head import HeadConfig
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.scores import ScoreObjective, last_scores

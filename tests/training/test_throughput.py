@@ -110,7 +110,7 @@ def counted(model: Decoder, tokens: Tensor, labels: Tensor) -> tuple[int, int]:
 def test_flops_equal_those_that_pytorch_counts(
     name: str, checkpointing: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("qfsdp.modules.low_rank.grouped.adapted_linears", plain_adapted_linears)
+    monkeypatch.setattr("qfsdp.modules.low_rank.product.adapted_linears", plain_adapted_linears)
     adapter, changes = SETUPS[name]
     model = Decoder(DecoderConfig.from_dict(TINY_CONFIG | changes))
     if adapter is not None:

@@ -29,7 +29,7 @@ from qfsdp.checkpoint.weights.read import StoredTensor
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_config import EXPANDED, DecoderConfig
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.families.hybrid import RECURRENT

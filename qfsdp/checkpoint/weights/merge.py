@@ -63,12 +63,13 @@ from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import ScaledLinear, add_adapters
-from qfsdp.modules.adapters.low_rank_linear import adapted_linears, base_parameters
 from qfsdp.modules.adapters.miss import merged_blocks
 from qfsdp.modules.adapters.oft import merged_rotations
 from qfsdp.modules.adapters.trained_rows import DELTA, trained_rows, with_trained
 from qfsdp.modules.adapters.whole import KEY, whole_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.hub_models.decoder import AnyDecoder
+from qfsdp.modules.low_rank.linear import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.nf4 import BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor

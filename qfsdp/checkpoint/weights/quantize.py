@@ -39,7 +39,7 @@ from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.hub_models.config import model_config
 from qfsdp.modules.hub_models.decoder import build_decoder

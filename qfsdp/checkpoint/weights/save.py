@@ -32,7 +32,7 @@ from qfsdp.checkpoint.weights.write import DTYPE_NAMES, MAX_FILE_BYTES, Safetens
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import PARTIAL, not_written, recover_folder, replace_folder
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.tensor_subclasses.dtensor import whole_tensor

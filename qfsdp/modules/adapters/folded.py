@@ -8,19 +8,18 @@ in every call, because training changes them. Here this is done once:
 The kernel that dequantizes W multiplies its rows by `ratio` while it writes them, as in training.
 So a linear's results have the same bits as those of `LowRankLinear`. In fp32 those of a model
 differ in the last bits: training multiplies the A of linears with one input together
-(`low_rank.grouped`). A plain W is not multiplied anew for every token: there the output is.
+(`low_rank.linear`). A plain W is not multiplied anew for every token: there the output is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from qfsdp.modules.adapters.linears import Adaptable
-from qfsdp.modules.adapters.low_rank_linear import AdaptedLinear, LowRankLinear
+from qfsdp.modules.low_rank.linear import AdaptedLinear, LowRankLinear
 from qfsdp.modules.low_rank.product import scaled_b
 from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses import few_rows
@@ -64,7 +63,7 @@ class FoldedLinear(AdaptedLinear):
     """
 
     def __init__(self, linear: LowRankLinear) -> None:
-        super().__init__(cast(Adaptable, linear))
+        super().__init__(linear)
         a, b, scaling, ratio = linear._adapter()
         dtype = linear.weight.dtype
         self.a = nn.Parameter(a.to(dtype), requires_grad=False)

@@ -37,17 +37,6 @@ from torch import Tensor, nn
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import SHARED_OUTER, check_rank, check_sharing
 from qfsdp.modules.adapters.config import AdapterConfig as AdapterConfig
-from qfsdp.modules.adapters.low_rank_linear import (
-    ADAPTABLE,
-    Adaptable,
-    AdaptedLinear,
-    LowRankLinear,
-    adapted_linears,
-    low_rank_linears,
-    refresh_dora_norms,
-)
-from qfsdp.modules.adapters.low_rank_linear import base_parameters as base_parameters
-from qfsdp.modules.adapters.low_rank_linear import dora_linears as dora_linears
 from qfsdp.modules.adapters.miss import BlockSharedLinear
 from qfsdp.modules.adapters.oft import RotatedLinear
 from qfsdp.modules.adapters.places import adapted_places
@@ -55,10 +44,19 @@ from qfsdp.modules.adapters.reference import keep_start as keep_start
 from qfsdp.modules.adapters.row_norms import adapted_expert_norms
 from qfsdp.modules.adapters.trained_rows import start_rows, train_rows
 from qfsdp.modules.adapters.whole import train_whole
+from qfsdp.modules.decoder_base import base_parameters as base_parameters
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
 from qfsdp.modules.experts.router import ChoosesExperts, Router
 from qfsdp.modules.experts.stacked import ExpertLinear, bias_of_rows
-from qfsdp.modules.low_rank.grouped import prepare
+from qfsdp.modules.low_rank.copies import prepare
+from qfsdp.modules.low_rank.linear import (
+    AdaptedLinear,
+    LowRankLinear,
+    adapted_linears,
+    low_rank_linears,
+    refresh_dora_norms,
+)
+from qfsdp.modules.low_rank.linear import dora_linears as dora_linears
 from qfsdp.modules.low_rank.product import adapted_linear
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.modules.score_head import SCORE, START, score_head
@@ -69,6 +67,8 @@ from qfsdp.tensor_subclasses.dtensor import (
     whole_tensor,
 )
 
+Adaptable = nn.Linear | QuantizedLinear | ExpertLinear | Router
+ADAPTABLE = (nn.Linear, QuantizedLinear, ExpertLinear, Router)
 # Linears whose inputs IA3 scales; PEFT's `feedforward_modules`.
 SCALED_INPUTS = ("down_proj", "output_linear")
 
@@ -187,7 +187,8 @@ def add_adapters(model: nn.Module, config: AdapterConfig) -> None:
     train_whole(model, config.modules_to_save)
     train_rows(model, config.trainable_token_indices)
     keep_start(model, "none", config)
-    model.register_forward_pre_hook(prepare)
+    if any(module.weight.dtype != torch.float32 for _, module in adapted_linears(model)):
+        model.register_forward_pre_hook(prepare)
 
 
 def _adapted(

@@ -1,6 +1,6 @@
 """Row norms of W + scaling * B A where experts are stacked: A is the one of the row's expert.
 
-`low_rank_linear` has the norms of other linears.
+`low_rank.linear` has the norms of other linears.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from qfsdp.modules.adapters.low_rank_linear import roots
 from qfsdp.modules.experts.product import expert_product
+from qfsdp.modules.low_rank.linear import roots
 from qfsdp.tensor_subclasses.frozen_weight import row_chunks
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 
 @compiled
 def _expert_norms(mixed: Tensor, grams: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
-    """`low_rank_linear._norms` where each row has its own A A^T, fp32 `[rows, rank, rank]`."""
+    """`low_rank.linear._norms` where each row has its own A A^T, fp32 `[rows, rank, rank]`."""
     crossed = (b.unsqueeze(2) * grams).sum(1)
     return roots(base_squares + ((2 * mixed.float() + crossed) * b).sum(1))
 

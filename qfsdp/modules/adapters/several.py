@@ -18,8 +18,9 @@ from torch import Tensor, nn
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig, check_rank
-from qfsdp.modules.adapters.low_rank_linear import ADAPTABLE, LowRankLinear
+from qfsdp.modules.adapters.linears import ADAPTABLE
 from qfsdp.modules.adapters.places import adapted_places
+from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.modules.low_rank.several import Pair, several_adapters
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import replace_module

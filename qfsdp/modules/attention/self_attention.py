@@ -13,7 +13,7 @@ from qfsdp.modules.attention.kv_cache import LayerCache
 from qfsdp.modules.attention.otherwise import attend_otherwise
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
-from qfsdp.modules.low_rank.grouped import outputs
+from qfsdp.modules.low_rank.linear import outputs
 from qfsdp.modules.rope import rotate
 from qfsdp.tensor_subclasses.kernels.ability import constant_when_compiled
 

@@ -16,9 +16,9 @@ from qfsdp.common.errors import UserError
 from qfsdp.data.batch import cut_rows
 from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, checkpointed
 from qfsdp.modules.adapters.linears import AdaptedLinear
-from qfsdp.modules.adapters.low_rank_linear import base_parameters
 from qfsdp.modules.adapters.whole import KEY, whole_parameters
 from qfsdp.modules.collectives import over_parts
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.hub_models.buffers import (
     check_buffers,

@@ -1,5 +1,6 @@
 """Frozen linears and low-rank products beside them, as operations with gradients written out.
 
-`product` has the operation for one linear, `grouped` for linears with the same input, `autograd`
-what is kept for backward. Adapters and mixtures of experts are built on them.
+`linear` has the modules and DoRA's norms, `product` the operation and its gradient, `copies` A and
+B as they are multiplied, `several` the operation of several adapters. Adapters and mixtures of
+experts are built on them.
 """

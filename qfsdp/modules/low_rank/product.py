@@ -8,7 +8,7 @@ over activations in forward. y is linear in ratio, so the gradient of ratio need
     d loss / d ratio[i] = sum over tokens of grad[t, i] * y[t, i] / ratio[i]
 
 Linears with one input (queries, keys and values; gate and up) are one operation. It takes 1 + 4 n
-launches of a GPU for n of them and 5 + 6 n backward, if A and B are ready (`grouped`).
+launches of a GPU for n of them and 5 + 6 n backward, if A and B are ready (`copies`).
 
 Most consumers of y keep it anyway. The products with W and B are added in place, and so are their
 gradients for x: the sum is rounded once and needs no separate pass over the output (235 MB for

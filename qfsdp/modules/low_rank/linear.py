@@ -1,6 +1,7 @@
-"""LoRA and DoRA on a linear; `linears` says what they compute.
+"""LoRA and DoRA on a frozen linear; linears with the same input run as one operation.
 
-DoRA needs the row norms of W + scaling * B A. They are computed without the product B A:
+`qfsdp.modules.adapters.linears` says what LoRA and DoRA compute. DoRA needs the row norms of
+W + scaling * B A. They are computed without the product B A:
 
     |w + s b A|^2 = |w|^2 + (2 s w A^T + s^2 b A A^T) . b
 
@@ -9,25 +10,22 @@ W is read in pieces, as the plain rows that forward multiplies by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
-from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.decoder_base import base_parameters as base_parameters
-from qfsdp.modules.experts.router import Router
-from qfsdp.modules.experts.stacked import ExpertLinear
-from qfsdp.modules.low_rank.copies import Copies
-from qfsdp.modules.low_rank.grouped import low_rank_outputs
-from qfsdp.modules.quantized_linear import QuantizedLinear
+from qfsdp.modules.low_rank import product
+from qfsdp.modules.low_rank.copies import Copies, ready_copies
 from qfsdp.tensor_subclasses.dtensor import local_part, on_mesh, whole_tensors
 from qfsdp.tensor_subclasses.frozen_weight import held_rows, row_chunks
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
-Adaptable = nn.Linear | QuantizedLinear | ExpertLinear | Router
-ADAPTABLE = (nn.Linear, QuantizedLinear, ExpertLinear, Router)
+if TYPE_CHECKING:
+    from qfsdp.modules.adapters.config import AdapterConfig
 
 
 class AdaptedLinear(nn.Module):
@@ -44,11 +42,11 @@ class AdaptedLinear(nn.Module):
 
     base_fields = ("weight", "bias", "e_score_correction_bias")  # all others are its adapter's
 
-    def __init__(self, base: Adaptable) -> None:
+    def __init__(self, base: Any) -> None:
         super().__init__()
         self.weight = base.weight.requires_grad_(False)
         self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
-        self.fp8 = isinstance(base, QuantizedLinear) and base.fp8
+        self.fp8 = getattr(base, "fp8", False)
         self.is_reference = False
         self.start = nn.ParameterDict()
 
@@ -67,12 +65,12 @@ class LowRankLinear(AdaptedLinear):
         base_squares: fp32, the squared norms of this rank's rows of W; None until they are needed.
         changes_base: whether a part of the base moved into A and B at the start, whose values then
             are in `start`.
-        copies, copied, stacked_a: see `qfsdp.modules.low_rank.grouped`.
+        copies, copied, stacked_a: see `qfsdp.modules.low_rank.copies`.
     """
 
     multiplies_together = True  # with others of the same input
 
-    def __init__(self, base: Adaptable, config: AdapterConfig, count: int = 1) -> None:
+    def __init__(self, base: Any, config: AdapterConfig, count: int = 1) -> None:
         super().__init__(base)
         out_features, in_features = base.weight.shape
         self.scaling = config.scaling
@@ -89,7 +87,20 @@ class LowRankLinear(AdaptedLinear):
         self.stacked_a: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return low_rank_outputs(x, [self])[0]
+        return _outputs(x, [self])[0]
+
+    def is_like(self, other: LowRankLinear) -> bool:
+        """Whether one operation can have both: their format, rank and method are the same."""
+        return bool(
+            self.multiplies_together
+            and type(self.weight) is type(other.weight)
+            and self.weight.dtype == other.weight.dtype
+            and self.lora_B.size(1) == other.lora_B.size(1)
+            and self.scaling == other.scaling
+            and self.fp8 == other.fp8
+            and (self.magnitude is None) == (other.magnitude is None)
+            and self.is_reference == other.is_reference
+        )
 
     def _adapter(self) -> tuple[Tensor, Tensor, float, Tensor | None]:
         """A, B, the factor of their product, and the factors of rows.
@@ -124,6 +135,57 @@ class LowRankLinear(AdaptedLinear):
     def norms(self, weight: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
         """Row norms of W + scaling * B A, of the rows that this rank holds in `weight` and `b`."""
         return adapted_norms(weight, a, b, self.scaling, base_squares)
+
+
+# ---- linears with the same input -----------------------------------------------------------------
+
+
+def outputs(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
+    """`[linear(x) for linear in linears]`; as one operation if their adapters are alike."""
+    if 1 < len(linears) <= product.MOST_TOGETHER and _are_one(linears):
+        return _outputs(x, linears)
+    return [linear(x) for linear in linears]
+
+
+def _are_one(linears: Sequence[Any]) -> bool:
+    """Whether the linears may be one operation. FSDP2's hooks on a linear and those of a second
+    look must run, and dropout gives every linear an input of its own."""
+    for linear in linears:
+        if not isinstance(linear, LowRankLinear) or not linear.is_like(linears[0]):
+            return False
+        if isinstance(linear, FSDPModule) or (linear.dropout and linear.training):
+            return False
+        hooks = linear._forward_hooks or linear._forward_pre_hooks or "forward" in vars(linear)
+        if hooks and not torch.compiler.is_compiling():
+            return False
+    return True
+
+
+def _outputs(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
+    """The outputs of `LowRankLinear`s that are alike."""
+    given = [linear._adapter() for linear in linears]
+    a, b, (scaling, *_), ratios = zip(*given, strict=True)
+    ready = None if linears[0].copies is None else ready_copies(linears, x.dtype)
+    made = product.adapted_linears(
+        x,
+        [linear.weight for linear in linears],
+        a,
+        b,
+        scaling,
+        () if ratios[0] is None else ratios,
+        linears[0]._dropped(x),
+        ready,
+        linears[0].fp8,
+    )
+    for at, linear in enumerate(linears):
+        if linear.magnitude is not None and not linear.is_reference:
+            made[at] = product.with_row_gradient(made[at], linear.magnitude)
+        if linear.bias is not None:  # DoRA must not scale the bias
+            made[at] = made[at] + linear.bias
+    return made
+
+
+# ---- the linears of a model, and DoRA's norms ----------------------------------------------------
 
 
 def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
