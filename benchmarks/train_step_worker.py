@@ -33,7 +33,7 @@ from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.low_rank.linear import low_rank_linears
-from qfsdp.modules.rope import Unscaled
+from qfsdp.modules.rope import RopeConfig
 from qfsdp.modules.targets import LINEAR_NAMES
 from qfsdp.modules.transformer import Decoder
 
@@ -161,7 +161,7 @@ def torchtune(job: Job) -> Step:
 
     config = DecoderConfig.from_dir(job.model)
     rope = config.layers[0].rope
-    if rope is None or rope.scaling != Unscaled():
+    if rope is None or rope.scaling != RopeConfig.scaling:
         raise ValueError(f"{rope}: not set up for torchtune here")
     heads, kv_heads = config.num_attention_heads, config.num_key_value_heads
     with training.set_default_dtype(COMPUTE_DTYPES[job.dtype]), torch.device(job.device):

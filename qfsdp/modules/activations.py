@@ -158,6 +158,3 @@ def held_by_autograd(results: list[Any]) -> Callable[[], list[Any]]:
         return tree_unflatten(filled, structure)
 
     return again
-
-
-# ---- offloading --------------------------------------------------------------------------------

@@ -5,11 +5,7 @@ fp32, and cross entropy keeps them and their gradient. Here the output layer and
 some hundred tokens at a time. The same pass computes the gradient of the hidden state: backward
 needs nothing else if the output layer is frozen. If its weight is trained, the gradients of the
 chunks are added up in fp32. Positions without a target (prompts, padding) are left out.
-
-Preference losses need the log-probability of every sample. Their gradient gives each sample a
-weight, which is known only after the whole batch. The gradient of a position is linear in the
-weight of its sample, so backward scales rows. Of a trained output layer it computes the logits
-again: one gradient per sample and weight would be too large.
+`sample_losses` has the sums of samples.
 """
 
 from __future__ import annotations
@@ -30,6 +26,7 @@ from qfsdp.modules.chunk_gradients import (
     quantized_logits,
 )
 from qfsdp.modules.quantized_linear import QuantizedLinear
+from qfsdp.modules.sample_losses import sums_of_samples
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 # Logits of a chunk: 128 MB in bf16, 512 tokens of a vocabulary of 128,256.
@@ -113,9 +110,13 @@ def summed_by_sample(
         in_chunks: as `_in_chunks` of an output layer.
         trained: tensors of the output layer that get gradients.
     """
-    ids = None if sample_ids is None else sample_ids.flatten()
-    flat = (hidden.flatten(0, -2), labels.flatten(), ids)
-    return _HeadLoss.apply(*flat, num_samples, num_targets, in_chunks, *trained)
+    hidden, labels = hidden.flatten(0, -2), labels.flatten()
+    chosen = _targets(labels, num_targets)
+    if sample_ids is None:
+        return _HeadLoss.apply(hidden, labels, chosen, in_chunks, *trained)
+    assert chosen is not None
+    ids = sample_ids.flatten()
+    return sums_of_samples(in_chunks, trained, hidden, labels, chosen, ids, num_samples)
 
 
 class _HeadLoss(torch.autograd.Function):
@@ -126,57 +127,36 @@ class _HeadLoss(torch.autograd.Function):
         ctx: Any,
         hidden: Tensor,
         labels: Tensor,
-        ids: Tensor | None,
-        count: int,
-        num_targets: int | None,
+        chosen: Tensor | None,
         in_chunks: Callable[..., Any],
-        *given: Tensor,
+        *trained: Tensor,
     ) -> Tensor:
-        wanted = ctx.needs_input_grad[0] or any(ctx.needs_input_grad[6:])
-        chosen, ctx.tokens = _targets(labels, num_targets), len(labels)
-        weights = None
+        wanted, weights, ctx.tokens = any(ctx.needs_input_grad), None, len(labels)
         if chosen is None:
             weights, labels = (labels != IGNORE_INDEX).float(), labels.clamp(min=0)
         else:
             hidden, labels = hidden[chosen], labels[chosen]
-        ids = None if ids is None else ids[chosen]
-        trained = given if wanted else ()
-        ctx.in_chunks, ctx.trained = in_chunks, trained
         ctx.dtypes = [param.dtype for param in trained]
-        ctx.again = ids is not None and bool(trained)
-        now = wanted and not ctx.again
-        held = trained if now else ()
-        losses, grad_hidden, grads = in_chunks(held, hidden, labels, now, weights)
-        kept = [hidden, labels] if ctx.again else [grad_hidden, *grads]
-        ctx.save_for_backward(*([chosen, ids, *kept] if wanted else []))
+        held = trained if wanted else ()
+        losses, grad_hidden, grads = in_chunks(held, hidden, labels, wanted, weights)
+        ctx.save_for_backward(*([chosen, grad_hidden, *grads] if wanted else []))
         if weights is not None:
             return torch.cat(losses) @ weights
-        if ids is None:
-            return sum((part.sum() for part in losses), hidden.new_zeros((), dtype=torch.float32))
-        return _sums(losses, ids, count)
+        return sum((part.sum() for part in losses), hidden.new_zeros((), dtype=torch.float32))
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
-        chosen, ids, *kept = ctx.saved_tensors
-        if chosen is None:
-            chosen = torch.arange(ctx.tokens, device=grad.device)
-        # Autograd's gradient of `hidden[chosen]` would find the chosen tokens again and sort them.
-        spread = kept[0].new_zeros(ctx.tokens, kept[0].size(1))
-        rest = (None, None, None, None, None)
-        if ctx.again:
-            hidden, labels = kept
-            _, of_hidden, grads = ctx.in_chunks(ctx.trained, hidden, labels, True, grad[ids])
-            cast_to = zip(grads, ctx.dtypes, strict=True)
-            of_head = (of_param.to(dtype) for of_param, dtype in cast_to)
-            return spread.index_copy_(0, chosen, cast(Tensor, of_hidden)), *rest, *of_head
-        grad_hidden, *grads = kept
+        chosen, grad_hidden, *grads = ctx.saved_tensors
         scaled = (
             torch.mul(of_param, grad, out=torch.empty_like(of_param, dtype=dtype))
             for of_param, dtype in zip(grads, ctx.dtypes, strict=True)
         )
-        weight = grad if ids is None else grad[ids].unsqueeze(1)
-        of_hidden = torch.mul(grad_hidden, weight, out=torch.empty_like(grad_hidden))
-        return spread.index_copy_(0, chosen, of_hidden), *rest, *scaled
+        of_hidden = torch.mul(grad_hidden, grad, out=torch.empty_like(grad_hidden))
+        if chosen is not None:
+            # Autograd's gradient of `hidden[chosen]` would find the tokens again and sort them.
+            spread = of_hidden.new_zeros(ctx.tokens, of_hidden.size(1))
+            of_hidden = spread.index_copy_(0, chosen, of_hidden)
+        return of_hidden, None, None, None, *scaled
 
 
 def _targets(labels: Tensor, number: int | None) -> Tensor | None:
@@ -280,19 +260,6 @@ def chunk_tokens(vocabulary: int) -> int:
     """The number of tokens whose logits are computed at a time."""
     step = CHUNK_LOGITS // vocabulary or 1
     return step - (step % TILE if step > TILE else 0)
-
-
-def _sums(losses: list[Tensor], ids: Tensor, count: int) -> Tensor:
-    """The sums of the samples, fp32 `[count]`. `index_add_` adds in any order on a GPU."""
-    sums, at = ids.new_zeros(count, dtype=torch.float64), 0
-    if losses and count >= len(ids):  # a sample for each token: a table would be count * count
-        return sums.index_add_(0, ids, torch.cat(losses).double()).float()
-    numbers = torch.arange(count, device=ids.device).unsqueeze(1)
-    for part in losses:
-        mine = ids[at : at + len(part)] == numbers
-        sums += torch.where(mine, part.double(), 0.0).sum(1)
-        at += len(part)
-    return sums.float()
 
 
 def _losses_and_gradient_(

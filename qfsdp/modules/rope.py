@@ -7,10 +7,13 @@ scaling changes the frequencies, so that a model reads positions that it was not
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from qfsdp.modules.rope_scalings import QueryScaling
 
 
 def powers(theta: float | Tensor, dim: int, device: torch.device) -> Tensor:
@@ -19,38 +22,21 @@ def powers(theta: float | Tensor, dim: int, device: torch.device) -> Tensor:
     return powers
 
 
-class Scaling(Protocol):
-    """How frequencies are changed. `magnitude` multiplies rotated queries and keys; `by_length`:
-    they depend on the length of a document."""
+@dataclass(frozen=True)
+class Scaling:
+    """The frequencies of the paper; those for long contexts are in `rope_scalings`.
 
-    @property
-    def magnitude(self) -> float: ...
+    Attributes:
+        magnitude: multiplies rotated queries and keys.
+        by_length: frequencies depend on the length of a document.
+    """
 
-    @property
-    def by_length(self) -> bool: ...
+    magnitude = 1.0
+    by_length: ClassVar[bool] = False
 
     def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
         """Radians per position of each of `dim // 2` pairs: fp32 `[dim // 2]`, or `[batch or 1, seq
         or 1, 1, dim // 2]` if they depend on `lengths`, see `RopeConfig.tables`."""
-        ...
-
-
-class QueryFactors(Protocol):
-    """What else multiplies queries."""
-
-    def factors(self, positions: Tensor) -> Tensor:
-        """fp32, of the shape of `positions`."""
-        ...
-
-
-@dataclass(frozen=True)
-class Unscaled:
-    """The frequencies of the paper."""
-
-    magnitude: float = 1.0
-    by_length: ClassVar[bool] = False
-
-    def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
         return 1.0 / powers(theta, dim, lengths.device)
 
 
@@ -67,10 +53,10 @@ class RopeConfig:
     """
 
     theta: float = 10000.0
-    scaling: Scaling = Unscaled()
+    scaling: Scaling = Scaling()
     share: float = 1.0
     interleaved: bool = False
-    query_scaling: QueryFactors | None = None
+    query_scaling: QueryScaling | None = None
 
     def rotated(self, head_dim: int) -> int:
         """How many numbers of a head are rotated."""

@@ -9,32 +9,28 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
-from qfsdp.modules.rope import powers
+from qfsdp.modules.rope import Scaling, powers
 from qfsdp.tensor_subclasses.four_bit import table
 
 
 @dataclass(frozen=True)
-class LinearScaling:
+class LinearScaling(Scaling):
     """All frequencies divided by `factor` (arXiv:2306.15595)."""
 
     factor: float
-    magnitude: float = 1.0
-    by_length: ClassVar[bool] = False
 
     def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
         return 1.0 / powers(theta, dim, lengths.device) / self.factor
 
 
 @dataclass(frozen=True)
-class Llama3Scaling:
+class Llama3Scaling(Scaling):
     """Low frequencies divided by `factor`, high ones kept, a ramp between (Llama 3.1)."""
 
     factor: float
     low_freq_factor: float
     high_freq_factor: float
     original_max_position_embeddings: int
-    magnitude: float = 1.0
-    by_length: ClassVar[bool] = False
 
     def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
         inverse = 1.0 / powers(theta, dim, lengths.device)
@@ -46,7 +42,7 @@ class Llama3Scaling:
 
 
 @dataclass(frozen=True)
-class DynamicScaling:
+class DynamicScaling(Scaling):
     """A base that grows with documents longer than the model's context ("NTK-aware").
 
     Each document's length counts. transformers takes the longest row of a batch for all of them.
@@ -54,7 +50,6 @@ class DynamicScaling:
 
     factor: float
     max_position_embeddings: int
-    magnitude: float = 1.0
     by_length: ClassVar[bool] = True
 
     def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
@@ -65,7 +60,7 @@ class DynamicScaling:
 
 
 @dataclass(frozen=True)
-class YarnScaling:
+class YarnScaling(Scaling):
     """YaRN (arXiv:2309.00071): pairs that turn fast are kept, slow ones are divided by `factor`.
 
     Fields:
@@ -80,7 +75,6 @@ class YarnScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
-    by_length: ClassVar[bool] = False
 
     def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:
         all_powers = powers(theta, dim, lengths.device)
@@ -99,7 +93,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True)
-class LongRopeScaling:
+class LongRopeScaling(Scaling):
     """LongRoPE (arXiv:2402.13753): a divisor for every pair, from `short_factor` in documents
     within the original context, from `long_factor` in longer ones.
 

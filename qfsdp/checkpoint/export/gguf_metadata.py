@@ -20,7 +20,7 @@ from torch import Tensor
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.rope import RopeConfig, Unscaled
+from qfsdp.modules.rope import RopeConfig, Scaling
 from qfsdp.modules.rope_scalings import LinearScaling, Llama3Scaling, YarnScaling
 
 if TYPE_CHECKING:
@@ -70,7 +70,7 @@ class GgufModel:
         if not isinstance(self.rope.scaling, Llama3Scaling):
             return None
         args = (self.rope.theta, self.parts.head_dim, torch.zeros(1, 1))
-        return Unscaled().inverse(*args) / self.rope.scaling.inverse(*args)
+        return Scaling().inverse(*args) / self.rope.scaling.inverse(*args)
 
     def add_to(self, writer: gguf.GGUFWriter) -> None:
         """Adds sizes, norms and the rotary embedding to a file's metadata."""
@@ -128,9 +128,9 @@ def _rope(file: Path, parts: DecoderConfig) -> RopeConfig:
     expected = "expected one rotary embedding of whole heads for all layers"
     if len(ropes) > 1 or rope is None or rope.share != 1 or rope.query_scaling is not None:
         raise UserError(f"{file}: rotary embeddings that llama.cpp does not have; {expected}")
-    kinds = (Unscaled, LinearScaling, Llama3Scaling, YarnScaling)
+    kinds = (Scaling, LinearScaling, Llama3Scaling, YarnScaling)
     scaling = rope.scaling
-    if not isinstance(scaling, kinds):
+    if type(scaling) not in kinds:
         raise UserError(
             f"{file}: rope type {type(scaling).__name__.removesuffix('Scaling').lower()!r}; "
             "expected default, linear, llama3 or yarn: llama.cpp has no other"

@@ -54,10 +54,10 @@ from qfsdp.modules.low_rank.linear import (
     LowRankLinear,
     adapted_linears,
     low_rank_linears,
+    low_rank_outputs,
     refresh_dora_norms,
 )
 from qfsdp.modules.low_rank.linear import dora_linears as dora_linears
-from qfsdp.modules.low_rank.product import adapted_linear
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.modules.score_head import SCORE, START, score_head
 from qfsdp.modules.targets import replace_module
@@ -145,9 +145,7 @@ class LowRankRouter(ChoosesExperts, LowRankLinear):  # type: ignore[misc]  # two
         self.e_score_correction_bias = base.e_score_correction_bias
 
     def scores(self, x: Tensor) -> Tensor:
-        weight = self.weight.to(x.dtype)
-        y = adapted_linear(x, weight, *self._adapter(), self._dropped(x))
-        return y if self.bias is None else y + self.bias
+        return low_rank_outputs(x, [self])[0]
 
 
 class ScaledLinear(AdaptedLinear):

@@ -2,9 +2,9 @@
 
     y[i] = ratio[e] * (W[e] x[i] + scaling * B[e] A[e] x[i])        e: the expert of row i
 
-As `adapted_linear` for one weight, with the products of `expert_product`. Kept for backward are the
-inputs, `A x` (`rank` numbers per row) and the bytes of W, which is dequantized again. A or B may be
-one for all experts; it is repeated while it is multiplied, and its gradient is their sum.
+As `adapted_linears` of one weight, with the products of `expert_product`. Kept for backward are
+the inputs, `A x` (`rank` numbers per row) and the bytes of W, which is dequantized again. A or B
+may be one for all experts; it is repeated while it is multiplied, and its gradient is their sum.
 """
 
 from __future__ import annotations
@@ -218,7 +218,7 @@ def adapted_experts(
     dropped: Tensor | None = None,
     chunk_bytes: int = CHUNK_BYTES,
 ) -> Tensor:
-    """`adapted_linear` of rows that are sorted by expert, computed in x's dtype.
+    """`adapted_linears` of rows that are sorted by expert, computed in x's dtype.
 
     Args:
         x: `[rows, in]`, bf16 or fp32, sorted by expert.

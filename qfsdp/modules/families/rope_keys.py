@@ -15,7 +15,7 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.families.values import Values
-from qfsdp.modules.rope import RopeConfig, Scaling, Unscaled
+from qfsdp.modules.rope import RopeConfig, Scaling
 from qfsdp.modules.rope_scalings import (
     DynamicScaling,
     LinearScaling,
@@ -197,7 +197,7 @@ def _longrope(rope: Values, context: int, rotated: int) -> Scaling:
 
 _Build = Callable[[Values, int, int], Scaling]
 _SCALINGS: dict[str, tuple[tuple[str, ...], _Build]] = {
-    "default": ((), lambda rope, context, rotated: Unscaled()),
+    "default": ((), lambda rope, context, rotated: Scaling()),
     "linear": (("factor",), _linear),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _llama3),
     "dynamic": (("factor",), _dynamic),

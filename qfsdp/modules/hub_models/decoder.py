@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterator
 from functools import partial
 from typing import Any, cast
 
@@ -30,7 +29,7 @@ from qfsdp.modules.hub_models.documents import calls_ours, keep_samples_apart, n
 from qfsdp.modules.hub_models.experts import take_experts
 from qfsdp.modules.hub_models.head import HubHead
 from qfsdp.modules.hub_models.linears import linears_of_layers, take_linears
-from qfsdp.modules.hub_models.names import names_of_experts
+from qfsdp.modules.hub_models.names import names_of_experts, shared_names
 from qfsdp.modules.hub_models.refused import unsupported
 from qfsdp.modules.hub_models.shared_rows import share_attention
 from qfsdp.modules.hub_models.text_part import take_text_model
@@ -85,7 +84,7 @@ class HubDecoder(nn.Module):
         _keep_fp32(hf, dtype)
         self.never_trained = {n for n, p in hf.named_parameters() if not p.requires_grad}
         self._carries = keep_samples_apart(hf)
-        self._shared = list(_shared_names(hf))
+        self._shared = list(shared_names(hf))
         self._find_parts(text_model)
         self.recomputes = False
         self.linears, self.plain_linears = linears_of_layers(self.parts.layers, self._layers_name)
@@ -359,13 +358,3 @@ def _keep_fp32(hf: Any, dtype: torch.dtype) -> None:
     for name, param in hf.named_parameters():
         if pattern.search(name):
             param.data = param.data.float()
-
-
-def _shared_names(hf: nn.Module) -> Iterator[tuple[str, str, str]]:
-    """(module, field, name of the parameter that it shares) of every further use of a weight."""
-    first: dict[int, str] = {}
-    for name, param in hf.named_parameters(remove_duplicate=False):
-        usual = first.setdefault(id(param), name)
-        if usual != name:
-            module, _, field = name.rpartition(".")
-            yield module, field, usual

@@ -8,7 +8,7 @@ are computed here; rows are read by `qfsdp.checkpoint.weights`.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -135,9 +135,17 @@ def _converted(
 
 def _with_canonical_names(hf: nn.Module, found: dict[str, Source]) -> dict[str, Source]:
     """The same, where a shared weight that is stored under its other name only has its first."""
+    for module, field, first in shared_names(hf):
+        if (name := f"{module}.{field}") in found and first not in found:
+            found[first] = found.pop(name)
+    return found
+
+
+def shared_names(hf: nn.Module) -> Iterator[tuple[str, str, str]]:
+    """(module, field, name of the parameter that it shares) of every further use of a weight."""
     first: dict[int, str] = {}
     for name, param in hf.named_parameters(remove_duplicate=False):
         usual = first.setdefault(id(param), name)
-        if usual != name and name in found and usual not in found:
-            found[usual] = found.pop(name)
-    return found
+        if usual != name:
+            module, _, field = name.rpartition(".")
+            yield module, field, usual

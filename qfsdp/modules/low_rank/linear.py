@@ -87,7 +87,7 @@ class LowRankLinear(AdaptedLinear):
         self.stacked_a: Tensor | None = None
 
     def forward(self, x: Tensor) -> Tensor:
-        return _outputs(x, [self])[0]
+        return low_rank_outputs(x, [self])[0]
 
     def is_like(self, other: LowRankLinear) -> bool:
         """Whether one operation can have both: their format, rank and method are the same."""
@@ -143,7 +143,7 @@ class LowRankLinear(AdaptedLinear):
 def outputs(x: Tensor, linears: Sequence[nn.Module]) -> list[Tensor]:
     """`[linear(x) for linear in linears]`; as one operation if their adapters are alike."""
     if 1 < len(linears) <= product.MOST_TOGETHER and _are_one(linears):
-        return _outputs(x, linears)
+        return low_rank_outputs(x, linears)
     return [linear(x) for linear in linears]
 
 
@@ -161,7 +161,7 @@ def _are_one(linears: Sequence[Any]) -> bool:
     return True
 
 
-def _outputs(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
+def low_rank_outputs(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
     """The outputs of `LowRankLinear`s that are alike."""
     given = [linear._adapter() for linear in linears]
     a, b, (scaling, *_), ratios = zip(*given, strict=True)

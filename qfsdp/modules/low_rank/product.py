@@ -318,19 +318,3 @@ def adapted_linears(
     factors += [None] * (2 * MOST_TOGETHER - len(factors))
     given = (plain, metadata, ready, ratios, which)
     return list(_AdaptedLinear.apply(x, dropped, *given, *factors))
-
-
-def adapted_linear(
-    x: Tensor,
-    weight: Tensor,
-    a: Tensor,
-    b: Tensor,
-    scaling: float,
-    ratio: Tensor | None = None,
-    dropped: Tensor | None = None,
-    fp8: bool = False,
-) -> Tensor:
-    """`adapted_linears` for one, and with a gradient for the ratio."""
-    ratios = () if ratio is None else (ratio.detach(),)
-    (y,) = adapted_linears(x, [weight], [a], [b], scaling, ratios, dropped, fp8=fp8)
-    return y if ratio is None else with_row_gradient(y, ratio)
