@@ -31,8 +31,8 @@ from qfsdp.planning.hardware import check_bf16, device_memory_of, known_gpu, kno
 from qfsdp.planning.options import option_lines
 from qfsdp.planning.report import draw, lines
 from qfsdp.training.learning_rate import any_lr
-from qfsdp.training.new_tokens import add_new_tokens
 from qfsdp.training.optimizer import check_optimizer
+from qfsdp.training.run_config import add_new_tokens
 
 
 @dataclass

@@ -29,8 +29,8 @@ from qfsdp.planning.hardware import Hardware, HardwareConfig, check_bf16, device
 from qfsdp.planning.predict import Predictor, check_process_fits
 from qfsdp.planning.search import Trial, candidates, search
 from qfsdp.training.learning_rate import any_lr
-from qfsdp.training.new_tokens import add_new_tokens
 from qfsdp.training.optimizer import check_optimizer
+from qfsdp.training.run_config import add_new_tokens
 
 
 @dataclass

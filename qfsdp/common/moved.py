@@ -66,9 +66,14 @@ _PACKAGES = {
     ("qfsdp.common", "qfsdp.common"): "durations=sizes secret_keys=printable",
     ("qfsdp.data", "qfsdp.data"): "text=pretokenized row_progress=tokenized_dataset",
     ("qfsdp.sweep", "qfsdp.sweep"): "figures=output tables=output",
-    ("qfsdp.modules", "qfsdp.modules"): "norms=mlp",
+    (
+        "qfsdp.modules",
+        "qfsdp.modules",
+    ): "norms=mlp model_parts=decoder_base varying_lengths=decoder_base",
     ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): "progress=read huge_pages=load",
-    ("qfsdp.training", "qfsdp.training"): "second_look=locate_nonfinite metrics_file=metrics",
+    ("qfsdp.training", "qfsdp.training"): (
+        "second_look=locate_nonfinite metrics_file=metrics logger_runs=metric_logger"
+    ),
     ("qfsdp.training.report", "qfsdp.training.report"): "png=drawing svg=page at_end=sections",
     ("qfsdp.evaluation.judging", "qfsdp.examples.judge"): (
         "exchanges generated_questions=questions questions verdicts"

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
 
+from qfsdp.data.cut_rows import CutRows
+from qfsdp.data.preferences.shared_prompts import SharedDocuments
 from qfsdp.modules.activation_offload import Offload
 from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.attention.document_lengths import Documents
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
-from qfsdp.modules.model_parts import ModelParts
+
+
+class ModelParts(NamedTuple):
+    """The modules of any decoder by what they are: their names differ between implementations.
+
+    Fields:
+        body: all up to the last hidden state.
+        layers: of the body, in order.
+        embedding: of tokens.
+        output: the output layer.
+    """
+
+    body: nn.Module
+    layers: nn.ModuleList
+    embedding: Any
+    output: Any
 
 
 class LayerBase(nn.Module):
@@ -43,6 +61,34 @@ class LayerBase(nn.Module):
             for tensor, dim in ((mask, 3), (cache.keys, 2), (cache.values, 2)):
                 torch._dynamo.maybe_mark_dynamic(tensor, [0, dim])
         return self.block(x, cos, sin, mask, None, cache)
+
+
+def mark_lengths(
+    x: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    mask: Tensor | None,
+    cu_seqlens: Documents,
+    counted: Tensor | None,
+) -> None:
+    """Tells the compiler which sizes vary. Without it the compiler builds everything for the first
+    batch, and again for the first batch of another length (20 s each for SmolLM2 on a CPU)."""
+    if cu_seqlens is not None:  # packed rows have one length, but any number of documents
+        shared = isinstance(cu_seqlens, SharedDocuments)
+        given: list[Any] = [cu_seqlens]
+        if isinstance(cu_seqlens, tuple):
+            given = [*cu_seqlens[: 1 + shared]]  # tokens written out
+        if isinstance(cu_seqlens, CutRows) and cu_seqlens.prompts is not None:
+            given += cu_seqlens.prompts[:3]
+        for tensor in given:
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        if not isinstance(cu_seqlens, CutRows):
+            return
+    for tensor in (x, cos, sin, counted):
+        if tensor is not None:
+            torch._dynamo.maybe_mark_dynamic(tensor, 1)
+    if mask is not None:
+        torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
 
 
 class DecoderBase(nn.Module):

@@ -22,7 +22,7 @@ from qfsdp.modules.attention.document_lengths import Documents, document_lengths
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
 from qfsdp.modules.attention.self_attention import Attention, within_window
 from qfsdp.modules.collectives import over_parts
-from qfsdp.modules.decoder_base import DecoderBase, LayerBase
+from qfsdp.modules.decoder_base import DecoderBase, LayerBase, mark_lengths
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.delta_net import DeltaNet
@@ -33,7 +33,6 @@ from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.mlp import MLP
 from qfsdp.modules.rope import RopeConfig
 from qfsdp.modules.tiles import in_tiles
-from qfsdp.modules.varying_lengths import mark_lengths
 
 RotaryTables = dict[RopeConfig | None, tuple[Tensor | None, Tensor | None]]
 

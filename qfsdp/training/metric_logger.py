@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import replace
@@ -13,14 +14,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import why, writing
+from qfsdp.common.files import json_object, why, write_json, writing
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.messages import first_line
 from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
 from qfsdp.config.component_types import LOGGER, check_built
 from qfsdp.config.load import as_omegaconf
-from qfsdp.training.logger_runs import continued, keep_run_id
 
 if TYPE_CHECKING:
     from omegaconf import DictConfig
@@ -215,3 +215,50 @@ def never_freed(value: object) -> None:
     """Keeps a logger that has failed for ever, or the error of its constructor, which refers to it.
     Its destructor would close it again, and print the same error or that it has no file."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
+
+
+# ---- a resumed run continues its run at W&B or MLflow --------------------------------------------
+# Its id lies in `<output_dir>/logger_runs.json`. W&B takes it as an argument, MLflow from the
+# environment: torchtune's logger does not pass on its `run_id`. A run at Comet is continued only if
+# the config gives its `experiment_key`.
+
+FILE = "logger_runs.json"
+WANDB, MLFLOW = "WandBLogger", "MLFlowLogger"
+MLFLOW_VARIABLE = "MLFLOW_RUN_ID"
+
+
+def continued(component: Component, cfg: Any) -> Component:
+    """The logger with the arguments that continue the run whose id is kept, if `cfg.resume` says so
+    and the config names no other run."""
+    known = _known(cfg)
+    name = component.path.rpartition(".")[2]
+    if cfg is None or cfg.resume is None or name not in known:
+        return component
+    if name == WANDB and "id" not in component.kwargs:
+        arguments = {"resume": "allow", **component.kwargs, "id": known[name]}
+        return Component(component.path, arguments, component.key)
+    if name == MLFLOW and not {"run_id", "run_name"} & component.kwargs.keys():
+        os.environ.setdefault(MLFLOW_VARIABLE, known[name])  # MLflow removes it once it is used
+    return component
+
+
+def keep_run_id(component: Component, cfg: Any) -> None:
+    """Writes the id of the run that the logger has started; does nothing for other loggers. Raises
+    OSError."""
+    name = component.path.rpartition(".")[2]
+    if cfg is None or not component.path.startswith("torchtune.") or name not in (WANDB, MLFLOW):
+        return
+    package = sys.modules["wandb" if name == WANDB else "mlflow"]
+    run = package.run if name == WANDB else package.active_run()
+    if run is not None:
+        run_id = run.id if name == WANDB else run.info.run_id
+        write_json(_file(cfg), _known(cfg) | {name: run_id})
+
+
+def _file(cfg: Any) -> Path:
+    return Path(cfg.output_dir).expanduser() / FILE
+
+
+def _known(cfg: Any) -> dict[str, str]:
+    """Logger -> id of its run, as an earlier run has kept it; empty if nothing can be read."""
+    return json_object(_file(cfg)) if cfg is not None else {}

@@ -17,7 +17,7 @@ from qfsdp.modules.activations import ActivationConfig, Checkpointing, Offload, 
 from qfsdp.modules.adapters.linears import AdaptedLinear
 from qfsdp.modules.adapters.whole import KEY, whole_parameters
 from qfsdp.modules.collectives import over_parts
-from qfsdp.modules.decoder_base import base_parameters
+from qfsdp.modules.decoder_base import ModelParts, base_parameters
 from qfsdp.modules.experts.routing import Routing
 from qfsdp.modules.hub_models.buffers import (
     check_buffers,
@@ -35,7 +35,6 @@ from qfsdp.modules.hub_models.shared_rows import share_attention
 from qfsdp.modules.hub_models.text_part import take_text_model
 from qfsdp.modules.loss import head_loss
 from qfsdp.modules.low_rank.copies import copies_in
-from qfsdp.modules.model_parts import ModelParts
 from qfsdp.modules.shared_rows import SharedRows
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.kernels.ability import import_dynamo
