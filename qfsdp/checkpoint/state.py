@@ -31,6 +31,7 @@ from qfsdp.checkpoint.safe_reader import load_entries
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, sharded
+from qfsdp.tensor_subclasses.kernels.host_memory import HostBlocks
 
 HOST = "host"  # the entry of everything that is no tensor
 TRAINED = "trained"  # `StackedTensors.field` of the trained tensors
@@ -120,7 +121,7 @@ class Stager:
     """Copies the state to host memory, from where it is saved. Saves share the same buffers."""
 
     def __init__(self, world: World) -> None:
-        self._world = world
+        self._world, self._pinned = world, HostBlocks()
         self._buffers: dict[str, Tensor] = {}
 
     @torch.no_grad()
@@ -163,6 +164,8 @@ class Stager:
                 stack = stacks.setdefault(key, StackedTensors(field, [], shape, rows, value.dtype))
                 stack.names.append(name)
                 tensors.setdefault(key, []).append(local_part(value))
+        if not self._buffers:
+            self._pinned = HostBlocks(sum(t.nbytes for alike in tensors.values() for t in alike))
         local = {key: self._fill(key, tensors[key]) for key in stacks}
         return StagedTensors(stacks, local, alone, values)
 
@@ -170,9 +173,9 @@ class Stager:
         shape = (len(tensors), *tensors[0].shape)
         buffer = self._buffers.get(key)
         if buffer is None or buffer.shape != shape:
-            pinned = tensors[0].device.type != "cpu"
-            buffer = torch.empty(shape, dtype=tensors[0].dtype, pin_memory=pinned)
-            self._buffers[key] = buffer
+            size, on_cpu = len(tensors) * tensors[0].nbytes, tensors[0].device.type == "cpu"
+            held = torch.empty(size, dtype=torch.uint8) if on_cpu else self._pinned.take(size)
+            self._buffers[key] = buffer = held.view(tensors[0].dtype).view(shape)
         torch._foreach_copy_(list(buffer.unbind()), tensors, non_blocking=True)
         return buffer
 

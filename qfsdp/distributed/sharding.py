@@ -33,6 +33,7 @@ from qfsdp.modules.low_rank.linear import AdaptedLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses.dtensor import local_part
+from qfsdp.tensor_subclasses.kernels.host_memory import HostBlocks
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -210,7 +211,8 @@ def _offload_base(model: AnyDecoder, config: ShardingConfig, world: World) -> No
     the output layer stay on the device, except a quantized output layer; so do linears whose weight
     a module of transformers reads by itself.
     """
-    store = HostStore if config.offload_base == "cpu" else DiskStore
+    blocks = HostBlocks()
+    shards = mesh_shape(config, world.size, world.local_size)[1]
     ahead = DeviceAhead(world.device) if copies_ahead(config, world) else None
     parts, plain = model.parts, set(getattr(model, "plain_linears", ()))
     names = {module: name for name, module in model.named_modules()}
@@ -233,7 +235,12 @@ def _offload_base(model: AnyDecoder, config: ShardingConfig, world: World) -> No
         unit = name
         if config.wrap == "decoder_layer":
             unit = ".".join(name.split(".")[: len(layer)])  # model.layers.7
-        module.weight = nn.Parameter(weight.keep_in(store(unit, ahead)), requires_grad=False)
+        store: DiskStore | HostStore = DiskStore(unit, ahead)
+        if config.offload_base == "cpu":
+            rows = -(-weight.size(0) // shards)
+            blocks.expected += rows * weight.qdata.size(1)
+            store = HostStore(unit, ahead, blocks, rows)
+        module.weight = nn.Parameter(weight.keep_in(store), requires_grad=False)
 
 
 def copies_ahead(config: ShardingConfig, world: World) -> bool:

@@ -15,7 +15,7 @@ from torch import Tensor
 from qfsdp.common import progress
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.fetch_order import FetchOrder
-from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, in_host_memory, moved
+from qfsdp.tensor_subclasses.kernels.host_memory import HostBlocks, in_host_memory, moved
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
@@ -56,11 +56,31 @@ class OffloadStore:
 
 
 class HostStore(OffloadStore):
-    """The bytes lie in host memory."""
+    """The bytes lie in host memory.
+
+    Args:
+        unit, ahead: as above.
+        blocks: gives the memory; None: of its own.
+        rows: of a rank's shard with FSDP2's padding.
+    """
+
+    def __init__(
+        self, unit: str, ahead: DeviceAhead | None, blocks: HostBlocks | None = None, rows: int = 0
+    ) -> None:
+        super().__init__(unit, ahead)
+        self._blocks, self._rows = blocks or HostBlocks(), rows
+        self._padded: Tensor | None = None
 
     def empty(self, shape: Sequence[int]) -> Tensor:
-        """Unset host memory for the bytes."""
-        return host_empty(shape, torch.uint8)
+        """Unset host memory for the bytes. FSDP2 copies a shard with fewer rows than others into
+        one with padding, which gets the same memory: blocks take nothing back."""
+        rows, row_bytes = shape
+        if rows == self._rows and self._padded is not None:
+            return self._padded
+        held = max(rows, self._rows)
+        memory = self._blocks.take(held * row_bytes).view(held, row_bytes)
+        self._padded = memory if rows < held else None
+        return memory[:rows]
 
     def read(self, weight: QuantizedTensor, into: Tensor) -> None:
         moved("to_device", into.nbytes)

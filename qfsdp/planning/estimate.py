@@ -289,8 +289,7 @@ def _checkpoint_copy(
     The copy of plain tensors stays for the next save (`Stager`). Others (of 8-bit optimizers) are
     copied anew for each save, and are there until it is written: during steps if `asynchronous`.
 
-    Not counted: rank 0 reads what is trained once more to write an adapter, and PyTorch rounds
-    sizes of pinned memory up to powers of two.
+    Not counted: rank 0 reads what is trained once more to write an adapter.
     """
     with tracker.paused():
         staged = Stager(world).copy_tensors(trained_tensors(model), optimizer)

@@ -33,6 +33,7 @@ from qfsdp.planning.kernel_memory import DATA_DEPENDENT, WORKSPACE, Target
 from qfsdp.planning.known_results import known_result
 from qfsdp.planning.patches import patched
 from qfsdp.tensor_subclasses.kernels import custom_op, dry_run
+from qfsdp.tensor_subclasses.kernels.host_memory import pinned_size
 from qfsdp.training.memory_usage import (
     GRADIENTS,
     OPTIMIZER,
@@ -130,11 +131,10 @@ class MemoryTracker(TorchDispatchMode):
         self.now, self.host, self.host_peak = Counter[str](), Counter[str](), Counter[str]()
         self.peak = Point("", "", 0, {})
         self._in_host = frozenset(SHARDED if optimizer_in_host else ())
+        self._pinned_alone = {ACTIVATIONS, *self._in_host} - {OPTIMIZER}  # others share blocks
         self._total = self._highest = self._operations = 0
         self._live: dict[int, _Block] = {}
-        self._ranges: list[
-            str
-        ] = []  # open record_function ranges: of the recipe, FSDP2, optimizers
+        self._ranges: list[str] = []  # record_function: of the recipe, FSDP2, optimizers
         self._names: dict[nn.Module, str] = {}
         self._modules: list[str] = []
         self._of_backward = ""
@@ -185,8 +185,9 @@ class MemoryTracker(TorchDispatchMode):
         Notes the peak only before memory is released: by then a new tensor has got its final place
         and kind.
         """
+        rounds = self.target == "cuda" and block.in_host and block.kind in self._pinned_alone
         unit = ALLOCATION_UNIT[self.target]
-        size = -(-size // unit) * unit
+        size = pinned_size(size) if rounds else -(-size // unit) * unit
         if size < block.size:
             self.note_peak()
         by_kind = self.host if block.in_host else self.now

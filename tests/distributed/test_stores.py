@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import save_file
+from torch import Tensor
 
 from benchmarks.offload_tiers import work, write_quantized_model
 from qfsdp.checkpoint.weights.read import OpenFiles
@@ -17,6 +20,8 @@ from qfsdp.common.errors import UserError
 from qfsdp.distributed.disk_ring import DiskRing, FileRows
 from qfsdp.distributed.fetch_order import FetchOrder
 from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore
+from qfsdp.tensor_subclasses.kernels import host_memory
+from qfsdp.tensor_subclasses.kernels.host_memory import HostBlocks, pinned_size
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -152,3 +157,62 @@ def test_memory_is_bounded_by_the_setting(tmp_path: Path, monkeypatch: pytest.Mo
     (taken,) = run_ranks(1, _memory_of_two_steps, tmp_path, quantized // 16)
     print(f"quantized {quantized / 1e6:.0f} MB, taken {taken / 1e6:.0f} MB")
     assert taken < quantized / 3
+
+
+# ---- pinned memory -------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Bytes of every pinned tensor that is made: memory without numbers, on a pretended GPU."""
+    made: list[int] = []
+    empty: Callable[..., Tensor] = torch.empty
+
+    def noted(*shape: Any, pin_memory: bool = False, **how: Any) -> Tensor:
+        tensor = empty(*shape, **how)
+        if pin_memory:
+            made.append(pinned_size(tensor.nbytes))
+            tensor = tensor.to("meta") if tensor.nbytes > 1 << 20 else tensor
+        return tensor
+
+    monkeypatch.setattr(host_memory, "accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(torch, "empty", noted)
+    return made
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_pinned_weights_of_a_70b_take_their_bytes(pinned: list[int], ranks: int) -> None:
+    """PyTorch rounds each size up to a power of two: 35 GB took 44."""
+    wide, hidden = 28672, 8192
+    shapes = [(hidden, hidden)] * 2 + [(1024, hidden)] * 2 + [(wide, hidden)] * 2 + [(hidden, wide)]
+    sizes = [-(-rows // ranks) * (cols // 2 + cols // 64) for rows, cols in shapes] * 80
+    assert sum(map(pinned_size, sizes)) > 1.25 * sum(sizes)
+    blocks = HostBlocks(sum(sizes))
+    taken = [blocks.take(size) for size in sizes]
+    assert [tensor.nbytes for tensor in taken] == sizes
+    assert sum(pinned) < 1.01 * sum(sizes) and max(pinned) <= 1 << 30
+
+
+def test_weights_of_blocks_share_no_byte(pinned: list[int]) -> None:
+    sizes = [700, 1, 0, 512, 513, 100000, 3, 4096, 60000]
+    blocks = HostBlocks()  # it is not known how much comes
+    taken = [blocks.take(size) for size in sizes]
+    for at, tensor in enumerate(taken):
+        tensor.fill_(at)
+    assert all((tensor == at).all() for at, tensor in enumerate(taken))
+    assert len({tensor.untyped_storage().data_ptr() for tensor in taken if len(tensor)}) > 1
+    assert all(tensor.storage_offset() % 512 == 0 for tensor in taken)
+
+
+def test_a_padded_shard_is_in_the_memory_of_its_rows(pinned: list[int]) -> None:
+    """FSDP2 asks for it where a rank has fewer rows, when a model is made and when it first runs;
+    blocks would keep the memory of the first."""
+    for rows in (4, 3, 0):
+        store = HostStore("layer", None, blocks := HostBlocks(4 * 32), rows=4)
+        held = store.empty((rows, 32)).fill_(1)
+        padded = store.empty((4, 32))
+        assert padded.shape == (4, 32) and len(blocks._unused) == 1 + (rows == 4)
+        if rows < 4:
+            assert (padded[:rows] == 1).all() and store.empty((4, 32)) is padded
+        else:  # somebody's copy
+            assert padded.data_ptr() != held.data_ptr()

@@ -13,7 +13,7 @@ from torch.profiler import record_function
 
 from qfsdp.planning.tracker import ACTIVATIONS, TEMPORARIES, MemoryTracker
 from qfsdp.tensor_subclasses.kernels import dry_run, host_memory
-from qfsdp.training.memory_usage import GRADIENTS
+from qfsdp.training.memory_usage import GRADIENTS, OPTIMIZER, QUANTIZED
 
 KB = 1024
 
@@ -77,6 +77,22 @@ def test_host_memory_does_not_count_for_the_device(tracker: MemoryTracker) -> No
     assert sum(tracker.host_peak.values()) == KB and not any(tracker.host.values())
     assert tracker.per_step(tracker.copies) == {"to_host": KB, "to_device": KB}
     del back
+
+
+def test_pinned_memory_is_a_power_of_two() -> None:
+    """Of tensors that are pinned alone; the optimizer's state is not pinned."""
+    tracker = MemoryTracker("cuda", optimizer_in_host=True)
+    with FakeTensorMode(), tracker.following(nn.Identity()):
+        a, b = (torch.empty(3 * KB, dtype=torch.uint8) for _ in range(2))
+        tracker.follow(a, QUANTIZED)
+        tracker.follow(b, OPTIMIZER)
+        with record_function("forward"):
+            c = torch.empty(3 * KB, dtype=torch.uint8)
+            assert held(tracker) == 3 * KB
+            tracker.in_host_memory(c)
+        found = {QUANTIZED: 4 * KB, OPTIMIZER: 3 * KB, ACTIVATIONS: 4 * KB}
+        assert +tracker.host == found and held(tracker) == 0
+        del a, b, c
 
 
 def test_data_dependent_operations(tracker: MemoryTracker) -> None:

@@ -14,6 +14,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.tensor_subclasses.kernels import host_memory
 from tests.checkpoint.test_resume import checkpointer, take_steps, whole
 from tests.models import cpu_world
 from tests.ranks import run_ranks
@@ -140,6 +141,23 @@ def test_a_base_that_is_not_quantized_is_offloaded_too(
         for resident, offloaded in run_ranks(size, train, model_dir, cases):
             assert resident["losses"] == offloaded["losses"]
             assert abs(resident["losses"][-1] - reference["dora"]["losses"][2]) > 1e-4
+
+
+def train_in_blocks(folder: Path, cases: list[dict[str, Any]]) -> list[Any]:
+    """`train`, with host memory as on a machine with an accelerator."""
+    empty = torch.empty
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(host_memory, "accelerator", lambda: torch.device("cuda"))
+        patch.setattr(torch, "empty", lambda *shape, pin_memory=False, **how: empty(*shape, **how))
+        return train(folder, cases)
+
+
+@pytest.mark.long
+def test_a_base_in_pinned_blocks_trains_the_same(model_dir: Path, quantized_dir: Path) -> None:
+    """On three ranks rows are padded."""
+    cases = [case("dora", 3, **way) | {"folder": str(quantized_dir)} for way in ({}, OFFLOADED[0])]
+    for resident, offloaded in run_ranks(3, train_in_blocks, model_dir, cases):
+        assert resident["losses"] == offloaded["losses"]
 
 
 # ---- checkpoints and adapters across strategies ---------------------------------------------
