@@ -6,12 +6,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from qfsdp.distributed.gradients import trainable_parameters
@@ -163,8 +164,8 @@ def test_copies_follow_every_change(folder: Path, method: str, change: str) -> N
 
 def test_copies_are_written_once_per_update(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model, written = model_of(folder), []
-    scaled = copies._scaled
-    monkeypatch.setattr(copies, "_scaled", lambda m: (written.append(m), scaled(m))[1])
+    write = copies._write_b
+    monkeypatch.setattr(copies, "_write_b", lambda some: (written.extend(some), write(some))[1])
     step(model)
     step(model)
     assert len(written) == len(list(low_rank_linears(model))) == 14
@@ -224,6 +225,36 @@ class Launches(TorchDispatchMode):
         if self.within and func._opname not in VIEWS:
             self.found[self.within, func._opname] += 1
         return func(*args, **(kwargs or {}))
+
+
+class Kernels(TorchDispatchMode):
+    """Counts the operations that are no views."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += not func.is_view
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(("method", "launches"), [("lora", 4), ("dora", 9)])
+def test_launches_of_copies(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, launches: int
+) -> None:
+    """As many for 30 layers as for one: DoRA took three for each linear. The bits are those of one
+    linear at a time."""
+    model = model_of(folder, method)
+    model.model.layers = nn.ModuleList([deepcopy(model.model.layers[0]) for _ in range(30)])
+    monkeypatch.setattr(copies, "NUMBERS_AT_A_TIME", 0)
+    same_input.prepare(model)
+    alone = [tensor.clone() for tensor in copies_in(model)]
+    monkeypatch.undo()
+    for _, linear in low_rank_linears(model):
+        linear.copied = None
+    with Kernels() as counted:
+        same_input.prepare(model)
+    assert counted.found == launches
+    assert all(map(torch.equal, alone, copies_in(model)))
 
 
 @pytest.mark.parametrize(("method", "backward"), [("lora", 48), ("dora", 50)])

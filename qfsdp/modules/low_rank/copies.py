@@ -42,23 +42,32 @@ class Copies(NamedTuple):
 
 
 def write_copies(linears: Sequence[Any]) -> None:
-    """Writes the copies of `LowRankLinear`s in few launches."""
+    """Writes the copies of `LowRankLinear`s in few launches, not some for each linear."""
     torch._foreach_copy_([m.copies.a for m in linears], [m.lora_A for m in linears])
-    numbers, some = 0, []
-    for linear in linears:
-        some.append(linear)
-        numbers += linear.lora_B.numel()
-        if numbers > NUMBERS_AT_A_TIME or linear is linears[-1]:
-            torch._foreach_copy_([m.copies.b for m in some], [_scaled(m) for m in some])
-            numbers, some = 0, []
+    alike: dict[Any, list[Any]] = {}
+    for m in linears:
+        key = (m.lora_B.size(1), m.scaling, m.magnitude is None, m.lora_B.device)
+        alike.setdefault(key, []).append(m)
+    for group in alike.values():
+        numbers, some = 0, []
+        for linear in group:
+            some.append(linear)
+            numbers += linear.lora_B.numel()
+            if numbers > NUMBERS_AT_A_TIME or linear is group[-1]:
+                _write_b(some)
+                numbers, some = 0, []
 
 
-def _scaled(linear: Any) -> Tensor:
-    """scaling * ratio * B in fp32; writes the copy of the ratio."""
-    ratio = linear.copies.ratio
-    if ratio is not None:
-        torch.div(linear.magnitude, linear.weight_norm, out=ratio)
-    return scaled_b(linear.lora_B, ratio, linear.scaling, torch.float32)
+def _write_b(linears: Sequence[Any]) -> None:
+    """Writes scaling * ratio * B, multiplied in fp32 as one matrix, and the ratios."""
+    rows, ratio = [m.lora_B.size(0) for m in linears], None
+    if linears[0].magnitude is not None:
+        ratio = torch.cat([m.magnitude for m in linears])
+        ratio /= torch.cat([m.weight_norm for m in linears])
+        torch._foreach_copy_([m.copies.ratio for m in linears], ratio.split(rows))
+    together = torch.cat([m.lora_B for m in linears])
+    scaled = scaled_b(together, ratio, linears[0].scaling, torch.float32)
+    torch._foreach_copy_([m.copies.b for m in linears], scaled.split(rows))
 
 
 def add_copies(group: Sequence[Any]) -> None:
