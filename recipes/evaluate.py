@@ -107,17 +107,17 @@ def check(cfg: Config) -> None:
     for name, dataset in cfg.loss.items():
         check_dataset(f"loss.{name}", dataset)
     check_new_file("output", Path(cfg.output).expanduser(), suffix=".json")
-    model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
-    answers = cfg.exact_match or cfg.lm_eval.tasks
-    strategy = cfg.sharding.strategy if answers else None
-    check_hub_answers(cfg, model.config, strategy)
-    positions = model.config.max_position_embeddings
+    positions = cfg.model.any_config().max_position_embeddings
     windows = {f"text.{name}.window": text.window for name, text in cfg.text.items()}
     if cfg.loss:
         windows["max_seq_len"] = cfg.max_seq_len
     for key, length in windows.items():
         if length > positions:
             raise UserError(f"{key}: {length}; expected at most {positions}, the model's positions")
+    model = check_for_inference(cfg.model, cfg.quantization, cfg.adapter, cfg.sharding)
+    answers = cfg.exact_match or cfg.lm_eval.tasks
+    strategy = cfg.sharding.strategy if answers else None
+    check_hub_answers(cfg, model.config, strategy)
     sets = read_sets(cfg)
     check_tokenizer_ids(sets.tokenizer, model.config.vocab_size, sets.loss | sets.text)
     for name, questions in sets.questions.items():

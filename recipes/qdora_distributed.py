@@ -95,6 +95,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight or row is loaded."""
+    check_resume(cfg.resume, cfg.output_dir)  # whether it is there
     add_new_tokens(cfg)
     rows = cfg.model.any_config().vocab_size
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, rows)

@@ -93,6 +93,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight or row is loaded."""
+    check_resume(cfg.resume, cfg.output_dir)  # whether it is there
     rows = cfg.model.any_config().vocab_size
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, rows)
     choose_lr(cfg)

@@ -91,6 +91,7 @@ class Config:
 
 def check(cfg: Config) -> None:
     """Finds mistakes outside the config file, before any weight or row is loaded."""
+    check_resume(cfg.resume, cfg.output_dir)  # whether it is there
     check_logger(cfg.metric_logger)
     check_global_batch(cfg)
     weights = cfg.model.weights()

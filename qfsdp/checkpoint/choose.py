@@ -162,19 +162,19 @@ def check_files(folder: Path) -> dict[str, Any]:
 
 
 def check_resume(
-    resume: str | None, output_dir: str, settings: Callable[[], dict[str, Any]]
+    resume: str | None, output_dir: str, settings: Callable[[], dict[str, Any]] | None = None
 ) -> None:
     """The preflight of `Checkpointer.find`.
 
     Args:
         settings: computes the settings that are known before data is read; not called for a new
-            run.
+            run. None: they are not compared.
 
     Raises:
         UserError: see `find_checkpoints` and `check_settings`.
     """
     choice = find_checkpoints(resume, Path(output_dir).expanduser())
-    if choice.folders:
+    if choice.folders and settings is not None:
         choice.check(settings())
 
 

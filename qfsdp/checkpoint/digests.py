@@ -10,15 +10,10 @@ SHA-256 is the fastest of the standard library's strong digests on CPUs with ins
 
 from __future__ import annotations
 
-import hashlib
-import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
-
-from torch.distributed.checkpoint.filesystem import FileSystem
 
 from qfsdp.common.files import sha256, xxh3
 from qfsdp.common.progress import moved
@@ -88,45 +83,3 @@ class Verification:
             if error is not None and not isinstance(error, Damaged):
                 raise error
         return next((str(error) for error in errors if error is not None), None)
-
-
-# ---- while files are written ---------------------------------------------------------------------
-
-
-class HashingFileSystem(FileSystem):
-    """The file system of a `torch.distributed.checkpoint` writer that hashes what it writes.
-
-    Files are hashed as they are written, and not read again.
-
-    Attributes:
-        written: file name -> size and digest.
-    """
-
-    def __init__(self) -> None:
-        self.written: dict[str, dict[str, Any]] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with super().create_stream(path, mode) as stream:
-            hashing = _HashingStream(stream)
-            yield hashing
-        digest = hashing.digest.hexdigest()
-        self.written[Path(path).name] = {"bytes": hashing.bytes, "sha256": digest}
-
-
-class _HashingStream:
-    """A file that is written from its start to its end."""
-
-    def __init__(self, stream: Any) -> None:
-        self._stream = stream
-        self.digest, self.bytes = hashlib.sha256(), 0
-
-    def write(self, data: Any) -> int:
-        self.digest.update(data)
-        written: int = self._stream.write(data)
-        self.bytes += written
-        moved()
-        return written
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._stream, name)

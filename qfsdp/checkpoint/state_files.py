@@ -5,6 +5,10 @@ Numbers that are not finite are neither written nor taken from a file.
 
 from __future__ import annotations
 
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +16,14 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem
 
 from qfsdp.checkpoint.choose import check_files
-from qfsdp.checkpoint.digests import HashingFileSystem, Verification
+from qfsdp.checkpoint.digests import Verification
 from qfsdp.checkpoint.state import HOST, ReadState, StackedTensors, rank_entry, read_state
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
+from qfsdp.common.progress import moved
 from qfsdp.common.sealed import Damaged
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part
@@ -140,3 +146,42 @@ def first_not_finite(
             if not all(map(is_finite, kept["inner"].values())):
                 return f"{field} of {name}"
     return None
+
+
+class HashingFileSystem(FileSystem):
+    """The file system of a `torch.distributed.checkpoint` writer that hashes what it writes.
+
+    Files are hashed as they are written, and not read again.
+
+    Attributes:
+        written: file name -> size and digest.
+    """
+
+    def __init__(self) -> None:
+        self.written: dict[str, dict[str, Any]] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with super().create_stream(path, mode) as stream:
+            hashing = _HashingStream(stream)
+            yield hashing
+        digest = hashing.digest.hexdigest()
+        self.written[Path(path).name] = {"bytes": hashing.bytes, "sha256": digest}
+
+
+class _HashingStream:
+    """A file that is written from its start to its end."""
+
+    def __init__(self, stream: Any) -> None:
+        self._stream = stream
+        self.digest, self.bytes = hashlib.sha256(), 0
+
+    def write(self, data: Any) -> int:
+        self.digest.update(data)
+        written: int = self._stream.write(data)
+        self.bytes += written
+        moved()
+        return written
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)

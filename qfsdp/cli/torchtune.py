@@ -2,8 +2,9 @@
 
 `tune` cannot find recipes outside torchtune, and torchtune 0.6.1 imports names that torchao 0.16
 and later no longer have. So a `.pth` file imports this module at every start of the interpreter.
-It installs a finder that acts on four imports:
+It installs a finder that acts on five imports:
 
+  torchtune                        is a stand-in where the `tune` script runs recipes/NAME
   torchtune._cli.tune              `main` passes commands on our files to `qfsdp.cli.command`
   torchtune.training.quantization  needs three names of torchao; stand-ins are added first
   torchao.dtypes.nf4tensor         is loaded from its place in newer versions of torchao
@@ -65,12 +66,30 @@ recipes of qfsdp:
   tune run NAME --help                     prints its keys"""
 
 
+def _runs_ours(words: list[str]) -> bool:
+    """Whether a command line is `run`, flags of torchrun and recipes/NAME, which is always ours.
+
+    Says so without an import: torchtune takes 2.4 s, in which no mistake can be told.
+    """
+    before = ""
+    for word in words[1:] if words[:1] == ["run"] else []:
+        if os.path.normpath(word).startswith("recipes" + os.sep):
+            return True
+        is_flag = word.startswith("-") and not word.startswith("--config")
+        if not is_flag and not before.startswith("-"):
+            return False  # neither a flag nor its value: another recipe
+        before = word
+    return False
+
+
 def _is_ours(words: list[str]) -> bool:
     """Whether a command line names a recipe or config of qfsdp, or one that a user copied.
 
     A name that torchtune has too is torchtune's, unless `recipes/` or `configs/` stands before it,
     a file of the user has it, or the config of a run is none of torchtune's.
     """
+    if _runs_ours(words):
+        return True
     from torchtune._recipe_registry import get_all_recipes
 
     from qfsdp.cli import command
@@ -83,8 +102,6 @@ def _is_ours(words: list[str]) -> bool:
     if words[:1] == ["run"] and len(words) > 1:
         args = command.parse_run("tune", words[1:])
         name, file = args.training_script, recipes.find_recipe(args.training_script)
-        if os.path.normpath(name).startswith("recipes" + os.sep):
-            return True
         if file is None or name not in theirs or os.path.dirname(file) == os.getcwd():
             return file is not None
         return _takes_our_config(name, args.training_script_args, configs)
@@ -193,23 +210,57 @@ def _check_home() -> None:
 # ---- the finder ----------------------------------------------------------------------------
 
 
+class _StandIn:
+    """Fills `torchtune` with the one function that the `tune` script imports. The function takes
+    the stand-in away before anything else may import torchtune."""
+
+    @staticmethod
+    def create_module(spec: ModuleSpec) -> None:
+        return None
+
+    @staticmethod
+    def exec_module(module: ModuleType) -> None:
+        names = ("torchtune", "torchtune._cli", "torchtune._cli.tune")
+
+        def main() -> None:
+            for name in names:
+                del sys.modules[name]
+            from qfsdp.cli.command import run_command
+
+            run_command("tune", sys.argv[1:])
+
+        for name in names[1:]:
+            sys.modules[name] = type(module)(name)
+        sys.modules[names[-1]].main = main  # type: ignore[attr-defined]
+
+
 class _Finder:
     """Acts on the imports above; all other modules are left to the other finders."""
 
+    may_stand_in = True  # once: what a recipe imports is torchtune itself
+
     @staticmethod
     def find_spec(name: str, path: Sequence[str] | None = None, target: Any = None) -> Any:
-        if name == "torchao" and os.path.basename(sys.argv[0]) == "tune":
+        if name == "torchtune" and _Finder.may_stand_in:
+            if _is_tune() and _runs_ours(sys.argv[1:]):
+                _Finder.may_stand_in = False
+                return _new_spec(name, _StandIn, is_package=True)
+        elif name == "torchao" and _is_tune():
             from qfsdp.common.quiet import quiet_torchao
 
             quiet_torchao()
         elif name == "torchtune.training.quantization":
             _add_removed_names()
         elif name == _NF4:
-            return _spec_of(name, path, target) or _nf4_spec()
+            return _spec_of(name, path, target) or _new_spec(name, _NF4Loader)
         elif name == "torchtune._cli.tune" and (spec := _spec_of(name, path, target)):
             _check_home()
             return _then_extend(spec)
         return None
+
+
+def _is_tune() -> bool:
+    return os.path.basename(sys.argv[0]) == "tune"
 
 
 def _spec_of(name: str, path: Sequence[str] | None, target: Any) -> Any:
@@ -222,10 +273,10 @@ def _spec_of(name: str, path: Sequence[str] | None, target: Any) -> Any:
     return None
 
 
-def _nf4_spec() -> ModuleSpec:
+def _new_spec(name: str, loader: Any, is_package: bool = False) -> ModuleSpec:
     from importlib.machinery import ModuleSpec
 
-    return ModuleSpec(_NF4, _NF4Loader)  # type: ignore[arg-type]
+    return ModuleSpec(name, loader, is_package=is_package)
 
 
 def _then_extend(spec: Any) -> Any:

@@ -224,3 +224,17 @@ def warn_of_space(key: str, path: Path, size: int) -> None:
             f"{key}: '{path}' has {format_size(free)} of free space; expected at least "
             f"{format_size(size)}, which this run writes"
         )
+
+
+def check_folder(key: str, folder: Path) -> None:
+    """Raises UserError if files cannot be written to a folder, which config `key` names. What it
+    makes for the trial it takes away."""
+    with writing(key, folder):
+        made = [path for path in (folder, *folder.parents) if not path.exists()]
+        tried = folder / f".tried{PARTIAL}"
+        folder.mkdir(parents=True, exist_ok=True)
+        tried.touch()  # a folder may exist and take no files, as /proc
+        tried.unlink(missing_ok=True)
+    with suppress(OSError):  # another run has begun in one of them
+        for path in made:
+            path.rmdir()

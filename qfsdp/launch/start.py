@@ -26,6 +26,7 @@ import yaml
 from qfsdp.common import progress
 from qfsdp.common.devices import unused_driver
 from qfsdp.common.errors import UserError, user_errors
+from qfsdp.common.files import check_folder
 from qfsdp.common.output import check_output, outlive_output_errors, print_to
 from qfsdp.common.quiet import quiet_torchao
 from qfsdp.common.terminal import closed_at_end, say
@@ -152,6 +153,8 @@ def _typed_words(argv: Sequence[str], key: str) -> list[str]:
 
 def checked(check: Callable[[T], None], config: T) -> None:
     """Runs a recipe's `check`; what it names on the hub is then downloaded. Raises UserError."""
+    if (output_dir := getattr(config, "output_dir", None)) is not None:
+        check_folder("output_dir", Path(output_dir).expanduser())
     with previewed(config):
         check(config)
         check_push(config)

@@ -1,6 +1,6 @@
 """What `qfsdp finetune` chooses by the rows, the model and the machine.
 
-* The last tenth of the rows, 200 at most, is held out.
+* A tenth of the rows, 200 at most, is held out, by a shuffle that is always the same.
 * `max_seq_len` is the length of the longest of the first 1,000 rows, rounded up to a power of two,
   and at most 2,048 tokens. Prompts and documents are packed if they fill 3,000 rows of this length.
 * Fewer than 3,000 rows are trained on three times.
@@ -102,7 +102,8 @@ class Choices:
         self._way()
 
     def _hold_out(self, dataset: Component) -> int:
-        """Makes the last rows a validation set; returns the number of the others."""
+        """Makes some rows a validation set; returns the number of the others. Files are often
+        sorted, so they are not the last ones."""
         keys = dataset.kwargs
         if "source" not in keys or keys.get("streaming"):
             return FEW
@@ -115,10 +116,10 @@ class Choices:
         if count < LEAST_TO_DIVIDE or saved or told or {"split", "max_rows"} & {*keys}:
             self.say("data", f"{count:,} rows")
             return count
-        held_out = copy.deepcopy(self.tree["dataset"]) | {"split": f"train[-{held}:]"}
-        self.tree["dataset"]["split"] = f"train[:-{held}]"
+        held_out = copy.deepcopy(self.tree["dataset"]) | {"split": f"train[-{held}:] shuffled"}
+        self.tree["dataset"]["split"] = f"train[:-{held}] shuffled"
         self.keep("validation.sets", {"held_out": held_out})
-        self.say("data", f"{count:,} rows, of which the last {held:,} are held out")
+        self.say("data", f"{count:,} rows, of which {held:,} are held out, by a shuffle")
         return count - held
 
     def _sizes(self, cfg: Any, rows: int) -> None:

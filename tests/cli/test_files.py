@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import save_file
 
 from qfsdp.common import files
-from qfsdp.common.files import json_object, whole_file, write_text
+from qfsdp.common.errors import UserError
+from qfsdp.common.files import check_folder, json_object, whole_file, write_text
 
 
 @pytest.mark.parametrize(("umask", "mode"), [(0o022, 0o644), (0o027, 0o640), (0o002, 0o664)])
@@ -64,3 +65,15 @@ def test_what_is_no_json_object_is_empty(text: str | bytes | None, tmp_path: Pat
     assert json_object(file) == {}
     file.write_bytes(b'\xef\xbb\xbf{"a": 1}')  # as Windows writes it
     assert json_object(file) == {"a": 1}
+
+
+def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
+    check_folder("output_dir", tmp_path / "runs/x")
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "runs").mkdir()
+    check_folder("output_dir", tmp_path / "runs/x")
+    assert [path.name for path in tmp_path.rglob("*")] == ["runs"]
+    (tmp_path / "file").touch()
+    for folder in ("/proc/x", str(tmp_path / "file"), str(tmp_path / "file/x"), f"/{'a' * 300}/x"):
+        with pytest.raises(UserError, match=f"^output_dir: '{folder}' cannot be written: "):
+            check_folder("output_dir", Path(folder))

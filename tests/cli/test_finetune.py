@@ -125,8 +125,10 @@ def test_rows_become_a_config_of_their_recipe(name: str, no_dry_run: None) -> No
     assert hasattr(cfg, "reference_logprobs") is of_pairs
     assert not of_pairs or cfg.loss.path == ("kto" if builder == "kto_dataset" else "sigmoid")
     source = {"source": f"{name}.jsonl"}
-    assert cfg.dataset.kwargs == source | keys | {"split": "train[:-3]"}
-    assert cfg.validation.sets["held_out"].kwargs == source | keys | {"split": "train[-3:]"}
+    assert cfg.dataset.kwargs == source | keys | {"split": "train[:-3] shuffled"}
+    assert cfg.validation.sets["held_out"].kwargs == source | keys | {
+        "split": "train[-3:] shuffled"
+    }
     assert (cfg.epochs, cfg.global_batch_size, cfg.max_seq_len) == (3, 2, 256)
     assert cfg.output_dir == f"runs/tiny-{name}" and cfg.quantization.format == "none"
     assert 0 < cfg.optimizer.kwargs["lr"] < 0.01
@@ -189,7 +191,7 @@ def test_rows_of_a_test_are_not_trained(no_dry_run: None, folder: Path) -> None:
         row = FORMS["completions"][0] | {"source": name}
         (folder / f"splits/{name}.jsonl").write_text((json.dumps(row) + "\n") * 30)
     made = finetune.plan("tiny", "splits", [])
-    assert made.lines[0] == "data      30 rows, of which the last 3 are held out"
+    assert made.lines[0] == "data      30 rows, of which 3 are held out, by a shuffle"
     assert read(made.write()).dataset.kwargs["data_files"] == "**/train*"
     form = finetune.look("splits", {})
     assert form is not None and form.line.endswith("data_files: **/train*; not read: source")

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -68,3 +69,55 @@ def test_without_a_home() -> None:
     told = done.stderr.splitlines()
     assert done.returncode == 2 and told[-1].startswith("error: HOME: not set"), done.stderr
     assert "Traceback" not in done.stderr
+
+
+# What pip writes for torchtune, and at its end what it has imported.
+SCRIPT = """
+import atexit, importlib.util, sys
+def imported():
+    there = sorted({"torch", "torchtune"} & {*sys.modules})
+    print("imported", there, importlib.util.find_spec("torchtune").submodule_search_locations)
+atexit.register(imported)
+from torchtune._cli.tune import main
+sys.exit(main())
+"""
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        ("recipes/qdora_distributed --config nofile.yaml", "--config nofile.yaml: no such file"),
+        ("recipes/lora", "recipes/lora: no such recipe; did you mean 'recipes/qdora_distributed'?"),
+    ],
+)
+def test_a_mistake_is_told_before_torch_is_imported(tmp_path: Path, words: str, told: str) -> None:
+    """`tune run recipes/NAME` costs what `qfsdp run` does, and leaves no stand-in behind."""
+    (tmp_path / "tune").write_text(SCRIPT)
+    typed = [sys.executable, tmp_path / "tune", "run", *words.split()]
+    done = subprocess.run(typed, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith(f"error: {told}"), done.stderr
+    found = importlib.util.find_spec("torchtune")
+    assert found is not None
+    assert done.stdout == f"imported [] {found.submodule_search_locations}\n"
+
+
+@pytest.mark.parametrize(
+    ("words", "ours"),
+    [
+        ("run recipes/x --config y", True),
+        ("run ./recipes/x.py", True),
+        ("run --nproc_per_node 2 recipes/x --config y", True),
+        ("run --nnodes=2 --node_rank 1 --standalone recipes/x", True),
+        ("run lora_finetune_distributed --config recipes/x.yaml", False),
+        ("run --nproc_per_node 2 lora_finetune_distributed --config recipes/x.yaml", False),
+        ("run --standalone full_finetune_distributed --config recipes/x.yaml", False),
+        ("run my/recipes/x.py", False),
+        ("run", False),
+        ("ls", False),
+        ("cp recipes/x y.py", False),
+        ("download recipes/x", False),
+        ("", False),
+    ],
+)
+def test_which_command_lines_are_ours_for_sure(words: str, ours: bool) -> None:
+    assert hook._runs_ours(words.split()) is ours

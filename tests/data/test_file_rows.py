@@ -372,3 +372,35 @@ def test_an_answer_that_is_null(tmp_path: Path) -> None:
     config = ExactMatchConfig(str(file), "q", "a", compare="text")
     with pytest.raises(UserError, match="exact_match.x.source: .*row 2: nothing in column 'a'"):
         read_questions("exact_match.x", config, lambda *_, **__: {"tokens": []})
+
+
+HELD_OUT = [6, 21, 33, 59, 66, 79, 84, 101, 104, 111, 137, 138, 140, 143, 146, 182, 186, 188, 201]
+HELD_OUT += [216, 227, 228, 241, 246, 248, 257, 263, 271, 277, 295]
+
+
+def test_a_shuffled_split_is_the_same_everywhere(tmp_path: Path) -> None:
+    """Sorted rows: both parts have rows from everywhere, once each, in the order of the files. The
+    numbers stand here because a resumed run has to find them again."""
+    lines(tmp_path / "a.jsonl", *({"a": at} for at in range(100)))
+    lines(tmp_path / "b.jsonl", *({"a": at} for at in range(100, 300)))
+    kept, held = (answers(tmp_path, split=f"train[{part}] shuffled") for part in (":-30", "-30:"))
+    assert held == HELD_OUT
+    assert kept == sorted({*range(300)} - {*HELD_OUT})
+    for split, count in (("train", 300), ("train[:0]", 0), ("train[:10%]+train[50%:]", 180)):
+        assert len(answers(tmp_path, split=f"{split} shuffled")) == count
+    assert len(answers(tmp_path, split="train[-30:] shuffled", max_rows=4)) == 4
+
+
+def test_a_shuffled_split_of_the_hub(monkeypatch: pytest.MonkeyPatch) -> None:
+    from datasets import Dataset
+
+    def load(source: str, path: Path, split: str, *_: Any) -> Dataset:
+        assert split == "test"
+        return Dataset.from_dict({"a": list(range(300))})
+
+    monkeypatch.setattr("qfsdp.data.files.rows._load", load)
+    assert answers(Path("org/name"), split="test[-30:] shuffled") == HELD_OUT
+    with pytest.raises(UserError, match=r"test\+train shuffled: expected a name and a part"):
+        load_rows("org/name", "test+train shuffled")
+    with reading(Reading(streaming=True)), pytest.raises(UserError, match="is a stream"):
+        load_rows("org/name", "test[-30:] shuffled")

@@ -9,9 +9,11 @@ from __future__ import annotations
 import hashlib
 import logging
 import os
+import re
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
+from itertools import chain
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -29,6 +31,7 @@ from qfsdp.hub.download import name_in_address
 
 _DAMAGED = (RecursionError, OverflowError, zlib.error, EOFError)  # zlib: a damaged .gz
 MAX_LOOKS = 100  # files of a folder whose beginnings are checked
+SHUFFLED = " shuffled"  # behind a split
 NAMED = 10  # files of a folder in the line that says which are read
 
 Row = Mapping[str, Any]
@@ -109,6 +112,8 @@ def load_rows(
         source: a file, a folder or a hub name; see `check_source`. A folder may also be one that
             `save_to_disk` of `datasets` wrote.
         split: "train", or a part, such as "train[:95%]". Files have only "train" and parts of it.
+            "train[:95%] shuffled" takes other rows: those that a shuffle, always the same, has
+            there. They keep the order of the files.
         subset: the configuration of a hub dataset that has several. Files have none;
             `gsm8k_dataset` names one also where its source is a copy on this disk.
         data_files: which files of a folder or a hub dataset to read: a path in it, or a pattern.
@@ -139,7 +144,13 @@ def load_rows(
             raise UserError(f"dataset.source: {source} has no rows; expected at least one")
         found = found.select(*_spans(source, split, len(found)))
         return found.select(range(min(max_rows or len(found), len(found))))
-    rows = _load(source, path, split, subset, data_files, streaming)
+    name = _shuffled_name(source, split)
+    if name is not None and streaming:
+        raise UserError(f"dataset.split: {split!r}: {source} is a stream; expected {name}")
+    rows = _load(source, path, name or split, subset, data_files, streaming)
+    if name is not None:
+        spans = _spans(source, split.replace(name, "train", 1), len(rows))
+        rows = rows.select(list(chain.from_iterable(spans)))
     if streaming:
         stream = RowStream(rows if max_rows is None else rows.take(max_rows), source)
         return stream  # type: ignore[no-any-return]
@@ -171,17 +182,47 @@ def _spans(source: str, split: str, count: int | None) -> list[range]:
     """The rows that a split of files means; of a stream (`count` None) it can only be "train"."""
     from datasets import ReadInstruction
 
+    in_files, is_shuffled = split.removesuffix(SHUFFLED), split.endswith(SHUFFLED)
     try:
         if count is None:
             if split != "train":
                 raise ValueError("a stream of files; expected train")
             return []
-        found = ReadInstruction.from_spec(split).to_absolute({"train": count})
+        found = ReadInstruction.from_spec(in_files).to_absolute({"train": count})
     except (ValueError, AssertionError) as error:
         reason = first_line(error)
         hint = " Files have only train; dataset.data_files chooses some." * ("Unknown" in reason)
         raise UserError(f"dataset.source: {source}, split {split}: {reason}{hint}") from None
-    return [range(part.from_ or 0, count if part.to is None else part.to) for part in found]
+    spans = [range(part.from_ or 0, count if part.to is None else part.to) for part in found]
+    return _shuffled(spans, count) if is_shuffled else spans
+
+
+def _shuffled(spans: list[range], count: int) -> list[range]:
+    """The rows that stand at `spans` when `count` rows are shuffled, in their old order."""
+    import torch
+
+    from qfsdp.data.shuffling import shuffled_indices
+
+    order = shuffled_indices(count, "split")
+    rows = torch.cat([order[span.start : span.stop] for span in spans]).sort().values
+    if not len(rows):
+        return []
+    ends = [*(rows.diff() != 1).nonzero().flatten().tolist(), len(rows) - 1]
+    firsts = [0, *(end + 1 for end in ends[:-1])]
+    return [
+        range(first, last + 1)
+        for first, last in zip(rows[firsts].tolist(), rows[ends].tolist(), strict=True)
+    ]
+
+
+def _shuffled_name(source: str, split: str) -> str | None:
+    """The name in "NAME[...] shuffled"; None: the split is not shuffled."""
+    if not split.endswith(SHUFFLED):
+        return None
+    if (found := re.fullmatch(r"([\w.-]+)(\[.*\])?", split.removesuffix(SHUFFLED))) is None:
+        expected = "a name and a part, such as 'train[:95%] shuffled'"
+        raise UserError(f"dataset.source: {source}, split {split}: expected {expected}")
+    return found[1]
 
 
 def _load(
