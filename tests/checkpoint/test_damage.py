@@ -232,7 +232,7 @@ def test_a_disk_that_cannot_read(
         return file_digest(stream, digest)
 
     file_digest = hashlib.file_digest
-    monkeypatch.setattr("qfsdp.checkpoint.digests.hashlib.file_digest", fail)
+    monkeypatch.setattr("hashlib.file_digest", fail)
     assert resume(run)[0] == 1
     assert f"is damaged: {DISTCP}: unreadable (Input/output error); " in capsys.readouterr().err
 
