@@ -47,11 +47,11 @@ class _TokensBefore(torch.autograd.Function):
     def forward(ctx: Any, values: Tensor, count: int, shared: SharedRows) -> Tensor:
         batch, own, _ = values.shape
         ctx.reach = Reach(batch, own, shared.rows.part, count, shared.group)
-        (seen,) = ctx.reach.gathered(values.flatten(0, 1).unsqueeze(1))
+        (seen,) = ctx.reach.gather(values.flatten(0, 1).unsqueeze(1))()
         return seen.squeeze(1).unflatten(0, (batch, -1))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:  # type: ignore[override]
-        (own,) = ctx.reach.scattered(grad.flatten(0, 1).unsqueeze(1))
+        (own,) = ctx.reach.scatter(grad.flatten(0, 1).unsqueeze(1))()
         return own.squeeze(1).unflatten(0, (len(grad), -1)), None, None

@@ -95,10 +95,11 @@ def _cpu_backward(grad: Tensor, q: Tensor, *_: Any, **__: Any) -> float:
 
 def _cuda_backward(grad: Tensor, q: Tensor, k: Tensor, *_: Any, **__: Any) -> float:
     """FlashAttention 2: the gradient of q in fp32 and one number per row (output times gradient),
-    with rows padded to multiples of 128; gradients of k and v for every head of q."""
+    with rows padded to multiples of 128; gradients of k and v for every head of q, of all keys that
+    a part of a shared row sees."""
     batch, heads, seq, dim = q.shape
     rows = batch * heads * -(-seq // 128) * 128
-    expanded = 2 * k.itemsize * q.numel() if k.size(1) != heads else 0
+    expanded = 2 * k.nbytes // k.size(1) * heads if k.size(1) != heads else 0
     return rows * (4 * -(-dim // 32) * 32 + 4) + expanded
 
 

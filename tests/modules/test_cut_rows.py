@@ -15,6 +15,7 @@ from qfsdp.data.cut_rows import CutRows, counted_tokens, reach_of, row_borders, 
 from qfsdp.data.loader import collate
 from qfsdp.data.preferences.shared_prompts import cut_documents, share_documents
 from qfsdp.distributed.context_parallel import share_rows
+from qfsdp.modules.attention import cut_rows
 from qfsdp.modules.attention import sinks as sink_attention
 from qfsdp.modules.attention.cut_rows import attend_cut_rows
 from qfsdp.modules.attention.document_lengths import document_lengths
@@ -41,7 +42,7 @@ WINDOWS = (1, 4, 9, 10, 19, None)
 def tensors() -> list[Tensor]:
     """q, k, v, sinks, and a gradient of the result."""
     generator = torch.Generator().manual_seed(0)
-    shapes = [(ROWS, n, WIDTH, 16) for n in (6, 2, 2)] + [(6,), (ROWS, 6, WIDTH, 16)]
+    shapes = [(ROWS, n, WIDTH, 16) for n in (6, 3, 3)] + [(6,), (ROWS, 6, WIDTH, 16)]
     return [torch.randn(s, generator=generator, dtype=torch.float64) for s in shapes]
 
 
@@ -60,9 +61,9 @@ def whole_rows(ends: Tensor, window: int | None, has_sinks: bool) -> list[Tensor
 Cases = list[tuple[Tensor, int | None, bool]]
 
 
-def own_parts(cases: Cases, pairs: bool = False) -> list[list[Tensor]]:
-    """The same of this rank's part."""
-    group = dist.group.WORLD
+def own_parts(cases: Cases, pairs: bool = False, at_once: int | None = None) -> list[list[Tensor]]:
+    """The same of this rank's part. With `at_once`, as many heads as have these bytes at a time."""
+    cut_rows.AT_ONCE, group = at_once or cut_rows.AT_ONCE, dist.group.WORLD
     assert group is not None
     GROUPS[group.group_name] = group
     part, found = dist.get_rank(), []
@@ -104,6 +105,64 @@ def test_attention_of_parts_is_that_of_whole_rows(compute: Any, pairs: bool) -> 
         found += [torch.stack(parts).sum(0) for parts in of_parts[4:]]  # of sinks
         for mine, theirs in zip(found, expected, strict=True):
             assert (mine - theirs).abs().max() < 1e-12, case
+
+
+# Bytes of one head in fp64: keys and values of both rows.
+ONE_HEAD = 2 * ROWS * WIDTH * 16 * 8
+
+
+def test_some_heads_at_a_time_compute_the_same_bits() -> None:
+    """One head, and two of three, as they are in long rows."""
+    cases = list(product((ENDS,), (9, None), (False, True)))
+    for pairs in (False, True):
+        whole = run_ranks(PARTS, own_parts, cases, pairs)
+        for heads in (1, 2):
+            found = run_ranks(PARTS, own_parts, cases, pairs, heads * ONE_HEAD)
+            for mine, theirs in zip(found, whole, strict=True):
+                for one, other in zip(sum(mine, []), sum(theirs, []), strict=True):
+                    assert one.equal(other)
+
+
+def calls_of_long_rows() -> tuple[list[str], list[str]]:
+    """What forward and backward do, in order, one head at a time."""
+    calls: list[str] = []
+
+    def noted(name: str, of: Any) -> Any:
+        def run(*args: Any, **kwargs: Any) -> Any:
+            calls.append(name)
+            work = of(*args, **kwargs)
+            return Waited(work, f"{name} ends", calls) if kwargs.get("async_op") else work
+
+        return run
+
+    for name in ("all_gather", "reduce_scatter", "attention", "attention_backward"):
+        setattr(cut_rows, name, noted(name, getattr(cut_rows, name)))
+    own_parts([(ENDS, None, False)], at_once=1)
+    backward = calls.index("attention_backward") - 3
+    return calls[:backward], calls[backward:]
+
+
+class Waited:
+    def __init__(self, work: Any, name: str, calls: list[str]) -> None:
+        self.work, self.name, self.calls = work, name, calls
+
+    def wait(self) -> None:
+        self.calls.append(self.name)
+        self.work.wait()
+
+
+def test_the_exchange_of_the_next_heads_runs_behind_products() -> None:
+    """The next heads are on their way when products begin, and gradients of keys are summed while
+    the products of the next heads run."""
+    forward, backward = run_ranks(PARTS, calls_of_long_rows)[0]
+    first, both = "all_gather", ["all_gather ends", "attention"]
+    assert forward == [first, first, *both, first, *both, *both]
+    products, summed = ["all_gather ends", "attention_backward"], "reduce_scatter"
+    assert backward == [
+        *(first, first, *products, summed),
+        *(first, *products, summed, "reduce_scatter ends"),
+        *(*products, summed, "reduce_scatter ends", "reduce_scatter ends"),
+    ]
 
 
 # Two pairs and padding; one pair, whose prompt is cut twice, and padding.
