@@ -37,6 +37,15 @@ WAYS = {
 }
 ROWS = (1, 4)
 RANKS = 8
+# Rows that ranks share: how many ranks, their card, and the link that limits the exchange, bytes/s;
+# None: that of the card. Two machines have one network card each.
+LINKS: dict[str, tuple[int, str, float | None]] = {
+    "8 H100, NVLink": (8, "h100", None),
+    "8 RTX 4090, PCIe": (8, "rtx4090", None),
+    "16 H100, 2 machines, 400 Gbit/s": (16, "h100", 0.8 * 400e9 / 8),
+}
+SHARED = (("Llama-3.1-8B", 2**15), ("Llama-3.1-8B", 2**17), ("Llama-3.1-8B", 2**20))
+SHARED += (("Llama-3.3-70B", 2**17),)
 HOST_BANDWIDTH = 300e9  # bytes/s of a server's memory, read and written; not measured
 
 
@@ -169,7 +178,37 @@ def strategies() -> Iterable[list[str]]:
             ]
 
 
-TABLES: dict[str, Callable[[], Iterable[list[str]]]] = {"check": check, "strategies": strategies}
+def exchange() -> Iterable[list[str]]:
+    """The exchange of shared rows over the products, both in seconds of one rank and step."""
+    from qfsdp.config.tool_config import read_training
+    from qfsdp.planning import predict, roofline
+    from qfsdp.planning.hardware import known_gpu
+    from qfsdp.training.throughput import step_flops
+
+    yield ["model", "tokens", *LINKS]
+    config = str(ROOT / "configs/llama3_1_8b_qlora_512k_1x80gb.yaml")
+    for name, tokens in SHARED:
+        words = [f"model.path={name}", f"max_seq_len={tokens}", f"model.max_positions={tokens}"]
+        training = read_training(["--config", config, *words])
+        functions = (training.recipe.build_model, training.recipe.train_step)
+        model = predict.Predictor(*functions, training.cfg, 1, 1, card("h100"))._model(training.cfg)
+        shape, flops = model.config, step_flops(model, [tokens], tokens).hardware
+        of_token = 2 * 2 * shape.num_key_value_heads * shape.head_dim  # keys and values in bf16
+        row = []
+        for ranks, gpu, network in LINKS.values():
+            rates = card(gpu) if gpu == "h100" else known_gpu(gpu)
+            sent = 4 * (ranks - 1) / ranks * tokens * of_token * shape.num_hidden_layers
+            moving = sent / (network or rates.interconnect or rates.pcie)
+            busy = flops / ranks / (roofline.EFFICIENCY * rates.matmul_rate)
+            row.append(f"{100 * moving / busy:.1f} % of {busy:,.1f} s")
+        yield [name, f"{tokens:,}", *row]
+
+
+TABLES: dict[str, Callable[[], Iterable[list[str]]]] = {
+    "check": check,
+    "strategies": strategies,
+    "exchange": exchange,
+}
 
 if __name__ == "__main__":
     main()

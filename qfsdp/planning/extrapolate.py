@@ -12,7 +12,8 @@ from typing import Any
 
 from qfsdp.config.load import get_key
 from qfsdp.distributed.gradients import reduces_every_update
-from qfsdp.modules.compute_dtype import planned_for
+from qfsdp.modules.attention.cut_rows import AT_ONCE
+from qfsdp.modules.compute_dtype import COMPUTE_DTYPES, planned_for
 from qfsdp.modules.hub_models.config import AnyConfig, HubConfig
 from qfsdp.modules.hub_models.depth import begins_alike, layer_kinds, pattern_of
 from qfsdp.modules.loss import CHUNK_LOGITS
@@ -101,7 +102,17 @@ def _few_rows(cfg: Any, config: AnyConfig) -> tuple[int, int]:
     """
     chunk = CHUNK_LOGITS // config.vocab_size or 1
     least = -(-2 * chunk // cfg.max_seq_len)
+    if cfg.batch_size * cfg.max_seq_len > (by_head := _tokens_by_head(cfg, config)):
+        least = max(least, -(-by_head // cfg.max_seq_len))
     return least, 2 * least
+
+
+def _tokens_by_head(cfg: Any, config: AnyConfig) -> int:
+    """With so many tokens of shared rows, and more, heads go through attention one by one. So
+    memory is linear from there. 0: no rows are shared."""
+    if cfg.sharding.context_parallel == 1 or isinstance(config, HubConfig):
+        return 0
+    return AT_ONCE // (2 * config.head_dim * COMPUTE_DTYPES[cfg.model.dtype].itemsize)
 
 
 def _shorter(cfg: Any, config: AnyConfig) -> tuple[Any, Any] | None:
@@ -116,6 +127,9 @@ def _shorter(cfg: Any, config: AnyConfig) -> tuple[Any, Any] | None:
         return None
     least = parts * max(4 * (cfg.activation.tile_of(config) or MANY_TOKENS), 2 * chunk)
     if cfg.max_seq_len <= 8 * least or cfg.max_seq_len // parts < config.vocab_size:
+        return None
+    least = max(least, _tokens_by_head(cfg, config))
+    if cfg.max_seq_len <= 2 * least:
         return None
     # As for the whole length: rows of fewer tokens would split it.
     gather = cfg.sharding.vocabulary == "auto"

@@ -17,6 +17,7 @@ def test_the_page_has_every_table() -> None:
     [
         pytest.param("check", marks=pytest.mark.long),
         pytest.param("strategies", marks=pytest.mark.slow),
+        "exchange",
     ],
 )
 def test_tables_have_the_figures_of_today(table: str) -> None:

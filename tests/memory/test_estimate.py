@@ -18,11 +18,13 @@ from qfsdp.common.devices import sum_dtype
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.modules.attention import cut_rows
 from qfsdp.modules.hub_models.config import model_config_of
 from qfsdp.modules.hub_models.decoder import build_decoder
+from qfsdp.planning import extrapolate
 from qfsdp.planning.estimate import Estimate, estimate
 from qfsdp.planning.extrapolate import estimate_fast
-from qfsdp.planning.known_models import _FILE, find_config
+from qfsdp.planning.known_models import _FILE, find_config, planned_config
 from qfsdp.planning.tracker import KINDS
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.training.memory_usage import TRAINED
@@ -84,6 +86,7 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
     ("ranks", "words"),
     [
         (1, ("adapter.method=dora",)),
+        (1, ("activation.checkpointing=full", "activation.tile_tokens=32")),
         pytest.param(
             2, ("adapter.method=dora", "activation.checkpointing=full"), marks=pytest.mark.long
         ),
@@ -209,13 +212,19 @@ def test_adapters_of_some_layers_are_counted(tmp_path: Path) -> None:
     assert fast.at_peak["optimizer_state"] == 2 * 4 * trained + 8 * 512  # and steps
 
 
-@pytest.mark.long
-def test_extrapolation_from_short_rows(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("tokens", "ranks"), [(40960, 1), (98304, 2)])
+def test_extrapolation_from_short_rows(
+    tokens: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Shared rows go through attention one head at a time, from 32,768 tokens on."""
     model = write_tiny_model(tmp_path / "wide", vocab_size=30000, num_hidden_layers=2)
-    words = ["max_seq_len=32768", "model.max_positions=32768", "batch_size=1"]
+    words = [f"max_seq_len={tokens}", f"model.max_positions={tokens}", "batch_size=1"]
     words += ["activation.checkpointing=full", "activation.tile_tokens=512"]
-    given = load(model, *words)
-    fast, full = estimate_fast(*given, 1), estimate(*given, 1)
+    for module in (cut_rows, extrapolate):
+        monkeypatch.setattr(module, "AT_ONCE", 32768 * 2 * 2 * 32)
+    given = load(model, *words, f"sharding.context_parallel={ranks}")
+    assert extrapolate._shorter(given[2], planned_config(given[2].model)) is not None
+    fast, full = estimate_fast(*given, ranks), estimate(*given, ranks)
     assert fast.peak == pytest.approx(full.peak, rel=0.005)
     assert fast.at_peak == pytest.approx(full.at_peak, rel=0.02)
 

@@ -11,6 +11,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.profiler import record_function
 
+from qfsdp.planning.kernel_memory import WORKSPACE
 from qfsdp.planning.tracker import ACTIVATIONS, TEMPORARIES, MemoryTracker
 from qfsdp.tensor_subclasses.kernels import dry_run, host_memory
 from qfsdp.training.memory_usage import GRADIENTS, OPTIMIZER, QUANTIZED
@@ -153,3 +154,11 @@ def test_nothing_global_is_left() -> None:
         raise RuntimeError("stop")
     assert (torch.UntypedStorage.resize_, F.rms_norm) == (resize, norm)
     assert dry_run.current is None
+
+
+def test_gradients_of_keys_for_every_head_of_the_queries() -> None:
+    """In FlashAttention's backward pass: of all keys that a part of a shared row sees."""
+    workspace = WORKSPACE["cuda", torch.ops.qfsdp.attend_with_sinks_backward.default]
+    q, k = (torch.empty(n, heads, 32, dtype=torch.bfloat16) for n, heads in ((128, 4), (1024, 2)))
+    assert workspace(q, q, k, k) == 128 * 4 * (4 * 32 + 4) + 2 * (1024 * 4 * 32 * 2)
+    assert workspace(k, k, k, k) == 1024 * 2 * (4 * 32 + 4)
