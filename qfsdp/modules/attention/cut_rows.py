@@ -202,7 +202,7 @@ def _split(heads: int, *tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(tensor.split(heads, 1) for tensor in tensors), strict=True)
 
 
-def _joined(found: Sequence[Tensor], dim: int) -> Tensor:
+def _joined(found: tuple[Tensor, ...] | list[Tensor], dim: int) -> Tensor:
     return found[0] if len(found) == 1 else torch.cat(found, dim)
 
 

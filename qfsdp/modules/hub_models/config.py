@@ -210,6 +210,9 @@ def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
 def _unknown(
     architecture: str | None, source: str, config: dict[str, Any], known: list[str]
 ) -> HubConfig:
+    if architecture in known:  # such as the shapes that estimates know by name
+        expected = "expected the name that transformers has for it"
+        raise UserError(f"{source}: model_type {config.get('model_type')!r}; {expected}")
     near = difflib.get_close_matches(architecture or "", known, 1, cutoff=0.0)[0]
     with_code = "; its own code (auto_map) is not run" if "auto_map" in config else ""
     raise UserError(
