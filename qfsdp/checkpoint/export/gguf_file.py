@@ -24,7 +24,8 @@ from qfsdp.checkpoint.export.gguf_tokenizer import GgufTokenizer, read_gguf_toke
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.checkpoint.saved_template import read_template
 from qfsdp.checkpoint.weights.experts import of_length
-from qfsdp.checkpoint.weights.merge import EMBEDDINGS, HEAD, Merge, MergedWeight
+from qfsdp.checkpoint.weights.merge import Merge, MergedWeight
+from qfsdp.checkpoint.weights.other_names import EMBEDDINGS, HEAD
 from qfsdp.checkpoint.weights.read import streamed
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, warn_of_space, whole_file
@@ -112,19 +113,22 @@ class GgufExport:
 
     def _write(self, file: Path, device: torch.device) -> None:
         import gguf
+        from numpy import dtype
 
         writer = gguf.GGUFWriter(file, self.model.architecture)
         self.model.add_to(writer)
-        writer.add_file_type(_file_type(self.type))
+        kinds = gguf.LlamaFileType  # what most of the weights are
+        kind = kinds.ALL_F32 if self.type == "f32" else kinds[f"MOSTLY_{self.type.upper()}"]
+        writer.add_file_type(int(kind))
         self.tokenizer.add_to(writer, self.merge.weights.folder, self.template)
         factors = self.model.rope_factors()
         if factors is not None:
-            kind = gguf.GGMLQuantizationType.F32
+            fp32 = gguf.GGMLQuantizationType.F32
             data: Any = factors.numpy()
-            writer.add_tensor_info("rope_freqs.weight", data.shape, data.dtype, data.nbytes, kind)
+            writer.add_tensor_info("rope_freqs.weight", data.shape, data.dtype, data.nbytes, fp32)
         for tensor in self.tensors:
             shape, size = tensor.weight.shape, tensor.nbytes
-            writer.add_tensor_info(tensor.name, shape, _float32(), size, tensor.type)
+            writer.add_tensor_info(tensor.name, shape, dtype("float32"), size, tensor.type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -196,20 +200,6 @@ def _type_of(weight: MergedWeight, type: GgufType) -> gguf.GGMLQuantizationType:
     if weight.name in (EMBEDDINGS, HEAD) and type[0] == "q":
         wanted = types.Q8_0
     return types.F16 if weight.shape[1] % gguf.GGML_QUANT_SIZES[wanted][0] else wanted
-
-
-def _file_type(type: GgufType) -> int:
-    """The key `general.file_type`: what most of the weights are."""
-    import gguf
-
-    kinds = gguf.LlamaFileType
-    return int(kinds.ALL_F32 if type == "f32" else kinds[f"MOSTLY_{type.upper()}"])
-
-
-def _float32() -> Any:
-    import numpy as np
-
-    return np.dtype(np.float32)
 
 
 def _neighbours(rows: Iterable[Tensor], head_dim: int) -> Iterator[Tensor]:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+from qfsdp.checkpoint.weights.other_names import EMBEDDINGS, HEAD
 from qfsdp.checkpoint.weights.read import (
     PIECE_BYTES,
     STORED_DTYPES,
@@ -22,7 +23,7 @@ from qfsdp.checkpoint.weights.read import (
 )
 from qfsdp.common.errors import UserError
 
-TABLES = ("model.embed_tokens.weight", "lm_head.weight")  # with a row for each token
+TABLES = (EMBEDDINGS, HEAD)  # with a row for each token
 MULTIPLE = 64  # of which the number of rows is, if rows are added: shards and kernels divide it
 
 

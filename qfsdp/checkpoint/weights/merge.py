@@ -50,15 +50,11 @@ from qfsdp.checkpoint.weights.convert import (
 from qfsdp.checkpoint.weights.experts import PARAMETER, StoredAs, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
+from qfsdp.checkpoint.weights.other_names import EMBEDDINGS, HEAD
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.quantize import quantized_model
 from qfsdp.checkpoint.weights.read import Pieces, Read
-from qfsdp.checkpoint.weights.write import (
-    DTYPE_NAMES,
-    MAX_FILE_BYTES,
-    Group,
-    SafetensorsFile,
-)
+from qfsdp.checkpoint.weights.write import DTYPE_NAMES, MAX_FILE_BYTES, Group, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
@@ -75,8 +71,7 @@ from qfsdp.tensor_subclasses.nf4 import BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 Requantize = Literal["none", "nf4-bnb"]
-HEAD = "lm_head.weight"
-EMBEDDINGS = "model.embed_tokens.weight"
+Held = QuantizedTensor | Iterator[Tensor]  # the base's weight as training held it
 
 
 def merged_rows(
@@ -178,29 +173,21 @@ class Merge:
             nf4 = replace(self.quantization, format="nf4")
             written = formats or _formats(quantized_model(self.weights, nf4))
             written = {n: f if f.startswith("nf4") else "nf4" for n, f in written.items()}
-        plan = [
-            MergedWeight(
-                n,
-                s,
-                shapes[n],
-                formats.get(n),
-                written.get(n),
-                n in adapted,
-                stored_as(n, shapes[n], model.config),
-            )
-            for n, s in sources.items()
-        ]
-        for weight in plan:
-            if weight.written is not None and PARAMETER.fullmatch(weight.name):
+        plan = []
+        for name, source in sources.items():
+            shape, held, format = shapes[name], formats.get(name), written.get(name)
+            if format is not None and PARAMETER.fullmatch(name):
                 raise UserError(
-                    "requantize: nf4-bnb has no form for the experts of a mixture "
-                    f"({weight.name!r}); expected requantize=none"
+                    f"requantize: nf4-bnb has no form for the experts of a mixture ({name!r}); "
+                    "expected requantize=none"
                 )
-            if weight.written is not None and weight.shape[1] % BLOCK:
+            if format is not None and shape[1] % BLOCK:
                 raise UserError(
-                    f"requantize: nf4-bnb stores whole blocks of {BLOCK} columns, and "
-                    f"{weight.name!r} has {weight.shape[1]} columns; expected requantize=none"
+                    f"requantize: nf4-bnb stores whole blocks of {BLOCK} columns, and {name!r} has "
+                    f"{shape[1]} columns; expected requantize=none"
                 )
+            stored = stored_as(name, shape, model.config)
+            plan.append(MergedWeight(name, source, shape, held, format, name in adapted, stored))
         return plan
 
     def _changed(
@@ -226,10 +213,6 @@ class Merge:
             plan.append(MergedWeight(name, name, shapes[name], held, None, name in adapted, one))
         return plan
 
-    def _copies(self, plan: list[MergedWeight]) -> dict[str, WeightConversion]:
-        """Tensors that no weight of the plan is in, with their bytes."""
-        return copies_beside(self.weights, {n for weight in plan for n in weight.stored.shapes})
-
     def write(
         self,
         folder: Path,
@@ -247,7 +230,7 @@ class Merge:
         """
         plan = self.plan()
         conversions = {weight.name: self._conversion(weight, world.device) for weight in plan}
-        conversions |= self._copies(plan)
+        conversions |= copies_beside(self.weights, {n for w in plan for n in w.stored.shapes})
         config = self.model_config(plan)
         grown = self.weights.mean_rows is not None
         template = {} if self.adapter is None else read_template(self.adapter, tokenizer=grown)
@@ -274,21 +257,13 @@ class Merge:
         """
         return self._rows(weight, self._held(weight, device, pieces), device)
 
-    def _held(
-        self, weight: MergedWeight, device: torch.device, pieces: Pieces
-    ) -> QuantizedTensor | Iterator[Tensor]:
-        """The base's weight as training held it."""
+    def _held(self, weight: MergedWeight, device: torch.device, pieces: Pieces) -> Held:
         if weight.held is None:
             return next(pieces)
         name, format = weight.source, weight.held
         return read_as_quantized(self.weights, name, format, self.dtype, device, pieces)
 
-    def _rows(
-        self,
-        weight: MergedWeight,
-        held: QuantizedTensor | Iterator[Tensor],
-        device: torch.device,
-    ) -> Iterator[Tensor]:
+    def _rows(self, weight: MergedWeight, held: Held, device: torch.device) -> Iterator[Tensor]:
         rows = compute_rows(weight.name, held, self.base_dtype)
         return self._merged(weight.name, rows, device) if weight.adapted else rows
 
