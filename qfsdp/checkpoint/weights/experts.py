@@ -101,12 +101,7 @@ def _of_all(
         return replace(tensor, shape=(experts * height,))
     if not config.transposed:
         return replace(tensor, shape=(experts * height, tensor.shape[2]))
-    size = tensor.size // experts
-    of_each = [
-        replace(tensor, shape=tensor.shape[1:], start=tensor.start + expert * size, size=size)
-        for expert in range(experts)
-    ]
-    return StackedTensor.of(tensor.name, of_each, transposed=True)
+    return StackedTensor.of_transposed(tensor.name, tensor)
 
 
 def _shapes_of_one(module: str, linear: str, parts: DecoderParts) -> dict[str, tuple[int, int]]:

@@ -56,10 +56,7 @@ def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _rows(
-    name: str,
-    source: Source,
-    shape: tuple[int, ...] | None,
-    tensors: Mapping[str, StoredTensor],
+    name: str, source: Source, shape: tuple[int, ...] | None, tensors: Mapping[str, StoredTensor]
 ) -> StoredTensor:
     parts = [tensors[one] for one in source.names]
     first = parts[0]
@@ -72,7 +69,8 @@ def _rows(
         start = first.start + source.part * size
         return replace(first, shape=(rows, *first.shape[1:]), start=start, size=size)
     if source.transposed and first.shape != shape:
-        return _transposed(first, name)
+        experts, rows, cols = first.shape
+        return replace(StackedTensor.of_transposed(name, first), shape=(experts, cols, rows))
     if len(parts) == 1:
         return replace(first, shape=first.shape or (1,))
     for part in parts:
@@ -85,14 +83,3 @@ def _rows(
     if shape is not None and prod(shape) == prod(stacked.shape):
         return replace(stacked, shape=shape)
     return stacked
-
-
-def _transposed(stored: StoredTensor, name: str) -> StoredTensor:
-    """`[experts, in, out]` as `[experts, out, in]`."""
-    experts, rows, cols = stored.shape
-    size = stored.size // experts
-    parts = [
-        replace(stored, shape=(rows, cols), start=stored.start + index * size, size=size)
-        for index in range(experts)
-    ]
-    return replace(StackedTensor.of(name, parts, transposed=True), shape=(experts, cols, rows))

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -113,6 +113,14 @@ class StackedTensor(StoredTensor):
         rows, *rest = first.shape[::-1] if transposed else first.shape
         shape = (rows * len(parts), *rest)
         return cls(name, first.file, first.dtype, shape, 0, size, tuple(parts), transposed)
+
+    @classmethod
+    def of_transposed(cls, name: str, stored: StoredTensor) -> StackedTensor:
+        """The rows `[experts * out, in]` of `[experts, in, out]`."""
+        size = stored.row_bytes
+        starts = [stored.start + index * size for index in range(stored.rows)]
+        parts = [replace(stored, shape=stored.shape[1:], start=at, size=size) for at in starts]
+        return cls.of(name, parts, transposed=True)
 
     def split(self, row: int, into: Tensor) -> Iterator[tuple[StoredTensor, int, Tensor]]:
         """(part, its first row, its slice of `into`) for the rows from `row` on."""
