@@ -25,7 +25,7 @@ from qfsdp.common.files import json_object, to_json
 from qfsdp.common.terminal import warn
 from qfsdp.config.component import Component
 from qfsdp.config.load import get_key, to_yaml
-from qfsdp.data.tokenizer_folder import read_text
+from qfsdp.data.tokenizer_folder import texts_in
 from qfsdp.hub.download import hub_name, local_folder, small_folder, split_name
 from qfsdp.modules.adapters.config import BASE_STARTS
 
@@ -53,9 +53,7 @@ def adapter_texts(cfg: Any) -> dict[str, str]:
     settings = _settings_of(yaml.safe_load(to_yaml(cfg)))
     if cfg.tokenizer.path == OURS:
         folder = local_folder(cfg.tokenizer.kwargs["path"])
-        for name in TOKENIZER_FILES:
-            if (folder / name).is_file():
-                texts[name] = read_text(folder / name)
+        texts |= texts_in(folder, TOKENIZER_FILES)
         if more := cfg.tokenizer.build().texts:
             texts |= more
             del settings["tokenizer"]["new_tokens"]
@@ -100,7 +98,7 @@ class OfAdapter:
         adapter = next(_adapters(tree), None)
         of_adapter = None if adapter is None else base_of(adapter)
         found = {"model": {"path": DEMO_MODEL}} if of_adapter is None else of_adapter
-        if of_adapter is not None and not _has_path(tree):
+        if of_adapter is not None and get_key(tree, "model.path") is None:
             path, file = of_adapter.get("model", {}).get("path"), f"{adapter}/{CONFIG_FILE}"
             if path is None:
                 told = f"model.path: none, and {file} names no base"
@@ -109,11 +107,6 @@ class OfAdapter:
                 told = f"model.path: {path!r}, which {file} names, does not exist"
                 raise UserError(f"{told}; expected model.path=MODEL, where the base is now")
         return {key: value for key, value in found.items() if key in cls.__annotations__}
-
-
-def _has_path(tree: dict[str, Any]) -> bool:
-    model = tree.get("model")
-    return isinstance(model, dict) and model.get("path") is not None
 
 
 def _adapters(tree: Any) -> Iterator[str]:

@@ -43,7 +43,7 @@ from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.quantize import quantized_model
 from qfsdp.common.errors import UserError
-from qfsdp.data.tokenizer_folder import read_text
+from qfsdp.data.tokenizer_folder import texts_in
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import NAMES, AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters
@@ -163,8 +163,7 @@ class Join:
                 b = self._joined(all_b, roots, generator)
             tensors[f"{_stem(name)}.lora_A.weight"], tensors[f"{_stem(name)}.lora_B.weight"] = a, b
         first = local_folder(self.parts[0].path)
-        beside = (BASE_FILE, TEMPLATE_FILE, *TOKENIZER_FILES)
-        texts = {name: read_text(first / name) for name in beside if (first / name).is_file()}
+        texts = texts_in(first, (BASE_FILE, TEMPLATE_FILE, *TOKENIZER_FILES))
         write_adapter(tensors, self._config(tensors), base, folder, texts)
 
     def _joined(self, tensors: list[Tensor], weights: Tensor, generator: torch.Generator) -> Tensor:

@@ -17,7 +17,7 @@ from qfsdp.config.component import Component
 from qfsdp.data import HFTokenizer, hf_tokenizer
 from qfsdp.data.chat.choose_template import say_once
 from qfsdp.data.components import parts_of
-from qfsdp.data.tokenizer_folder import eos_ids, read_json, read_text
+from qfsdp.data.tokenizer_folder import eos_ids, read_json, read_text, texts_in
 from qfsdp.hub.download import local_folder
 
 TEMPLATE_FILE = "chat_template.jinja"
@@ -91,8 +91,7 @@ def read_template(adapter: Path, tokenizer: bool = False) -> dict[str, str]:
     Args:
         tokenizer: the files of the tokenizer too.
     """
-    names = (TEMPLATE_FILE, *(TOKENIZER_FILES if tokenizer else ()))
-    return {name: read_text(adapter / name) for name in names if (adapter / name).is_file()}
+    return texts_in(adapter, (TEMPLATE_FILE, *(TOKENIZER_FILES if tokenizer else ())))
 
 
 def build_tokenizer(tokenizer: Component, adapter: str | None) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +15,11 @@ from qfsdp.hub.download import local_folder
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer
+
+
+def texts_in(folder: Path, names: Iterable[str]) -> dict[str, str]:
+    """Name -> text, of those of the files that are there. Raises UserError: see `read_text`."""
+    return {name: read_text(folder / name) for name in names if (folder / name).is_file()}
 
 
 class TokenizerFolder:
