@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -40,13 +40,8 @@ SHARED_FIELDS = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslo
 # show. Any other key that turns something on is refused.
 IGNORED_KEYS = {
     *("auto_mapping", "inference_mode", "runtime_config", "velora_config"),
-    *(
-        "target_modules",
-        "target_parameters",
-        "exclude_modules",
-        "layers_to_transform",
-        "layers_pattern",
-    ),
+    *("target_modules", "target_parameters", "exclude_modules"),
+    *("layers_to_transform", "layers_pattern"),
     *("feedforward_modules", "init_ia3_weights", "use_cayley_neumann", "modules_to_save"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see UNCHANGED_BASE_INIT
 }
@@ -151,7 +146,6 @@ def config_of(written: Mapping[str, Any], modules: Iterable[str] | None = None) 
     Args:
         modules: names of the adapted linears; patterns that match none are left out.
     """
-
     if written["peft_type"] == "IA3":
         return AdapterConfig("ia3")
     if written["peft_type"] == "MISS":
@@ -159,22 +153,17 @@ def config_of(written: Mapping[str, Any], modules: Iterable[str] | None = None) 
     if written["peft_type"] == "OFT":
         return AdapterConfig("oft", block_size=written["oft_block_size"])
 
-    def numbers(key: str) -> dict[str, Any] | None:
-        pattern = written.get(key) or {}
-        used = (
-            end
-            for end in pattern
-            if modules is None or any(ends_with(end, name) for name in modules)
-        )
-        return {end: pattern[end] for end in used} or None
+    def numbers(key: str, type: Callable[[Any], Any]) -> dict[str, Any] | None:
+        given = (written.get(key) or {}).items()
+        used = (e for e in given if modules is None or any(ends_with(e[0], m) for m in modules))
+        return {end: type(number) for end, number in used} or None
 
-    alphas = numbers("alpha_pattern")
     return AdapterConfig(
         method="dora" if written.get("use_dora") else "lora",
         rank=int(written["r"]),
         alpha=float(written["lora_alpha"]),
-        rank_pattern=numbers("rank_pattern"),
-        alpha_pattern=alphas and {end: float(alpha) for end, alpha in alphas.items()},
+        rank_pattern=numbers("rank_pattern", int),
+        alpha_pattern=numbers("alpha_pattern", float),
         rslora=bool(written.get("use_rslora")),
     )
 
@@ -191,34 +180,31 @@ def selects_some(written: Mapping[str, Any]) -> bool:
 
 def _check_types(file: Path, written: dict[str, Any]) -> None:
     """Checks the values that `read_adapter_config` uses."""
-
-    def wrong(key: str, expected: str) -> UserError:
-        return UserError(f"{file}: {key} {written.get(key)!r:.50}; expected {expected}")
-
-    rank, alpha = written.get("r"), written.get("lora_alpha")
+    rank: Any = written.get("r")
+    alpha: Any = written.get("lora_alpha")
     if type(rank) is not int or rank < 1:
-        raise wrong("r", "an integer of at least 1")
+        raise _wrong(file, written, "r", "an integer of at least 1")
     if written["peft_type"] == "MISS":
         return
-    if (
-        not isinstance(alpha, int | float)
-        or isinstance(alpha, bool)
-        or not 0 < alpha < LARGEST_ALPHA
-    ):
-        raise wrong("lora_alpha", "a number above 0")
+    if not (type(alpha) in (int, float) and 0 < alpha < LARGEST_ALPHA):
+        raise _wrong(file, written, "lora_alpha", "a number above 0")
     for key in ("use_dora", "use_rslora"):
         if written.get(key) not in (None, True, False):
-            raise wrong(key, "true or false")
+            raise _wrong(file, written, key, "true or false")
+
+
+def _wrong(file: Path, written: dict[str, Any], key: str, expected: str) -> UserError:
+    return UserError(f"{file}: {key} {written.get(key)!r:.50}; expected {expected}")
 
 
 def _check_oft(file: Path, written: dict[str, Any]) -> None:
     """Checks that an adapter is OFT of the form that `qfsdp.modules.adapters.oft` has."""
     for key, expected in EXPECTED_OFT.items():
         if written.get(key) != expected:
-            raise UserError(f"{file}: {key} {written.get(key)!r:.50}; expected {expected!r}")
+            raise _wrong(file, written, key, repr(expected))
     size = written.get("oft_block_size")
     if type(size) is not int or size < 2:
-        raise UserError(f"{file}: oft_block_size {size!r:.50}; expected an integer of at least 2")
+        raise _wrong(file, written, "oft_block_size", "an integer of at least 2")
 
 
 def _unsupported(key: str, value: Any, written: dict[str, Any]) -> str | None:

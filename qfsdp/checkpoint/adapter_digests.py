@@ -19,10 +19,8 @@ from qfsdp.common.files import to_json
 from qfsdp.common.terminal import warn
 
 TENSORS, SETTINGS = "sha256", "settings_sha256"
-NUMBERS = (
-    *("peft_type", "r", "lora_alpha", "use_dora", "use_rslora"),
-    *("rank_pattern", "alpha_pattern"),
-)
+_PATTERNS = ("rank_pattern", "alpha_pattern")
+NUMBERS = ("peft_type", "r", "lora_alpha", "use_dora", "use_rslora", *_PATTERNS)
 """Keys of `adapter_config.json` that change numbers; the tensors show the others."""
 
 
