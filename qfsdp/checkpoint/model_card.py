@@ -74,7 +74,9 @@ def model_card(cfg: Any, folder: Path) -> str:
     if base:
         head |= {"base_model": base[0]}
         head |= {"base_model_relation": "adapter" if is_adapter else "finetune"}
-    head |= {"pipeline_tag": "text-generation", "tags": _tags(trained)}
+    method = get_key(trained, "adapter.method")
+    tags = ["qfsdp", *([str(method)] if method else [])]
+    head |= {"pipeline_tag": "text-generation", "tags": tags}
     lines = [
         f"# {_text(name)}",
         "",
@@ -95,11 +97,6 @@ def _run_config(run: Path) -> dict[str, Any] | None:
     return found if isinstance(found, dict) else None
 
 
-def _number(value: Any) -> str:
-    """A number; the text of one that is read from the environment stays an interpolation."""
-    return f"{value:g}" if isinstance(value, int | float) else str(value)
-
-
 def _text(value: str) -> str:
     """A text without HTML, ends of lines and of cells: file names may hold any."""
     return escape(" ".join(value.split()), quote=False).replace("|", "\\|").replace("`", "'")
@@ -110,11 +107,6 @@ def _word(value: str) -> str:
     return quote(" ".join(value.split()).replace("`", "'"))
 
 
-def _tags(trained: dict[str, Any]) -> list[str]:
-    method = get_key(trained, "adapter.method")
-    return ["qfsdp", *([str(method)] if method else [])]
-
-
 def _facts(trained: dict[str, Any], run: Path, folder: Path) -> Iterator[tuple[str, str]]:
     """What the run was, as rows of a table; what is not known is left out."""
     method = get_key(trained, "adapter.method")
@@ -123,24 +115,19 @@ def _facts(trained: dict[str, Any], run: Path, folder: Path) -> Iterator[tuple[s
     elif method in ("ia3", "oft"):
         yield "method", NAMES[method]
     elif method == "miss":
-        yield "method", f"MiSS, rank {get_key(trained, 'adapter.rank')}"
+        yield "method", f"{NAMES[method]}, rank {get_key(trained, 'adapter.rank')}"
     else:
         rank, alpha = get_key(trained, "adapter.rank"), get_key(trained, "adapter.alpha")
-        yield (
-            "method",
-            f"{'DoRA' if method == 'dora' else 'LoRA'}, rank {rank}, alpha {_number(alpha)}",
-        )
+        alpha = f"{alpha:g}" if isinstance(alpha, int | float) else alpha  # an interpolation stays
+        yield "method", f"{'DoRA' if method == 'dora' else 'LoRA'}, rank {rank}, alpha {alpha}"
     if (targets := get_key(trained, "adapter.targets")) is not None:
         yield "trained linears", targets if isinstance(targets, str) else ", ".join(targets)
     if (format := get_key(trained, "quantization.format")) is not None:
         yield "base weights", "not quantized" if format == "none" else str(format)
     if data := ", ".join(dict.fromkeys(_sources(get_key(trained, "dataset")))):
         yield "data", data
-    for key, title in (
-        ("optimizer.lr", "learning rate"),
-        ("max_seq_len", "tokens per sample, at most"),
-        ("seed", "seed"),
-    ):
+    titles = {"optimizer.lr": "learning rate", "max_seq_len": "tokens per sample, at most"}
+    for key, title in (titles | {"seed": "seed"}).items():
         if (value := get_key(trained, key)) is not None:
             yield title, str(value)
     yield from _figures(run)

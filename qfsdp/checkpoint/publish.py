@@ -18,6 +18,7 @@ import shutil
 from contextlib import suppress
 from pathlib import Path
 
+from qfsdp.checkpoint.choose import step_of
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.common.files import PARTIAL, not_written, sync, sync_folder
 from qfsdp.common.terminal import warn
@@ -54,7 +55,7 @@ class Publisher:
         link = self._folder / f".{LATEST}{PARTIAL}"
         try:
             if self._is_latest(final, adapter):
-                self._delete_old(final.name)  # what a kill may have left
+                self._delete_old(step)  # what a kill may have left
                 return
             _remove(partial)
             partial.mkdir()
@@ -67,7 +68,7 @@ class Publisher:
             link.symlink_to(final.name)
             link.replace(self._folder / LATEST)
             sync(self._folder)
-            self._delete_old(final.name)
+            self._delete_old(step)
         except OSError as error:
             warn(f"{KEY}: {not_written(final, error)}; training goes on")
             _remove(partial)
@@ -85,12 +86,11 @@ class Publisher:
             f.name: f.read_bytes() for f in adapter.iterdir()
         }
 
-    def _delete_old(self, newest: str) -> None:
+    def _delete_old(self, newest: int) -> None:
         """Deletes all but the last. Their order is that of the steps, as a clock may be set back;
         steps after the newest are of an earlier run that went on to them, so they come first."""
         found = [path for path in self._folder.iterdir() if _NAME.fullmatch(path.name)]
-        last = _step(newest)
-        found.sort(key=lambda path: (_step(path.name) <= last, _step(path.name)))
+        found.sort(key=lambda path: (step_of(path) <= newest, step_of(path)))
         for old in found[: -self._keep]:
             self._hide(old)
 
@@ -100,10 +100,6 @@ class Publisher:
             hidden = folder.with_name(f".{folder.name}.old{PARTIAL}")
             _remove(hidden)
             _remove(folder.rename(hidden))
-
-
-def _step(name: str) -> int:
-    return int(name.removeprefix("step_"))
 
 
 def _remove(path: Path) -> None:

@@ -83,13 +83,17 @@ def quantize_folder(
     }
     params = {name: param.data for name, param in model.named_parameters()}
     quantized = {n: p for n, p in params.items() if isinstance(p, QuantizedTensor)}
+    source: dict[str, str | None] | None = None
+    if world.rank == 0:  # which writes it
+        source = {"path": str(weights.folder), "fingerprint": weights.fingerprint}
+        source |= {"digest": weights.digest}
     settings = {
         "version": VERSION,
         "layout": layout,
         "format": quantization.format,
         "targets": quantization.targets,
         "max_file_bytes": max_file_bytes,
-        "source": _source(weights) if world.rank == 0 else None,  # which rank 0 writes
+        "source": source,
     }
     entries = {n: {"format": w.format, "shape": list(w.shape)} for n, w in quantized.items()}
     output = ResumableFolder(folder, key, {}, settings, entries, cache, repair)
@@ -103,15 +107,6 @@ def quantize_folder(
         section = bnb_config(weight.format, _source_dtype(weights, name), skipped)
     config["quantization_config"] = section
     convert_folder(conversions, weights, output, config, world, max_file_bytes)
-
-
-def _source(weights: ModelWeights) -> dict[str, str | None]:
-    """What a manifest says of the model that was quantized."""
-    return {
-        "path": str(weights.folder),
-        "fingerprint": weights.fingerprint,
-        "digest": weights.digest,
-    }
 
 
 def quantized_model(weights: ModelWeights, quantization: QuantizationConfig) -> Any:

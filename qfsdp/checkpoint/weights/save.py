@@ -90,19 +90,15 @@ def save_model(
         )
         with world.same_error():
             if world.rank == 0:
-                _replace(unfinished, folder)
+                try:
+                    replace_folder(unfinished, folder)
+                except OSError as error:
+                    raise UserError(not_written(folder, error)) from None
     except UserError:
         if world.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             recover_folder(folder)
         raise
-
-
-def _replace(unfinished: Path, folder: Path) -> None:
-    try:
-        replace_folder(unfinished, folder)
-    except OSError as error:
-        raise UserError(not_written(folder, error)) from None
 
 
 def _of_hub_model(
