@@ -208,10 +208,6 @@ def prompt_columns(column: str, template: str | None) -> tuple[str, list[str]]:
     """The key that names the columns of a prompt, and the columns."""
     if template is None:
         return "prompt_column", [column]
-    return "prompt_template", _template_columns(template)
-
-
-def _template_columns(template: str) -> list[str]:
     try:
         columns = [name for _, name, _, _ in Formatter().parse(template) if name is not None]
     except ValueError as error:
@@ -221,21 +217,16 @@ def _template_columns(template: str) -> list[str]:
             f"dataset.prompt_template: {template!r} names no column; "
             "expected column names in braces, such as {question}"
         )
-    return columns
+    return "prompt_template", columns
 
 
 def _prompt(row: Row, template: str | None, columns: Sequence[str]) -> str:
-    """The filled template; without one, the text of the only column."""
-    if template is not None:
-        return _filled(template, columns, row)
-    prompt = text_of(row[columns[0]])
-    if not prompt and not isinstance(row[columns[0]], str):
-        raise UserError(f"nothing in column {columns[0]!r}; expected text")
-    return prompt
-
-
-def _filled(template: str, columns: Sequence[str], row: Row) -> str:
-    """The template with the texts of columns in it; see `text_of`."""
+    """The template with the texts of columns in it; without one, the text of the only column."""
+    if template is None:
+        prompt = text_of(row[columns[0]])
+        if not prompt and not isinstance(row[columns[0]], str):
+            raise UserError(f"nothing in column {columns[0]!r}; expected text")
+        return prompt
     values = {name: _formatted(name, row[name]) for name in columns}
     try:
         return template.format(**values).strip()

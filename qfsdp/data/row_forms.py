@@ -13,7 +13,7 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component, passed_by_name
-from qfsdp.data.files.data_files import listed
+from qfsdp.data.files.data_files import is_saved, listed
 from qfsdp.data.files.file_rows import FilePart, FileRows, FileStream
 from qfsdp.data.files.rows import require_column
 
@@ -155,8 +155,8 @@ def first_rows(source: Any) -> list[Mapping[str, Any]]:
 
 def _files(source: Any) -> list[Path]:
     path = Path(str(source)).expanduser()
-    if path.is_dir() and not (path / "state.json").exists():
-        return [] if (path / "dataset_dict.json").exists() else listed(path)[0]
+    if path.is_dir():
+        return [] if is_saved(path) else listed(path)[0]
     return [path] if path.is_file() else []
 
 

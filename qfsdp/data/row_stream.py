@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator, Mapping
 from copy import deepcopy
 from itertools import islice
@@ -10,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
+from qfsdp.data.files.file_rows import DAMAGED, FileStream
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
-
-    from qfsdp.data.files.file_rows import FileStream
 
 
 class RowStream:
@@ -59,7 +57,7 @@ class RowStream:
             for row in islice(self._rows, again, None):
                 yield row
                 number += 1
-        except (DatasetsError, ValueError, OSError, RecursionError, EOFError, zlib.error) as error:
+        except (DatasetsError, ValueError, *DAMAGED) as error:
             where = f"dataset.source: {self._source}, row {number + 1}"
             raise UserError(f"{where}: {first_line(error.__cause__ or error)}") from None
 

@@ -27,6 +27,7 @@ from qfsdp.common.sizes import format_size
 from qfsdp.config.component import Component
 from qfsdp.config.load import config_of, over_defaults
 from qfsdp.data import build_dataset
+from qfsdp.data.files.data_files import is_saved
 from qfsdp.data.files.rows import load_rows
 from qfsdp.data.preferences.tokenized import RowLimit, build_preferences
 from qfsdp.launch.ranks import planned_ranks
@@ -110,10 +111,9 @@ class Choices:
         where = {name: keys.get(name) for name in ("subset", "data_files", "max_rows")}
         count = len(load_rows(keys["source"], keys.get("split", "train"), **where))
         folder, held = Path(keys["source"]).expanduser(), min(count // 10, MOST_HELD_OUT)
-        saved = any((folder / name).exists() for name in ("state.json", "dataset_dict.json"))
         told = any(key.startswith("validation.sets") for key in self.given)
-        told |= self._is_given("validation.sets")
-        if count < LEAST_TO_DIVIDE or saved or told or {"split", "max_rows"} & {*keys}:
+        told |= self._is_given("validation.sets") or is_saved(folder)
+        if count < LEAST_TO_DIVIDE or told or {"split", "max_rows"} & {*keys}:
             self.say("data", f"{count:,} rows")
             return count
         held_out = copy.deepcopy(self.tree["dataset"]) | {"split": f"train[-{held}:] shuffled"}

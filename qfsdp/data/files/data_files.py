@@ -36,6 +36,11 @@ def suffix_of(file: Path) -> str:
     return ".jsonl" if suffix == ".ndjson" else suffix
 
 
+def is_saved(folder: Path) -> bool:
+    """Whether `Dataset.save_to_disk` or `DatasetDict.save_to_disk` wrote a folder."""
+    return (folder / "state.json").is_file() or (folder / "dataset_dict.json").is_file()
+
+
 def listed(folder: Path, pattern: str | None = None) -> tuple[list[Path], list[str]]:
     """The data files of a folder and of the folders in it, sorted, and the files left out.
 

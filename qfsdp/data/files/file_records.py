@@ -37,7 +37,7 @@ class Records(Protocol):
 
     def read(self, at: int) -> Iterator[tuple[int, int, Any]]: ...
 
-    def value(self, content: Any, at: int) -> dict[str, Any]: ...
+    def value(self, content: Any, at: int, /) -> dict[str, Any]: ...
 
 
 def records_of(file: Path) -> Records:
@@ -70,8 +70,12 @@ def opened(file: Path) -> IO[bytes]:
 
 def line_of(file: Path, at: int) -> int:
     """The number of the line in which a byte of a file lies."""
+    line = 1
     with opened(file) as stream:
-        return 1 + _line_ends(stream, at)
+        while at > 0 and (data := stream.read(min(at, BEGINNING))):
+            line += data.count(b"\n")
+            at -= len(data)
+    return line
 
 
 class JsonLines:
@@ -163,8 +167,7 @@ class JsonValues:
             if after[1] == "]":
                 return self._check_end(text[start:], stream)
 
-    def value(self, content: Any, at: int) -> dict[str, Any]:
-        del at
+    def value(self, content: Any, _at: int) -> dict[str, Any]:
         return content  # type: ignore[no-any-return]
 
     def _check_end(self, text: str, stream: IO[bytes]) -> None:
@@ -270,8 +273,7 @@ class TextRecord:
         if not at:
             yield 0, 1, None
 
-    def value(self, content: Any, at: int) -> dict[str, Any]:
-        del content, at
+    def value(self, _content: Any, _at: int) -> dict[str, Any]:
         with opened(self.file) as stream:
             text = decoded(self.file, stream.read())
         return {"text": text.replace("\r\n", "\n").replace("\r", "\n")}
@@ -283,14 +285,6 @@ def _go_to(stream: IO[bytes], at: int) -> int:
         stream.seek(at)
         return at
     return 3
-
-
-def _line_ends(stream: IO[bytes], size: int) -> int:
-    found = 0
-    while size > 0 and (data := stream.read(min(size, BEGINNING))):
-        found += data.count(b"\n")
-        size -= len(data)
-    return found
 
 
 def _is_json(line: bytes) -> bool:

@@ -24,7 +24,7 @@ from qfsdp.data.files.parquet_files import ParquetRecords
 
 EVERY = 64  # rows between places that are kept
 LOOKED_AT = 100  # first rows of a file, whose keys are its columns
-DAMAGED = (OSError, EOFError, zlib.error, RecursionError, OverflowError)
+DAMAGED = (OSError, EOFError, zlib.error, RecursionError, OverflowError)  # zlib: of a .gz
 
 
 class FileRow(dict[str, Any]):

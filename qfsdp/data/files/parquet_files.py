@@ -54,8 +54,7 @@ class ParquetRecords:
         except (ArrowException, OSError) as error:
             raise self._wrong(error) from None
 
-    def value(self, content: Any, at: int) -> dict[str, Any]:
-        del at
+    def value(self, content: Any, _at: int) -> dict[str, Any]:
         batch, index = content
         if self._converted[0] is not batch:
             self._converted = (batch, batch.to_pylist())

@@ -10,7 +10,6 @@ import hashlib
 import logging
 import os
 import re
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from difflib import SequenceMatcher
 from itertools import chain
@@ -22,14 +21,13 @@ from qfsdp.common.file_digests import file_digest
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.messages import first_line
 from qfsdp.common.terminal import is_terminal
-from qfsdp.data.files.data_files import SUFFIXES, check_beginning, listed, suffix_of
-from qfsdp.data.files.file_rows import FilePart, FileRow, FileRows, FileStream
+from qfsdp.data.files.data_files import SUFFIXES, check_beginning, is_saved, listed, suffix_of
+from qfsdp.data.files.file_rows import DAMAGED, FilePart, FileRow, FileRows, FileStream
 from qfsdp.data.files.json_lines import check_regular
 from qfsdp.data.reading import current
 from qfsdp.data.row_stream import RowStream
 from qfsdp.hub.download import name_in_address
 
-_DAMAGED = (RecursionError, OverflowError, zlib.error, EOFError)  # zlib: a damaged .gz
 MAX_LOOKS = 100  # files of a folder whose beginnings are checked
 SHUFFLED = " shuffled"  # behind a split
 NAMED = 10  # files of a folder in the line that says which are read
@@ -78,7 +76,7 @@ def check_source(key: str, source: Any) -> None:
             raise UserError(f"{key}: {source} is empty; {expected}")
         check_regular(key, path, expected)
         check_beginning(path)
-    elif os.path.isdir(path) and _is_saved(path):
+    elif os.path.isdir(path) and is_saved(path):
         return
     elif os.path.isdir(path) and source:
         files = _data_files(path)[:MAX_LOOKS]
@@ -132,7 +130,7 @@ def load_rows(
         given = f"dataset.data_files: {data_files} together with the single file {source}"
         raise UserError(f"{given}; expected a folder or a hub dataset as the source")
     streaming = current().streaming
-    if os.path.exists(path) and not _is_saved(path):
+    if os.path.exists(path) and not is_saved(path):
         files = [path] if path.is_file() else _chosen(source, path, data_files)
         if streaming:
             _spans(source, split, None)
@@ -246,7 +244,7 @@ def _load(
             return with_exact_numbers(
                 load_dataset(source, subset, data_files=data_files, **options)
             )
-    except (DatasetsError, ValueError, OSError, *_DAMAGED) as error:
+    except (DatasetsError, ValueError, *DAMAGED) as error:
         missing = DatasetNotFoundError | RepositoryNotFoundError
         if isinstance(error, missing) or isinstance(error.__cause__, missing):
             raise UserError(
@@ -278,14 +276,13 @@ def read_each(rows: Iterable[Row], source: str) -> Iterator[Row]:
 
 def where(source: str, number: int, row: Row) -> str:
     """Where a row stands, for messages: its number, and its file and line where they differ."""
-    found = f"dataset.source: {source}, row {number}"
+    places = []
     if isinstance(row, FileRow):
-        line = row.line
-        other = "" if row.file == Path(source).expanduser() else str(row.file)
-        at_line = "" if line is None or (line == number and not other) else f"line {line}"
-        place = ", ".join(filter(None, (other, at_line)))
-        return f"{found} ({place})" if place else found
-    return found
+        if row.file != Path(source).expanduser():
+            places = [str(row.file)]
+        if (line := row.line) is not None and (line != number or places):
+            places.append(f"line {line}")
+    return f"dataset.source: {source}, row {number}" + f" ({', '.join(places)})" * bool(places)
 
 
 def require_column(key: str, column: str, rows: Any, source: str) -> None:
@@ -311,18 +308,12 @@ def require_column(key: str, column: str, rows: Any, source: str) -> None:
 
 def no_column(key: str, column: str, source: str, names: Iterable[str]) -> UserError:
     """The error for a `column` that rows with the columns `names` do not have."""
-    nearest = sorted(
-        names,
-        key=lambda name: SequenceMatcher(None, column.lower(), name.lower()).ratio(),
-        reverse=True,
-    )
-    expected = f"expected one of {', '.join(nearest)}"
+
+    def difference(name: str) -> float:
+        return -SequenceMatcher(None, column.lower(), name.lower()).ratio()
+
+    expected = f"expected one of {', '.join(sorted(names, key=difference))}"
     return UserError(f"{key}: no column {column!r} in {source}; {expected}")
-
-
-def _is_saved(path: Path) -> bool:
-    """Whether a folder is one of `Dataset.save_to_disk` or `DatasetDict.save_to_disk`."""
-    return (path / "state.json").is_file() or (path / "dataset_dict.json").is_file()
 
 
 def _saved_rows(path: Path, split: str, streaming: bool) -> Any:
@@ -343,4 +334,4 @@ def _data_files(path: Path) -> list[Path]:
     """The data files of a folder, or `path` itself."""
     if path.is_file():
         return [path]
-    return sorted(path.rglob("*.arrow")) if _is_saved(path) else listed(path)[0]
+    return sorted(path.rglob("*.arrow")) if is_saved(path) else listed(path)[0]
