@@ -4,6 +4,7 @@
 
 * `qfsdp/` has at most 15 entries, and every package's docstring has three to six lines.
 * A file of `qfsdp/` has at most 400 lines, a recipe at most 260, a function at most 60.
+* Tests name at most `PRIVATE_NAMES` private names of `qfsdp/`; the number only falls.
 * Lines of YAML, Markdown and TOML have at most 100 columns (ruff checks Python); rows of tables
   may be longer.
 """
@@ -22,12 +23,14 @@ RECIPE_LINES = 260
 FUNCTION_LINES = 60
 INIT_LINES = range(3, 7)
 WIDTH = 100
+LOOK_UP = ("attr", "patch", "patch.object")
+PRIVATE_NAMES = 56  # behaviour stays when it is written in another way
 TEXT = {".yaml", ".yml", ".md", ".toml"}
 
 
 def main() -> int:
     files = tracked_files()
-    problems = [*check_entries(files)]
+    problems = [*check_entries(files), *check_private_names(files)]
     for file in files:
         folder = file.relative_to(ROOT).parts[0]
         if file.suffix == ".py" and folder in ("qfsdp", "recipes", "examples", "benchmarks"):
@@ -75,6 +78,56 @@ def check_python(file: Path, folder: str) -> Iterator[str]:
             if length > FUNCTION_LINES:
                 place = f"{name}:{node.lineno}"
                 yield f"{place}: {node.name} has {length} lines; expected at most {FUNCTION_LINES}"
+
+
+def check_private_names(files: list[Path]) -> Iterator[str]:
+    trees = {file: ast.parse(file.read_text("utf-8")) for file in files if file.suffix == ".py"}
+    own = {
+        name
+        for file, tree in trees.items()
+        if ROOT / "qfsdp" in file.parents
+        for name in map(defined_name, ast.walk(tree))
+        if name.startswith("_") and not name.endswith("_")
+    }
+    found = [
+        (file.relative_to(ROOT), node.lineno, name)
+        for file, tree in trees.items()
+        if ROOT / "tests" in file.parents
+        for node, name in used_names(tree)
+        if name in own
+    ]
+    if len(found) > PRIVATE_NAMES:
+        for file, line, name in found:
+            yield f"{file}:{line}: {name}"
+        yield f"tests/: {len(found)} private names of qfsdp/; expected at most {PRIVATE_NAMES}"
+
+
+def defined_name(node: ast.AST) -> str:
+    """The name that a statement or an assignment defines, or ""."""
+    if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+        return node.name
+    if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
+        return node.attr
+    return node.id if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) else ""
+
+
+def used_names(tree: ast.AST) -> Iterator[tuple[ast.expr | ast.alias, str]]:
+    """The attributes of anything but `self`, imported names, and names in texts that are patched
+    or looked up: `setattr(module, "name", ...)`, `patch("module.name")`."""
+    mine = {
+        node.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute) and ast.unparse(node.value) in ("self", "cls")
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and node.attr not in mine:
+            yield node, node.attr
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("qfsdp"):
+            yield from ((alias, alias.name) for alias in node.names)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith(LOOK_UP):
+            for text in node.args:
+                if isinstance(text, ast.Constant) and isinstance(text.value, str):
+                    yield text, text.value.rpartition(".")[2]
 
 
 def check_width(file: Path) -> Iterator[str]:

@@ -12,9 +12,8 @@ from qfsdp.common.errors import UserError
 from qfsdp.hub.download import find_model_file, local_folder
 from qfsdp.modules.hub_models.config import AnyConfig, Implementation, model_config_of
 
-_FILE = (
-    Path(__file__).parent / "known_models.json"
-)  # name -> the fields of config.json that give the shape
+# Name -> the fields of config.json that give the shape.
+_FILE = Path(__file__).with_suffix(".json")
 # Words in a model's name that do not change its shape.
 _VARIANTS = {"meta", "instruct", "chat", "it", "hf", "base", "bnb", "4bit", "nf4", "hqq"}
 

@@ -126,7 +126,7 @@ def test_a_digest_is_remembered_until_the_file_changes(
     from qfsdp.common import file_digests
 
     monkeypatch.setattr(file_digests, "SETTLED_S", -1.0)
-    monkeypatch.setattr(file_digests, "_folder", lambda: tmp_path / "digests")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HOME", str(tmp_path))  # where they are kept
     file = tmp_path / "file"
     file.write_text("one")
     first = file_digest(file)

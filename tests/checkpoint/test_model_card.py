@@ -75,17 +75,12 @@ def test_the_license_of_the_base(tmp_path: Path, head: str, expected: str | None
     assert found == ([] if expected is None else [f"| license of the base | {expected} |"])
 
 
-def test_names_hold_no_html() -> None:
-    from qfsdp.checkpoint.model_card import _text
-
-    assert _text("a<img src=x>|b`\n# c") == "a&lt;img src=x&gt;\\|b' # c"
-
-
-def test_a_folder_ends_no_block_of_code(tmp_path: Path) -> None:
-    name = "b; rm -rf x\n```\n<img src=x>"
+def test_a_folders_name_is_no_html_and_ends_no_block_of_code(tmp_path: Path) -> None:
+    name = "b; rm -rf x\n```\n<img src=x>|c"
     _, card = card_of(tmp_path, f"model.path='{tmp_path}/{name}'")
     assert card.count("\n```") == 4 and "\n<img" not in card
     assert "'model.path=b; rm -rf x " in card
+    assert "\nFinetuned from b; rm -rf x ''' &lt;img src=x&gt;\\|c with " in card
 
 
 def test_a_merged_model_has_its_card_when_it_is_complete(

@@ -86,7 +86,6 @@ def test_the_ranks_that_did_not_arrive() -> None:
 def test_phases_have_a_longer_limit_the_first_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(progress, "NOW", progress.Progress())
     monkeypatch.setattr("qfsdp.launch.watchdog.NOW", progress.NOW)
-    monkeypatch.setattr(progress, "_outer", [])
     dog = watchdog({}, {})
     limits = [dog.look(1.0)[0].limit]
     for _ in range(2):
@@ -106,7 +105,6 @@ def test_a_long_step_is_told_every_minute(
     monkeypatch.setattr(progress, "NOW", progress.Progress(step=2, ended={"backward"}))
     for module in ("launch.watchdog", "common.long_waits"):
         monkeypatch.setattr(f"qfsdp.{module}.NOW", progress.NOW)
-    monkeypatch.setattr(progress, "_outer", [])
     dog = watchdog({}, {})
     for name in ("forward", "backward"):  # the clock tells the first time of a phase
         with progress.phase(name):

@@ -24,7 +24,7 @@ from qfsdp.modules.hub_models.decoder import build_decoder
 from qfsdp.planning import extrapolate
 from qfsdp.planning.estimate import Estimate, estimate
 from qfsdp.planning.extrapolate import estimate_fast
-from qfsdp.planning.known_models import _FILE, find_config, planned_config
+from qfsdp.planning.known_models import find_config, planned_config
 from qfsdp.planning.tracker import KINDS
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.training.memory_usage import TRAINED
@@ -316,7 +316,7 @@ def test_an_existing_process_group_is_an_error(tiny: Path) -> None:
 def test_known_shapes_are_decoders() -> None:
     import json
 
-    for name, config in json.loads(_FILE.read_text()).items():
+    for name, config in json.loads((ROOT / "qfsdp/planning/known_models.json").read_text()).items():
         assert model_config_of(config, name).num_hidden_layers > 0
         assert find_config(name) == config
 
