@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -24,6 +25,8 @@ from qfsdp.common.sizes import format_size
 from qfsdp.common.terminal import warn
 
 PARTIAL = ".partial"
+DAMAGED = (OSError, EOFError, zlib.error, RecursionError, OverflowError)
+"""What reading a damaged file raises; zlib of a .gz."""
 POINTER = b"version https://git-lfs"
 
 

@@ -8,11 +8,13 @@ from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.files import DAMAGED
 from qfsdp.common.messages import first_line
-from qfsdp.data.files.file_rows import DAMAGED, FileStream
 
 if TYPE_CHECKING:
     from datasets import IterableDataset
+
+    from qfsdp.data.files.file_rows import FileStream
 
 
 class RowStream:

@@ -6,7 +6,6 @@ The place of every 64th row in its file is kept, so ten million rows take 1.3 MB
 from __future__ import annotations
 
 import os
-import zlib
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator, Mapping, Sequence
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.files import DAMAGED
 from qfsdp.common.messages import first_line
 from qfsdp.common.progress import moved
 from qfsdp.data.files.file_records import Records, line_of, records_of
@@ -24,7 +24,6 @@ from qfsdp.data.files.parquet_files import ParquetRecords
 
 EVERY = 64  # rows between places that are kept
 LOOKED_AT = 100  # first rows of a file, whose keys are its columns
-DAMAGED = (OSError, EOFError, zlib.error, RecursionError, OverflowError)  # zlib: of a .gz
 
 
 class FileRow(dict[str, Any]):

@@ -18,11 +18,12 @@ from typing import Any, Protocol
 
 from qfsdp.common.errors import UserError, speaks_for_all
 from qfsdp.common.file_digests import file_digest
+from qfsdp.common.files import DAMAGED
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.messages import first_line
 from qfsdp.common.terminal import is_terminal
 from qfsdp.data.files.data_files import SUFFIXES, check_beginning, is_saved, listed, suffix_of
-from qfsdp.data.files.file_rows import DAMAGED, FilePart, FileRow, FileRows, FileStream
+from qfsdp.data.files.file_rows import FilePart, FileRow, FileRows, FileStream
 from qfsdp.data.files.json_lines import check_regular
 from qfsdp.data.reading import current
 from qfsdp.data.row_stream import RowStream
