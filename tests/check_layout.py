@@ -24,7 +24,7 @@ FUNCTION_LINES = 60
 INIT_LINES = range(3, 7)
 WIDTH = 100
 LOOK_UP = ("attr", "patch", "patch.object")
-PRIVATE_NAMES = 56  # behaviour stays when it is written in another way
+PRIVATE_NAMES = 60  # behaviour stays when it is written in another way
 TEXT = {".yaml", ".yml", ".md", ".toml"}
 
 
