@@ -5,8 +5,9 @@
 For each architecture a model of a few thousand weights is saved by transformers and built by
 `HubDecoder`. Compared are logits of the plain base with transformers' own, and logits, loss and all
 gradients over NF4 with LoRA with PEFT's over the dequantized base, in fp32; and the logits of a row
-of three samples with those of each sample alone. Each runs in a process of its own with a limit of
-time.
+of three samples with those of each sample alone. Three updates on two ranks have the losses of one,
+and a resumed run on two ranks ends with the same bits. Each runs in processes of its own with a
+limit of time. What the file of `--json` has is not computed again.
 
 `--write` writes `docs/reference/models.md`, and `qfsdp/modules/hub_models/checked.json`: what is
 equal, which is what `model.implementation: auto` takes. Half an hour on two cores.
@@ -29,6 +30,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
 
@@ -39,6 +41,7 @@ from qfsdp.common.quiet import quiet_torchao  # noqa: E402
 
 quiet_torchao()
 
+from benchmarks.any_run import one_rank, two_ranks  # noqa: E402
 from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter  # noqa: E402
 from qfsdp.common.errors import UserError  # noqa: E402
 from qfsdp.common.messages import first_line  # noqa: E402
@@ -218,7 +221,7 @@ def compare(kind: str, architecture: str) -> dict[str, Any]:
         return {"status": "refused", "why": str(error).removeprefix(f"{kind}: ")}
     except Exception:
         pass  # no usual sizes; the tiny config may be right
-    tokens = torch.randint(3, 250, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+    tokens = two_rows()
     try:
         reference = random_model(tiny_config(kind, architecture))
         with torch.no_grad():
@@ -239,6 +242,25 @@ def compare(kind: str, architecture: str) -> dict[str, Any]:
         except Exception as error:
             why = f"{type(error).__name__}: {first_line(error):.160}"
             return {"status": "differs", "why": why}
+
+
+def two_rows() -> torch.Tensor:
+    return torch.randint(3, 250, (2, TOKENS), generator=torch.Generator().manual_seed(1))
+
+
+def on_ranks(kind: str, architecture: str) -> dict[str, Any]:
+    """How far the losses of two ranks are from those of one, and whether a resume has the same
+    bits; of an architecture that is equal."""
+    with tempfile.TemporaryDirectory() as scratch:
+        random_model(tiny_config(kind, architecture)).save_pretrained(scratch)
+        given = Path(scratch), two_rows()
+        one = in_processes(partial(one_rank, *given))
+        two = in_processes(partial(two_ranks, *given), 2)
+    failed = next((row["why"] for row in (one, two) if "why" in row), None)
+    if failed is not None:
+        return {"ranks": failed}
+    losses = [torch.tensor(row["losses"]) for row in (one, two)]
+    return {"ranks": _relative(losses[1], losses[0]), "resume": two["resume"]}
 
 
 def _compared(
@@ -313,22 +335,40 @@ def architectures() -> list[tuple[str, str]]:
     return list(dict.fromkeys(pair for models in known_models() for pair in models.items()))
 
 
-def in_process(task: Callable[[], dict[str, Any]]) -> dict[str, Any]:
-    """What `task` returns in a process of its own, which is ended after `SECONDS`."""
-    with tempfile.NamedTemporaryFile("r+") as file:
-        if (child := os.fork()) == 0:
-            signal.setitimer(signal.ITIMER_PROF, SECONDS)
-            with open(os.devnull, "w") as quiet:
-                os.dup2(quiet.fileno(), 1)
-                os.dup2(quiet.fileno(), 2)
-                Path(file.name).write_text(json.dumps(task()))
-            os._exit(0)
-        _, status = os.waitpid(child, 0)
-        if status:
-            ended = f"its process ended with {status}"
-            why = f"took over {SECONDS} s" if status == signal.SIGPROF else ended
-            return {"status": "unknown", "why": why}
-        return dict(json.loads(file.read()))
+def in_processes(task: Callable[[], dict[str, Any]], ranks: int = 1) -> dict[str, Any]:
+    """What `task` returns on the first of `ranks` processes, which are ended after `SECONDS`."""
+    with tempfile.TemporaryDirectory() as folder:
+        children = [_started(task, rank, ranks, Path(folder)) for rank in range(ranks)]
+        ends = [os.waitpid(child, 0)[1] for child in children]
+        if not any(ends):
+            return dict(json.loads(Path(folder, "found").read_text()))
+        why = [f"its process ended with {status}" for status in ends if status]
+        if signal.SIGPROF in ends:
+            why = [f"took over {SECONDS} s"]
+        error = Path(folder, "error")
+        return {"status": "unknown", "why": error.read_text() if error.is_file() else why[0]}
+
+
+def _started(task: Callable[[], dict[str, Any]], rank: int, ranks: int, folder: Path) -> int:
+    if child := os.fork():
+        return child
+    signal.setitimer(signal.ITIMER_PROF, SECONDS)
+    with open(os.devnull, "w") as quiet:
+        os.dup2(quiet.fileno(), 1)
+        os.dup2(quiet.fileno(), 2)
+        try:
+            if ranks > 1:
+                store = dist.FileStore(str(folder / "store"), ranks)
+                dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+            found = task()
+            if rank == 0:
+                Path(folder, "found").write_text(json.dumps(found))
+            if ranks > 1:
+                dist.barrier()
+        except BaseException as error:
+            Path(folder, "error").write_text(f"{type(error).__name__}: {first_line(error):.160}")
+            os._exit(1)
+    os._exit(0)
 
 
 HEAD = """# Models
@@ -416,7 +456,7 @@ def write_page(rows: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("kinds", nargs="*", help="model types; default: all")
-    parser.add_argument("--json", type=Path, help="write the figures here; known ones are kept")
+    parser.add_argument("--json", type=Path, help="write the figures here; those it has are kept")
     parser.add_argument("--write", action="store_true", help="write the page and the list")
     args = parser.parse_args()
     os.environ["QFSDP_EAGER_KERNELS"] = "1"
@@ -428,7 +468,11 @@ def main() -> None:
     for kind, name in architectures():
         if args.kinds and kind not in args.kinds:
             continue
-        row = in_process(partial(compare, kind, name))
+        row = found.get(f"{kind} {name}") or in_processes(partial(compare, kind, name))
+        if row["status"] == "equal" and "ranks" not in row:
+            row |= on_ranks(kind, name)
+            if not (row.get("resume") == 0 and row["ranks"] <= BOUND):
+                row["status"] = "differs"
         found[f"{kind} {name}"] = row
         print(f"{kind:28}{name:36}{json.dumps(row)}", flush=True)
         if args.json:

@@ -21,8 +21,8 @@ from qfsdp.distributed.stores import DeviceAhead, HostStore
 from qfsdp.distributed.world import World
 from qfsdp.modules import activation_offload, compute_dtype
 from qfsdp.modules.attention import documents, self_attention, sinks
+from qfsdp.modules.delta_kernel import has_kernel
 from qfsdp.modules.experts.product import expert_product, takes_grouped
-from qfsdp.modules.hub_models.documents import has_kernel
 from qfsdp.tensor_subclasses import few_rows, fp8, nf4, nf4_by_bitsandbytes
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.training import distillation

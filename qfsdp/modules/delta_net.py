@@ -15,9 +15,11 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from qfsdp.data.cut_rows import CutRows
+from qfsdp.data.preferences.shared_prompts import SharedDocuments
 from qfsdp.modules.attention.document_lengths import Documents, document_numbers
 from qfsdp.modules.attention.kv_cache import LayerCache
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.delta_kernel import delta_kernel, in_one_row
 from qfsdp.modules.gated_delta_rule import CHUNK, gated_delta_rule, next_state
 from qfsdp.modules.kept_fp32 import KeepsFp32
 from qfsdp.modules.low_rank.linear import outputs
@@ -120,6 +122,11 @@ class DeltaNet(KeepsFp32):
         mixed = F.silu(short_convolution(mixed, self.conv1d.weight.squeeze(1), None, numbers))
         numbers = None if shared else numbers
         parts = self._heads(mixed[:, -own:])
+        kernel = None if shared else delta_kernel(mixed)
+        if kernel is not None:
+            assert not isinstance(documents, SharedDocuments | CutRows)
+            given = [*parts, decay, step]
+            return in_one_row(kernel, given, documents, use_qk_l2norm_in_kernel=True)[0]
         return gated_delta_rule(*parts, decay, step, numbers, shared=shared)[0]
 
     def _prompts(self, mixed: Tensor, decay: Tensor, step: Tensor, cache: LayerCache) -> Tensor:

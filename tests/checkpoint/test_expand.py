@@ -33,6 +33,7 @@ from qfsdp.config.load import load_config
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
+from tests import hub_models
 from tests.models import cpu_world
 from tests.modules import test_families as families
 from tests.ranks import run_ranks
@@ -203,6 +204,16 @@ def test_logits_are_the_same_to_the_last_bit(family: str, tmp_path: Path) -> Non
     new = expanded(model, tmp_path / "new", "rate=0.67")
     assert json.loads((new / "config.json").read_text())["expanded_layers"] == [2, 4]
     assert_same_logits(model, new)
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", pytest.param("qwen3_next", marks=pytest.mark.long)])
+def test_recurrent_layers_are_copied(name: str, tmp_path: Path) -> None:
+    """Every layer and a copy of it. In bf16 too: decays stay fp32."""
+    hub_models.save_hub_model(name, tmp_path / "old")
+    new = expanded(tmp_path / "old", tmp_path / "new", "rate=1.0")
+    kinds = json.loads((new / "config.json").read_text())["layer_types"]
+    assert kinds == ["linear_attention"] * 6 + ["full_attention"] * 2
+    assert_same_logits(tmp_path / "old", new)
 
 
 @pytest.mark.long

@@ -136,11 +136,15 @@ def test_gradients_do_not_depend_on_what_is_kept(kept: ActivationConfig, tmp_pat
 
 @tiny.needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["cohere2", "glm4_7", "gemma4", "qwen3_5"])
-def test_compiled_layers_compute_the_same(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "kept"),
+    [*((name, "none") for name in ("cohere2", "glm4_7", "gemma4", "qwen3_5"))]
+    + [("glm4_7", "selective")],
+)
+def test_compiled_layers_compute_the_same(name: str, kept: Any, tmp_path: Path) -> None:
     """Rows of three lengths. Qwen3.5: one layer in four, as the others are recurrent."""
     hub_models.save_hub_model(name, tmp_path)
-    model = built(tmp_path, AdapterConfig("dora", rank=4, alpha=8))
+    model = built(tmp_path, AdapterConfig("dora", rank=4, alpha=8), ActivationConfig(kept))
     tokens, labels = batch()
 
     def grads(width: int) -> list[torch.Tensor]:
@@ -170,6 +174,37 @@ def test_an_output_layer_that_files_hold_is_not_the_embeddings(tmp_path: Path) -
     tokens, _ = batch()
     with torch.no_grad():
         assert torch.equal(built(tmp_path)(tokens), reference(tokens, use_cache=False).logits)
+
+
+def test_linears_that_peft_would_not_find_are_quantized_only() -> None:
+    """PEFT renames modules as tensors of files: to "mlp.mlp.shared_experts" for instance."""
+    from benchmarks.any_model import tiny_config
+
+    name = "MistralLarge4ForConditionalGeneration"
+    given = tiny_config("mistral_large4", name).to_dict() | {"architectures": [name]}
+    model = build_decoder(hub_config.hub_config(given, "config.json"), torch.float32)
+    kinds = {linear.partition("mlp.")[2] for linear in model.not_adapted}
+    names = ("gate_proj", "up_proj", "down_proj")
+    assert kinds == {*names, *(f"shared_experts.{one}" for one in names)} | {
+        "experts.gate_up_proj",
+        "experts.down_proj",
+    }
+    assert not model.expert_linears
+
+
+def test_compiled_layers_are_not_under_a_mode(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch compiles nothing under the mode of "selective": there it is "none", as ours is."""
+    hub_models.save_hub_model("qwen3_5", tmp_path)
+    monkeypatch.setattr(torch, "compile", lambda inner: inner)
+    modes = {}
+    for kept in ("selective", "full"):
+        model = built(tmp_path, activation=ActivationConfig(kept))
+        model.compile_layers()
+        modes[kept] = [layer.forward.args[2] for layer in model.parts.layers]
+    assert modes["selective"] == ["selective"] * 3 + ["none"]  # three recurrent, uncompiled
+    assert modes["full"] == ["full"] * 4
 
 
 def test_shared_rows_are_not_compiled() -> None:

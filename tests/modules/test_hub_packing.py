@@ -119,6 +119,14 @@ def test_another_vision_model_may_be_packed() -> None:
     check_packed(found)
 
 
+def each_alone(*given: torch.Tensor, cu_seqlens: torch.Tensor, **_: Any) -> Any:
+    """Stands in for flash-linear-attention's kernel."""
+    lengths = cu_seqlens.diff().tolist()
+    assert len(given[0]) == 1 and given[0].shape[1] == sum(lengths) and 0 not in lengths
+    split = zip(*(part.split(lengths, 1) for part in given), strict=True)
+    return torch.cat([gated_delta_rule(*alone)[0] for alone in split], 1), None
+
+
 def test_kernels_are_told_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     """flash-linear-attention takes one row with the borders of its samples, none of them empty;
     causal-conv1d takes the samples' numbers."""
@@ -130,14 +138,8 @@ def test_kernels_are_told_of_samples(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = documents.numbers_of_samples(positions)
     borders = torch.tensor([0, *accumulate(n for row in LENGTHS for n in row), 120, 120])
 
-    def kernel(*given: torch.Tensor, cu_seqlens: torch.Tensor, **_: Any) -> Any:
-        lengths = cu_seqlens.diff().tolist()
-        assert given[0].shape[:2] == (1, 120) and 0 not in lengths
-        split = zip(*(part.split(lengths, 1) for part in given), strict=True)
-        return torch.cat([gated_delta_rule(*alone)[0] for alone in split], 1), None
-
     ours = documents.OURS["torch_chunk_gated_delta_rule"]
-    found, _ = ours(kernel, *parts, seq_idx=numbers, cu_seqlens=borders)
+    found, _ = ours(each_alone, *parts, seq_idx=numbers, cu_seqlens=borders)
     torch.testing.assert_close(found, gated_delta_rule(*parts, documents=numbers)[0])
     told = documents.OURS["causal_conv1d_fn"](
         lambda *_, **more: more, parts[3], parts[4], activation="silu", seq_idx=numbers

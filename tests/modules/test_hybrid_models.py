@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import sys
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from types import SimpleNamespace
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,6 +21,7 @@ from qfsdp.data.batch import Batch
 from qfsdp.distributed.context_parallel import share_rows
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.evaluation.generation import start
+from qfsdp.modules import delta_kernel
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters
@@ -29,6 +31,7 @@ from qfsdp.training.run_config import check_with_model
 from tests import hub_models
 from tests.models import cpu_world
 from tests.modules.test_hub_cut_rows import LENGTHS, PADDED, batch
+from tests.modules.test_hub_packing import each_alone
 from tests.ranks import run_ranks
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -139,6 +142,30 @@ def test_gradients_do_not_depend_on_what_is_kept(kept: ActivationConfig, tmp_pat
         for one in (None, kept)
     ]
     check_same(found[1], found[0], 1e-6)
+
+
+def test_flash_linear_attention_gets_the_borders(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hub_models.save_hub_model("qwen3_5", tmp_path)
+    given = batch()
+    more = {"labels": given.labels, "cu_seqlens": given.cu_seqlens}
+    expected = loss_and_gradients(native(tmp_path, LORA), given.tokens, given.positions, **more)
+    calls = []
+
+    def kernel(*parts: Tensor, **of_rows: Any) -> Any:
+        calls.append(of_rows.pop("use_qk_l2norm_in_kernel"))
+        return each_alone(*parts, **of_rows)
+
+    names = ["fla", "fla.ops", "fla.ops.gated_delta_rule"]
+    for name in names:
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setattr(sys.modules[names[2]], "chunk_gated_delta_rule", kernel, raising=False)
+    assert delta_kernel.delta_kernel(torch.ones(2)) is None
+    monkeypatch.setattr(delta_kernel, "has_kernel", lambda *_: True)
+    found = loss_and_gradients(native(tmp_path, LORA), given.tokens, given.positions, **more)
+    assert calls == [True] * 3
+    check_same(found, expected, 1e-5)  # chunks begin elsewhere
 
 
 def loss_of_part(folder: Path, parts: int, mode: Any) -> tuple[Tensor, dict[str, Tensor]]:

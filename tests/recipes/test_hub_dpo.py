@@ -1,4 +1,5 @@
-"""Preference tuning of models of transformers against a plain loop over transformers and PEFT."""
+"""Preference tuning of models of transformers and of hybrid ones of ours, against a plain loop
+over transformers and PEFT."""
 
 from __future__ import annotations
 
@@ -28,10 +29,10 @@ PAIRS, STEPS, BETA = 3, 3, 0.1
 ADAPTER = AdapterConfig("dora", rank=4, alpha=8)
 
 
-def config(recipe: Any, folder: Path) -> Any:
+def config(recipe: Any, folder: Path, implementation: Any = "transformers") -> Any:
     return recipe.Config(
         output_dir="unused",
-        model=recipe.ModelConfig(str(folder), dtype="fp32", implementation="transformers"),
+        model=recipe.ModelConfig(str(folder), dtype="fp32", implementation=implementation),
         tokenizer=None,
         dataset=None,
         optimizer=None,
@@ -67,19 +68,22 @@ def plain_losses(peft: Any, batches: list[list[Sample]]) -> list[float]:
 
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "implementation"),
     [
-        pytest.param("qwen3_5", marks=pytest.mark.long),
-        pytest.param("gemma4", marks=pytest.mark.slow),
+        pytest.param("qwen3_5", "transformers", marks=pytest.mark.long),
+        pytest.param("qwen3_5", "native", marks=pytest.mark.long),
+        pytest.param("gemma4", "transformers", marks=pytest.mark.slow),
     ],
 )
-def test_losses_equal_those_of_transformers_and_peft(name: str, tmp_path: Path) -> None:
+def test_losses_equal_those_of_transformers_and_peft(
+    name: str, implementation: str, tmp_path: Path
+) -> None:
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     hub_models.save_hub_model(name, tmp_path / "model")
     recipe, world = load_recipe("dpo_distributed"), cpu_world()
-    cfg = config(recipe, tmp_path / "model")
+    cfg = config(recipe, tmp_path / "model", implementation)
     model = recipe.load_model(cfg, world)
     save_adapter(model, ADAPTER, str(tmp_path / "model"), tmp_path / "start", world)
     reference: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "model", dtype=torch.float32)

@@ -29,7 +29,7 @@ from qfsdp.modules.hub_models.documents import calls_ours, keep_samples_apart, n
 from qfsdp.modules.hub_models.experts import take_experts
 from qfsdp.modules.hub_models.head import HubHead
 from qfsdp.modules.hub_models.linears import linears_of_layers, take_linears
-from qfsdp.modules.hub_models.names import names_of_experts, shared_names
+from qfsdp.modules.hub_models.names import names_of_experts, renamed_modules, shared_names
 from qfsdp.modules.hub_models.refused import unsupported
 from qfsdp.modules.hub_models.shared_rows import share_attention
 from qfsdp.modules.hub_models.text_part import take_text_model
@@ -87,12 +87,15 @@ class HubDecoder(nn.Module):
         self._find_parts(text_model)
         self.recomputes = False
         self.linears, self.plain_linears = linears_of_layers(self.parts.layers, self._layers_name)
+        renamed = renamed_modules(hf, [*self.linears, *experts])
         taken = names_of_experts(hf) | self._names_beside_layers()
+        taken |= {name.rpartition(".")[2] for name in renamed}
         self.not_adapted = [n for n in self.linears if n.rpartition(".")[2] in taken]
         if not self.linears:
             raise UserError(f"{config.source}: the layers of {config.architecture} have no linears")
         self.linears += experts
-        self.expert_linears = [name for name in experts if name.endswith(ADAPTED_EXPERTS)]
+        usual = (name for name in experts if name.endswith(ADAPTED_EXPERTS))
+        self.expert_linears = [name for name in usual if name not in renamed]
         self.not_adapted += [name for name in experts if name not in self.expert_linears]
         self.eval()
 
@@ -215,16 +218,19 @@ class HubDecoder(nn.Module):
 
     def compile_layers(self) -> None:
         """Compiles the computation of every layer; FSDP2's hooks and checkpointing stay outside of
-        it. Layers with functions of `documents.py` run uncompiled: Dynamo looks up what a function
-        calls in its module, which has transformers' functions."""
+        it, and "selective" is "none" as in `Decoder`. Layers with functions of `documents.py` run
+        uncompiled: Dynamo looks up what a function calls in its module, which has transformers'
+        functions."""
         limit = torch._dynamo.config.recompile_limit
         torch._dynamo.config.recompile_limit = max(limit, 8 * len(self.parts.layers))
         for layer in self.parts.layers:
             if not any(map(calls_ours, layer.modules())):
                 run = layer.forward
                 if isinstance(run, partial):  # see `set_activations`
-                    of_layer, inner, *kept = run.args
-                    layer.forward = partial(run.func, of_layer, torch.compile(inner), *kept)
+                    of_layer, inner, mode, offload = run.args
+                    mode = "none" if mode == "selective" else mode  # its mode ends compiling
+                    inner = torch.compile(inner)
+                    layer.forward = partial(run.func, of_layer, inner, mode, offload)
                 else:
                     layer.forward = torch.compile(run)
 

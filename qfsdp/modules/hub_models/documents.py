@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from functools import partial
-from importlib.util import find_spec
 from types import FunctionType, MethodType
 from typing import Any, cast
 
@@ -20,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from qfsdp.modules.delta_kernel import has_kernel, in_one_row
 from qfsdp.modules.gated_delta_rule import gated_delta_rule, state_space
 from qfsdp.modules.shared_rows import SharedRows, with_tokens_before
 from qfsdp.modules.short_convolution import short_convolution
@@ -116,13 +116,8 @@ def _gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """`chunk_gated_delta_rule`: `[batch, tokens, heads, ...]`."""
     if shared_rows is None and has_kernel(query, "fla"):
-        parts = [query, key, value, g, beta]
-        if cu_seqlens is not None:  # borders of one row, without the empty samples at the end
-            parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
-            cu_seqlens = cu_seqlens.unique_consecutive()
         more |= {"initial_state": initial_state, "output_final_state": output_final_state}
-        found, state = theirs(*parts, cu_seqlens=cu_seqlens, **more)
-        return found.reshape(value.shape), state
+        return in_one_row(theirs, [query, key, value, g, beta], cu_seqlens, **more)
     of_row = seq_idx, initial_state, shared_rows
     found, state = gated_delta_rule(query, key, value, g, beta, *of_row)
     return found, state if output_final_state else None
@@ -184,12 +179,6 @@ def _state_space(
     found = found if D is None else found + D.unsqueeze(-1) * values
     found = found.contiguous()  # modules call `view` on it
     return (found, state.mT) if return_final_states else found
-
-
-def has_kernel(values: Tensor, package: str) -> bool:
-    """Dry runs, of fake tensors, compute in PyTorch."""
-    real = values.is_cuda and not isinstance(values, FakeTensor)
-    return real and find_spec(package) is not None
 
 
 OURS: dict[str, Callable[..., Any]] = {

@@ -48,17 +48,9 @@ def parameter_sources(
     Raises:
         UserError: tensors are stored in a form that is not read by rows.
     """
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
+    from transformers.core_model_loading import dot_natural_key, rename_source_key
 
-    table = get_model_conversion_mapping(hf)
-    renamings = [entry for entry in table if isinstance(entry, WeightRenaming)]
-    converters = [entry for entry in table if isinstance(entry, WeightConverter)]
+    renamings, converters = _table(hf)
     by_pattern = {pattern: one for one in converters for pattern in one.source_patterns}
     known, prefix = hf.state_dict(), hf.base_model_prefix
     unread = _ignored(hf)
@@ -94,6 +86,31 @@ def names_of_experts(hf: Any) -> set[str]:
         if any(type(op).__name__ == "MergeModulelist" for op in getattr(entry, "operations", ()))
     ]
     return {pattern.removesuffix(".weight").rpartition(".")[2] for pattern in patterns}
+
+
+def renamed_modules(hf: Any, modules: Iterable[str]) -> list[str]:
+    """Those of `modules` whose own names the table turns into others, which no module has.
+
+    PEFT looks for adapters under the names that the table makes of those in its file. Of Mistral
+    Large 4 it makes "mlp.mlp.shared_experts" of "mlp.shared_experts".
+    """
+    from transformers.core_model_loading import rename_source_key
+
+    renamings, _ = _table(hf)
+    known, prefix = hf.state_dict(), hf.base_model_prefix
+    made = {name: rename_source_key(name, renamings, [], prefix, known)[0] for name in modules}
+    return [name for name, other in made.items() if other != name and other not in made]
+
+
+def _table(hf: Any) -> tuple[list[Any], list[Any]]:
+    """transformers' table for a model: entries that rename, and entries that convert."""
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightConverter, WeightRenaming
+
+    table = get_model_conversion_mapping(hf)
+    kinds = (WeightRenaming, WeightConverter)
+    renamings, converters = ([one for one in table if isinstance(one, kind)] for kind in kinds)
+    return renamings, converters
 
 
 def _ignored(hf: Any) -> list[re.Pattern[str]]:

@@ -1,0 +1,47 @@
+"""The gated delta rule by flash-linear-attention, on GPUs that have it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from importlib.util import find_spec
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+Kernel = Callable[..., tuple[Tensor, Tensor | None]]
+
+
+def has_kernel(values: Tensor, package: str) -> bool:
+    """Dry runs, of fake tensors, compute in PyTorch; so does fp32, which fla refuses."""
+    real = values.is_cuda and not isinstance(values, FakeTensor)
+    refused = package == "fla" and values.dtype == torch.float32
+    return real and not refused and find_spec(package) is not None
+
+
+def delta_kernel(values: Tensor) -> Kernel | None:
+    """The kernel for tensors such as `values`; None: there is none, or they are compiled."""
+    if torch.compiler.is_compiling() or not has_kernel(values, "fla"):
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    kernel: Kernel = chunk_gated_delta_rule
+    return kernel
+
+
+def in_one_row(
+    kernel: Kernel, parts: Sequence[Tensor], cu_seqlens: Tensor | None, **more: Any
+) -> tuple[Tensor, Tensor | None]:
+    """Calls `kernel`, which takes the borders of documents in one row, none of them empty.
+
+    Args:
+        parts: queries, keys, values, decays and steps, `[batch, tokens, heads, ...]`.
+        cu_seqlens: as of `Batch`; None: each row is a document.
+    """
+    shape = parts[2].shape
+    if cu_seqlens is not None:
+        parts = [part.flatten(0, 1).unsqueeze(0) for part in parts]
+        cu_seqlens = cu_seqlens.unique_consecutive()
+    found, state = kernel(*parts, cu_seqlens=cu_seqlens, **more)
+    return found.reshape(shape), state
