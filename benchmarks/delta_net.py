@@ -27,7 +27,7 @@ from benchmarks.timing import arguments, in_turns, ratios, tell
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.delta_net import DeltaNet
 
-CONFIG = {
+CONFIG: dict[str, Any] = {
     **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "vocab_size": 512},
     **{"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 4, "head_dim": 64},
     **{"num_attention_heads": 4, "num_key_value_heads": 2, "linear_num_key_heads": 2},
@@ -40,7 +40,7 @@ def layers(dtype: torch.dtype, device: str) -> tuple[nn.Module, nn.Module]:
     from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
     torch.manual_seed(0)
-    config = theirs.Qwen3_5TextConfig(**CONFIG)
+    config: Any = theirs.Qwen3_5TextConfig(**CONFIG)
     reference = theirs.Qwen3_5GatedDeltaNet(config, 0).to(dtype)
     ours = DeltaNet(DecoderConfig.from_dict(CONFIG, "config")).to(dtype)
     ours.load_state_dict(reference.state_dict())
