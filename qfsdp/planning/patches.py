@@ -10,6 +10,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+RANDOM_STATE = 5056  # bytes of a CPU's
+
 
 @contextmanager
 def patched(
@@ -31,6 +33,9 @@ def patched(
         # FSDP2 frees gathered parameters by resizing their storages, which no dispatch mode sees.
         (torch.UntypedStorage, "resize_", followed_resize)
     ]
+    if target == "cpu":  # each checkpointed layer keeps the state of random numbers in host memory
+        replacements.append((torch, "get_rng_state", _random_state))
+        replacements.append((torch, "set_rng_state", lambda state: None))
     if target == "cuda":
         replacements.append((F, "rms_norm", _fused_rms_norm))
         replacements.append((F, "scaled_dot_product_attention", _fused_attention))
@@ -39,6 +44,11 @@ def patched(
             undo.callback(setattr, owner, name, getattr(owner, name))
             setattr(owner, name, value)
         yield
+
+
+def _random_state() -> Tensor:
+    """As large as the real one, and counted; a dry run draws no numbers."""
+    return torch.empty(RANDOM_STATE, dtype=torch.uint8)
 
 
 _attention = F.scaled_dot_product_attention
