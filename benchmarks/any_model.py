@@ -383,13 +383,15 @@ itself, and of the others those that are equal:
 
 ## Equal
 
-`packed`: the samples of a row do not see each other, so `packed: true` is allowed. `plain`: linears
-that are neither quantized nor adapted. `only quantized`: those whose names experts have too.
-Stacked experts are not listed: they are quantized, and adapted if `adapter.targets` names them.
+`packed`: the samples of a row do not see each other, so `packed: true` is allowed. `ranks`: three
+updates on two ranks have the losses of one within 1e-5, and a run that is resumed on two ranks ends
+with the same bits; no mark: not asked yet. `plain`: linears that are neither quantized nor adapted.
+`only quantized`: those whose names experts have too, or that PEFT would not find. Stacked experts
+are not listed: they are quantized, and adapted if `adapter.targets` names them.
 """
 TABLE = """
-| architecture | also built by qfsdp | packed | plain | only quantized |
-| --- | --- | --- | --- | --- |
+| architecture | also built by qfsdp | packed | ranks | plain | only quantized |
+| --- | --- | --- | --- | --- | --- |
 """
 TITLES = {
     "differs": "Different, and refused by `auto`",
@@ -432,7 +434,8 @@ def write_page(rows: dict[str, dict[str, Any]]) -> None:
         lines += ["\nThe text part of:\n"] if key == "whole" else []
         lines.append(TABLE)
         for name in (name for name in equal if name in those):
-            cells = ["yes" if yes else "" for yes in (name in FAMILIES, name in packed)]
+            marks = (name in FAMILIES, name in packed, "ranks" in found[name])
+            cells = ["yes" if yes else "" for yes in marks]
             cells += [", ".join(found[name][key]) for key in ("plain", "not_adapted")]
             lines.append(f"| {name} | {' | '.join(cells)} |\n")
     for status, title in TITLES.items():
