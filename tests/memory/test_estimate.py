@@ -86,12 +86,12 @@ def measured(model: Path, words: tuple[str, ...]) -> int:
     ("ranks", "words"),
     [
         (1, ("adapter.method=dora",)),
-        (1, ("activation.checkpointing=full", "activation.tile_tokens=32")),
         pytest.param(
             2, ("adapter.method=dora", "activation.checkpointing=full"), marks=pytest.mark.long
         ),
         pytest.param(2, ("sharding.context_parallel=2",), marks=pytest.mark.slow),
         pytest.param(1, ("adapter.method=dora", "model.dtype=fp16"), marks=pytest.mark.slow),
+        (1, ("activation.checkpointing=full", "activation.tile_tokens=32")),
     ],
 )
 def test_a_run_takes_the_estimated_memory(
@@ -212,6 +212,7 @@ def test_adapters_of_some_layers_are_counted(tmp_path: Path) -> None:
     assert fast.at_peak["optimizer_state"] == 2 * 4 * trained + 8 * 512  # and steps
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(("tokens", "ranks"), [(40960, 1), (98304, 2)])
 def test_extrapolation_from_short_rows(
     tokens: int, ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

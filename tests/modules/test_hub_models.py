@@ -213,6 +213,17 @@ def test_shared_rows_are_not_compiled() -> None:
         check_hub_run(cfg, meta("llama").config)
 
 
+def test_there_are_no_tiles() -> None:
+    """Said while the model is built, before weights are read."""
+    with pytest.raises(UserError, match="activation.tile_tokens: auto; expected null: transformer"):
+        meta("llama").set_activations(ActivationConfig("full", tile_tokens="auto"))
+
+
+def test_a_config_without_model_type() -> None:
+    with pytest.raises(UserError, match="x: model_type None; expected the name that transformers"):
+        hub_config.hub_config({"architectures": ["LlamaForCausalLM"]}, "x")
+
+
 def test_linears_of_one_name_are_taken_together() -> None:
     """PEFT adapts them together: an `o_proj` narrow in one layer only is taken there too."""
     layers = nn.ModuleList(
