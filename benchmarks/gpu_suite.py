@@ -35,6 +35,7 @@ import tempfile
 import time
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +52,7 @@ ON_CPUS = 20  # times the limits: a dry run may share two cores with others
 # GPU when they are imported, as a process that has cannot be forked; peers do.
 PRELOADED = ["benchmarks.gpu_train_step", "benchmarks.dequantize", "pytest", "omegaconf"]
 PRELOADED += ["qfsdp.training.validation", "qfsdp.training.profiler", "qfsdp.planning.preflight"]
+NEEDED = ["torch", "omegaconf", "safetensors", "pytest"]
 PEERS = ["transformers", "peft", "bitsandbytes"]
 
 
@@ -68,6 +70,11 @@ def prepare(scratch: Path, dry: bool) -> None:
         subprocess.run(command, check=True)
         paths.append(site)
     sys.path[:0] = paths
+    if lacking := [name for name in NEEDED if find_spec(name) is None]:
+        raise SystemExit(
+            f"error: {sys.executable} lacks {', '.join(lacking)}; expected PYTHON=..., an "
+            "interpreter with PyTorch for this GPU and `pip install -e .[dev]`"
+        )
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [*paths, os.getenv("PYTHONPATH")]))
     os.environ |= {"PYTHONUNBUFFERED": "1", "PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
     if dry:
@@ -196,7 +203,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--out", type=Path, default=ROOT / "gpu_results.zip", metavar="ARCHIVE")
     parser.add_argument("--from", dest="start", type=Path, metavar="ARCHIVE", help="default: OUT")
     parser.add_argument("--minutes", type=float, default=9.5, help="of this call")
-    parser.add_argument("--only", nargs="+", metavar="NAME", help="parts")
+    names = [part.name for part in PARTS]
+    parser.add_argument("--only", nargs="+", metavar="NAME", choices=names, help="parts")
     parser.add_argument("--list", action="store_true", help="print what is done, run nothing")
     parser.add_argument("--dry", action="store_true", help="tiny sizes, on a CPU")
     args = parser.parse_args()

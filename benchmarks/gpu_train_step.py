@@ -12,7 +12,7 @@ position, no activation checkpointing. `--kernels` prints a table of the kernels
 tokens under the keys of the whole size. `cuda_graphs=true` takes one size, because graphs keep the
 shapes that came first; steps that a GPU did not replay have no figures then.
 
-    --model NAME     llama3_8b, llama3_1_8b, qwen3_8b, or llama3_70b_8_layers: 8 of its 80 layers
+    --model NAME     llama3_8b, llama3_1_8b, qwen3_8b, qwen3_5_9b, or llama3_70b_8_layers: 8 of 80
     --row TOKENS     length of a row, 2,048 by default; --tokens / --row rows are a micro-batch
     --steps COUNT    timed steps, 8 by default; before them up to four warm up
     --fsdp           wraps the model by FSDP2, which a single process otherwise does without
@@ -76,10 +76,13 @@ MODELS: dict[str, dict[str, Any]] = {
     "llama3_8b": {"name": "Llama-3-8B"},
     "llama3_1_8b": {"name": "Llama-3.1-8B"},
     "qwen3_8b": {"name": "Qwen3-8B"},
+    "qwen3_5_9b": {"name": "Qwen3.5-9B"},
     "llama3_70b_8_layers": {"name": "Llama-3-70B", "num_hidden_layers": 8},
 }
 TINY = {"vocab_size": 512, "hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2}
 TINY |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+TINY_DELTA = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "full_attention_interval": 2}
+TINY_DELTA |= {"linear_key_head_dim": 16, "linear_value_head_dim": 16}
 ROOT = Path(__file__).parent.parent
 RECIPE = ROOT / "recipes/qdora_distributed.py"
 ROW, QUICK_ROW, RANK = 2048, 64, 16
@@ -311,7 +314,10 @@ def shapes(args: argparse.Namespace) -> dict[str, Any]:
     chosen = dict(MODELS[args.model])
     config = find_config(chosen.pop("name")) | chosen
     config.setdefault("model_type", config["architectures"][0].partition("For")[0].lower())
-    return config | TINY if args.quick else config
+    if "text_config" in config:  # without its images
+        config = config["text_config"] | {"architectures": ["Qwen3_5ForCausalLM"]}
+    tiny = TINY | (TINY_DELTA if "linear_key_head_dim" in config else {})
+    return config | tiny if args.quick else config
 
 
 def arguments() -> argparse.Namespace:

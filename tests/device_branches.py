@@ -121,12 +121,16 @@ PARTS = {
     "qfsdp/modules/adapters/": "norms",
     "qfsdp/modules/experts/": "mixture",
     "qfsdp/modules/activation_offload.py": "tiled_row_65536",
+    "qfsdp/modules/hub_models/": "none, a model of transformers on a GPU",
     "qfsdp/modules/": "packed_rows_graphs_4096",
     "qfsdp/planning/": "none, a run on a GPU, and one that is out of memory",
     "qfsdp/tensor_subclasses/dtensor.py": "two_ranks",
     "qfsdp/tensor_subclasses/fp8.py": "scaled_mm",
     "qfsdp/tensor_subclasses/": "dequantize",
-    "qfsdp/training/": "bandwidth",
+    "qfsdp/training/cuda_graphs.py": "ours_qlora_graphs_4096",
+    "qfsdp/training/distillation.py": "none, a distillation on a GPU",
+    "qfsdp/training/throughput.py": "bandwidth",
+    "qfsdp/training/": "ours_qlora_4096",
 }
 
 

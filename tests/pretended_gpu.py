@@ -19,7 +19,7 @@ from torch import Tensor
 GPU = torch.device("cuda", 0)
 REAL: Callable[[Tensor], torch.device] = torch._C.TensorBase.device.__get__
 MAKERS = ["empty", "zeros", "ones", "full", "arange", "tensor", "as_tensor", "linspace", "eye"]
-MAKERS += ["rand", "randn", "randint"]
+MAKERS += ["rand", "randn", "randint", "triu_indices"]
 MAKERS += ["empty_like", "zeros_like", "ones_like", "full_like", "rand_like", "empty_strided"]
 METHODS = ["to", "new_empty", "new_zeros", "new_ones", "new_full", "new_tensor"]
 

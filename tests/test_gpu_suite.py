@@ -24,6 +24,7 @@ from benchmarks.gpu_archive import FINISHED, Archive, Results
 from benchmarks.gpu_bundle import with_one_library
 from benchmarks.gpu_parts import PARTS, Part, aims, compare
 from benchmarks.gpu_suite import Suite
+from tests import device_branches
 from tests.waiting import LIMIT_S
 
 ROOT = Path(__file__).parent.parent
@@ -118,13 +119,44 @@ def test_order_of_parts() -> None:
     names = [p.name for p in PARTS]
     assert len(set(names)) == len(names) and max(p.limit for p in PARTS) <= 9.5 * 60
     never_run = ["two_ranks", "doctor", "tests_estimate", "packed_rows_graphs_4096", "lengths"]
-    never_run += ["tiled_row_32768", "peft_qlora_4096", "offload", "packed_rows_8192"]
+    never_run += [
+        "qwen3_5_9b_packed_4096",
+        "qwen3_5_9b_memory_4096",
+        "tiled_row_32768",
+        "peft_qlora_4096",
+        "offload",
+        "packed_rows_8192",
+    ]
     measured = ["dequantize", "ours_qlora_4096", "norms", "mixture"]
     assert names[0] == "tests_first" and names[-1] == "tests_all"
     assert max(map(names.index, never_run)) < min(map(names.index, measured))
     for one in PARTS:  # one StepGraphs keeps its first shape
         if "gpu_train_step" in one.command[0]:
             assert one.command[one.command.index("--tokens") + 2 :][0].startswith("--")
+
+
+def test_conditions_that_only_a_gpu_answers_have_a_part() -> None:
+    """Each file with one; a few have a reason in place of a part."""
+    files = {place.split()[0] for f in device_branches.LIBRARY.rglob("*.py")
+             for place in device_branches.rewritten(f)[1]}  # fmt: skip
+    parts = {one.name for one in PARTS}
+    for file in files:
+        asked = [part for start, part in device_branches.PARTS.items() if file.startswith(start)]
+        assert asked and (asked[0] in parts or asked[0].startswith("none, ")), file
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["-S"], "lacks torch, "), (["--only", "linaer"], "invalid choice: 'linaer'")],
+    ids=["packages", "name"],
+)
+def test_mistakes_of_a_call_cost_one_line(words: list[str], expected: str) -> None:
+    """An interpreter without packages (-S), and a part that is none."""
+    before = [word for word in words if word == "-S"]
+    command = [sys.executable, *before, "benchmarks/gpu_suite.py", *words[len(before) :]]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    last = done.stderr.splitlines()[-1]
+    assert done.returncode and expected in last and "Traceback" not in done.stderr
 
 
 # ---- tests of a GPU ----------------------------------------------------------------------------
