@@ -10,10 +10,7 @@ tokens of all ranks, and each target stands on exactly one rank.
 
 from __future__ import annotations
 
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
-
-from qfsdp.distributed.world import World
+from qfsdp.distributed.world import World, new_mesh
 from qfsdp.modules.collectives import GROUPS
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 
@@ -24,11 +21,7 @@ def share_rows(model: AnyDecoder, parts: int, world: World) -> None:
     Args:
         parts: a divisor of the number of ranks.
     """
-    shape = (world.size // parts, parts)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("rows", "parts"))
-    if world.timeout is not None:
-        for group in mesh.get_all_groups():
-            _set_pg_timeout(world.timeout, group)  # a new group has PyTorch's limit
+    mesh = new_mesh(world, (world.size // parts, parts), ("rows", "parts"))
     group = mesh["parts"].get_group()
     GROUPS[group.group_name] = group
     model.share_rows(group.group_name)

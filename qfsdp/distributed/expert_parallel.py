@@ -25,13 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import Shard
 
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.strategy import ShardingConfig
-from qfsdp.distributed.world import World
+from qfsdp.distributed.world import World, new_mesh
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.experts.mixture import MixtureMLP
 from qfsdp.modules.experts.stacked import Experts, combine, dispatch, spread
@@ -145,12 +144,7 @@ def check_expert_parallel(model: Decoder, config: ShardingConfig, ranks: int) ->
 def expert_mesh(config: ShardingConfig, world: World) -> DeviceMesh:
     """Parts x ranks of a part; the last dimension is that of FSDP2 for experts."""
     parts = config.expert_parallel
-    shape = (parts, world.size // parts)
-    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=("experts", "rows"))
-    if world.timeout is not None:
-        for group in mesh.get_all_groups():
-            _set_pg_timeout(world.timeout, group)  # a new group has PyTorch's limit
-    return mesh
+    return new_mesh(world, (parts, world.size // parts), ("experts", "rows"))
 
 
 def keep_own_experts(model: Decoder, mesh: DeviceMesh) -> list[Experts]:

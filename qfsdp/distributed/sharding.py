@@ -7,8 +7,6 @@ from typing import Any, cast
 
 import torch
 from torch import nn
-from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.distributed_c10d import _set_pg_timeout
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, fully_shard
 
 from qfsdp.common.progress import follow_layers
@@ -23,7 +21,7 @@ from qfsdp.distributed.gradients import REDUCES_NOW, reduces_every_update, train
 from qfsdp.distributed.split_vocabulary import SplitVocabulary, splits_vocabulary
 from qfsdp.distributed.stores import DeviceAhead, DiskStore, HostStore
 from qfsdp.distributed.strategy import ShardingConfig, mesh_shape, needs_fsdp
-from qfsdp.distributed.world import World
+from qfsdp.distributed.world import World, new_mesh
 from qfsdp.modules.adapters.linears import LowRankRouter
 from qfsdp.modules.adapters.several import OneOfSeveral
 from qfsdp.modules.decoder_base import base_parameters
@@ -132,11 +130,7 @@ def _unit_options(model: AnyDecoder, config: ShardingConfig, world: World) -> di
     }
     if config.strategy.startswith("hybrid"):
         shape = mesh_shape(config, world.size, world.local_size)
-        names = ("replicate", "shard")
-        options["mesh"] = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
-        if world.timeout is not None:
-            for group in options["mesh"].get_all_groups():
-                _set_pg_timeout(world.timeout, group)  # a new group has PyTorch's limit
+        options["mesh"] = new_mesh(world, shape, ("replicate", "shard"))
     if config.strategy == "ddp":
         frozen = {param for _, param in base_parameters(model) if not param.requires_grad}
         options["ignored_params"] = frozen

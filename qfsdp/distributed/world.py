@@ -7,7 +7,8 @@ from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from qfsdp.common.devices import accelerator
 from qfsdp.common.errors import UserError
@@ -26,6 +27,15 @@ class Numbers(Protocol):
 
     def take(self, of_ranks: list[list[float]]) -> None:
         """Gets each as every rank has it, as `World.exchange` returns them."""
+
+
+def new_mesh(world: World, shape: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """All ranks as a grid; its groups have the run's limit of a collective, not PyTorch's."""
+    mesh = init_device_mesh(world.device.type, shape, mesh_dim_names=names)
+    if world.timeout is not None:
+        for group in mesh.get_all_groups():
+            _set_pg_timeout(world.timeout, group)
+    return mesh
 
 
 @long_wait("distributed: waiting for all ranks")
