@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.config.component import Component
 from qfsdp.config.load import get_key
+from qfsdp.config.reference import shown
 
 Changes = dict[str, Any]  # key of the config -> value, e.g. {"sharding.strategy": "ddp"}
 
@@ -66,7 +67,7 @@ def differing(cfg: Any, changes: Changes) -> Changes:
 
 def as_words(changes: Changes) -> str:
     """Overrides for a command line: "sharding.strategy=ddp batch_size=4"."""
-    return " ".join(f"{key}={_text(value)}" for key, value in changes.items())
+    return " ".join(f"{key}={shown(value)}" for key, value in changes.items())
 
 
 def as_yaml(changes: Changes) -> str:
@@ -75,9 +76,3 @@ def as_yaml(changes: Changes) -> str:
     for key, value in changes.items():
         OmegaConf.update(tree, key, value)
     return OmegaConf.to_yaml(tree)
-
-
-def _text(value: Any) -> str:
-    if value is None:
-        return "null"
-    return str(value).lower() if isinstance(value, bool) else str(value)

@@ -51,23 +51,19 @@ def estimate_fast(
     """
     cfg = _with_reduction(build_model, cfg, target)
     given = (build_model, train_step, cfg, world_size, local_world_size, target)
+
+    def smaller(one: Any) -> Estimate:
+        return estimate_fast(build_model, train_step, one, world_size, local_world_size, target)
+
     config = planned_config(cfg.model)
     cfg.model.check_length(cfg.max_seq_len, config.max_position_embeddings)
     rows, depth = _few_rows(cfg, config), config.num_hidden_layers
     if cfg.batch_size > 4 * max(rows):
-        small = [replace(cfg, batch_size=size) for size in rows]
-        ends = [
-            estimate_fast(build_model, train_step, few, world_size, local_world_size, target)
-            for few in small
-        ]
-        return _more_rows(ends[0], ends[1], rows, cfg.batch_size, depth)
+        one, two = (smaller(replace(cfg, batch_size=size)) for size in rows)
+        return _more_rows(one, two, rows, cfg.batch_size, depth)
     if (short := _shorter(cfg, config)) is not None:
-        ends = [
-            estimate_fast(build_model, train_step, one, world_size, local_world_size, target)
-            for one in short
-        ]
         lengths = (short[0].max_seq_len, short[1].max_seq_len)
-        return _more_rows(ends[0], ends[1], lengths, cfg.max_seq_len, depth)
+        return _more_rows(smaller(short[0]), smaller(short[1]), lengths, cfg.max_seq_len, depth)
     kinds = layer_kinds(config) if isinstance(config, HubConfig) else []
     first, pattern = pattern_of(kinds) if isinstance(config, HubConfig) else config.pattern
     every = math.lcm(cfg.activation.every_n_layers, pattern)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch import Tensor
@@ -99,10 +99,11 @@ def between(one: Prediction, other: Prediction, share: float) -> Prediction:
 Predict = Callable[[Changes], Prediction]
 
 
+@dataclass(eq=False)
 class Predictor:
     """Predicts one config with any changes; makes each prediction once.
 
-    Args:
+    Fields:
         build_model, train_step: the recipe's functions.
         cfg: the recipe's config.
         world_size: number of ranks.
@@ -112,36 +113,20 @@ class Predictor:
         estimate: has the arguments of `estimate_fast`.
     """
 
-    def __init__(
-        self,
-        build_model: BuildModel,
-        train_step: TrainStep,
-        cfg: Any,
-        world_size: int,
-        local_world_size: int,
-        hardware: Hardware,
-        target: str = "cuda",
-        estimate: Callable[..., Estimate] = estimate_fast,
-    ) -> None:
-        self.build_model, self.train_step, self.cfg = build_model, train_step, cfg
-        self.world_size, self.local_world_size = world_size, local_world_size
-        self.hardware, self.target = hardware, target
-        self._estimate = estimate
-        self._known: dict[str, Prediction] = {}
-        self._models: dict[str, Decoder] = {}
+    build_model: BuildModel
+    train_step: TrainStep
+    cfg: Any
+    world_size: int
+    local_world_size: int
+    hardware: Hardware
+    target: str = "cuda"
+    estimate: Callable[..., Estimate] = estimate_fast
+    _known: dict[str, Prediction] = field(default_factory=dict, init=False)
+    _models: dict[str, Decoder] = field(default_factory=dict, init=False)
 
     def on(self, world_size: int) -> Predictor:
         """The predictor for another number of ranks, on more or fewer such machines."""
-        return Predictor(
-            self.build_model,
-            self.train_step,
-            self.cfg,
-            world_size,
-            self.local_world_size,
-            self.hardware,
-            self.target,
-            self._estimate,
-        )
+        return replace(self, world_size=world_size)
 
     @property
     def experts(self) -> int:
@@ -194,7 +179,7 @@ class Predictor:
             split_batch(cfg, self.world_size)
         ranks = self.local_world_size
         functions = (self.build_model, self.train_step)
-        found = self._estimate(*functions, cfg, self.world_size, ranks, self.target)
+        found = self.estimate(*functions, cfg, self.world_size, ranks, self.target)
         load = step_load(self._model(cfg), cfg, found, self.world_size)
         time = step_time(load, self.hardware, ranks)
         host = sum(found.host.values())

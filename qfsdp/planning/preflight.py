@@ -128,7 +128,9 @@ def refusal(predict: Predictor, now: Prediction) -> str:
         needs = f"{format_size(now.host_bytes)} of host memory per machine"
         available = format_size(hardware.host_memory or 0)
     else:
-        needs = f"{format_size(now.device_bytes)} per rank ({_largest(now)})"
+        kind, size = max(now.kinds.items(), key=lambda entry: entry[1])
+        largest = f"{kind.replace('_', ' ')}: {format_size(size)}"
+        needs = f"{format_size(now.device_bytes)} per rank ({largest})"
         available = format_size(hardware.device_memory)
     found, least = suggest(predict, now)
     if found:
@@ -137,11 +139,6 @@ def refusal(predict: Predictor, now: Prediction) -> str:
     else:
         advice = _without_fit(predict, least)
     return f"memory: a step needs {needs}; available: {available}; {advice}"
-
-
-def _largest(prediction: Prediction) -> str:
-    kind = max(prediction.kinds, key=lambda kind: prediction.kinds[kind])
-    return f"{kind.replace('_', ' ')}: {format_size(prediction.kinds[kind])}"
 
 
 def _cost(prediction: Prediction, now: Prediction) -> str:
