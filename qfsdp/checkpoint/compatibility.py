@@ -211,12 +211,14 @@ def read_settings(folder: Path) -> dict[str, Any]:
 # ---- content instead of paths --------------------------------------------------------------------
 
 
-def _sampled_hash(stream: Any, begin: int, end: int) -> str:
-    """A hash of 4 KB at the start, in the middle and at the end of a range of bytes."""
-    digest = hashlib.sha256(str(end - begin).encode())
-    for at in (begin, (begin + end) // 2, max(begin, end - SAMPLE_BYTES)):
-        stream.seek(at)
-        digest.update(stream.read(min(SAMPLE_BYTES, end - at)))
+def _sampled_hash(file: Path) -> str:
+    """A hash of a file's size, and of 4 KB at its start, in its middle and at its end."""
+    size = file.stat().st_size
+    digest = hashlib.sha256(str(size).encode())
+    with open(file, "rb") as stream:
+        for at in (0, size // 2, max(0, size - SAMPLE_BYTES)):
+            stream.seek(at)
+            digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
 
 
@@ -236,8 +238,7 @@ def _content(key: str, value: str) -> dict[str, str]:
         files = [f for f in files if f.suffix not in WEIGHT_FILES and not f.name.startswith(".")]
     sampled, whole = hashlib.sha256(), hashlib.sha256()
     for file in files:
-        with open(file, "rb") as stream:
-            sampled.update(_sampled_hash(stream, 0, file.stat().st_size).encode())
+        sampled.update(_sampled_hash(file).encode())
     if key.endswith("source"):  # files in folders too
         whole.update(content_digest(value).encode())
     else:

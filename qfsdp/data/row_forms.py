@@ -190,7 +190,10 @@ def check_columns_of(key: str, dataset: Component) -> None:
             require_column(name, column, FileRows([FilePart(f) for f in _files(source)]), source)
         except UserError as error:
             text = str(error).replace("dataset.", f"{key}.", 1)
-            raise UserError(text + _hint(key, dataset, typical(rows))) from None
+            row = typical(rows)
+            if (form := form_of(row)) is not None and (words := form.words(key, dataset)):
+                raise UserError(f"{text}; these are {form.name}: {' '.join(words)}") from None
+            raise UserError(text + wrapped(row)) from None
 
 
 def _needed(dataset: Component) -> Iterator[tuple[str, str]]:
@@ -210,13 +213,6 @@ def _needed(dataset: Component) -> Iterator[tuple[str, str]]:
 
 def _default(known: Mapping[str, Any], name: str) -> Any:
     return known[name].default if name in known else None
-
-
-def _hint(key: str, dataset: Component, row: Mapping[str, Any]) -> str:
-    form = form_of(row)
-    if form is not None and (words := form.words(key, dataset)):
-        return f"; these are {form.name}: {' '.join(words)}"
-    return wrapped(row)
 
 
 def wrapped(row: Mapping[str, Any]) -> str:

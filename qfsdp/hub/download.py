@@ -225,7 +225,9 @@ class Repository:
         wanted = of_adapter if self.kind == "adapter" else (*SMALL_FILES, CARD)
         files = [file for file in wanted if file in self.sizes]
         if _MARKS[self.kind] not in files:
-            raise UserError(f"{self.key}: '{self.name}' on the hub {_lacks(self.kind)}")
+            what = f"{'an' if self.kind == 'adapter' else 'a'} {self.kind}"
+            told = f"{self.key}: '{self.name}' on the hub has no {_MARKS[self.kind]}"
+            raise UserError(f"{told}; expected {what} in Hugging Face's format")
         return self.download(files, silent=True)
 
     def missing(self, folder: Path) -> list[str]:
@@ -366,11 +368,6 @@ def _weight_files(kind: Kind, folder: Path) -> list[str]:
         raise UserError(f"{folder / INDEX}: not a safetensors index ({error!r})") from None
 
 
-def _lacks(kind: Kind) -> str:
-    article = "an" if kind == "adapter" else "a"
-    return f"has no {_MARKS[kind]}; expected {article} {kind} in Hugging Face's format"
-
-
 def _write_header(file: Path, tensors: dict[str, Any]) -> None:
     """Writes a safetensors file whose tensors are holes: it takes no space on disk."""
     header = json.dumps(tensors).encode()
@@ -382,7 +379,6 @@ def _write_header(file: Path, tensors: dict[str, Any]) -> None:
 
 @contextmanager
 def _one_process() -> Iterator[None]:
-    """One process of this machine at a time."""
     cache_folder().mkdir(parents=True, exist_ok=True)
     with open(cache_folder() / ".qfsdp.lock", "w") as lock:
         with suppress(OSError):  # a network file system without locks; files are renamed whole

@@ -19,7 +19,6 @@ import math
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
@@ -160,12 +159,8 @@ def write_bnb(file: SafetensorsFile, name: str, weight: QuantizedTensor) -> None
         state |= {"nested_offset": offset.item()}
     else:
         file.write(f"{name}.absmax", absmax.contiguous().view(torch.float32).reshape(-1))
-    file.write(f"{name}{STATE}nf4", _json_bytes(state))
-
-
-def _json_bytes(state: dict[str, Any]) -> Tensor:
     text = json.dumps(state).encode().ljust(_JSON_BYTES)
-    return torch.tensor(list(text), dtype=torch.uint8)
+    file.write(f"{name}{STATE}nf4", torch.tensor(list(text), dtype=torch.uint8))
 
 
 def bnb_config(format: str, dtype: torch.dtype, skipped: list[str]) -> dict[str, Any]:
