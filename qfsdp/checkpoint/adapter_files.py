@@ -55,14 +55,7 @@ from qfsdp.checkpoint.expert_adapter_files import (
 from qfsdp.checkpoint.plain_lora import as_lora, start_tensors
 from qfsdp.checkpoint.tensor_file import save_tensors
 from qfsdp.common.errors import UserError
-from qfsdp.common.files import (
-    check_no_pointer,
-    not_written,
-    to_json,
-    whole_file,
-    why,
-    write_text,
-)
+from qfsdp.common.files import check_no_pointer, not_written, to_json, whole_file, why, write_text
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig

@@ -45,11 +45,7 @@ from qfsdp.modules.low_rank.linear import AdaptedLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.score_head import score_head
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses.dtensor import (
-    all_gather,
-    local_rows,
-    shard_group,
-)
+from qfsdp.tensor_subclasses.dtensor import all_gather, local_rows, shard_group
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
