@@ -179,7 +179,6 @@ def selects_some(written: Mapping[str, Any]) -> bool:
 
 
 def _check_types(file: Path, written: dict[str, Any]) -> None:
-    """Checks the values that `read_adapter_config` uses."""
     rank: Any = written.get("r")
     alpha: Any = written.get("lora_alpha")
     if type(rank) is not int or rank < 1:

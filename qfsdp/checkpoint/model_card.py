@@ -192,7 +192,6 @@ def _sees(cfg: Any) -> bool:
 
 
 def _how_to_load(base: str, is_adapter: bool, sees: bool) -> list[str]:
-    """The section on loading: transformers or PEFT, and qfsdp."""
     where = "FOLDER"
     library, kind = "transformers", "AutoModelForCausalLM"
     if sees:

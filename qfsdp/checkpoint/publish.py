@@ -103,7 +103,6 @@ class Publisher:
 
 
 def _remove(path: Path) -> None:
-    """Removes a file, a link or a folder, if it is there."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path, ignore_errors=True)
     else:

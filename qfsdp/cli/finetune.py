@@ -132,7 +132,6 @@ def given_words(program: str, words: Sequence[str]) -> tuple[str, str, list[str]
 
 
 def _no_model(model: str, folder: Path) -> str:
-    """Why it is no model."""
     if (name := name_in_address(model)) is not None:
         return f"is an address; expected the name: {name}"
     if (folder / "adapter_config.json").is_file():

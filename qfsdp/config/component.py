@@ -246,7 +246,6 @@ _WORDS = {**TYPE_WORDS, Path: "a path", list: "a list", tuple: "a list"}
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether an argument of this annotation may take the value."""
     base = get_origin(kind) or kind
     if base is Literal:
         return value in get_args(kind)

@@ -265,7 +265,6 @@ def _to_message(turn: Any, train_on_input: bool) -> dict[str, Any]:
 def _tokenize(
     tokenizer: Tokenizer, rows: Rows, to_chat: Callable[[Row], Chat], source: str
 ) -> TokenizedDataset:
-    """Turns every row into one sample."""
     limit: int | None = getattr(tokenizer, "max_seq_len", None)
     if isinstance(tokenizer, HFTokenizer):
         tokenizer.say_template()

@@ -76,7 +76,6 @@ def _growths(parts: dict[str, Any]) -> Iterator[tuple[str, float]]:
 
 
 def _normalizer(settings: dict[str, Any]) -> Any:
-    """The normalizer of `tokenizers` with these settings, alone."""
     from tokenizers import Tokenizer, models
 
     empty = json.loads(Tokenizer(models.BPE({}, [])).to_str())

@@ -118,7 +118,6 @@ def _rows(pairs: list[Pair], longest: int) -> list[_Row]:
 
 
 def _score(model: AnyDecoder, rows: list[_Row], device: torch.device) -> dict[Pair, Likelihood]:
-    """One forward pass."""
     tokens, positions, mask, scored, targets = (
         None if part is None else part.to(device) for part in _inputs(rows)
     )

@@ -120,7 +120,6 @@ def _offload(cfg: Any) -> list[Option]:
 
 
 def _is_quantized(folder: str | None) -> bool:
-    """Whether a model folder holds quantized weights."""
     try:
         return folder is not None and bool(ModelWeights(folder).quantized)
     except UserError:

@@ -62,7 +62,6 @@ class ChatTokenizer:
 
     @cached_property
     def _stops(self) -> list[str]:
-        """The special tokens at which generation stops."""
         ids = {self.eos_id, *eos_ids(self.source)}
         stops = [text for text, index in self.special.ids.items() if index in ids]
         return stops if self.form.end is None else [*stops, self.form.end]

@@ -318,7 +318,6 @@ def no_column(key: str, column: str, source: str, names: Iterable[str]) -> UserE
 
 
 def _saved_rows(path: Path, split: str, streaming: bool) -> Any:
-    """The rows of such a folder."""
     from datasets import DatasetDict, load_from_disk
 
     rows = load_from_disk(str(path))

@@ -157,7 +157,6 @@ class Preferences:
         return found.hexdigest()
 
     def _sample(self, index: int, part: int) -> tuple[list[int], list[int]]:
-        """Tokens and labels of one sample."""
         at = (index, part)
         prompt, answer = int(self._prompts[at]), int(self._answers[at])
         begin, place = int(self._begins[at]), int(self._places[at])
