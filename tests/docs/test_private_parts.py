@@ -20,7 +20,7 @@ LISTED = [
     for name in re.findall(r"`([\w.]+)`", row)
 ]
 PUBLIC = ("os", "sys")  # `os._exit` and `sys._getframe` are documented
-OF_PYTHON = {"_asdict"}  # of named tuples, documented
+OF_PYTHON = {"_asdict", "_replace"}  # of named tuples, documented
 OF_PYTORCH = ("torch.", "torchtune.", "torchao.")
 
 
