@@ -134,7 +134,7 @@ def main(cfg: Config, _: Run) -> None:
     if world.rank == 0 and cfg.into == "base":
         size = sum(file.stat().st_size for file in cfg.output.glob("*.safetensors"))
         print(f"merged model ({size / 2**30:.2f} GiB): {cfg.output}")
-        if cfg.requantize is None:  # other recipes quantize a model unless told
+        if cfg.requantize == "none":  # other recipes quantize a model unless told
             print(f"to use it: qfsdp chat model.path={cfg.output} quantization.format=none")
 
 
