@@ -331,7 +331,7 @@ class QuantizedTensor(tensor_methods.TensorMethods):
         return handler(args[0], args[1:], kwargs or {})
 
 
-# ---- what loading asks of every weight; `tensor_ops` has all other operations --------------------
+# ---- what loading and steps ask of every weight; `tensor_ops` has all other operations -----------
 
 
 @implements(aten.detach.default, aten.alias.default)
@@ -352,3 +352,23 @@ def _empty_like(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTenso
         return self._like(self.store.empty(self.qdata.shape), **fields)
     pinned = bool(kwargs.get("pin_memory"))
     return self._like(torch.empty_like(self.qdata, device=device, pin_memory=pinned), **fields)
+
+
+@implements(aten.as_strided.default)
+def _as_strided(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
+    """Only strides that `view` gives: contiguous rows from the first on."""
+    size, stride, offset = args[0], args[1], (args[2] if len(args) > 2 else 0) or 0
+    if offset or list(stride) != list(torch.empty(size, device="meta").stride()):
+        raise refused(type(self), f"aten.as_strided to {list(size)}, {list(stride)}, {offset}")
+    return _view(self, (size,), {})
+
+
+@implements(aten.view.default)
+def _view(self: QuantizedTensor, args: Any, kwargs: Any) -> QuantizedTensor:
+    """The same rows, also flattened: FSDP2 keeps a flat alias of every shard."""
+    size, rows = list(args[0]), self.qdata.size(0)
+    if size in ([-1], [rows * self.cols]):
+        return self._like(self.qdata, shape=[rows * self.cols])
+    if size not in ([rows, self.cols], [-1, self.cols], [rows, -1]):
+        raise refused(type(self), f"a view of {list(self.shape)} as {size}")
+    return self._like(self.qdata, shape=None)

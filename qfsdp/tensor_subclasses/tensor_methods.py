@@ -1,4 +1,4 @@
-"""What torch calls past `__torch_dispatch__`: copying, saving, sharing; the compiler; FSDP2.
+"""What torch calls past `__torch_dispatch__`: copying, saving, sharing; the compiler.
 
 torch would use the memory of the tensor itself. A quantized weight has none: its bytes are in inner
 tensors. With torch's own methods `share_memory_`, `apply_` and DLPack end the process with a
@@ -13,9 +13,9 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
+from qfsdp.tensor_subclasses.gathered import GatheredTensor
 from qfsdp.tensor_subclasses.tensor_ops import RowPosition, refused
 
 FORMATS: dict[str, Any] = {}
@@ -31,7 +31,7 @@ def _without(name: str) -> Callable[..., Any]:
     return method
 
 
-class TensorMethods(torch.Tensor):
+class TensorMethods(GatheredTensor):
     """Base class of `QuantizedTensor`."""
 
     apply_ = _without("apply_")
@@ -95,41 +95,6 @@ class TensorMethods(torch.Tensor):
         inner = [(tuple(t.shape), t.dtype) for t in (self.qdata, *self.metadata)]
         fields = (self.format, self.device, self.requires_grad, self.__tensor_flatten__()[1], inner)
         return hashlib.blake2b(repr(fields).encode(), digest_size=16).hexdigest()
-
-    # ---- FSDP2 -----------------------------------------------------------------------
-    # The one-argument form of fsdp_pre_all_gather: with the five-argument form FSDP2 requires
-    # inputs of exactly the padded *logical* size, and bytes have another size.
-
-    def fsdp_pre_all_gather(self: Any, mesh: Any) -> tuple[tuple[Tensor, ...], Any]:
-        """This rank's bytes, padded so that all ranks send equally many rows; and the metadata."""
-        rows_per_rank = -(-self.global_rows // self.position.parts // mesh.size())
-        qdata = self.fetch().qdata
-        if missing := rows_per_rank - qdata.size(0):
-            qdata = F.pad(qdata, (0, 0, 0, missing))
-        return (qdata.contiguous(),), self.metadata
-
-    def fsdp_post_all_gather(
-        self: Any,
-        all_gather_outputs: tuple[Tensor, ...],
-        metadata: tuple[Tensor, ...],
-        param_dtype: torch.dtype,
-        *,
-        out: TensorMethods | None = None,
-    ) -> tuple[TensorMethods, tuple[Tensor, ...]] | None:
-        """The gathered bytes without padding, as the whole weight, or its part with these rows.
-
-        The second result, the inner tensors that FSDP2 may free, is empty. The weight is a view of
-        the all-gather output, whose storage FSDP2 frees and refills itself. If a view were
-        reported, FSDP2 would shrink that storage to the size of the view.
-        """
-        if out is not None:
-            return None  # `out` is a view of the storage that has just been refilled
-        rows = self.global_rows // self.position.parts
-        qdata = all_gather_outputs[0][:rows]
-        first = 0 if self.position.parts == 1 else self.row_offset // rows * rows
-        # `rows=0`: the metadata belongs to the shard, so nothing else is copied into the weight.
-        position = RowPosition(first, rows=0)
-        return self._like(qdata, metadata=metadata, position=position, store=None), ()
 
 
 def rebuild(
