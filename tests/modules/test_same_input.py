@@ -246,13 +246,13 @@ def test_launches_of_copies(
     model = model_of(folder, method)
     model.model.layers = nn.ModuleList([deepcopy(model.model.layers[0]) for _ in range(30)])
     monkeypatch.setattr(copies, "NUMBERS_AT_A_TIME", 0)
-    same_input.prepare(model)
+    copies.prepare(model)
     alone = [tensor.clone() for tensor in copies_in(model)]
     monkeypatch.undo()
     for _, linear in low_rank_linears(model):
         linear.copied = None
     with Kernels() as counted:
-        same_input.prepare(model)
+        copies.prepare(model)
     assert counted.found == launches
     assert all(map(torch.equal, alone, copies_in(model)))
 

@@ -641,6 +641,7 @@ def test_mistakes_are_found_before_anything_loads(
     folder: Path, words: list[str], message: str
 ) -> None:
     recipe = load_recipe()
+    words = [*words, f"output_dir={folder}/other"]
     with pytest.raises(UserError) as error:
         recipe.check(load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words]))
     assert message in str(error.value) and "\n" not in str(error.value)
