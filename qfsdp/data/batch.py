@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 import torch
 
-from qfsdp.data.cut_rows import IGNORE_INDEX, CutPrompts, CutRows, Cuttable
+from qfsdp.data.cut_rows import (
+    IGNORE_INDEX,
+    CutPrompts,
+    CutRows,
+    reach_of,
+    row_borders,
+    used_lengths,
+)
 
 ALL_POSITIONS = -1
 """`Batch.targets` for shapes that do not depend on labels: the output layer sees every position."""
 
 
 @dataclass(frozen=True)
-class Batch(Cuttable):
+class Batch:
     """One micro-batch.
 
     Fields:
@@ -72,6 +79,30 @@ class Batch(Cuttable):
             found = cut._replace(cu_seqlens=borders, lengths=lengths, prompts=prompts)
             moved["cu_seqlens"] = found
         return replace(self, targets=self.num_targets, **moved)
+
+    def cut(self, part: int, parts: int) -> Self:
+        """One of `parts` equal parts of every row, for ranks that share them. The width of the rows
+        must be a multiple of `parts`. Tokens without padding are counted in equal shares."""
+        rows, width = self.tokens.shape
+        lengths, borders = used_lengths(self.labels), self.cu_seqlens
+        positions = self.positions
+        if positions is None:
+            positions = torch.arange(width).expand(rows, -1)
+        if borders is None:
+            borders = row_borders(lengths, width)
+        assert isinstance(borders, torch.Tensor)
+        reach = reach_of(borders, lengths, width, parts)
+        labels = self.labels.chunk(parts, 1)[part].contiguous()
+        trains_all = self.targets == self.labels.numel()  # else the part counts its own
+        return replace(
+            self,
+            tokens=self.tokens.chunk(parts, 1)[part].contiguous(),
+            labels=labels,
+            targets=labels.numel() if trains_all else None,
+            num_tokens=self.num_tokens // parts + (part < self.num_tokens % parts),
+            positions=positions.chunk(parts, 1)[part].contiguous(),
+            cu_seqlens=CutRows(borders, lengths, part, parts, reach),
+        )
 
 
 def cut_rows(documents: Any, group: str, labels: torch.Tensor | None) -> CutRows | None:

@@ -9,8 +9,7 @@ Attention gathers keys and values (`attend_cut_rows`).
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, NamedTuple, Self, cast
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -125,34 +124,3 @@ def row_borders(lengths: Tensor, width: int) -> Tensor:
     rows = torch.arange(len(lengths)) * width
     ends = torch.stack([rows + lengths, rows + width], 1).flatten()
     return document_borders(ends, len(lengths) * width)
-
-
-class Cuttable:
-    """What `Batch` does for ranks that share its rows."""
-
-    if TYPE_CHECKING:  # of `Batch`
-
-        def __getattr__(self, name: str) -> Any: ...
-
-    def cut(self, part: int, parts: int) -> Self:
-        """One of `parts` equal parts of every row. The width of the rows must be a multiple of
-        `parts`. Tokens without padding are counted in equal shares."""
-        rows, width = self.tokens.shape
-        lengths, borders = used_lengths(self.labels), self.cu_seqlens
-        positions = self.positions
-        if positions is None:
-            positions = torch.arange(width).expand(rows, -1)
-        if borders is None:
-            borders = row_borders(lengths, width)
-        reach = reach_of(borders, lengths, width, parts)
-        labels = self.labels.chunk(parts, 1)[part].contiguous()
-        trains_all = self.targets == self.labels.numel()  # else the part counts its own
-        changes: dict[str, Any] = {
-            "tokens": self.tokens.chunk(parts, 1)[part].contiguous(),
-            "labels": labels,
-            "targets": labels.numel() if trains_all else None,
-            "num_tokens": self.num_tokens // parts + (part < self.num_tokens % parts),
-            "positions": positions.chunk(parts, 1)[part].contiguous(),
-            "cu_seqlens": CutRows(borders, lengths, part, parts, reach),
-        }
-        return replace(cast(Any, self), **changes)
