@@ -18,6 +18,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
 
 WAIT_S = 600  # for the other machines; torchrun's own limit
+NAME_WAIT_S = 60  # for a name: a cluster may know those of its machines some seconds late
 PORT = 29500  # torchrun's --master_port
 _PAUSE_S = 0.5
 
@@ -52,9 +53,11 @@ def set_rendezvous(args: Namespace, nodes: range) -> None:
 
 
 def wait_for_master(args: Namespace) -> None:
-    """Waits until the agent of node 0 can be reached; node 0 and other rendezvous wait for nothing.
-    Raises UserError: it cannot within `WAIT_S`, or the seconds of `--rdzv_conf timeout=N`; or the
-    name of its host is not known."""
+    """Waits until the agent of node 0 can be reached, or with another rendezvous than static, until
+    the name of the endpoint's host is known; node 0 waits for nothing. Raises UserError: it cannot
+    within `WAIT_S`, or the seconds of `--rdzv_conf timeout=N`; or the name is not known."""
+    if args.rdzv_backend != "static" and args.rdzv_endpoint:
+        return _wait_for_name(args.rdzv_endpoint)
     if args.standalone or args.rdzv_backend != "static" or int(args.node_rank) == 0:
         return
     place = args.rdzv_endpoint or f"{args.master_addr}:{args.master_port}"
@@ -77,6 +80,24 @@ def wait_for_master(args: Namespace) -> None:
                         f"--master_addr: {place} cannot be reached for {limit} s "
                         f"({error.strerror or error}); expected the machine with --node_rank 0, "
                         "with the same --master_port on all"
+                    ) from None
+            time.sleep(_PAUSE_S)
+
+
+def _wait_for_name(endpoint: str) -> None:
+    """torchrun would ask for two minutes, and end with a trace of C++."""
+    host = (endpoint.rpartition(":")[0] or endpoint).strip("[]")
+    ended = time.monotonic() + NAME_WAIT_S
+    with long_wait(f"waiting until the name {host!r} is known, {NAME_WAIT_S} s at most"):
+        while True:
+            try:
+                socket.getaddrinfo(host, None)
+                return
+            except socket.gaierror as error:
+                if time.monotonic() > ended:
+                    raise UserError(
+                        f"--rdzv_endpoint: {host!r} is not known ({error.strerror}); expected the "
+                        "name or address of one of the machines"
                     ) from None
             time.sleep(_PAUSE_S)
 

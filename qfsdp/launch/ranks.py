@@ -201,5 +201,6 @@ def rank_failures(elastic: bool = False) -> Iterator[None]:
         raise UserError(f"{used}; expected a free one, the same on all machines") from None
     except RendezvousError as error:
         reason = f"{type(error).__name__} {error}".strip()
-        print(f"error: the other machines have ended the run ({reason})", file=sys.stderr)
+        what = "the other machines cannot be reached, or have ended the run"
+        print(f"error: {what} ({reason})", file=sys.stderr)
         raise SystemExit(LOST_PEER_STATUS) from None

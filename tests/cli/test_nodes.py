@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 from qfsdp.common.errors import UserError
+from qfsdp.launch import nodes
 from qfsdp.launch.nodes import WAIT_S, set_rendezvous, wait_for_master, wait_seconds
 from qfsdp.launch.ranks import numbers_of_nodes
 from tests.cli.stand_in import ROOT
@@ -74,6 +75,26 @@ def test_a_machine_that_cannot_be_reached() -> None:
     assert wait_seconds(flags()) == WAIT_S
     with pytest.raises(UserError, match="--rdzv_conf: timeout='soon' is not valid"):
         wait_seconds(flags(rdzv_conf="read=1,timeout=soon"))
+
+
+def test_a_name_that_nobody_knows_and_one_that_is_known_late(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def getaddrinfo(host: str, port: None) -> None:
+        asked.append(host)
+        if len(asked) < known_at:
+            raise socket.gaierror(-2, "Name or service not known")
+
+    asked: list[str] = []
+    monkeypatch.setattr(socket, "getaddrinfo", getaddrinfo)
+    away = flags(rdzv_backend="c10d", rdzv_endpoint="nohost:29400")
+    known_at = 2
+    wait_for_master(away)
+    assert asked == ["nohost", "nohost"]
+    known_at = 99
+    monkeypatch.setattr(nodes, "NAME_WAIT_S", -1)
+    with pytest.raises(UserError, match="--rdzv_endpoint: 'nohost' is not known .Name or service"):
+        wait_for_master(away)
 
 
 @pytest.mark.long
