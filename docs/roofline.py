@@ -102,13 +102,13 @@ def predicted(config: str, changes: Iterable[str], gpu: str, ranks: int) -> tupl
     training = read_training(["--config", str(ROOT / f"configs/{config}.yaml"), *changes])
     functions, found = (training.recipe.build_model, training.recipe.train_step), []
     predictor = predict.Predictor(*functions, training.cfg, ranks, ranks, card(gpu))
-    made: Callable[..., Any] = predictor._estimate
+    made: Callable[..., Any] = predictor.estimate
 
     def kept(*args: Any) -> Any:
         found.append(made(*args))
         return found[-1]
 
-    predictor._estimate = kept
+    predictor.estimate = kept
     prediction = predictor({})
     model = predictor._model(training.cfg)
     return prediction, predict.step_load(model, training.cfg, found[0], ranks), found[0].launches

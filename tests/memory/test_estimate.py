@@ -276,7 +276,9 @@ def test_offloaded_parameters_count_as_host_memory(tiny: Path) -> None:
     # What is gathered for a moment depends on when the peak is, and may be a layer more.
     rest, rest_on_device = (e.peak - e.at_peak["gathered_parameters"] for e in (found, on_device))
     assert rest < rest_on_device
-    assert found.host["parameters_quantized"] == on_device.at_peak["parameters_quantized"]
+    # Each weight is pinned alone, in a power of two of bytes.
+    whole = on_device.at_peak["parameters_quantized"]
+    assert whole < found.host["parameters_quantized"] < 2 * whole
     assert found.host["optimizer_state"] > 0 and "optimizer_state" not in found.at_peak
     assert found.moved["to_host"] < found.moved["to_device"]
 
