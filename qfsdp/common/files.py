@@ -13,6 +13,7 @@ import math
 import os
 import re
 import shutil
+import tempfile
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -230,14 +231,9 @@ def warn_of_space(key: str, path: Path, size: int) -> None:
 
 
 def check_folder(key: str, folder: Path) -> None:
-    """Raises UserError if files cannot be written to a folder, which config `key` names. What it
-    makes for the trial it takes away."""
+    """Raises UserError if files cannot be written to a folder, which config `key` names, or to the
+    folder in which it would be made. Makes no folder: other machines may try the same one."""
     with writing(key, folder):
-        made = [path for path in (folder, *folder.parents) if not path.exists()]
-        tried = folder / f".tried{PARTIAL}"
-        folder.mkdir(parents=True, exist_ok=True)
-        tried.touch()  # a folder may exist and take no files, as /proc
-        tried.unlink(missing_ok=True)
-    with suppress(OSError):  # another run has begun in one of them
-        for path in made:
-            path.rmdir()
+        paths = (folder, *folder.parents)
+        there = next(path for path in paths if path.exists() or path.is_symlink())
+        tempfile.TemporaryFile(dir=there).close()  # /proc exists, and takes no files
