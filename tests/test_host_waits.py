@@ -1,8 +1,8 @@
 """Where a pass would have the host wait for a GPU: it drains the stream, and ends a capture.
 
-Tensors say that they are on a GPU (`pretended_gpu`). What PyTorch does there by waiting is noted
-with the line that asks for it: numbers read by the host, results whose size depends on numbers, and
-constants sent to the device.
+Tensors say that they are on a GPU (`pretended_gpu`). The host waits to read numbers, for results
+whose size depends on numbers, and to send constants to the device. Each wait is noted with the line
+of `qfsdp` that asks for it.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
+from tests.host_waits import waits_for
 from tests.hub_models import built, save_hub_model
 from tests.models import adapted_model, randomize_adapters
 from tests.modules.test_families import CONFIG_MAPPING, SIZES, TINY, ours, randomized
@@ -28,10 +29,6 @@ from tests.tiny import write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 ROOT = Path(__file__).resolve().parent.parent
-aten = torch.ops.aten
-SIZED_BY_NUMBERS = {aten._local_scalar_dense, aten.nonzero, aten.masked_select, aten.equal}
-SIZED_BY_NUMBERS |= {aten._unique2, aten.unique_consecutive, aten.unique_dim, aten.bincount}
-INDEXED = {aten.index, aten.index_put, aten.index_put_, aten._index_put_impl_}
 
 
 class Waits(TorchDispatchMode):
@@ -52,13 +49,9 @@ class Waits(TorchDispatchMode):
                 return
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        packet, kwargs = func.overloadpacket, kwargs or {}
-        indices = args[1] if packet in INDEXED else ()
-        by_mask = any(t is not None and t.dtype in (torch.bool, torch.uint8) for t in indices)
-        repeats = packet is aten.repeat_interleave and kwargs.get("output_size") is None
-        if packet in SIZED_BY_NUMBERS or by_mask or repeats:
+        if waits_for(func, args, kwargs):
             self.note()
-        return func(*args, **kwargs)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.fixture

@@ -24,6 +24,7 @@ from qfsdp.training.memory_usage import plain_tensors
 from qfsdp.training.nonfinite import MAX_SKIPPED
 from qfsdp.training.step_clock import StepClock
 from qfsdp.training.steps import decides_on_device
+from tests.host_waits import waits_for
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 from tests.toy_data import TOY_CONFIG, Samples
@@ -378,9 +379,6 @@ def test_updates_in_backward(folder: Path, tmp_path: Path) -> None:
 # ---- cost ----------------------------------------------------------------------------------------
 
 
-WAITING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique2", "equal")
-
-
 class Waits(TorchDispatchMode):
     """Notes operations whose result the host, or the size of their result, waits for."""
 
@@ -389,10 +387,7 @@ class Waits(TorchDispatchMode):
         self._clock, self._found = clock, found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        by_mask = func._opname == "index" and any(
-            index is not None and index.dtype == torch.bool for index in args[1]
-        )
-        if (func._opname in WAITING or by_mask) and self._clock.now is not None:
+        if waits_for(func, args, kwargs) and self._clock.now is not None:
             self._found.append(f"{func._opname} in {self._clock.now}")
         return func(*args, **(kwargs or {}))
 
