@@ -98,17 +98,17 @@ def predicted(config: str, changes: Iterable[str], gpu: str, ranks: int) -> tupl
     that it starts."""
     from qfsdp.config.tool_config import read_training
     from qfsdp.planning import predict
+    from qfsdp.planning.extrapolate import estimate_fast
 
     training = read_training(["--config", str(ROOT / f"configs/{config}.yaml"), *changes])
     functions, found = (training.recipe.build_model, training.recipe.train_step), []
-    predictor = predict.Predictor(*functions, training.cfg, ranks, ranks, card(gpu))
-    made: Callable[..., Any] = predictor.estimate
 
     def kept(*args: Any) -> Any:
-        found.append(made(*args))
+        found.append(estimate_fast(*args))
         return found[-1]
 
-    predictor.estimate = kept
+    given = (training.cfg, ranks, ranks, card(gpu))
+    predictor = predict.Predictor(*functions, *given, estimate=kept)
     prediction = predictor({})
     model = predictor._model(training.cfg)
     return prediction, predict.step_load(model, training.cfg, found[0], ranks), found[0].launches

@@ -165,7 +165,7 @@ class Stager:
                 stack.names.append(name)
                 tensors.setdefault(key, []).append(local_part(value))
         if not self._buffers:
-            self._pinned = HostBlocks(sum(t.nbytes for alike in tensors.values() for t in alike))
+            self._pinned.expected = sum(t.nbytes for alike in tensors.values() for t in alike)
         local = {key: self._fill(key, tensors[key]) for key in stacks}
         return StagedTensors(stacks, local, alone, values)
 

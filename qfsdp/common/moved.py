@@ -48,7 +48,7 @@ _PACKAGES = {
         "adapted_linear=product adapted_linear_ops=product same_input=linear"
     ),
     ("qfsdp.modules.low_rank", "qfsdp.modules.low_rank"): "grouped=linear",
-    ("qfsdp.modules.adapters", "qfsdp.modules.low_rank"): "low_rank_linear=linear",
+    ("qfsdp.modules.adapters", "qfsdp.modules.adapters"): "low_rank_linear=linears",
     ("qfsdp.modules", "qfsdp.modules.experts"): (
         "experts=stacked adapted_experts=adapted expert_product=product mixture router routing"
     ),
@@ -66,10 +66,9 @@ _PACKAGES = {
     ("qfsdp.common", "qfsdp.common"): "durations=sizes secret_keys=printable",
     ("qfsdp.data", "qfsdp.data"): "text=pretokenized row_progress=tokenized_dataset",
     ("qfsdp.sweep", "qfsdp.sweep"): "figures=output tables=output",
-    (
-        "qfsdp.modules",
-        "qfsdp.modules",
-    ): "norms=mlp model_parts=decoder_base varying_lengths=decoder_base",
+    ("qfsdp.modules", "qfsdp.modules"): (
+        "norms=mlp model_parts=decoder_base varying_lengths=decoder_base"
+    ),
     ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): "progress=read huge_pages=load",
     ("qfsdp.training", "qfsdp.training"): (
         "second_look=locate_nonfinite metrics_file=metrics logger_runs=metric_logger"

@@ -229,8 +229,10 @@ def _offload_base(model: AnyDecoder, config: ShardingConfig, world: World) -> No
         unit = name
         if config.wrap == "decoder_layer":
             unit = ".".join(name.split(".")[: len(layer)])  # model.layers.7
-        store: DiskStore | HostStore = DiskStore(unit, ahead)
-        if config.offload_base == "cpu":
+        store: DiskStore | HostStore
+        if config.offload_base == "disk":
+            store = DiskStore(unit, ahead)
+        else:
             rows = -(-weight.size(0) // shards)
             blocks.expected += rows * weight.qdata.size(1)
             store = HostStore(unit, ahead, blocks, rows)

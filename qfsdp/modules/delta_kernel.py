@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
 from importlib.util import find_spec
 from typing import Any
 
@@ -17,7 +18,12 @@ def has_kernel(values: Tensor, package: str) -> bool:
     """Dry runs, of fake tensors, compute in PyTorch; so does fp32, which fla refuses."""
     real = values.is_cuda and not isinstance(values, FakeTensor)
     refused = package == "fla" and values.dtype == torch.float32
-    return real and not refused and find_spec(package) is not None
+    return real and not refused and _is_installed(package)
+
+
+@cache
+def _is_installed(package: str) -> bool:
+    return find_spec(package) is not None
 
 
 def delta_kernel(values: Tensor) -> Kernel | None:

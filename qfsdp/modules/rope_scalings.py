@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
@@ -71,7 +71,7 @@ class YarnScaling(Scaling):
 
     factor: float
     original_max_position_embeddings: int
-    magnitude: float
+    magnitude: float = field()  # no default, which it would take from its base
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     truncate: bool = True
@@ -103,7 +103,7 @@ class LongRopeScaling(Scaling):
     short_factor: tuple[float, ...]
     long_factor: tuple[float, ...]
     original_max_position_embeddings: int
-    magnitude: float
+    magnitude: float = field()  # no default, which it would take from its base
     by_length: ClassVar[bool] = True
 
     def inverse(self, theta: float, dim: int, lengths: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-RANDOM_STATE = 5056  # bytes of a CPU's
+RANDOM_STATE = torch.get_rng_state().nbytes  # 5,056
 
 
 @contextmanager
