@@ -22,8 +22,8 @@ NEEDS_UTF8 = "expected a locale with UTF-8, or PYTHONUTF8=1"
 USER_ERROR_STATUS = 2  # exit status of a process that ends with a UserError
 
 # All ranks usually meet the same mistake. Rank 0 reports it at once, and torchrun then ends the
-# others. A rank that lives on for this many seconds reports its own mistake, if no other rank of
-# the machine has reported the same one: on a busy machine torchrun may be late.
+# others. On a busy machine torchrun may be late. So another rank waits for this many seconds, and
+# then reports its mistake, unless a rank of this machine has reported the same one.
 _RANK_0_GOES_FIRST_S = 2.0
 
 

@@ -1,9 +1,9 @@
 """Copies of A and B as they are multiplied, where parameters are whole on a rank.
 
 A `LowRankLinear` casts A, multiplies B by the scaling and DoRA's ratio, and casts it. They change
-once per update. `prepare` does this once for the linears whose factors have changed, at the start
-of a decoder's forward. Not in fp32, which is multiplied as it is. Nor where FSDP2 gathers
-parameters: copies would have to be sharded and gathered with them, so there every pass does it.
+once per update. So `prepare`, which runs before a decoder's forward, computes them once and keeps
+them until they change. fp32 is multiplied as it is and has no copies. Parameters that FSDP2 gathers
+have none either: copies would have to be sharded and gathered too, so there every pass computes.
 
 A copy is current if no optimizer has made a step since, and the version counters of its parameters,
 which count writes, are the same (fused optimizers do not count theirs). So loops of your own and
