@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from qfsdp.checkpoint.adapter_base import whole_model
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
 from qfsdp.checkpoint.saved_template import adapter_template, model_template
@@ -203,9 +204,9 @@ def main(cfg: Config, run: Run) -> None:
     run.clock = clock = StepClock(world.device)
     meter = Meter(model, world, clock, optimizer)
     save_dtype = COMPUTE_DTYPES[cfg.save_dtype or cfg.model.dtype]
-    texts = model_template(adapter_template(cfg.tokenizer, cfg.dataset), cfg.model.folder)
-    weights = cfg.model.weights()
-    save = partial(save_model, model, weights, save_dtype, world=world, texts=texts)
+    template = adapter_template(cfg.tokenizer, cfg.dataset)
+    texts = model_template(template, cfg.model.folder) | whole_model(cfg.model.dtype)
+    save = partial(save_model, model, cfg.model.weights(), save_dtype, world=world, texts=texts)
     with StopRequest() as signals:
         validation.run(first_step, model, log, meter, save)
         for step in validation.steps(first_step):  # to total_steps, or until patience ends

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base
+from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base, whole_model
 from qfsdp.checkpoint.join import Join, JoinMethod, Part
 from qfsdp.checkpoint.model_card import CARD_FILE, model_card, push
 from qfsdp.checkpoint.weights.load import ModelConfig
@@ -128,14 +128,15 @@ def main(cfg: Config, _: Run) -> None:
                 join(cfg).write(adapter, cfg.model.path)
                 print(f"joined adapter: {adapter}")
     if cfg.into == "base":
-        card = {CARD_FILE: model_card(cfg, cfg.output)}
-        build(cfg, adapter).write(cfg.output, world, cfg.max_file_bytes, card)
+        texts = {CARD_FILE: model_card(cfg, cfg.output)}
+        if cfg.requantize == "none":
+            texts |= whole_model(cfg.model.dtype)
+        build(cfg, adapter).write(cfg.output, world, cfg.max_file_bytes, texts)
     push(cfg, cfg.output, world)
     if world.rank == 0 and cfg.into == "base":
         size = sum(file.stat().st_size for file in cfg.output.glob("*.safetensors"))
         print(f"merged model ({size / 2**30:.2f} GiB): {cfg.output}")
-        if cfg.requantize == "none":  # other recipes quantize a model unless told
-            print(f"to use it: qfsdp chat model.path={cfg.output} quantization.format=none")
+        print(f"to use it: qfsdp chat model.path={cfg.output}")
 
 
 if __name__ == "__main__":

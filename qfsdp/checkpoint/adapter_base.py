@@ -4,6 +4,8 @@ A run writes `qfsdp_base.json` beside the adapter, with the dtype and the quanti
 and the tokenizer's node, and copies the tokenizer. The name of the base is in PEFT's
 `adapter_config.json`. Recipes that use an adapter take all of it from there: their `Config` is an
 `OfAdapter`. Keys of a config file or of the command line win, and a line tells what differs.
+
+A merged or fully finetuned model has the file too: it says that no weight is quantized.
 """
 
 from __future__ import annotations
@@ -83,22 +85,36 @@ def _settings_of(run: dict[str, Any]) -> dict[str, Any]:
     return found
 
 
+def whole_model(dtype: str) -> dict[str, str]:
+    """The file for a model whose weights a run has changed: name -> text. Recipes that would
+    quantize the model without a key compute with its weights as they are then.
+
+    Args:
+        dtype: `model.dtype` of the run, or of the merge.
+    """
+    settings = {"model": {"dtype": dtype}, "quantization": {"format": "none"}}
+    return {BASE_FILE: to_json(settings, indent=2) + "\n"}
+
+
 # ---- reading -------------------------------------------------------------------------------------
 
 
 class OfAdapter:
     """A recipe's `Config` with a key `adapter` or `adapters`: what no key gives of `model`,
-    `quantization` and `tokenizer` comes from the adapter's folder."""
+    `quantization` and `tokenizer` comes from the adapter's folder, or without an adapter from the
+    model's."""
 
     @classmethod
     def below(cls, tree: dict[str, Any]) -> dict[str, Any]:
         """Keys that are weaker than those of `tree`, and stronger than the defaults. Raises
         UserError: the adapter names no base, or a folder that is not there, and `tree` has no
         `model.path`."""
-        adapter = next(_adapters(tree), None)
+        adapter, model = next(_adapters(tree), None), get_key(tree, "model.path")
         of_adapter = None if adapter is None else base_of(adapter)
         found = {"model": {"path": DEMO_MODEL}} if of_adapter is None else of_adapter
-        if of_adapter is not None and get_key(tree, "model.path") is None:
+        if adapter is None and isinstance(model, str):
+            found = _settings_file(local_folder(model)) or found
+        if of_adapter is not None and model is None:
             path, file = of_adapter.get("model", {}).get("path"), f"{adapter}/{CONFIG_FILE}"
             if path is None:
                 told = f"model.path: none, and {file} names no base"
@@ -145,16 +161,22 @@ def base_of(adapter: str) -> dict[str, Any] | None:
 
 def _settings(folder: Path) -> dict[str, Any]:
     """The content of `qfsdp_base.json`, or the same of the run's config beside the adapter."""
-    try:
-        found = json.loads((folder / BASE_FILE).read_bytes())
-        if found["tokenizer"].get("path") == ".":
-            found["tokenizer"]["path"] = str(folder)
-        return dict(found)
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
-        pass
+    if found := _settings_file(folder):
+        return found
     try:
         return _settings_of(yaml.safe_load((folder.parent / "config.yaml").read_text("utf-8")))
     except (OSError, ValueError, KeyError, TypeError, AttributeError, yaml.YAMLError):
+        return {}
+
+
+def _settings_file(folder: Path) -> dict[str, Any]:
+    """The content of `qfsdp_base.json`; nothing if there is none, or a broken one."""
+    try:
+        found = json.loads((folder / BASE_FILE).read_bytes())
+        if "tokenizer" in found and found["tokenizer"].get("path") == ".":
+            found["tokenizer"]["path"] = str(folder)
+        return dict(found)
+    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
         return {}
 
 

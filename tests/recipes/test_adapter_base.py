@@ -74,9 +74,10 @@ def test_evaluate_and_merge_compute_what_the_run_did(run: Path, tmp_path: Path) 
     merge, cfg = config_of("merge", run / "adapter", f"output_dir={tmp_path}/m", "dtype=fp32")
     merge.check(cfg)
     merge.main(cfg)
-    merged = (f"model.path={tmp_path}/m", "adapter=null", "quantization.format=none")
-    found = loss_of(run, tmp_path / "b", *merged, "model.dtype=fp32")
-    assert found == pytest.approx(measured[-1], abs=1e-5)
+    merged = (f"model.path={tmp_path}/m", "adapter=null")  # neither a format nor a dtype
+    assert loss_of(run, tmp_path / "b", *merged) == pytest.approx(measured[-1], abs=1e-5)
+    again = (*merged, "quantization.format=nf4", "model.dtype=bf16")
+    assert abs(loss_of(run, tmp_path / "c", *again) - measured[-1]) > 1e-4
 
 
 @pytest.mark.parametrize("name", ["generate", "chat", "export"])

@@ -103,6 +103,14 @@ def runs(folder: Path) -> dict[str, tuple[Path, Path]]:
 
 
 @pytest.mark.long
+def test_answers_come_from_the_weights_as_they_are(runs: dict[str, tuple[Path, Path]]) -> None:
+    model = runs["1 full"][0] / "model"
+    argv = ["--config", str(ROOT / "configs/generate.yaml"), f"model.path={model}", "adapter=null"]
+    cfg = load_config(load_recipe("generate").Config, [*argv, "prompt=Why?"])
+    assert (cfg.model.dtype, cfg.quantization.format) == ("fp32", "none")
+
+
+@pytest.mark.long
 def test_a_run_goes_on_with_the_same_bits(runs: dict[str, tuple[Path, Path]]) -> None:
     for way, (whole, rest) in runs.items():
         expected = losses(whole)
