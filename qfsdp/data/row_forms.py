@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from datetime import date, time
 from decimal import Decimal
@@ -10,6 +12,8 @@ from itertools import islice
 from pathlib import Path
 from shlex import quote
 from typing import Any
+
+import yaml
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component, passed_by_name
@@ -82,7 +86,9 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
     Args:
         row: a row, or the `typical` one of several.
     """
-    lower = {name.lower(): name for name in row}
+    if _of_a_service(row):
+        return None
+    lower = {name.strip().lower(): name for name in row}
     label, before = str(row.get(lower.get("label", ""))).lower(), _before(row, lower)
     if label in TRUTH and "prompt" in lower and "completion" in lower:
         keys = {f"{name}_column": lower[name] for name in ("prompt", "completion", "label")}
@@ -92,9 +98,9 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
         prompt = next((lower[name] for name in PROMPTS if name in lower), None)
         keys["prompt_column"] = prompt or "null"
         return _form("preference pairs", "preference_dataset", keys, before)
-    for name in CHATS:
+    for name in (*CHATS, *lower):
         value: Any = row.get(lower.get(name, ""))
-        if _holds_rows(value):
+        if _holds_rows(value) if name in CHATS else _holds_messages(name, value):
             kind = "conversations" if "role" in value[0] else "conversations in ShareGPT's form"
             before.pop("history_column", None)
             return _form(kind, "chat_dataset", {"messages_column": lower[name]}, before)
@@ -102,8 +108,11 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
         return Form("token ids", "pretokenized_dataset", {}, IDS)
     texts = [name for name in lower if isinstance(row[lower[name]], TEXTS)]
     answer = next((name for name in ANSWERS if name in texts), None)
-    prompt = next((name for name in PROMPTS if name in texts and name != answer), None)
-    if answer and prompt:
+    prompts = [name for name in PROMPTS if name in texts and name != answer]
+    if answer and prompts:
+        prompt = _bare(
+            prompts, {name: str(row[lower[name]]) for name in (*prompts, answer)}, answer
+        )
         keys = {"prompt_column": lower[prompt], "answer_column": lower[answer]}
         beside = next((name for name in BESIDE if name in texts and name != prompt), None)
         form = _form("prompts with answers", "instruct_dataset", keys, before)
@@ -121,10 +130,30 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
     return None
 
 
+def _bare(prompts: Sequence[str], texts: Mapping[str, str], answer: str) -> str:
+    """The first of `prompts` that is not the whole sample: some files have it in a column beside
+    its parts, with the answer. (Trained as a prompt, it would hold what is to be learned.)"""
+    for name in prompts:
+        others = [texts[other] for other in prompts if other != name and texts[other]]
+        whole = texts[answer] in texts[name] and any(text in texts[name] for text in others)
+        if not whole:
+            return name
+    return prompts[0]
+
+
 def _form(name: str, builder: str, keys: dict[str, str], before: dict[str, str]) -> Form:
     """A form with keys that name columns; `keys` that a builder takes by itself are left out."""
     kept = {key: value for key, value in keys.items() if value != key.removesuffix("_column")}
-    return Form(name, builder, kept | before, {*keys.values(), *before.values(), "tools"})
+    kept = {key: _as_yaml(value) for key, value in (kept | before).items()}
+    return Form(name, builder, kept, {*keys.values(), *before.values(), "tools"})
+
+
+def _as_yaml(column: str) -> str:
+    """A column as a config writes it: "Answer ", "yes" and "Q: 1" in quotes; `null` is none."""
+    with suppress(yaml.YAMLError):
+        if column == "null" or yaml.safe_load(column) == column:
+            return column
+    return json.dumps(column, ensure_ascii=False)
 
 
 def _before(row: Mapping[str, Any], lower: Mapping[str, str]) -> dict[str, str]:
@@ -218,6 +247,8 @@ def _default(known: Mapping[str, Any], name: str) -> Any:
 def wrapped(row: Mapping[str, Any]) -> str:
     """What to type if the rows have no form because something is wrapped around or between their
     messages; else ""."""
+    if change := _of_a_service(row):
+        return f"; to have messages: jq -c '{change}' FILE > rows.jsonl"
     lists = [name for name, value in row.items() if _holds_rows(value)]
     if lists and len(lists) == len(row):
         name = "train" if "train" in lists else lists[0]
@@ -240,6 +271,25 @@ def wrapped(row: Mapping[str, Any]) -> str:
             kind = "a list" if isinstance(value, list) else "an object"
             return f"; {name!r} holds {kind}: {str(value)[:60]}; expected text"
     return ""
+
+
+def _of_a_service(row: Mapping[str, Any]) -> str | None:
+    """What makes messages of the rows that Google's and OpenAI's finetuning services take."""
+    contents: Any = row.get("contents")
+    if _holds_rows(contents) and "parts" in contents[0]:
+        said = '{role: (if .role == "model" then "assistant" else .role end), '
+        return "{messages: [.contents[] | " + said + 'content: (.parts | map(.text) | join(""))}]}'
+    if isinstance(row.get("input"), Mapping) and "preferred_output" in row:
+        chosen, rejected = "(.input.messages + .preferred_output)", ".non_preferred_output"
+        return f"{{chosen: {chosen}, rejected: (.input.messages + {rejected})}}"
+    return None
+
+
+def _holds_messages(name: str, value: Any) -> bool:
+    """Whether a column of another name than usual holds whole conversations."""
+    if name in (*PROMPTS, *ANSWERS, "history", "tools") or not _holds_rows(value):
+        return False
+    return any({*keys} <= {*value[0]} for keys in (("role", "content"), ("from", "value")))
 
 
 def _is_ids(value: Any) -> bool:

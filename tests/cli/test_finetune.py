@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -13,6 +14,7 @@ import pytest
 
 from qfsdp.cli import finetune
 from qfsdp.cli.command import run_command
+from qfsdp.common.errors import UserError
 from qfsdp.config.load import check_components, config_of, load_config, over_defaults
 from qfsdp.config.recipe_files import load_recipe, recipe_file_of
 from qfsdp.planning import choices
@@ -73,6 +75,37 @@ FORMS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "votes": ({"prompt": "2?", "completion": "2", "label": 1}, "kto_dataset", {}),
     "ids": ({"input_ids": [1, 2, 3], "labels": [-100, 2, 3]}, "pretokenized_dataset", {}),
     "documents": ({"body": "A text."}, "text_dataset", {"text_column": "body"}),
+    "spaces": (
+        {"prompt": "2 + 3?", "Response ": "5"},
+        "instruct_dataset",
+        {"answer_column": "Response "},
+    ),
+    "odd names": (
+        {"system": "Be short.", "@thread: 1": CHAT},
+        "chat_dataset",
+        {"messages_column": "@thread: 1", "system_column": "system"},
+    ),
+    "threads": ({"id": 1, "thread": CHAT}, "chat_dataset", {"messages_column": "thread"}),
+    "whole": (
+        {"instruction": "Add 3.", "input": "2", "output": "5", "prompt": "Do: Add 3.\n2\n5"},
+        "instruct_dataset",
+        {"prompt_template": "{instruction}\n{input}", "answer_column": "output"},
+    ),
+}
+
+
+SERVICES = {
+    "google": {
+        "contents": [
+            {"role": "user", "parts": [{"text": "2 + 3?"}]},
+            {"role": "model", "parts": [{"text": "5"}]},
+        ]
+    },
+    "openai": {
+        "input": {"messages": CHAT[:1]},
+        "preferred_output": CHAT[1:],
+        "non_preferred_output": [{"role": "assistant", "content": "6"}],
+    },
 }
 
 
@@ -98,6 +131,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory, smollm2_dir: Path) -> Path:
     (folder / "splits.json").write_text(json.dumps({"test": rows, "train": rows}))
     columns = {name: {"0": "a", "1": "b"} for name in ("question", "answer")}
     (folder / "pandas.json").write_text(json.dumps(columns))
+    for name, row in SERVICES.items():
+        (folder / f"{name}.jsonl").write_text(json.dumps(row) + "\n")
     (folder / "lists.jsonl").write_text(json.dumps({"question": "q", "answer": ["a"]}) + "\n")
     return folder
 
@@ -247,6 +282,20 @@ def test_a_mistake_is_one_line(
     assert ended.value.code == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert line.startswith("error: ") and MISTAKES[typed] in line
+
+
+@pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
+@pytest.mark.parametrize(("name", "form"), [("google", "chats"), ("openai", "dialogues")])
+def test_rows_of_other_services_become_ours(
+    name: str, form: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The command in the message makes rows of a form that is read."""
+    monkeypatch.chdir(folder)
+    with pytest.raises(UserError, match="to have messages: jq") as refused:
+        finetune.look(f"{name}.jsonl", {})
+    command = str(refused.value).partition("messages: ")[2].replace("FILE", f"{name}.jsonl")
+    subprocess.run(command, shell=True, check=True)
+    assert json.loads((folder / "rows.jsonl").read_text()) == FORMS[form][0]
 
 
 @pytest.mark.parametrize(
