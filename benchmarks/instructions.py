@@ -6,7 +6,7 @@ Inductor generates its Triton code for tensors that exist in name only, Triton c
 sm_80, sm_89 or sm_90, and nvdisasm, which comes with Triton, takes it apart. Instructions are
 counted, not timed.
 
-    one_kernel                                  that of `nf4.py` for GPUs
+    one_kernel                                  that of `nf4_dequantize.py` for GPUs
     fp8_weights                                 the same, for e4m3
     two_kernels_weights, two_kernels_absmax     those of NF4 without double quantization
     NAME_fused                                  fused multiply-adds; 0: bits are those of a CPU
@@ -34,7 +34,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, tell
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses import nf4_dequantize as nf4
 from qfsdp.tensor_subclasses.kernels import dry_run
 from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS
 

@@ -21,6 +21,8 @@ from torch import Tensor, nn
 
 from qfsdp.tensor_subclasses import nf4
 from qfsdp.tensor_subclasses.four_bit import BLOCK, table
+from qfsdp.tensor_subclasses.nf4_dequantize import absmax_products
+from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS
 
 MOST_ROWS = 32
 ROWS_TOGETHER = 32
@@ -78,8 +80,8 @@ def _in_order(weight: Tensor) -> tuple[Tensor, Tensor]:
     (rows, cols), (scales, offset) = weight.shape, weight.metadata
     codes, absmax_codes = weight.qdata.split([cols // 2, cols // BLOCK], dim=1)
     first = weight.row_offset * absmax_codes.size(1)
-    dynamic = table(nf4.DYNAMIC_LEVELS, codes)
-    absmax = nf4.absmax_products(absmax_codes, scales, dynamic, first) + offset
+    dynamic = table(DYNAMIC_LEVELS, codes)
+    absmax = absmax_products(absmax_codes, scales, dynamic, first) + offset
     pairs = torch.stack([codes >> 4, codes & 15], dim=-1)  # [rows, cols / 2, 2]
     grouped = pairs.view(-1, ROWS_TOGETHER, cols // 2, 2).transpose(1, 2)
     low, high = grouped.reshape(-1, 2, ROWS_TOGETHER).unbind(1)
@@ -87,7 +89,7 @@ def _in_order(weight: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _multiply(x: Tensor, codes: Tensor, absmax: Tensor, shape: torch.Size) -> Tensor:
-    levels = table(nf4.NF4_LEVELS, codes)
+    levels = table(NF4_LEVELS, codes)
     operator = torch.ops.bitsandbytes.gemv_4bit.default
     made: Tensor = operator(x.contiguous(), codes, shape, absmax, levels, BLOCK)
     return made

@@ -28,7 +28,7 @@ from torch import Tensor
 from qfsdp.tensor_subclasses.four_bit import numbers_of, table
 from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.compiled import compiled, on_cpu
-from qfsdp.tensor_subclasses.nf4 import absmax_of_blocks
+from qfsdp.tensor_subclasses.nf4_dequantize import absmax_of_blocks
 from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS
 
 E4M3 = torch.float8_e4m3fn

@@ -15,8 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qfsdp.tensor_subclasses import few_rows, nf4
-from qfsdp.tensor_subclasses.four_bit import BLOCK
+from qfsdp.tensor_subclasses import few_rows, nf4_dequantize
+from qfsdp.tensor_subclasses.four_bit import BLOCK, table
+from qfsdp.tensor_subclasses.nf4 import NF4Tensor
+from qfsdp.tensor_subclasses.nf4_levels import NF4_LEVELS
 
 LEAST_WEIGHTS = 50_000_000  # of a model for which bitsandbytes is imported
 
@@ -24,13 +26,13 @@ LEAST_WEIGHTS = 50_000_000  # of a model for which bitsandbytes is imported
 def use_for(model: nn.Module) -> bool:
     """Has NF4 weights on the CPU dequantized by bitsandbytes from now on, in this process, if
     `model` is worth it and the operator gives our bits; whether it does."""
-    held = [p for p in model.parameters() if isinstance(p.data, nf4.NF4Tensor)]
+    held = [p for p in model.parameters() if isinstance(p.data, NF4Tensor)]
     on_cpu = [p for p in held if p.device.type == "cpu"]
-    ours = nf4.dequantizer is nf4.dequantize_nf4
+    ours = nf4_dequantize.dequantizer is nf4_dequantize.dequantize_nf4
     if ours and sum(p.numel() for p in on_cpu) >= LEAST_WEIGHTS:
         operator = _operator()
         if operator is not None and _has_our_bits(operator):
-            nf4.dequantizer, ours = partial(_dequantize, operator), False
+            nf4_dequantize.dequantizer, ours = partial(_dequantize, operator), False
     if not ours:
         few_rows.use_for(model)
     return not ours
@@ -45,10 +47,10 @@ def _dequantize(
     dtype: torch.dtype,
     row_scale: Tensor | None,
 ) -> Tensor:
-    """As `nf4.dequantize_nf4`, which computes what the operator does not take."""
+    """As `nf4_dequantize.dequantize_nf4`, which computes what the operator does not take."""
     here = type(codes) is Tensor and codes.device.type == "cpu"
     if not here or cols % BLOCK or dtype not in (torch.float32, torch.bfloat16):
-        return nf4.dequantize_nf4(codes, products, offset, cols, dtype, row_scale)
+        return nf4_dequantize.dequantize_nf4(codes, products, offset, cols, dtype, row_scale)
     absmax = products + offset
     return operator(codes, absmax if row_scale is None else absmax * row_scale.unsqueeze(1), dtype)
 
@@ -77,7 +79,7 @@ def _operator() -> Callable[..., Tensor] | None:
 def _has_our_bits(operator: Callable[..., Tensor]) -> bool:
     codes = torch.arange(256).to(torch.uint8).view(8, 32)
     absmax = torch.tensor([0.0, 1e-3, 0.0217, 0.3, 1.0, 3.3, 55.5, 1e4])
-    levels = nf4.table(nf4.NF4_LEVELS, codes)
+    levels = table(NF4_LEVELS, codes)
     pairs = torch.stack([levels[(codes >> 4).int()], levels[(codes & 15).int()]], dim=-1)
     expected = pairs.flatten(1) * absmax.unsqueeze(1)
     try:

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import BLOCK, numbers_of
-from qfsdp.tensor_subclasses.nf4 import dequantize_nf4
+from qfsdp.tensor_subclasses.nf4_dequantize import dequantize_nf4
 from qfsdp.tensor_subclasses.nf4_quantize import check_finite, write_codes
 from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 

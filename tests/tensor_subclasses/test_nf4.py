@@ -13,9 +13,10 @@ from torch import Tensor
 
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.tensor_subclasses import four_bit, nf4, nf4_quantize
-from qfsdp.tensor_subclasses.nf4 import BLOCK, NF4Tensor
+from qfsdp.tensor_subclasses.four_bit import BLOCK
+from qfsdp.tensor_subclasses.nf4 import NF4Tensor
 from qfsdp.tensor_subclasses.nf4_fp32_absmax import NF4Fp32AbsmaxTensor
-from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS
+from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS
 from qfsdp.tensor_subclasses.nf4_quantize import nearest_levels
 from tests.tiny import needs_compiler
 
@@ -103,7 +104,7 @@ def with_zero_rows_and_blocks() -> Tensor:
 
 def on_the_edges_between_codes() -> Tensor:
     """All levels, and all midpoints of two levels with both fp32 neighbours, scaled by row."""
-    levels = torch.tensor(nf4.NF4_LEVELS)
+    levels = torch.tensor(NF4_LEVELS)
     midpoints = (levels[1:] + levels[:-1]) / 2
     up, down = (torch.nextafter(midpoints, torch.tensor(end)) for end in (2.0, -2.0))
     row = torch.cat([levels, midpoints, up, down, torch.zeros(3)])
@@ -144,7 +145,7 @@ def test_bits_of_every_linear_of_a_real_model(smollm2_dir: Path) -> None:
 
 
 def test_levels_of_the_scales_equal_those_of_bitsandbytes() -> None:
-    assert torch.equal(torch.tensor(nf4.DYNAMIC_LEVELS), bnb.create_dynamic_map())
+    assert torch.equal(torch.tensor(DYNAMIC_LEVELS), bnb.create_dynamic_map())
 
 
 @pytest.mark.usefixtures("eager")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from qfsdp.tensor_subclasses import nf4
+from qfsdp.tensor_subclasses import nf4, nf4_dequantize
+from qfsdp.tensor_subclasses.nf4_dequantize import dequantize_at_once
 from tests.tiny import needs_compiler
 
 
@@ -30,20 +31,20 @@ def same_bits(shape: tuple[int, int], dtype: torch.dtype) -> None:
     for weight, factor in ((whole, None), (whole, factors), (whole[rows], factors[rows])):
         arguments = (weight.qdata, weight.metadata, weight.cols, weight.row_offset, dtype, factor)
         expected = weight.dequantize_rows(*arguments)
-        found = nf4.dequantize_at_once(*arguments)
+        found = dequantize_at_once(*arguments)
         assert found.dtype == dtype and torch.equal(found.float(), expected.float())
 
 
 @pytest.mark.usefixtures("eager")
 def test_experts_share_the_builds_of_one_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
     """A build belongs to its numbers and the shapes of its tensors."""
-    builds, kernel = set(), nf4.write_at_once
+    builds, kernel = set(), nf4_dequantize.write_at_once
 
     def noted(*args: object) -> None:
         builds.add(tuple(a.shape if isinstance(a, torch.Tensor) else a for a in args))
         kernel(*args)
 
-    monkeypatch.setattr(nf4, "write_at_once", noted)
+    monkeypatch.setattr(nf4_dequantize, "write_at_once", noted)
     experts, rows = 12, 16
     for cols, expected in ((1024, 1), (256, 4)):  # 256 blocks an expert, as many as a scale; 64
         whole = nf4.quantize(torch.randn(experts * rows, cols) * 0.02)
@@ -52,5 +53,5 @@ def test_experts_share_the_builds_of_one_kernel(monkeypatch: pytest.MonkeyPatch)
         for first in range(0, experts * rows, rows):
             expert = whole[first : first + rows]
             arguments = (expert.qdata, expert.metadata, cols, expert.row_offset, expert.dtype, None)
-            assert torch.equal(nf4.dequantize_at_once(*arguments), dense[first : first + rows])
+            assert torch.equal(dequantize_at_once(*arguments), dense[first : first + rows])
         assert len(builds) == expected

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from qfsdp.tensor_subclasses import nf4, nf4_by_bitsandbytes
+from qfsdp.tensor_subclasses import nf4, nf4_by_bitsandbytes, nf4_dequantize
 from qfsdp.tensor_subclasses.nf4_by_bitsandbytes import use_for
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -23,7 +23,7 @@ class Model(nn.Module):
 
 @pytest.fixture(autouse=True)
 def any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(nf4, "dequantizer", nf4.dequantize_nf4)
+    monkeypatch.setattr(nf4_dequantize, "dequantizer", nf4_dequantize.dequantize_nf4)
     monkeypatch.setattr(nf4_by_bitsandbytes, "LEAST_WEIGHTS", 83 * 192)
 
 
@@ -40,8 +40,13 @@ def test_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> N
 
     expected = weights()
     assert use_for(model)
-    kernel = nf4.dequantize_nf4
-    monkeypatch.setattr(nf4, "dequantize_nf4", lambda *given: (calls.append(1), kernel(*given))[1])
+    kernel = nf4_dequantize.dequantize_nf4
+
+    def noted(*given: Any) -> Tensor:
+        calls.append(1)
+        return kernel(*given)
+
+    monkeypatch.setattr(nf4_dequantize, "dequantize_nf4", noted)
     for one, other in zip(weights(), expected, strict=True):
         assert one.dtype == other.dtype and torch.equal(one, other)
     assert not calls
@@ -61,4 +66,4 @@ def test_small_models_and_other_bits_keep_our_kernel(monkeypatch: pytest.MonkeyP
 
     for operator in (None, rounds, fails):
         monkeypatch.setattr(nf4_by_bitsandbytes, "_operator", lambda operator=operator: operator)
-        assert not use_for(Model()) and nf4.dequantizer is nf4.dequantize_nf4
+        assert not use_for(Model()) and nf4_dequantize.dequantizer is nf4_dequantize.dequantize_nf4

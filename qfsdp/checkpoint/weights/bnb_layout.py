@@ -24,7 +24,8 @@ from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
 from qfsdp.checkpoint.weights.write import Entry, Group, SafetensorsFile
 from qfsdp.common.errors import UserError
-from qfsdp.tensor_subclasses.nf4 import BLOCK, DYNAMIC_LEVELS, NF4_LEVELS, SCALE_BLOCK
+from qfsdp.tensor_subclasses.four_bit import BLOCK
+from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS, NF4_LEVELS, SCALE_BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 STATE = ".quant_state.bitsandbytes__"

@@ -67,7 +67,7 @@ from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.low_rank.linear import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.tensor_subclasses.nf4 import BLOCK
+from qfsdp.tensor_subclasses.four_bit import BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor
 
 Requantize = Literal["none", "nf4-bnb"]
