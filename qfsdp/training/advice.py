@@ -45,9 +45,11 @@ def advice(
             continue
         known = set(_rows(trained))
         if both := sum(row in known for row in _rows(held)):
+            divide = "dataset.split=train[:95%] and train[95%:] divide a file"
+            repeats = "a file that repeats rows has them in both parts; leave the repeats out"
             lines.append(
                 f"{both:,} of {len(held):,} rows of validation.sets.{name} are also trained on, so "
-                "its loss says little; dataset.split=train[:95%] and train[95%:] divide a file"
+                f"its loss says little; {divide if both == len(held) else repeats}"
             )
     return "\n".join(lines)
 

@@ -63,6 +63,9 @@ def test_rows_of_validation_that_are_trained(packed: bool) -> None:
         trained, held = PackedDataset(trained, 64, 0), PackedDataset(held, 64, 0)  # type: ignore
     (line,) = told(trained, held)
     assert line.startswith("2 of 3 rows of validation.sets.v are also trained on")
+    assert line.endswith("leave the repeats out")
+    (line,) = told(rows(8, 9), rows(8, 9))
+    assert line.endswith("dataset.split=train[:95%] and train[95%:] divide a file")
 
 
 def test_rows_that_lose_their_ends() -> None:
