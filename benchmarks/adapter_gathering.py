@@ -43,7 +43,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, arguments, in_turns, ratios, table, tell
 from qfsdp.config.component import Component
-from qfsdp.distributed.gradients import clip_grad_norm, trainable_parameters
+from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import quantized_bytes, shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
@@ -55,6 +55,7 @@ from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.optimizer import build_optimizer
+from qfsdp.training.steps import clip_grad_norm
 from tests.ranks import run_ranks
 
 SMOLLM2 = DecoderConfig(

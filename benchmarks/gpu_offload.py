@@ -32,7 +32,7 @@ from benchmarks.timing import base_arguments, tell, write_figures
 from benchmarks.train_step_worker import LEARNING_RATE
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.planning.known_models import find_config
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 
 TIERS = {"resident": "none", "cpu": "cpu", "disk": "disk"}
 

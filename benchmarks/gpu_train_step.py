@@ -69,7 +69,7 @@ from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs
 from qfsdp.training.memory_usage import peak_memory_bytes
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from qfsdp.training.throughput import matmul_rate, step_flops, utilization
 
 MODELS: dict[str, dict[str, Any]] = {

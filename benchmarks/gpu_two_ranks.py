@@ -36,7 +36,7 @@ from benchmarks.timing import base_arguments, tell, write_figures
 from qfsdp.config.recipe_files import load_recipe
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.training.memory_usage import peak_memory_bytes
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 
 VOCABULARY, STEPS, LIMIT = 577, 4, 2e-2
 LARGE: dict[str, Any] = {"hidden_size": 1152, "intermediate_size": 2817, "num_hidden_layers": 6}

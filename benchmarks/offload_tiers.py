@@ -119,7 +119,7 @@ def work(
     from qfsdp.data import Batch
     from qfsdp.distributed.strategy import ShardingConfig
     from qfsdp.modules.adapters.config import AdapterConfig
-    from qfsdp.training.step_clock import StepClock
+    from qfsdp.training.steps import StepClock
 
     recipe: Any = load_recipe(ROOT / "recipes/qdora_distributed.py")
     os.environ.update(RANK="0", WORLD_SIZE="1")

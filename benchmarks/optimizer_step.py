@@ -16,7 +16,7 @@ Keys of the JSON file; ratios of seconds, with `_min` and `_max`, of rank 0 of 2
     eightbit_over_fused          torchao's AdamW8bit on plain tensors; it compiles for half a
     eightbit_dtensor_over_tensor minute, so only with 1 rank, and not with --quick
     eightbit_state_bytes_over_fp32
-    clip_dtensor_over_tensor     `qfsdp.distributed.gradients.clip_grad_norm`; with DTensors it
+    clip_dtensor_over_tensor     `qfsdp.training.steps.clip_grad_norm`; with DTensors it
                                  has one all-reduce, which waits for the other rank
     first_clip_dtensor_seconds   the first call, in which torch works out the sharding
     zero_dtensor_over_tensor     `zero_grad`
@@ -47,9 +47,9 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, Times, arguments, in_turns, ratios, seconds_of, table, tell
 from qfsdp.config.component import Component
-from qfsdp.distributed.gradients import clip_grad_norm
 from qfsdp.tensor_subclasses.dtensor import local_part, sharded
 from qfsdp.training.optimizer import build_optimizer
+from qfsdp.training.steps import clip_grad_norm
 from tests.ranks import run_ranks
 
 LAYERS, HIDDEN, INTERMEDIATE, KEYS = 30, 576, 1536, 192

@@ -99,7 +99,7 @@ def step_of(_: None = None) -> list[str]:
     from qfsdp.distributed.world import init_world
     from qfsdp.modules.adapters.linears import parameter_groups
     from qfsdp.training.optimizer import build_optimizer
-    from qfsdp.training.step_clock import StepClock
+    from qfsdp.training.steps import StepClock
     from tests.tiny import load_recipe
 
     recipe = load_recipe()

@@ -239,7 +239,7 @@ def test_the_estimate_is_what_a_step_takes(method: Any, checkpointing: Any, tmp_
     from qfsdp.modules.activations import ActivationConfig
     from qfsdp.planning.estimate import estimate
     from qfsdp.training.optimizer import build_optimizer
-    from qfsdp.training.step_clock import StepClock
+    from qfsdp.training.steps import StepClock
     from tests.tiny import load_recipe
 
     folder = write_tiny_model(

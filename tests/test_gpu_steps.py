@@ -16,7 +16,7 @@ from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.models import build_meta_model, randomize_adapters
 from tests.on_gpu import GPU, IS_CUDA, needs_gpu
 from tests.tiny import load_recipe, write_tiny_model

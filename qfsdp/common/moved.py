@@ -71,7 +71,8 @@ _PACKAGES = {
     ),
     ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): "progress=read huge_pages=load",
     ("qfsdp.training", "qfsdp.training"): (
-        "second_look=locate_nonfinite metrics_file=metrics logger_runs=metric_logger"
+        "second_look=locate_nonfinite metrics_file=metrics logger_runs=metric_logger "
+        "step_clock=steps"
     ),
     ("qfsdp.training.report", "qfsdp.training.report"): "png=drawing svg=page at_end=sections",
     ("qfsdp.evaluation.judging", "qfsdp.examples.judge"): (
@@ -83,6 +84,8 @@ MOVED = {
     for (old, new), names in _PACKAGES.items()
     for name in names.split()
 }
+# Modules that some names have left: their `__getattr__` calls `name_that_left`.
+LEFT = {"qfsdp.distributed.gradients": "qfsdp.training.steps"}
 # Packages with no module left.
 _GONE = {"qfsdp.evaluation.judging"} | {f"qfsdp.memory{name}" for name in ("", ".sweep", ".doctor")}
 
@@ -120,6 +123,14 @@ def name_in_package(package: str, name: str) -> Any:
     value = name_of_today(package, name)
     tell(package)
     return value
+
+
+def name_that_left(module: str, name: str) -> Any:
+    """A name that was in `module`. Raises AttributeError: it never was."""
+    today = importlib.import_module(LEFT[module])
+    if name not in vars(today):
+        raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    return getattr(today, name)
 
 
 def name_of_today(old: str, name: str) -> Any:

@@ -7,14 +7,7 @@ from typing import Any, Self
 
 import torch
 
-from qfsdp.data.cut_rows import (
-    IGNORE_INDEX,
-    CutPrompts,
-    CutRows,
-    reach_of,
-    row_borders,
-    used_lengths,
-)
+from qfsdp.data.cut_rows import IGNORE_INDEX, CutPrompts, CutRows, part_of_rows
 
 ALL_POSITIONS = -1
 """`Batch.targets` for shapes that do not depend on labels: the output layer sees every position."""
@@ -81,28 +74,8 @@ class Batch:
         return replace(self, targets=self.num_targets, **moved)
 
     def cut(self, part: int, parts: int) -> Self:
-        """One of `parts` equal parts of every row, for ranks that share them. The width of the rows
-        must be a multiple of `parts`. Tokens without padding are counted in equal shares."""
-        rows, width = self.tokens.shape
-        lengths, borders = used_lengths(self.labels), self.cu_seqlens
-        positions = self.positions
-        if positions is None:
-            positions = torch.arange(width).expand(rows, -1)
-        if borders is None:
-            borders = row_borders(lengths, width)
-        assert isinstance(borders, torch.Tensor)
-        reach = reach_of(borders, lengths, width, parts)
-        labels = self.labels.chunk(parts, 1)[part].contiguous()
-        trains_all = self.targets == self.labels.numel()  # else the part counts its own
-        return replace(
-            self,
-            tokens=self.tokens.chunk(parts, 1)[part].contiguous(),
-            labels=labels,
-            targets=labels.numel() if trains_all else None,
-            num_tokens=self.num_tokens // parts + (part < self.num_tokens % parts),
-            positions=positions.chunk(parts, 1)[part].contiguous(),
-            cu_seqlens=CutRows(borders, lengths, part, parts, reach),
-        )
+        """One of `parts` equal parts of every row: `part_of_rows`."""
+        return replace(self, **part_of_rows(self, part, parts))
 
 
 def cut_rows(documents: Any, group: str, labels: torch.Tensor | None) -> CutRows | None:

@@ -9,7 +9,7 @@ Attention gathers keys and values (`attend_cut_rows`).
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -124,3 +124,28 @@ def row_borders(lengths: Tensor, width: int) -> Tensor:
     rows = torch.arange(len(lengths)) * width
     ends = torch.stack([rows + lengths, rows + width], 1).flatten()
     return document_borders(ends, len(lengths) * width)
+
+
+def part_of_rows(batch: Any, part: int, parts: int) -> dict[str, Any]:
+    """The fields of a `Batch` that change if a rank has one of `parts` equal parts of every row.
+    The width of the rows must be a multiple of `parts`. Tokens without padding are counted in equal
+    shares."""
+    rows, width = batch.tokens.shape
+    lengths, borders = used_lengths(batch.labels), batch.cu_seqlens
+    positions = batch.positions
+    if positions is None:
+        positions = torch.arange(width).expand(rows, -1)
+    if borders is None:
+        borders = row_borders(lengths, width)
+    assert isinstance(borders, Tensor)
+    reach = reach_of(borders, lengths, width, parts)
+    labels = batch.labels.chunk(parts, 1)[part].contiguous()
+    trains_all = batch.targets == batch.labels.numel()  # else the part counts its own
+    return {
+        "tokens": batch.tokens.chunk(parts, 1)[part].contiguous(),
+        "labels": labels,
+        "targets": labels.numel() if trains_all else None,
+        "num_tokens": batch.num_tokens // parts + (part < batch.num_tokens % parts),
+        "positions": positions.chunk(parts, 1)[part].contiguous(),
+        "cu_seqlens": CutRows(borders, lengths, part, parts, reach),
+    }

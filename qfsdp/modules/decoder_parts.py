@@ -5,11 +5,35 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from qfsdp.modules.mlp import NormConfig
+from torch import nn
+
+from qfsdp.modules.mlp import RMSNorm, RoundedOnceRMSNorm
 from qfsdp.modules.rope import RopeConfig
 from qfsdp.modules.rope_scalings import LongRopeScaling
 
 MOST_LAYERS = 10_000  # the meta device builds them in seconds; models have a hundredth of it
+
+
+@dataclass(frozen=True)
+class NormConfig:
+    """What the norms of a decoder compute.
+
+    Fields:
+        eps: added to the mean square.
+        rounds_once: True: the weight multiplies in fp32, then the product is rounded to the input's
+            dtype. False: the normalised value is rounded first, as in Llama.
+        offset: is added to the weight. Gemma needs 1, as its checkpoints hold the weight minus 1.
+    """
+
+    eps: float = 1e-6
+    rounds_once: bool = False
+    offset: float = 0.0
+
+    def build(self, size: int) -> nn.Module:
+        """A norm over the last `size` numbers."""
+        if self.rounds_once:
+            return RoundedOnceRMSNorm(size, self.eps, self.offset)
+        return RMSNorm(size, self.eps)
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from typing import TYPE_CHECKING
@@ -49,28 +48,6 @@ class MLP(nn.Module):
 
 
 # ---- root mean square norms (arXiv:1910.07467), computed in fp32 ---------------------------------
-
-
-@dataclass(frozen=True)
-class NormConfig:
-    """What the norms of a decoder compute.
-
-    Fields:
-        eps: added to the mean square.
-        rounds_once: True: the weight multiplies in fp32, then the product is rounded to the input's
-            dtype. False: the normalised value is rounded first, as in Llama.
-        offset: is added to the weight. Gemma needs 1, as its checkpoints hold the weight minus 1.
-    """
-
-    eps: float = 1e-6
-    rounds_once: bool = False
-    offset: float = 0.0
-
-    def build(self, size: int) -> nn.Module:
-        """A norm over the last `size` numbers."""
-        if self.rounds_once:
-            return RoundedOnceRMSNorm(size, self.eps, self.offset)
-        return RMSNorm(size, self.eps)
 
 
 class RMSNorm(nn.Module):

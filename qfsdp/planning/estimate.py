@@ -59,7 +59,7 @@ from qfsdp.training.learning_rate import any_lr
 from qfsdp.training.memory_usage import OPTIMIZER, PLAIN, QUANTIZED, TRAINED, plain_tensors
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.preference import step_options
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 
 __all__ = ["Estimate", "Point", "Target", "estimate", "model_folder", "reserved_bytes"]
 

@@ -30,7 +30,7 @@ from qfsdp.common.sizes import format_size, parse_size
 from qfsdp.planning.advice import SUGGESTIONS, TRANSIENT, less_device_memory, less_host_memory
 from qfsdp.tensor_subclasses.kernels.ability import failed_build, is_failed_build
 from qfsdp.training.memory_usage import IN_HOST, bytes_by_kind, peak_memory_bytes, plain_tensors
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 
 FOLDER = "oom"
 LARGEST_TENSORS = 30

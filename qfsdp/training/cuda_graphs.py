@@ -43,7 +43,7 @@ from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.low_rank.copies import prepare
 from qfsdp.modules.low_rank.linear import dora_linears, refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 
 CudaGraphs = bool | Literal["auto"]
 """Whether steps are captured: "auto" says nothing where there is no GPU."""

@@ -37,8 +37,7 @@ from qfsdp.modules.adapters.linears import parameter_groups
 from qfsdp.modules.adapters.several import BESIDE, AdapterRows, alone
 from qfsdp.training.locate_nonfinite import Losses, Part
 from qfsdp.training.optimizer import build_optimizer, build_scheduler
-from qfsdp.training.step_clock import StepClock
-from qfsdp.training.steps import are_finite, optim_step
+from qfsdp.training.steps import StepClock, are_finite, optim_step
 
 
 @dataclass

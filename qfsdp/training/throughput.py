@@ -42,7 +42,7 @@ from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.training.memory_usage import MemoryUsage
 from qfsdp.training.profiler import Profiler as Profiler
 from qfsdp.training.profiler import ProfilerConfig as ProfilerConfig
-from qfsdp.training.step_clock import StepClock as StepClock
+from qfsdp.training.steps import StepClock as StepClock
 
 # `matmul_rate` repeats the product for so long. An idle GPU takes a part of it to raise its clocks.
 RATE_SECONDS, GPU_RATE_SECONDS = 0.3, 1.0

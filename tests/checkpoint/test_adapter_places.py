@@ -28,7 +28,7 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.checkpoint import test_expert_adapter_files as experts
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft

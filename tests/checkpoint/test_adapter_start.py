@@ -25,7 +25,7 @@ from qfsdp.checkpoint.adapter_files import (
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from qfsdp.common.moved import MOVED, spec_of
+from qfsdp.common.moved import LEFT, MOVED, spec_of
 from tests.tiny import ROOT
 
 MOVED_INTO_A_PACKAGE = sorted(old for old, new in MOVED.items() if new.startswith(f"{old}."))
@@ -61,7 +61,14 @@ def test_old_paths_hand_out_the_modules_of_today_and_say_so(tmp_path: Path) -> N
     assert "qfsdp.cli.errors is qfsdp.common.errors now; its old path works until" in told[1]
 
 
-@pytest.mark.parametrize("package", MOVED_INTO_A_PACKAGE)
+def test_a_module_hands_out_the_names_that_have_left_it() -> None:
+    from qfsdp.distributed import gradients
+    from qfsdp.training import steps
+
+    assert gradients.clip_grad_norm is steps.clip_grad_norm
+
+
+@pytest.mark.parametrize("package", [*MOVED_INTO_A_PACKAGE, *LEFT])
 def test_a_package_has_no_names_that_its_module_never_had(package: str) -> None:
     module = importlib.import_module(package)
     with pytest.raises(AttributeError, match="no attribute 'no_such_name'"):

@@ -27,7 +27,7 @@ from qfsdp.modules.trainable import TrainableConfig
 from qfsdp.planning import oom
 from qfsdp.planning.advice import TRANSIENT, less_device_memory, less_host_memory
 from qfsdp.planning.oom import Run, explain_out_of_memory, is_out_of_memory
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.models import adapted_model
 from tests.tiny import load_recipe, write_tiny_model
 

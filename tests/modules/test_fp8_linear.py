@@ -132,7 +132,7 @@ def train(folder: Path, cases: list[dict[str, Any]]) -> list[tuple[list[float], 
     from qfsdp.data import Batch
     from qfsdp.distributed.gradients import trainable_parameters
     from qfsdp.distributed.strategy import ShardingConfig
-    from qfsdp.training.step_clock import StepClock
+    from qfsdp.training.steps import StepClock
 
     recipe, found = load_recipe(), []
     for case in cases:

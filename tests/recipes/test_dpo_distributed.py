@@ -44,7 +44,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]], steps: int = STEPS) -> l
     from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
     from qfsdp.training.optimizer import build_optimizer
     from qfsdp.training.preference import Objective
-    from qfsdp.training.step_clock import StepClock
+    from qfsdp.training.steps import StepClock
 
     samples, results = random_samples(2 * PAIRS * steps), []
     for case in cases:

@@ -18,7 +18,7 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.preference import Objective, check_packed
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests import hub_models
 from tests.models import cpu_world
 from tests.peft_oracle import dequantized_base

@@ -21,7 +21,7 @@ from qfsdp.data import step_loader
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.modules.compute_dtype import planned_for
 from qfsdp.modules.trainable import TrainableConfig, set_trainable
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests import hub_models, tiny
 from tests.models import cpu_world
 from tests.ranks import run_ranks

@@ -50,7 +50,7 @@ def train(model_dir: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:
     from qfsdp.modules.transformer import ActivationConfig
     from qfsdp.tensor_subclasses.dtensor import whole_tensor
     from qfsdp.training.optimizer import build_optimizer
-    from qfsdp.training.step_clock import StepClock
+    from qfsdp.training.steps import StepClock
 
     results = []
     for case in cases:

@@ -24,7 +24,7 @@ from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model

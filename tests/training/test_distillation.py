@@ -20,7 +20,7 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.distillation import DistillationConfig, divergence, of_most_likely
 from qfsdp.training.distillation import TeacherConfig, load_teacher
 from qfsdp.training.optimizer import build_optimizer
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.models import cpu_world
 from tests.tiny import load_recipe, write_tiny_model
 from tests.toy_data import Samples, tokenizer

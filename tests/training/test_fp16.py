@@ -23,10 +23,10 @@ from torch.distributed.tensor import DTensor
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
-from qfsdp.distributed.gradients import clip_grad_norm
 from qfsdp.modules import compute_dtype as dtypes
 from qfsdp.training import loss_scale
 from qfsdp.training.loss_scale import start_loss_scale, update_loss_scale
+from qfsdp.training.steps import clip_grad_norm
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 

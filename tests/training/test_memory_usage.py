@@ -20,7 +20,7 @@ from qfsdp.training.memory_usage import (
     peak_memory_bytes,
     reset_peak_memory,
 )
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from qfsdp.training.throughput import Meter
 from tests.models import adapted_model, cpu_world
 from tests.ranks import run_ranks

@@ -22,8 +22,7 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.training.memory_usage import plain_tensors
 from qfsdp.training.nonfinite import MAX_SKIPPED
-from qfsdp.training.step_clock import StepClock
-from qfsdp.training.steps import decides_on_device
+from qfsdp.training.steps import StepClock, decides_on_device
 from tests.host_waits import waits_for
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model

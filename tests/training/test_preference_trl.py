@@ -28,7 +28,7 @@ from qfsdp.modules.score_head import HeadConfig, add_score_head
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.preference import Objective
 from qfsdp.training.scores import ScoreObjective
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.preferences import Sample, preference_batch, random_samples
 from tests.tiny import ROOT, load_recipe, write_tiny_model

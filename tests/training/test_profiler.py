@@ -22,7 +22,7 @@ from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.transformer import Decoder
 from qfsdp.training.profiler import Profiler, ProfilerConfig
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.tiny import TINY_CONFIG
 
 pytestmark = pytest.mark.usefixtures("eager")

@@ -20,7 +20,7 @@ from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.modules.score_head import HeadConfig
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.scores import ScoreObjective, last_scores
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, cpu_world
 from tests.preferences import pack_of, random_samples
 from tests.tiny import load_recipe, write_tiny_model

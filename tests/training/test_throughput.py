@@ -27,7 +27,7 @@ from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 from qfsdp.training.throughput import (
     Meter,
     StepFlops,
@@ -272,7 +272,7 @@ def test_the_first_time_of_a_phase_is_told_if_slow(monkeypatch: pytest.MonkeyPat
         told.append(text)
         return nullcontext()
 
-    monkeypatch.setattr("qfsdp.training.step_clock.long_wait", tell)
+    monkeypatch.setattr("qfsdp.training.steps.long_wait", tell)
     monkeypatch.setattr("qfsdp.common.progress.NOW", Progress(step=3))
     clock = StepClock(CPU)
     for _ in range(2):

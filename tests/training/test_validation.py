@@ -269,7 +269,7 @@ def train(folder: Path, quantized: Path, out: Path, case: dict[str, Any], valida
     from qfsdp.distributed.world import init_world
     from qfsdp.tensor_subclasses.dtensor import local_part
     from qfsdp.training.optimizer import build_optimizer
-    from qfsdp.training.step_clock import StepClock
+    from qfsdp.training.steps import StepClock
 
     recipe = load_recipe()
     words = ["adapter.dropout=0.1", "adapter.targets=[all-linear,lm_head]"]

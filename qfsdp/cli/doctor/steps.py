@@ -18,7 +18,7 @@ from qfsdp.modules.adapters.linears import parameter_groups
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from qfsdp.training.step_clock import StepClock
+from qfsdp.training.steps import StepClock
 
 # 195 and 131 rows: 2, 4 and 8 ranks do not divide them.
 TINY: dict[str, Any] = {"architectures": ["LlamaForCausalLM"], "model_type": "llama"}

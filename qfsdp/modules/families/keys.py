@@ -7,10 +7,15 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from qfsdp.modules.decoder_parts import DecoderParts, ExpertsConfig, LayerConfig, RouterConfig
+from qfsdp.modules.decoder_parts import (
+    DecoderParts,
+    ExpertsConfig,
+    LayerConfig,
+    NormConfig,
+    RouterConfig,
+)
 from qfsdp.modules.families.rope_keys import FULL, SLIDING, one_rope, two_ropes
 from qfsdp.modules.families.values import Values
-from qfsdp.modules.mlp import NormConfig
 from qfsdp.modules.rope import RopeConfig
 
 # Of one value: published files have one, transformers 5 writes another.
