@@ -52,6 +52,16 @@ def dequantized_base(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def load_dequantized(model: nn.Module, reference: nn.Module) -> Any:
+    """Loads what `model` computes with into transformers' module; returns what is missing there,
+    and what it does not have. Our experts of a layer are rows below each other, theirs a stack."""
+    base = dequantized_base(model)
+    for name, param in reference.named_parameters():
+        if (rows := base.pop(f"{name}.weight", None)) is not None:
+            base[name] = rows.view(param.shape)
+    return reference.load_state_dict(base, strict=False)
+
+
 def run_peft(
     script: str, model_dir: Path, base: dict[str, Tensor], tokens: Tensor, folder: Path, *words: Any
 ) -> dict[str, Any]:

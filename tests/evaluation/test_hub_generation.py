@@ -56,7 +56,8 @@ def theirs(model: Any) -> list[list[int]]:
         asked = torch.tensor([prompt])
         given = {"attention_mask": torch.ones_like(asked), "eos_token_id": 2, "pad_token_id": 0}
         out = model.generate(asked, max_new_tokens=NEW, do_sample=False, **given)
-        found.append([token for token in out[0, len(prompt) :].tolist() if token not in (0, 2)])
+        # One row is not padded: a 0 is an answer's.
+        found.append([token for token in out[0, len(prompt) :].tolist() if token != 2])
     return found
 
 

@@ -29,7 +29,7 @@ from qfsdp.modules.low_rank.linear import adapted_linears, low_rank_linears
 from tests import hub_models, tiny
 from tests.hub_models import built
 from tests.models import cpu_world
-from tests.peft_oracle import dequantized_base
+from tests.peft_oracle import load_dequantized
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -76,10 +76,7 @@ def check_against_peft(name: str, tmp_path: Path, implementation: Implementation
     adapter = hub_models.adapter_of(name)
     model = built(tmp_path / "model", adapter, implementation=implementation)
     save_adapter(model, adapter, str(tmp_path / "model"), tmp_path / "adapter", cpu_world())
-    base = dequantized_base(model)
-    for key in [key for key in base if native and ".experts." in key]:
-        base[key.removesuffix(".weight")] = base.pop(key).unflatten(0, (4, -1))
-    missing, unexpected = reference.load_state_dict(base, strict=False)
+    missing, unexpected = load_dequantized(model, reference)
     beside = ("vision_tower", "visual", "multi_modal_projector", "embed_vision")
     assert not unexpected
     assert all(name == "lm_head.weight" or name.split(".")[1] in beside for name in missing)

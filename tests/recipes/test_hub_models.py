@@ -24,7 +24,7 @@ from tests import hub_models, tiny
 from tests.evaluation.test_hub_generation import PROMPTS, answers, theirs
 from tests.hub_models import MIXTURES, NAMES, OTHERS
 from tests.models import cpu_world
-from tests.peft_oracle import dequantized_base
+from tests.peft_oracle import load_dequantized
 from tests.ranks import run_ranks
 from tests.toy_data import TOY_CONFIG, Samples
 
@@ -45,9 +45,14 @@ checkpoint: {{every_n_steps: 2, keep_last: 99}}
 SHORT, THEIRS = NAMES[:2], "transformers"
 MORE = ["qwen3_next", "mistral3", "nemotron_h", "minimax_m2", "cohere2", "exaone4"]
 WHOLE = [*NAMES, *MIXTURES, "gemma3", *MORE, *OTHERS, "bart"]
+OURS = ["qwen3_5", "qwen3_5_moe_whole", "qwen3_next"]  # built by us too
 RUN = [
     *(pytest.param((name, False, THEIRS), marks=pytest.mark.long, id=name) for name in SHORT),
     pytest.param(("qwen3_5_whole", False, "native"), marks=pytest.mark.long, id="ours"),
+    *(
+        pytest.param((name, True, "native"), marks=pytest.mark.slow, id=f"{name}-ours-whole")
+        for name in OURS
+    ),
     *(
         pytest.param((name, True, THEIRS), marks=pytest.mark.slow, id=f"{name}-whole")
         for name in WHOLE
@@ -114,7 +119,7 @@ def over_dequantized(folder: Path, scratch: Path) -> Any:
     save_adapter(model, adapter, str(folder / "model"), scratch, cpu_world())
     cls = hub_models.class_of(AutoConfig.from_pretrained(folder / "model"))
     reference: Any = cls.from_pretrained(folder / "model", dtype=torch.float32)
-    reference.load_state_dict(dequantized_base(model), strict=False)
+    load_dequantized(model, reference)
     return reference.eval()
 
 
@@ -261,26 +266,30 @@ def test_all_ways_to_shard_give_the_same_losses(
         assert losses_of_way == pytest.approx(found[0], abs=bound), way
 
 
+APART = ("gemma4_moe", "falcon", "bart")  # refuse `packed: true`
+
+
 @pytest.mark.long
 @pytest.mark.usefixtures("eager")
 @pytest.mark.parametrize(
-    "name",
+    ("name", "by"),
     [
-        "deepseek_v3",
-        "qwen3_5",
+        ("deepseek_v3", THEIRS),
+        ("qwen3_5", THEIRS),
         *(
-            pytest.param(name, marks=pytest.mark.slow)
+            pytest.param(name, THEIRS, marks=pytest.mark.slow)
             for name in WHOLE
-            if name
-            not in ("deepseek_v3", "qwen3_5", "gemma4_moe", "falcon", "bart")  # refuse packed: true
+            if name not in ("deepseek_v3", "qwen3_5", *APART)
         ),
+        *(pytest.param(name, "native", marks=pytest.mark.slow) for name in OURS),
     ],
 )
-def test_packed_rows_have_the_loss_of_their_samples(name: str, tmp_path: Path) -> None:
+def test_packed_rows_have_the_loss_of_their_samples(name: str, by: str, tmp_path: Path) -> None:
     """Steps with every sample, on two ranks: packed, and each sample in a row of its own."""
     hub_models.save_hub_model(name, tmp_path / "model")
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
     words = ["batch_size=13", "max_steps=1", "epochs=1", "checkpoint.every_n_steps=null"]
+    words.append(f"model.implementation={by}")
     runs = [
         (str(tmp_path / "config.yaml"), [*words, f"output_dir={tmp_path}/{packed}", more])
         for packed, more in (("false", "packed=false"), ("true", "packed=true"))
