@@ -69,7 +69,8 @@ from qfsdp.modules.adapters.whole import (
     ties_whole,
     whole_parameters,
 )
-from qfsdp.modules.low_rank.linear import adapted_linears, low_rank_linears
+from qfsdp.modules.low_rank.adapted import adapted_linears
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.score_head import score_head
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, whole_tensor
 from qfsdp.tensor_subclasses.finite import is_finite

@@ -13,7 +13,8 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import LowRankExpertLinear
 from qfsdp.modules.adapters.trained_rows import FIELD, trained_rows
 from qfsdp.modules.adapters.whole import WHOLE
-from qfsdp.modules.low_rank.linear import adapted_linears, low_rank_linears
+from qfsdp.modules.low_rank.adapted import adapted_linears
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.targets import ALL_LINEAR, LINEAR_NAMES, ROUTER_NAMES, linears_of
 
 # Fields that must be the same, besides the method; of other methods `SHARED_FIELDS`.

@@ -47,7 +47,7 @@ from qfsdp.data.tokenizer_folder import texts_in
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import NAMES, AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters
-from qfsdp.modules.low_rank.linear import adapted_linears
+from qfsdp.modules.low_rank.adapted import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
 JoinMethod = Literal["linear", "svd", "ties", "dare_linear", "dare_ties"]

@@ -27,7 +27,7 @@ from qfsdp.modules.adapters.several import OneOfSeveral
 from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.experts.stacked import ExpertLinear
 from qfsdp.modules.hub_models.decoder import AnyDecoder
-from qfsdp.modules.low_rank.linear import AdaptedLinear
+from qfsdp.modules.low_rank.adapted import AdaptedLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses.dtensor import local_part

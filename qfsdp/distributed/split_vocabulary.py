@@ -41,7 +41,7 @@ from qfsdp.modules.collectives import reduce_scatter
 from qfsdp.modules.distillation import Columns
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.loss import chunk_functions, chunk_tokens, summed_by_sample
-from qfsdp.modules.low_rank.linear import AdaptedLinear
+from qfsdp.modules.low_rank.adapted import AdaptedLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.score_head import score_head
 from qfsdp.modules.transformer import Decoder

@@ -18,7 +18,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.hub_models.config import Implementation
-from qfsdp.modules.low_rank.linear import adapted_linears
+from qfsdp.modules.low_rank.adapted import adapted_linears
 from tests import hub_models
 from tests.hub_models import built
 from tests.models import cpu_world

@@ -24,7 +24,7 @@ from qfsdp.evaluation.generation import SamplingConfig, generate, prompt_randoms
 from qfsdp.evaluation.inference_model import load_for_inference
 from qfsdp.evaluation.prompts import chat_tokens, stop_ids
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.low_rank.linear import adapted_linears
+from qfsdp.modules.low_rank.adapted import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
 from tests.models import adapted_model, randomize_adapters

@@ -20,7 +20,7 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.adapters.oft import rotations
 from qfsdp.modules.adapters.reference import as_reference
-from qfsdp.modules.low_rank.linear import adapted_linears
+from qfsdp.modules.low_rank.adapted import adapted_linears
 from tests.models import cpu_world, randomize_adapters
 
 KINDS = (AdapterConfig("miss", rank=7), AdapterConfig("oft", block_size=6))

@@ -21,7 +21,8 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import init_adapters, parameter_groups
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.low_rank import linear as low_rank_linear
-from qfsdp.modules.low_rank.linear import AdaptedLinear, LowRankLinear, adapted_linears
+from qfsdp.modules.low_rank.adapted import AdaptedLinear, adapted_linears
+from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.targets import check_targets, target_modules
 from qfsdp.modules.transformer import Decoder

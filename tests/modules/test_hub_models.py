@@ -25,7 +25,8 @@ from qfsdp.modules.hub_models.decoder import HubDecoder, build_decoder
 from qfsdp.modules.hub_models.experts import stacked_experts
 from qfsdp.modules.hub_models.linears import linears_of_layers, reads_weight
 from qfsdp.modules.hub_models.refused import check_hub_run
-from qfsdp.modules.low_rank.linear import adapted_linears, low_rank_linears
+from qfsdp.modules.low_rank.adapted import adapted_linears
+from qfsdp.modules.low_rank.linear import low_rank_linears
 from tests import hub_models, tiny
 from tests.hub_models import built
 from tests.models import cpu_world

@@ -27,9 +27,9 @@ from tests.tiny import needs_compiler
 def own_trial(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Each test tries again, in a folder of its own."""
     monkeypatch.setenv(ability.FOLDER, str(tmp_path / "compiled"))
-    for cached in (caches := (ability.why_not, compiled._say_uncompiled)):
+    for cached in (caches := (ability.why_not, ability._say_uncompiled)):
         cached.cache_clear()
-    monkeypatch.setattr(compiled, "_failed_later", False)
+    monkeypatch.setattr(ability, "failed_later", False)
     yield
     for cached in caches:
         cached.cache_clear()

@@ -196,7 +196,7 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
 @needs_compiler
 def test_one_build_per_shape_as_on_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
     """More shapes than Dynamo's limit of builds for a function: none runs uncompiled."""
-    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.compiled.DYNAMIC_DEVICES", ())
+    monkeypatch.setattr("qfsdp.tensor_subclasses.kernels.dispatch.DYNAMIC_DEVICES", ())
     weights = [nf4.quantize(random_weight(rows, 576)) for rows in range(64, 68)]
     with torch._dynamo.config.patch(recompile_limit=2):
         found = [weight.dequantize(torch.bfloat16) for weight in weights]

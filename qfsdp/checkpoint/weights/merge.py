@@ -65,7 +65,7 @@ from qfsdp.modules.adapters.trained_rows import DELTA, trained_rows, with_traine
 from qfsdp.modules.adapters.whole import KEY, whole_parameters
 from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.hub_models.decoder import AnyDecoder
-from qfsdp.modules.low_rank.linear import adapted_linears
+from qfsdp.modules.low_rank.adapted import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.four_bit import BLOCK
 from qfsdp.tensor_subclasses.quantized_tensor import FORMATS, QuantizedTensor

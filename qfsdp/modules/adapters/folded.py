@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from qfsdp.modules.low_rank.linear import AdaptedLinear, LowRankLinear
+from qfsdp.modules.low_rank.adapted import AdaptedLinear
+from qfsdp.modules.low_rank.linear import LowRankLinear
 from qfsdp.modules.low_rank.product import scaled_b
 from qfsdp.modules.targets import replace_module
 from qfsdp.tensor_subclasses import few_rows

@@ -48,11 +48,10 @@ from qfsdp.modules.decoder_base import base_parameters as base_parameters
 from qfsdp.modules.experts.adapted import adapted_experts, of_all
 from qfsdp.modules.experts.router import ChoosesExperts, Router
 from qfsdp.modules.experts.stacked import ExpertLinear, bias_of_rows
+from qfsdp.modules.low_rank.adapted import AdaptedLinear, adapted_linears
 from qfsdp.modules.low_rank.copies import prepare
 from qfsdp.modules.low_rank.linear import (
-    AdaptedLinear,
     LowRankLinear,
-    adapted_linears,
     low_rank_linears,
     low_rank_outputs,
     refresh_dora_norms,

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.low_rank.linear import AdaptedLinear
+from qfsdp.modules.low_rank.adapted import AdaptedLinear
 from qfsdp.modules.quantized_linear import QuantizedLinear, linear
 from qfsdp.tensor_subclasses.dtensor import local_part
 

@@ -16,7 +16,7 @@ from torch import nn
 
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.low_rank.linear import AdaptedLinear, adapted_linears
+from qfsdp.modules.low_rank.adapted import AdaptedLinear, adapted_linears
 from qfsdp.tensor_subclasses.dtensor import local_part
 
 Reference = Literal["base", "start", "none"]

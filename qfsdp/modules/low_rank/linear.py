@@ -10,49 +10,24 @@ W is read in pieces, as the plain rows that forward multiplies by.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 
 from qfsdp.modules.low_rank import product
+from qfsdp.modules.low_rank.adapted import AdaptedLinear
 from qfsdp.modules.low_rank.copies import Copies, ready_copies
-from qfsdp.tensor_subclasses.dtensor import local_part, on_mesh, whole_tensors
+from qfsdp.tensor_subclasses.dtensor import on_mesh, whole_tensors
 from qfsdp.tensor_subclasses.frozen_weight import held_rows, row_chunks
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 
 if TYPE_CHECKING:
     from qfsdp.modules.adapters.config import AdapterConfig
-
-
-class AdaptedLinear(nn.Module):
-    """A frozen linear with an adapter, which subclasses add.
-
-    Fields:
-        weight: `[out, in]`, frozen, quantized or plain.
-        bias: `[out]` or None, frozen.
-        fp8: multiply by the weight in FP8.
-        is_reference: compute what it computed at the start (`qfsdp.modules.adapters.reference`).
-        start: frozen copies of the adapter's parameters at the start, by their names; empty: at
-            the start the adapter changed nothing.
-    """
-
-    base_fields = ("weight", "bias", "e_score_correction_bias")  # all others are its adapter's
-
-    def __init__(self, base: Any) -> None:
-        super().__init__()
-        self.weight = base.weight.requires_grad_(False)
-        self.bias = base.bias if base.bias is None else base.bias.requires_grad_(False)
-        self.fp8 = getattr(base, "fp8", False)
-        self.is_reference = False
-        self.start = nn.ParameterDict()
-
-    def _fp32(self, *shape: int) -> nn.Parameter:
-        """An unset fp32 parameter on the weight's device."""
-        return nn.Parameter(torch.empty(*shape, dtype=torch.float32, device=self.weight.device))
 
 
 class LowRankLinear(AdaptedLinear):
@@ -130,7 +105,7 @@ class LowRankLinear(AdaptedLinear):
 
     def held_b(self) -> Tensor:
         """The rows of B that belong to this rank's rows of W. Every rank must call it."""
-        return on_mesh(self.lora_B)
+        return on_mesh(self.lora_B) if isinstance(self.lora_B, DTensor) else self.lora_B.detach()
 
     def norms(self, weight: Tensor, a: Tensor, b: Tensor, base_squares: Tensor) -> Tensor:
         """Row norms of W + scaling * B A, of the rows that this rank holds in `weight` and `b`."""
@@ -188,16 +163,9 @@ def low_rank_outputs(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
 # ---- the linears of a model, and DoRA's norms ----------------------------------------------------
 
 
-def adapted_linears(model: nn.Module) -> Iterator[tuple[str, AdaptedLinear]]:
-    """(name, module) of every adapted linear, in model order."""
-    for name, module in model.named_modules():
-        if isinstance(module, AdaptedLinear):
-            yield name, module
-
-
 def low_rank_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
     """(name, module) of every linear with LoRA or DoRA, in model order."""
-    for name, module in adapted_linears(model):
+    for name, module in model.named_modules():
         if isinstance(module, LowRankLinear):
             yield name, module
 
@@ -215,14 +183,18 @@ def refresh_dora_norms(model: nn.Module, b_is_zero: bool = False) -> None:
     (everywhere) the norms are those of W, which is then dequantized once instead of twice.
     """
     modules = dora_linears(model)
-    for module, a in zip(modules, whole_tensors([m.lora_A for m in modules]), strict=True):
-        assert module.weight_norm is not None
+    factors: Iterable[Tensor] = (module.lora_A.detach() for module in modules)
+    if any(isinstance(module.lora_A, DTensor) for module in modules):
+        factors = whole_tensors([module.lora_A for module in modules])
+    for module, a in zip(modules, factors, strict=True):
+        held = module.weight_norm
+        assert held is not None
         b = module.held_b()
-        weight = held_rows(module.weight, module.weight_norm, b.device)
+        weight = held_rows(module.weight, held, b.device)
         if (squares := module.base_squares) is None:
             squares = module.base_squares = squared_norms(weight)
         norms = roots(squares) if b_is_zero else module.norms(weight, a, b, squares)
-        local_part(module.weight_norm).copy_(norms)
+        (held.to_local() if isinstance(held, DTensor) else held).copy_(norms)
 
 
 def squared_norms(weight: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from qfsdp.modules.low_rank import shapes
 from qfsdp.tensor_subclasses.fp8 import backward_product, forward_product
 from qfsdp.tensor_subclasses.frozen_weight import bytes_of, frozen_weight
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
@@ -146,23 +147,8 @@ def scaled_b(b: Tensor, ratio: Tensor | None, scaling: float, dtype: torch.dtype
     return (b if ratio is None else b * ratio.unsqueeze(1)).to(dtype)
 
 
-@torch.library.register_fake("qfsdp::adapted_linear")
-def _(x: Tensor, dropped: Any, weights: Any, metadata: Any, a: Any, *_: Any) -> list[Tensor]:
-    outputs = [x.new_empty(*x.shape[:-1], weight.size(0)) for weight in weights]
-    return [*outputs, x.new_empty(x.shape[:-1].numel(), sum(factor.size(0) for factor in a))]
-
-
-@torch.library.register_fake("qfsdp::adapted_linear_backward")
-def _(
-    grads: Any, x: Tensor, dropped: Any, weights: Any, metadata: Any, a: Any, b: Any, *rest: Any
-) -> list[Tensor]:
-    wants_x, rank = rest[-1], b[0].size(1)
-    return [
-        torch.empty_like(x) if wants_x else x.new_empty(0),
-        torch.empty_like(x) if wants_x and dropped is not None else x.new_empty(0),
-        x.new_empty(len(b) * rank, x.size(-1), dtype=torch.float32),
-        x.new_empty(sum(factor.size(0) for factor in b), rank, dtype=torch.float32),
-    ]
+torch.library.register_fake("qfsdp::adapted_linear", shapes.of_outputs)
+torch.library.register_fake("qfsdp::adapted_linear_backward", shapes.of_gradients)
 
 
 # ---- autograd: what is kept for backward, and whose gradient is which ----------------------------

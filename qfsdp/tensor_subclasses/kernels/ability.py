@@ -118,6 +118,29 @@ def why_not() -> str | None:
     return None
 
 
+failed_later = False  # a kernel could not be built, although the trial went well
+
+
+def can_build_kernels() -> bool:
+    """Whether the trial went well; if it did not, rank 0 says so, once."""
+    reason = why_not()
+    if reason is not None and os.environ.get("LOCAL_RANK", "0") == "0":
+        _say_uncompiled(reason)
+    return reason is None
+
+
+def stop_building_kernels(error: Exception) -> None:
+    """Kernels run uncompiled from now on, with equal results."""
+    global failed_later
+    failed_later = True
+    _say_uncompiled(failed_build(error))
+
+
+@functools.cache
+def _say_uncompiled(reason: str) -> None:
+    logging.getLogger("qfsdp").warning("4-bit kernels run uncompiled and slower: %s", reason)
+
+
 def _try(compiler: str, folder: Path) -> None:
     """Writes to the folder, and loads a library in it, which `compiler` builds if it is missing."""
     folder.mkdir(parents=True, exist_ok=True)

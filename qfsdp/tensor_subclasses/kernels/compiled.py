@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 import functools
-import logging
 import os
 from collections.abc import Callable
-from types import FunctionType
 from typing import Any, ParamSpec, TypeVar
 
 import torch
 
-from qfsdp.tensor_subclasses.kernels import dry_run
+from qfsdp.tensor_subclasses.kernels import ability, dry_run
 from qfsdp.tensor_subclasses.kernels.ability import check_compile as check_compile
-from qfsdp.tensor_subclasses.kernels.ability import failed_build, is_failed_build, why_not
 from qfsdp.tensor_subclasses.kernels.ability import use_cache_dir as use_cache_dir
-from qfsdp.tensor_subclasses.kernels.dispatch import Kernel
-
-DYNAMIC_DEVICES = ("cpu",)  # devices for which `static_on_gpus` changes nothing
+from qfsdp.tensor_subclasses.kernels.dispatch import Builds
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -35,32 +30,14 @@ ROUNDED_AS_ON_CPUS: dict[str, Any] = {
 }
 
 
-_failed_later = False  # a kernel could not be built, although the trial went well
-
-
 def can_compile() -> bool:
     """Whether kernels are compiled: this machine can (`ability`), and `QFSDP_EAGER_KERNELS=1` is
     not set. In an estimate for a GPU this machine's compiler does not matter."""
-    if os.environ.get("QFSDP_EAGER_KERNELS") == "1" or _failed_later:
+    if os.environ.get("QFSDP_EAGER_KERNELS") == "1" or ability.failed_later:
         return False
     if dry_run.current is not None and dry_run.current.target != "cpu":
         return True
-    reason = why_not()
-    if reason is not None and os.environ.get("LOCAL_RANK", "0") == "0":
-        _say_uncompiled(reason)
-    return reason is None
-
-
-@functools.cache
-def _say_uncompiled(reason: str) -> None:
-    logging.getLogger("qfsdp").warning("4-bit kernels run uncompiled and slower: %s", reason)
-
-
-def _stop_compiling(error: Exception) -> None:
-    """Kernels run uncompiled from now on, with equal results."""
-    global _failed_later
-    _failed_later = True
-    _say_uncompiled(failed_build(error))
+    return ability.can_build_kernels()
 
 
 def on_cpu(tensor: torch.Tensor) -> bool:
@@ -89,10 +66,7 @@ def compiled(
             spends a good part of its time on dividing indices by sizes that are not constants.
     """
 
-    @functools.cache
-    def build(shapes: tuple[Any, ...] | None) -> Kernel:
-        # Dynamo counts builds per code object and gives up at the eighth: a copy for each shape.
-        return Kernel(fn if shapes is None else _copy(fn), shapes is None, options)
+    builds = Builds(fn, options, static_on_gpus)
 
     @functools.wraps(fn)
     def call(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -103,25 +77,13 @@ def compiled(
         if dry_run.current is not None and large and can_compile():
             return dry_run.current.results_only(fn, *args, **kwargs)
         if plain and large and not torch.compiler.is_compiling() and can_compile():
-            shapes = None
-            if static_on_gpus and first.device.type not in DYNAMIC_DEVICES:
-                shapes = tuple(
-                    (a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args
-                )
             try:
                 with torch.no_grad():  # one build for both grad modes
-                    return build(shapes)(*args)
+                    return builds.of(first, args)(*args)
             except Exception as error:  # the folder has filled up, or the compiler fails on it
-                if not is_failed_build(error):
+                if not ability.is_failed_build(error):
                     raise
-                _stop_compiling(error)
+                ability.stop_building_kernels(error)
         return fn(*args, **kwargs)
 
     return call
-
-
-def _copy(fn: Callable[P, R]) -> Callable[P, R]:
-    """The same function with another code object."""
-    assert isinstance(fn, FunctionType)
-    code = fn.__code__.replace(co_name=f"{fn.__name__}_static")
-    return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)

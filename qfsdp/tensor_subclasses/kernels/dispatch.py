@@ -1,15 +1,18 @@
-"""`Kernel`: a compiled function whose repeated calls skip Dynamo and go to inductor's code."""
+"""`Kernel`: a compiled function whose repeated calls skip Dynamo and go to inductor's code;
+`Builds`: those of a function, for every set of shapes if need be."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from types import FunctionType
 from typing import Any, cast
 
 import torch
 from torch.fx.experimental import _config
 
+DYNAMIC_DEVICES = ("cpu",)  # devices for which `static_on_gpus` changes nothing
 MAX_DIRECT_CALLS = 4096  # some 1 KB each; calls with more kinds of arguments go through Dynamo
 
 
@@ -107,3 +110,31 @@ def _kind(arg: Any) -> Any:
     if isinstance(arg, torch.Tensor):
         return arg.dtype, arg.device, arg.shape, arg.stride()
     return type(arg), arg
+
+
+class Builds:
+    """The kernels of a function; the arguments are those of `compiled`."""
+
+    def __init__(
+        self, fn: Callable[..., Any], options: dict[str, Any] | None, static_on_gpus: bool
+    ) -> None:
+        self._fn, self._options, self._static_on_gpus = fn, options, static_on_gpus
+        self._kernels: dict[Any, Kernel] = {}
+
+    def of(self, first: torch.Tensor, args: Sequence[Any]) -> Kernel:
+        """The kernel for these arguments, of which `first` is the first tensor."""
+        shapes = None
+        if self._static_on_gpus and first.device.type not in DYNAMIC_DEVICES:
+            shapes = tuple((a.shape, a.dtype) if isinstance(a, torch.Tensor) else a for a in args)
+        if (kernel := self._kernels.get(shapes)) is None:
+            # Dynamo counts builds per code object and gives up at the eighth: a copy for each.
+            fn = self._fn if shapes is None else _copy(self._fn)
+            kernel = self._kernels[shapes] = Kernel(fn, shapes is None, self._options)
+        return kernel
+
+
+def _copy(fn: Callable[..., Any]) -> Callable[..., Any]:
+    """The same function with another code object."""
+    assert isinstance(fn, FunctionType)
+    code = fn.__code__.replace(co_name=f"{fn.__name__}_static")
+    return FunctionType(code, fn.__globals__, fn.__name__, fn.__defaults__, fn.__closure__)

@@ -1,0 +1,29 @@
+"""Empty results of `product`'s operations, for the compiler and for dry runs."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def of_outputs(
+    x: Tensor, dropped: Any, weights: Any, metadata: Any, a: Any, *_: Any
+) -> list[Tensor]:
+    """As `forward_op`."""
+    outputs = [x.new_empty(*x.shape[:-1], weight.size(0)) for weight in weights]
+    return [*outputs, x.new_empty(x.shape[:-1].numel(), sum(factor.size(0) for factor in a))]
+
+
+def of_gradients(
+    grads: Any, x: Tensor, dropped: Any, weights: Any, metadata: Any, a: Any, b: Any, *rest: Any
+) -> list[Tensor]:
+    """As `backward_op`."""
+    wants_x, rank = rest[-1], b[0].size(1)
+    return [
+        torch.empty_like(x) if wants_x else x.new_empty(0),
+        torch.empty_like(x) if wants_x and dropped is not None else x.new_empty(0),
+        x.new_empty(len(b) * rank, x.size(-1), dtype=torch.float32),
+        x.new_empty(sum(factor.size(0) for factor in b), rank, dtype=torch.float32),
+    ]
