@@ -277,8 +277,12 @@ def _of_a_service(row: Mapping[str, Any]) -> str | None:
     """What makes messages of the rows that Google's and OpenAI's finetuning services take."""
     contents: Any = row.get("contents")
     if _holds_rows(contents) and "parts" in contents[0]:
-        said = '{role: (if .role == "model" then "assistant" else .role end), '
-        return "{messages: [.contents[] | " + said + 'content: (.parts | map(.text) | join(""))}]}'
+        role = '(if .role == "model" then "assistant" else .role end)'
+        text = "(.parts | map(.text) | add)"
+        said = f"[.contents[] | {{role: {role}, content: {text}}}]"
+        if "systemInstruction" in row:
+            said = f'[.systemInstruction | {{role: "system", content: {text}}}] + {said}'
+        return f"{{messages: ({said})}}"
     if isinstance(row.get("input"), Mapping) and "preferred_output" in row:
         chosen, rejected = "(.input.messages + .preferred_output)", ".non_preferred_output"
         return f"{{chosen: {chosen}, rejected: (.input.messages + {rejected})}}"

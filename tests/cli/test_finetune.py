@@ -29,6 +29,11 @@ TURNS = [{"from": "human", "value": "2 + 3?"}, {"from": "gpt", "value": "5"}]
 # Form -> a row, the builder and its keys.
 FORMS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
     "chats": ({"messages": CHAT}, "chat_dataset", {}),
+    "with a system message": (
+        {"messages": [{"role": "system", "content": "Be short."}, *CHAT]},
+        "chat_dataset",
+        {},
+    ),
     "sharegpt": ({"conversations": TURNS}, "chat_dataset", {"messages_column": "conversations"}),
     "questions": (
         {"Question": "2 + 3?", "Answer": "5"},
@@ -96,10 +101,11 @@ FORMS: dict[str, tuple[dict[str, Any], str, dict[str, Any]]] = {
 
 SERVICES = {
     "google": {
+        "systemInstruction": {"parts": [{"text": "Be short."}]},
         "contents": [
-            {"role": "user", "parts": [{"text": "2 + 3?"}]},
+            {"role": "user", "parts": [{"text": "2 + "}, {"text": "3?"}]},
             {"role": "model", "parts": [{"text": "5"}]},
-        ]
+        ],
     },
     "openai": {
         "input": {"messages": CHAT[:1]},
@@ -285,7 +291,9 @@ def test_a_mistake_is_one_line(
 
 
 @pytest.mark.skipif(shutil.which("jq") is None, reason="needs jq")
-@pytest.mark.parametrize(("name", "form"), [("google", "chats"), ("openai", "dialogues")])
+@pytest.mark.parametrize(
+    ("name", "form"), [("google", "with a system message"), ("openai", "dialogues")]
+)
 def test_rows_of_other_services_become_ours(
     name: str, form: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
