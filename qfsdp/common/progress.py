@@ -86,6 +86,6 @@ def _begins(name: str, layer: Any, args: Any) -> None:
 
 def _ends(name: str, layer: Any, args: Any, result: Any) -> None:
     NOW.part = ""  # what follows may be no part of a step
-    x = result[0] if isinstance(result, tuple) else result
-    if x.requires_grad:
+    x = result[0] if isinstance(result, tuple | list) else result  # OpenAI GPT's return lists
+    if getattr(x, "requires_grad", False):
         x.register_hook(lambda gradient: moved(name))

@@ -390,7 +390,7 @@ class MemoryTracker(TorchDispatchMode):
     def _leave_module(self, module: nn.Module, _: Any, out: Any) -> None:
         self.note_peak()
         name = self._modules.pop()
-        out = out[0] if isinstance(out, tuple) else out  # a mixture also returns its routing
+        out = out[0] if isinstance(out, tuple | list) else out  # a mixture also returns its routing
         if self.phase == "forward" and isinstance(out, Tensor) and out.requires_grad:
             out.register_hook(partial(self._enter_backward, name))
 

@@ -195,7 +195,7 @@ class _Look:
         if module is self._model:  # `Decoder` calls the output layer without its hooks
             name = getattr(self._model, "output_name", "lm_head")
             self._weights(name, self._model.get_submodule(name))
-        out = out[0] if isinstance(out, tuple) else out  # a mixture also returns its routing
+        out = out[0] if isinstance(out, tuple | list) else out  # a mixture also returns its routing
         self._note(FORWARD, f"output of {name}", out)
         if isinstance(out, Tensor):
             self._note_gradient(f"the output of {name}", out)

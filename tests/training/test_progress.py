@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 from qfsdp.common import progress
 from qfsdp.modules.activations import ActivationConfig
@@ -30,3 +33,22 @@ def test_every_layer_moves_on(
     assert seen == layers
     loss.backward()
     assert seen == layers + layers[::-1]
+
+
+@pytest.mark.parametrize("wrap", [tuple, list, lambda results: {"x": results[0]}])
+def test_layers_may_return_more_than_a_tensor(
+    wrap: Callable[[list[Tensor]], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenAI GPT's layers return lists: a run ended at the first one."""
+
+    class Layer(nn.Linear):
+        def forward(self, x: Tensor) -> Any:
+            return wrap([super().forward(x)])
+
+    model = nn.Sequential(Layer(2, 2))
+    seen: list[str] = []
+    monkeypatch.setattr(progress, "moved", seen.append)
+    progress.follow_layers(model, [model[0]])
+    result = model(torch.ones(1, 2))
+    next(iter(result.values() if isinstance(result, dict) else result)).sum().backward()
+    assert seen == (["0"] if isinstance(result, dict) else ["0", "0"])
