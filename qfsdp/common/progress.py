@@ -7,10 +7,9 @@ The watchdog (`qfsdp.launch.watchdog`) reads it. Whoever does a long piece of wo
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any
 
 
@@ -68,23 +67,13 @@ def phase(name: str) -> Iterator[None]:
     moved()
 
 
-def follow_layers(model: Any, layers: Collection[Any]) -> None:
-    """Has each of `layers`, modules of `model`, call `moved` when it begins, forward and backward.
-
-    A phase may take longer than the watchdog's limit: forward of a row of 65,536 tokens took over
-    30 minutes on one core. Hooks run outside of compiled blocks, 10 us a layer and micro-batch.
-    """
-    for name, layer in model.named_modules():
-        if layer in layers:
-            layer.register_forward_pre_hook(partial(_begins, name))
-            layer.register_forward_hook(partial(_ends, name))
-
-
-def _begins(name: str, layer: Any, args: Any) -> None:
+def layer_begins(name: str, layer: Any, args: Any) -> None:
+    """A hook of forward, of the layer `name`."""
     moved(name)
 
 
-def _ends(name: str, layer: Any, args: Any, result: Any) -> None:
+def layer_ends(name: str, layer: Any, args: Any, result: Any) -> None:
+    """The hook after it; that of the result's gradient tells when backward begins."""
     NOW.part = ""  # what follows may be no part of a step
     x = result[0] if isinstance(result, tuple | list) else result  # OpenAI GPT's return lists
     if getattr(x, "requires_grad", False):

@@ -1,4 +1,5 @@
-"""What a decoder and its layers do besides a training step: what a run sets, and generation."""
+"""How a decoder and its layers are built, what a run sets in them, and how they generate.
+`transformer` has what they compute in a training step."""
 
 from __future__ import annotations
 
@@ -6,14 +7,23 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from qfsdp.data.cut_rows import CutRows
 from qfsdp.data.preferences.shared_prompts import SharedDocuments
 from qfsdp.modules.activation_offload import Offload
-from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.activations import ActivationConfig, Checkpointing
 from qfsdp.modules.attention.document_lengths import Documents
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
+from qfsdp.modules.attention.self_attention import Attention
+from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.decoder_parts import LayerConfig
+from qfsdp.modules.delta_net import DeltaNet
+from qfsdp.modules.experts.mixture import MixtureMLP
+from qfsdp.modules.experts.routing import Routing
+from qfsdp.modules.loss import head_loss
+from qfsdp.modules.mlp import MLP
 
 
 class ModelParts(NamedTuple):
@@ -33,10 +43,24 @@ class ModelParts(NamedTuple):
 
 
 class LayerBase(nn.Module):
-    """The base of `DecoderLayer`."""
+    """The base of `DecoderLayer`, which documents the arguments."""
 
     block: Any
-    compiled: bool
+
+    def __init__(self, config: DecoderConfig, kind: LayerConfig) -> None:
+        super().__init__()
+        self.norms, self.mlp_name = config.norms, config.mlp.module
+        self.residual_multiplier = config.multipliers.residual
+        self.mixer_name = "linear_attn" if kind.recurrent else "self_attn"
+        mixer = DeltaNet(config) if kind.recurrent else Attention(config, kind)
+        setattr(self, self.mixer_name, mixer)
+        setattr(self, self.mlp_name, MixtureMLP(config) if kind.mixture else MLP(config))
+        for name in config.norms.names():
+            setattr(self, name, config.norm.build(config.hidden_size))
+        self.checkpointing: Checkpointing = "none"
+        self.offload: Offload | None = None
+        self.tile_tokens: int | None = None  # of `ActivationConfig`
+        self.compiled = False
 
     def compile_block(self) -> None:
         """Compiles `block`; FSDP2's hooks on the layer stay outside of the compiled code."""
@@ -91,12 +115,49 @@ def mark_lengths(
         torch._dynamo.maybe_mark_dynamic(mask, [2, 3])
 
 
+class OutputLayer(nn.Linear):
+    """Logits `[..., vocab]` of hidden states or, given labels, their `head_loss`."""
+
+    def forward(self, x: Tensor, labels: Tensor | None = None, *of_loss: Any) -> Tensor:
+        if labels is None:
+            return F.linear(x, self.weight.to(x.dtype))
+        return head_loss(self, x, labels, *of_loss)
+
+
+class Backbone(nn.Module):
+    """Hugging Face's `model`: gives its parts their names. `Decoder.forward` runs them."""
+
+    def __init__(self, config: DecoderConfig, layer: Any) -> None:
+        super().__init__()
+        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList(layer(config, kind) for kind in config.layers)
+        self.norm = config.norm.build(config.hidden_size)
+
+
 class DecoderBase(nn.Module):
-    """The base of `Decoder`."""
+    """The base of `Decoder`, which documents the fields."""
+
+    layer: type[LayerBase]
 
     if TYPE_CHECKING:  # of `Decoder`
 
         def __getattr__(self, name: str) -> Any: ...
+
+    def __init__(self, config: DecoderConfig) -> None:
+        super().__init__()
+        self.config = config
+        self.compute_dtype: torch.dtype | None = None
+        self.split: Any = None
+        self.group = ""
+        self.routing = Routing(config.experts.router.aux_loss if config.experts else 0.0)
+        self.model: Any = Backbone(config, self.layer)
+        if config.takes_more_than_text:
+            self.model = nn.ModuleDict({"language_model": self.model})
+        self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
+        self.embedding_rows: Any = None
+        self.head_rows: Any = None
+        self.output_name = "lm_head"  # or of what `add_score_head` puts there
+        self.tie_weights()
 
     @property
     def parts(self) -> ModelParts:

@@ -86,15 +86,6 @@ def head_loss(
     )
 
 
-class OutputLayer(nn.Linear):
-    """Logits `[..., vocab]` of hidden states or, given labels, their `head_loss`."""
-
-    def forward(self, x: Tensor, labels: Tensor | None = None, *of_loss: Any) -> Tensor:
-        if labels is None:
-            return F.linear(x, self.weight.to(x.dtype))
-        return head_loss(self, x, labels, *of_loss)
-
-
 def summed_by_sample(
     in_chunks: Callable[..., Any],
     trained: Sequence[Tensor],

@@ -10,25 +10,20 @@ from __future__ import annotations
 from typing import Any, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.data.batch import cut_rows
 from qfsdp.data.cut_rows import CutRows, counted_tokens
-from qfsdp.modules.activation_offload import Offload
 from qfsdp.modules.activations import ActivationConfig as ActivationConfig
 from qfsdp.modules.activations import Checkpointing, checkpointed
 from qfsdp.modules.attention.document_lengths import Documents, document_lengths
 from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
-from qfsdp.modules.attention.self_attention import Attention, within_window
+from qfsdp.modules.attention.self_attention import within_window
 from qfsdp.modules.collectives import over_parts
-from qfsdp.modules.decoder_base import DecoderBase, LayerBase, mark_lengths
-from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.decoder_parts import LayerConfig
-from qfsdp.modules.delta_net import DeltaNet
+from qfsdp.modules.decoder_base import DecoderBase, LayerBase, OutputLayer, mark_lengths
 from qfsdp.modules.experts.mixture import MixtureMLP
-from qfsdp.modules.experts.routing import Routing
-from qfsdp.modules.loss import OutputLayer, head_loss
+from qfsdp.modules.loss import head_loss
 from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.mlp import MLP
 from qfsdp.modules.rope import RopeConfig
@@ -48,21 +43,6 @@ class DecoderLayer(LayerBase):
         config: of the decoder.
         kind: what this layer has of its own.
     """
-
-    def __init__(self, config: DecoderConfig, kind: LayerConfig) -> None:
-        super().__init__()
-        self.norms, self.mlp_name = config.norms, config.mlp.module
-        self.residual_multiplier = config.multipliers.residual
-        self.mixer_name = "linear_attn" if kind.recurrent else "self_attn"
-        mixer = DeltaNet(config) if kind.recurrent else Attention(config, kind)
-        setattr(self, self.mixer_name, mixer)
-        setattr(self, self.mlp_name, MixtureMLP(config) if kind.mixture else MLP(config))
-        for name in config.norms.names():
-            setattr(self, name, config.norm.build(config.hidden_size))
-        self.checkpointing: Checkpointing = "none"
-        self.offload: Offload | None = None
-        self.tile_tokens: int | None = None  # of `ActivationConfig`
-        self.compiled = False
 
     @property
     def recomputed(self) -> Checkpointing:
@@ -141,16 +121,6 @@ class DecoderLayer(LayerBase):
             return checkpointed(self.block, mode, *args)
 
 
-class Backbone(nn.Module):
-    """Hugging Face's `model`: gives its parts their names. `Decoder.forward` runs them."""
-
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
-        self.layers = nn.ModuleList(DecoderLayer(config, kind) for kind in config.layers)
-        self.norm = config.norm.build(config.hidden_size)
-
-
 class Decoder(DecoderBase):
     """A causal language model whose parameters carry their Hugging Face names.
 
@@ -168,21 +138,7 @@ class Decoder(DecoderBase):
             `CutRows` only.
     """
 
-    def __init__(self, config: DecoderConfig) -> None:
-        super().__init__()
-        self.config = config
-        self.compute_dtype: torch.dtype | None = None
-        self.split: Any = None
-        self.group = ""
-        self.routing = Routing(config.experts.router.aux_loss if config.experts else 0.0)
-        self.model: Any = Backbone(config)
-        if config.takes_more_than_text:
-            self.model = nn.ModuleDict({"language_model": self.model})
-        self.lm_head = OutputLayer(config.hidden_size, config.vocab_size, bias=False)
-        self.embedding_rows: Any = None
-        self.head_rows: Any = None
-        self.output_name = "lm_head"  # or of what `add_score_head` puts there
-        self.tie_weights()
+    layer = DecoderLayer
 
     @property
     def body(self) -> Any:
