@@ -376,22 +376,22 @@ HEAD = """# Models
 Written by `python benchmarks/any_model.py --write` with transformers {version}; do not edit. Every
 causal language model that transformers has, and the text part of every model that takes pictures,
 tiny and random, was compared with transformers and PEFT: logits, and over NF4 with LoRA the loss
-and all gradients. `model.implementation: auto` takes the {native} architectures that qfsdp builds
-itself, and of the others those that are equal:
+and all gradients. Three updates on two ranks have the losses of one within 1e-5, and a run that is
+resumed on two ranks ends with the same bits. `model.implementation: auto` takes the {native}
+architectures that qfsdp builds itself, and of the others those that are equal:
 {text}; of those that take pictures {whole}.
 [How they are trained](../internals/models-of-transformers.md).
 
 ## Equal
 
-`packed`: the samples of a row do not see each other, so `packed: true` is allowed. `ranks`: three
-updates on two ranks have the losses of one within 1e-5, and a run that is resumed on two ranks ends
-with the same bits; no mark: not asked yet. `plain`: linears that are neither quantized nor adapted.
-`only quantized`: those whose names experts have too, or that PEFT would not find. Stacked experts
-are not listed: they are quantized, and adapted if `adapter.targets` names them.
+`packed`: the samples of a row do not see each other, so `packed: true` is allowed. `plain`:
+linears that are neither quantized nor adapted. `only quantized`: those whose names experts have
+too, or that PEFT would not find. Stacked experts are not listed: they are quantized, and adapted
+if `adapter.targets` names them.
 """
 TABLE = """
-| architecture | also built by qfsdp | packed | ranks | plain | only quantized |
-| --- | --- | --- | --- | --- | --- |
+| architecture | also built by qfsdp | packed | plain | only quantized |
+| --- | --- | --- | --- | --- |
 """
 TITLES = {
     "differs": "Different, and refused by `auto`",
@@ -434,12 +434,10 @@ def write_page(rows: dict[str, dict[str, Any]]) -> None:
         lines += ["\nThe text part of:\n"] if key == "whole" else []
         lines.append(TABLE)
         for name in (name for name in equal if name in those):
-            marks = (name in FAMILIES, name in packed, "ranks" in found[name])
-            cells = ["yes" if yes else "" for yes in marks]
+            cells = ["yes" if yes else "" for yes in (name in FAMILIES, name in packed)]
             cells += [", ".join(found[name][key]) for key in ("plain", "not_adapted")]
             lines.append(f"| {name} | {' | '.join(cells)} |\n")
     for status, title in TITLES.items():
-        lines.append(f"\n## {title}\n\n")
         reasons: dict[str, list[str]] = {}
         for name, row in sorted(found.items()):
             if row["status"] == status:
@@ -447,6 +445,7 @@ def write_page(rows: dict[str, dict[str, Any]]) -> None:
                 why = row.get("why") or ", ".join(f"{key} {row[key]:.0e}" for key in figures)
                 why = why.partition(";")[0].removeprefix(name).removesuffix(":").strip()
                 reasons.setdefault(why, []).append(name)
+        lines += [f"\n## {title}\n\n"] if reasons else []
         for why, names in reasons.items():
             text = f"{', '.join(names)}: {why}"
             lines.append(textwrap.fill(text, 98, initial_indent="* ", subsequent_indent="  "))
@@ -475,7 +474,8 @@ def main() -> None:
         if row["status"] == "equal" and "ranks" not in row:
             row |= on_ranks(kind, name)
             if not (row.get("resume") == 0 and row["ranks"] <= BOUND):
-                row["status"] = "differs"
+                why = f"two ranks {row['ranks']}, resumed {row.get('resume')}"
+                row |= {"status": "differs", "why": why}
         found[f"{kind} {name}"] = row
         print(f"{kind:28}{name:36}{json.dumps(row)}", flush=True)
         if args.json:

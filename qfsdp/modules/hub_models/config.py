@@ -21,6 +21,10 @@ Implementation = Literal["auto", "native", "transformers"]
 CHECKED = Path(__file__).with_name("checked.json")
 """Architectures that `benchmarks/any_model.py` found equal to transformers; it writes the file."""
 DECODERS = ("GPTNeoXForCausalLM", "GPTNeoXJapaneseForCausalLM")  # `is_decoder` is not read
+NOT_TRAINED = {
+    "ProphetNetForCausalLM": "predicts several tokens at each position",
+    "RwkvForCausalLM": "divides its weights in place before it answers",
+}
 SHARED = "tie_word_embeddings"
 EXPERTS_PER_TOKEN = ("num_experts_per_tok", "top_k_experts", "moe_topk", "moe_k", "moe_top_k")
 UNLIMITED = 1 << 30  # positions of a model whose config names no limit
@@ -205,6 +209,8 @@ def _check_kind(hf: Any, of_text: Any, architecture: str, source: str) -> None:
     known = known_models()[1].get(hf.model_type, "the text model alone")
     if of_text is not hf and known != architecture:
         raise UserError(f"{source}: {architecture} takes more than text; expected {known}")
+    if (why := NOT_TRAINED.get(architecture)) is not None:
+        raise UserError(f"{source}: {architecture} {why}; such a model is not trained")
 
 
 def _unknown(
