@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from benchmarks.timing import Figures, tell
 from qfsdp.tensor_subclasses import nf4_dequantize as nf4
 from qfsdp.tensor_subclasses.kernels import dry_run
-from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS
+from qfsdp.tensor_subclasses.kernels.dispatch import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS
 
 ROWS, COLS = 8192, 8192
 TILE, WARPS = 1024, 4  # outputs and warps of a program, as inductor chooses for such kernels

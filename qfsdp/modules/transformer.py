@@ -22,10 +22,8 @@ from qfsdp.modules.attention.kv_cache import KVCache, LayerCache
 from qfsdp.modules.attention.self_attention import within_window
 from qfsdp.modules.collectives import over_parts
 from qfsdp.modules.decoder_base import DecoderBase, LayerBase, OutputLayer, mark_lengths
-from qfsdp.modules.experts.mixture import MixtureMLP
 from qfsdp.modules.loss import head_loss
 from qfsdp.modules.low_rank.copies import copies_in
-from qfsdp.modules.mlp import MLP
 from qfsdp.modules.rope import RopeConfig
 from qfsdp.modules.tiles import in_tiles
 
@@ -86,8 +84,9 @@ class DecoderLayer(LayerBase):
         return getattr(self, self.mixer_name)
 
     @property
-    def feed_forward(self) -> MLP | MixtureMLP:
-        return cast(MLP | MixtureMLP, getattr(self, self.mlp_name))
+    def feed_forward(self) -> Any:
+        """`MLP` or `MixtureMLP`."""
+        return getattr(self, self.mlp_name)
 
     def _norm(self, name: str | None, x: Tensor) -> Tensor:
         return x if name is None else getattr(self, name)(x)

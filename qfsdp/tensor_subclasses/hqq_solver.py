@@ -23,7 +23,8 @@ from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import BLOCK, KERNEL_CHUNK
 from qfsdp.tensor_subclasses.kernels import compiled as kernels
-from qfsdp.tensor_subclasses.kernels.compiled import ROUNDED_AS_ON_CPUS, compiled
+from qfsdp.tensor_subclasses.kernels.compiled import compiled
+from qfsdp.tensor_subclasses.kernels.dispatch import ROUNDED_AS_ON_CPUS
 
 LEVELS = 15  # the highest code
 P, BETA, STEPS = 0.7, 10.0, 20

@@ -30,7 +30,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import KERNEL_CHUNK, dequantize_pairs, table, write_uncompiled
-from qfsdp.tensor_subclasses.kernels.compiled import FLAT_ON_GPUS, compiled
+from qfsdp.tensor_subclasses.kernels.compiled import compiled
+from qfsdp.tensor_subclasses.kernels.dispatch import FLAT_ON_GPUS
 from qfsdp.tensor_subclasses.kernels.pairs import write_pairs
 from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
 

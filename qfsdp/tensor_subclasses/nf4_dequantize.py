@@ -9,12 +9,8 @@ import torch
 from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import BLOCK, dequantize_pairs, table, write_uncompiled
-from qfsdp.tensor_subclasses.kernels.compiled import (
-    FLAT_ON_GPUS,
-    ROUNDED_AS_ON_CPUS,
-    compiled,
-    on_cpu,
-)
+from qfsdp.tensor_subclasses.kernels.compiled import compiled, on_cpu
+from qfsdp.tensor_subclasses.kernels.dispatch import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS
 from qfsdp.tensor_subclasses.nf4_levels import (
     DYNAMIC_LEVELS,
     NF4_LEVELS,

@@ -19,16 +19,6 @@ R = TypeVar("R")
 
 SMALLEST_COMPILED = 1 << 14  # elements of the first tensor, unless a kernel sets `smallest`
 
-# For kernels over rows of bytes, on GPUs. By default inductor tiles them as blocks by bytes of a
-# block, with masks, and checks the index of every lookup: 37 to 55 instructions for a weight of NF4
-# in its code for an H100, 14 with these options (torch 2.11).
-FLAT_ON_GPUS: dict[str, Any] = {"triton.max_tiles": 1, "assert_indirect_indexing": False}
-# GPUs round products and divisions as CPUs do: no fused multiply-adds.
-ROUNDED_AS_ON_CPUS: dict[str, Any] = {
-    "emulate_precision_casts": True,
-    "eager_numerics.division_rounding": True,
-}
-
 
 def can_compile() -> bool:
     """Whether kernels are compiled: this machine can (`ability`), and `QFSDP_EAGER_KERNELS=1` is
@@ -65,7 +55,6 @@ def compiled(
         static_on_gpus: on accelerators, build once for every set of shapes. A memory-bound kernel
             spends a good part of its time on dividing indices by sizes that are not constants.
     """
-
     builds = Builds(fn, options, static_on_gpus)
 
     @functools.wraps(fn)
