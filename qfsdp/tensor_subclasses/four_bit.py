@@ -52,6 +52,7 @@ def dequantize_pairs(
     dtype: torch.dtype,
     row_scale: Tensor | None,
     block: int = BLOCK,
+    by_blocks: bool = False,
 ) -> Tensor:
     """Weights `[rows, cols]` of `dtype`, computed in fp32 and rounded once, at the end.
 
@@ -60,6 +61,8 @@ def dequantize_pairs(
         codes: uint8 `[rows, ceil(cols/2)]`; rows need not be adjacent in memory.
         row_scale: fp32 `[rows]`, multiplied in before rounding, or None.
         block: weights that share a scale.
+        by_blocks: `write` takes `out` as `[n, blocks, block/2]` where `block` divides `cols`, and
+            has temporaries even if it is compiled.
     """
     rows, integer = codes.size(0), DTYPE_TO_INTEGER.get(dtype)
     if integer is None or cols % block:
@@ -68,12 +71,14 @@ def dequantize_pairs(
         weight = dequantize_pairs(write, codes, padded, torch.float32, row_scale, block)
         return weight[:, :cols].to(dtype).contiguous()
     out = codes.new_empty(rows, cols, dtype=dtype)
-    # Uncompiled, temporaries are as large as the rows that are computed at a time.
-    step = max(1, rows if kernels.can_compile() else KERNEL_CHUNK // cols)
+    # Temporaries are as large as the rows that are computed at a time.
+    whole = kernels.can_compile() and not by_blocks
+    step = max(1, rows if whole else KERNEL_CHUNK // cols)
     for start in range(0, rows, step):
         part = slice(start, start + step)
         scale = None if row_scale is None else row_scale[part]
-        write(part, codes[part], scale, out[part].view(integer))
+        held = out[part].view(integer)
+        write(part, codes[part], scale, held.unflatten(1, (-1, block // 2)) if by_blocks else held)
     return out
 
 
@@ -90,4 +95,5 @@ def write_uncompiled(pairs: tuple[float, ...], codes: Tensor, scale: Tensor, out
     both = table(pairs, codes).view(torch.int64)
     found = both.index_select(0, codes.flatten().int()).view(torch.float32)
     weights = found.view(*scale.shape[:2], -1).mul_(scale)
-    out.view(INTEGER_TO_DTYPE[out.dtype]).copy_(weights.flatten(1))
+    out = out.view(INTEGER_TO_DTYPE[out.dtype])
+    out.copy_(weights.view(out.shape))

@@ -1,4 +1,4 @@
-"""NF4's bytes to weights: two kernels on CPUs, one on GPUs; `nf4` describes the bytes."""
+"""NF4's bytes to weights; `nf4` describes the bytes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from qfsdp.tensor_subclasses.four_bit import BLOCK, dequantize_pairs, table, write_uncompiled
-from qfsdp.tensor_subclasses.kernels.compiled import compiled, on_cpu
+from qfsdp.tensor_subclasses.kernels.compiled import SMALLEST_COMPILED, compiled, on_cpu
 from qfsdp.tensor_subclasses.kernels.dispatch import FLAT_ON_GPUS, ROUNDED_AS_ON_CPUS
 from qfsdp.tensor_subclasses.nf4_levels import (
     DYNAMIC_LEVELS,
@@ -29,7 +29,8 @@ def dequantize_rows(
     row_scale: Tensor | None = None,
 ) -> Tensor:
     """As `QuantizedTensor.dequantize_rows`."""
-    if not on_cpu(qdata):
+    ours = dequantizer is dequantize_nf4
+    if not on_cpu(qdata) or (ours and not cols % BLOCK and selects_products(qdata, dtype)):
         return dequantize_at_once(qdata, metadata, cols, row_offset, dtype, row_scale)
     scales, offset = metadata
     codes, absmax_codes = qdata.split([-(-cols // 2), -(-cols // BLOCK)], dim=1)
@@ -39,9 +40,14 @@ def dequantize_rows(
     return dequantizer(codes, products, offset, cols, dtype, row_scale)
 
 
-# ---- dequantizing: two kernels on CPUs ---------------------------------------------------------
+def selects_products(codes: Tensor, dtype: torch.dtype) -> bool:
+    """Whether compiled code selects weights among the products of a block: to bf16 on CPUs."""
+    return dtype == torch.bfloat16 and codes.numel() >= SMALLEST_COMPILED and on_cpu(codes)
+
+
+# ---- two kernels on CPUs, but for bf16 ---------------------------------------------------------
 # Absmax of every block, then weights. The first stores a product, the second adds the offset. The
-# second also runs on GPUs for NF4 without double quantization (`nf4_fp32_absmax`).
+# second also runs alone, for NF4 without double quantization (`nf4_fp32_absmax`).
 
 
 def dequantize_nf4(
@@ -64,7 +70,8 @@ def dequantize_nf4(
     def write(rows: slice, codes: Tensor, scale: Tensor | None, out: Tensor) -> None:
         _write_weights(codes, products[rows], offset, scale, levels, out)
 
-    return dequantize_pairs(write, codes, cols, dtype, row_scale)
+    by_blocks = selects_products(codes, dtype)
+    return dequantize_pairs(write, codes, cols, dtype, row_scale, by_blocks=by_blocks)
 
 
 dequantizer = dequantize_nf4  # in models that answer perhaps `nf4_by_bitsandbytes`
@@ -81,8 +88,12 @@ def absmax_of_blocks(absmax_codes: Tensor, scales: Tensor, dynamic: Tensor, firs
 absmax_products = partial(compiled, smallest=1 << 8)(absmax_of_blocks)
 
 
-# By default inductor splits the selections of `nf4_levels._selected_level` into several kernels.
-ONE_KERNEL = FLAT_ON_GPUS | {"realize_opcount_threshold": 10_000, "realize_reads_threshold": 1000}
+# By default inductor splits the selections of `nf4_levels` into several kernels.
+ONE_KERNEL = FLAT_ON_GPUS | {
+    "realize_opcount_threshold": 10_000,
+    "realize_reads_threshold": 1000,
+    "realize_acc_reads_threshold": 1000,
+}
 
 
 @partial(compiled, options=ONE_KERNEL, static_on_gpus=True)
@@ -110,11 +121,11 @@ def _write_levels(
     write_compiled(codes, absmax, levels, out)
 
 
-# ---- dequantizing: one kernel on GPUs ----------------------------------------------------------
-# The kernel computes the absmax of a block anew for each weight. It takes 1/1.24 of the time of two
+# ---- one kernel on GPUs, and to bf16 on CPUs ---------------------------------------------------
+# On GPUs it computes the absmax of a block anew for each weight. It takes 1/1.24 of the time of two
 # kernels on an H200 (1/1.07 to 1/1.76; small weights gain most), and one launch. Compilers for GPUs
 # would fuse the product and the sum of absmax into one operation, which rounds once.
-# `ROUNDED_AS_ON_CPUS` keeps the bits of bitsandbytes.
+# `ROUNDED_AS_ON_CPUS` keeps the bits of bitsandbytes. On CPUs it computes 16 products per block.
 
 
 def dequantize_at_once(
@@ -138,7 +149,8 @@ def dequantize_at_once(
         mine = scales[first // SCALE_BLOCK : last // SCALE_BLOCK + 1]
         write_at_once(codes, blocks, mine, offset, scale, *tables, skip, out)
 
-    return dequantize_pairs(write, codes, cols, dtype, row_scale)
+    by_blocks = selects_products(codes, dtype)
+    return dequantize_pairs(write, codes, cols, dtype, row_scale, by_blocks=by_blocks)
 
 
 @partial(compiled, options=ONE_KERNEL | ROUNDED_AS_ON_CPUS, static_on_gpus=True)

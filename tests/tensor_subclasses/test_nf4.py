@@ -181,8 +181,9 @@ def test_compiled_kernels_give_the_bits_of_the_plain_functions(
     for compiled, plain in zip(kernel(blocks), kernel.__wrapped__(blocks), strict=True):
         assert differing_bytes(compiled, plain) == 0
     whole = nf4.quantize(weight)
-    scale = torch.rand(shape[0]) + 0.5
-    monkeypatch.setattr(four_bit, "KERNEL_CHUNK", 20 * shape[1])  # used uncompiled only
+    scale = torch.rand(shape[0]) - 0.5
+    # In parts, but large enough to be compiled.
+    monkeypatch.setattr(four_bit, "KERNEL_CHUNK", min(100, shape[0] // 3) * shape[1])
     for offset, row_scale in ((0, None), (7, None), (7, scale[7:])):
         args = (whole.qdata[offset:], whole.metadata, shape[1], offset, dtype, row_scale)
         with monkeypatch.context() as plainly:

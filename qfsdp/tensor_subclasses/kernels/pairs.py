@@ -43,6 +43,12 @@ def write_pairs(first: Tensor, second: Tensor, out: Tensor) -> None:
     out.copy_(pair.flatten(1))
 
 
+def twice_in_bf16(numbers: Tensor) -> Tensor:
+    """fp32 numbers -> int32 with the bits of the nearest bf16 in both halves."""
+    bits = _rounded_to_bf16(numbers.view(torch.int32))
+    return (bits & -65536) | ((bits >> 16) & 65535)
+
+
 def _rounded_to_bf16(bits: Tensor) -> Tensor:
     """Bits of fp32 numbers (int32) -> bits whose upper half is the nearest bf16, ties to even."""
     return bits + 0x7FFF + ((bits >> 16) & 1)
