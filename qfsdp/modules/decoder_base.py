@@ -176,6 +176,7 @@ class DecoderBase(nn.Module):
         for index, layer in enumerate(self.body.layers):
             layer.checkpointing = "none" if index % config.every_n_layers else config.checkpointing
             layer.offload, layer.tile_tokens = offload, tile
+            layer.mixer.keeps_all = layer.checkpointing == "none" and offload is None
 
     def share_rows(self, group: str) -> None:
         """Has the ranks of `group`, in `GROUPS`, share the rows that it gets."""

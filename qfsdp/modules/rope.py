@@ -6,11 +6,14 @@ scaling changes the frequencies, so that a model reads positions that it was not
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
 if TYPE_CHECKING:
     from qfsdp.modules.rope_scalings import QueryScaling
@@ -129,3 +132,27 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, interleaved: bool) -> Tensor:
         return _Rotate.apply(x, cos, sin, interleaved)
     turned = _Rotate.apply(x[..., :rotated], cos, sin, interleaved)
     return torch.cat((turned, x[..., rotated:]), dim=-1)
+
+
+@contextmanager
+def kept_unrotated(*rotated: tuple[Tensor, Tensor, Tensor, Tensor, bool]) -> Iterator[None]:
+    """Within it autograd keeps, of results of `rotate`, what was rotated, and backward rotates
+    again: the same bits, for two launches of a GPU. That saves memory where something else keeps
+    the unrotated tensor. Hooks around this context do not see what is kept.
+
+    Args:
+        rotated: each result and the arguments that it was made of.
+    """
+    made = {turned.untyped_storage()._cdata: (x.detach(), *how) for turned, x, *how in rotated}
+
+    def pack(kept: Tensor) -> Any:
+        given = made.get(kept.untyped_storage()._cdata)
+        if given is None:
+            return kept.detach()  # a result that an operation keeps would keep itself alive
+        return given, (kept.shape, kept.stride(), kept.storage_offset())
+
+    def unpack(kept: Any) -> Tensor:
+        return kept if isinstance(kept, Tensor) else rotate(*kept[0]).as_strided(*kept[1])
+
+    with saved_tensors_hooks(pack, unpack):
+        yield

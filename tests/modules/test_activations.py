@@ -13,12 +13,14 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_leaves
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.common.errors import InvalidField
-from qfsdp.modules import activation_offload
+from qfsdp.modules import activation_offload, rope
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.attention.self_attention import Attention
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 from tests.models import adapted_model, randomize_adapters
@@ -140,13 +142,14 @@ def counting(model: nn.Module) -> Iterator[dict[int, int]]:
     kept: dict[int, int] = {}
     alive = []
 
-    def count(tensor: Any) -> Any:
-        if isinstance(tensor, Tensor):
-            storage = tensor.untyped_storage()
-            if storage._cdata not in weights:
-                alive.append(storage)
-                kept[storage._cdata] = storage.nbytes()
-        return tensor
+    def count(packed: Any) -> Any:
+        for tensor in tree_leaves(packed):
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                if storage._cdata not in weights:
+                    alive.append(storage)
+                    kept[storage._cdata] = storage.nbytes()
+        return packed
 
     class Counted(saved_tensors_hooks):
         def __init__(self, pack: Any, unpack: Any) -> None:
@@ -154,6 +157,7 @@ def counting(model: nn.Module) -> Iterator[dict[int, int]]:
 
     with (
         patch.object(activation_offload, "saved_tensors_hooks", Counted),
+        patch.object(rope, "saved_tensors_hooks", Counted),
         Counted(Tensor.detach, lambda tensor: tensor),
     ):
         yield kept
@@ -170,6 +174,21 @@ def bytes_kept(model: Decoder, config: ActivationConfig, given: Batch) -> int:
     total = sum(kept.values())
     del loss
     return total
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_dora_keeps_queries_and_keys_once(packed: bool, folder: Path) -> None:
+    """Attention needs them after their rotation: it rotates again what the magnitude's gradient
+    needs, to the same bits."""
+    model, given = tiny(folder, format="nf4", dtype="bf16"), batch(packed=packed)
+    found = (
+        gradients(model, ActivationConfig(), given),
+        bytes_kept(model, ActivationConfig(), given),
+    )
+    with patch.object(Attention, "_is_unrotated_kept", lambda self: False):
+        assert_equal(gradients(model, ActivationConfig(), given), found[0], "rotated once")
+        saved = bytes_kept(model, ActivationConfig(), given) - found[1]
+    assert saved == LAYERS * 80 * (192 + 64) * 2  # tokens, widths of queries and keys, bf16
 
 
 def test_selective_keeps_less_than_everything_and_more_than_inputs(folder: Path) -> None:

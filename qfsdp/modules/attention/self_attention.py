@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +16,7 @@ from qfsdp.modules.attention.otherwise import attend_otherwise
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.decoder_parts import LayerConfig
 from qfsdp.modules.low_rank.linear import outputs
-from qfsdp.modules.rope import rotate
+from qfsdp.modules.rope import kept_unrotated, rotate
 from qfsdp.tensor_subclasses.kernels.ability import constant_when_compiled
 
 
@@ -29,6 +31,7 @@ class Attention(nn.Module):
         gated: see `AttentionConfig`; gates follow the queries of each head.
         sinks: `[heads]`, a logit of each head that no token stands for, or None.
         group: name of the ranks that share rows (`sharding.context_parallel`); "": none do.
+        keeps_all: nothing is computed again in backward or moved to host memory.
     """
 
     def __init__(self, config: DecoderConfig, layer: LayerConfig) -> None:
@@ -50,6 +53,7 @@ class Attention(nn.Module):
         self.q_norm = nn.Identity() if no_norm else c.norm.build(self.normed[0])
         self.k_norm = nn.Identity() if no_norm else c.norm.build(self.normed[1])
         self.sinks = nn.Parameter(torch.zeros(c.num_attention_heads)) if part.sinks else None
+        self.keeps_all = False
 
     def forward(
         self,
@@ -66,20 +70,34 @@ class Attention(nn.Module):
             q, gate = q.unflatten(2, (-1, 2 * self.head_dim)).chunk(2, dim=-1)
         q = self.q_norm(q.reshape(*rows, -1, self.normed[0])).view(heads)
         k = self.k_norm(k.view(*rows, -1, self.normed[1])).view(heads)
+        kept: Any = nullcontext()
         if cos is not None and sin is not None:
-            q = rotate(q, cos[:, :, :1], sin[:, :, :1], self.interleaved)
-            k = rotate(k, cos[:, :, -1:], sin[:, :, -1:], self.interleaved)
+            of_q = (q, cos[:, :, :1], sin[:, :, :1], self.interleaved)
+            of_k = (k, cos[:, :, -1:], sin[:, :, -1:], self.interleaved)
+            q, k = rotate(*of_q), rotate(*of_k)
+            if self._is_unrotated_kept():
+                kept = kept_unrotated((q, *of_q), (k, *of_k))
         q, k, v = (t.transpose(1, 2) for t in (q, k, v.view(heads)))
         if cache is not None:
             cache.put(k, v)
         cached = cache is not None and cache.slots is not None
-        if cu_seqlens is None and self.sinks is None and not cached:
-            y = attend(q, k, v, mask, self.scale)
-        else:
-            kind = (self.sinks, self.window, self.scale, self.group)
-            y = attend_otherwise(q, k, v, mask, cu_seqlens, cache, *kind)
+        with kept:
+            if cu_seqlens is None and self.sinks is None and not cached:
+                y = attend(q, k, v, mask, self.scale)
+            else:
+                kind = (self.sinks, self.window, self.scale, self.group)
+                y = attend_otherwise(q, k, v, mask, cu_seqlens, cache, *kind)
         y = y.transpose(1, 2)
         return self.o_proj((y * gate.sigmoid() if self.gated else y).flatten(2))
+
+    def _is_unrotated_kept(self) -> bool:
+        """Whether queries are kept as they are before rotation anyway: the gradient of DoRA's
+        magnitude takes them. A compiler finds that by itself."""
+        if not self.keeps_all or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+            return False
+        makes_q: Any = getattr(self, self.inner[0])
+        dora = getattr(makes_q, "magnitude", None) is not None
+        return dora and makes_q.bias is None and isinstance(self.q_norm, nn.Identity)
 
     @property
     def outer(self) -> nn.Module:
