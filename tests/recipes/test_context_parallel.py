@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -220,10 +219,6 @@ KEPT = ("loss", "grad_norm", "rewards/", "logps/", "kl", "validation/")
 def run_commands(folder: Path, kind: str, words: list[str]) -> None:
     """Six updates of every run, into the folder `kind`; runs on every rank."""
     for name, (recipe, dataset, own) in RUNS.items():
-        text = TOY_CONFIG.format(folder=folder).replace(SAMPLES, dataset)
-        config = folder / f"{name}.yaml"
-        if os.environ.get("RANK", "0") == "0":
-            config.write_text(text)
         common = [f"output_dir={folder}/{kind}/{name}", "max_steps=6", "epochs=9"]
         common += [
             f"{EVALUATED}{dataset}",
@@ -234,7 +229,7 @@ def run_commands(folder: Path, kind: str, words: list[str]) -> None:
         more = ["sharding.vocabulary=split"] if name == "full" and "shared" in kind else []
         if kind == "shared_resumed":
             more += [f"resume={folder}/alone/{name}/checkpoints/step_00000003"]
-        run_recipe(recipe, ["--config", str(config), *common, *own, *words, *more])
+        run_recipe(recipe, ["--config", f"{folder}/{name}.yaml", *common, *own, *words, *more])
 
 
 def numbers(run: Path) -> dict[int, dict[str, float]]:
@@ -250,6 +245,9 @@ def test_commands(tmp_path: Path) -> None:
     """Adapters, pairs, labelled answers and full finetuning with a split vocabulary: what one rank
     logs of training and validation; and runs of one rank go on."""
     write_tiny_model(tmp_path / "model")
+    for name, (_, dataset, _) in RUNS.items():
+        text = TOY_CONFIG.format(folder=tmp_path).replace(SAMPLES, dataset)
+        (tmp_path / f"{name}.yaml").write_text(text)
     run_ranks(1, run_commands, tmp_path, "alone", [])
     shared = ["sharding.context_parallel=2"]
     run_ranks(2, run_commands, tmp_path, "shared", shared)
