@@ -22,7 +22,7 @@ from tests.memory.test_estimate import figures, load, measured
 from tests.ranks import run_ranks
 
 EXPERTS = ",".join(["all-linear", *hub_models.EXPERT_NAMES])
-HUB = "model.implementation=transformers"
+HUB, OURS = "model.implementation=transformers", "model.implementation=native"
 
 
 def parsed(name: str, layers: int) -> dict[str, Any]:
@@ -53,6 +53,9 @@ def parsed(name: str, layers: int) -> dict[str, Any]:
                 ("lfm2", 1, ()),
                 ("llama", 2, ()),
                 ("llama", 2, ("sharding.context_parallel=2", "activation.checkpointing=full")),
+                ("qwen3_5_whole", 1, (OURS,)),
+                ("qwen3_next", 1, (OURS, "activation.checkpointing=full")),
+                ("qwen3_5_moe", 2, (OURS, "packed=true")),
             )
         ),
     ],
