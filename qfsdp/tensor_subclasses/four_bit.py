@@ -37,14 +37,6 @@ def _constants(values: tuple[float, ...], device: torch.device) -> Tensor:
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def numbers_of(columns: Tensor, dtype: torch.dtype) -> Tensor:
-    """Some columns of `qdata` as the numbers of `dtype` that they are the bytes of.
-
-    `contiguous` would not copy a single row, which may begin at any byte.
-    """
-    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
-
-
 def dequantize_pairs(
     write: WriteRows,
     codes: Tensor,

@@ -25,11 +25,12 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qfsdp.tensor_subclasses.four_bit import numbers_of, table
+from qfsdp.tensor_subclasses.four_bit import table
 from qfsdp.tensor_subclasses.frozen_weight import frozen_weight
 from qfsdp.tensor_subclasses.kernels.compiled import compiled, on_cpu
 from qfsdp.tensor_subclasses.nf4_dequantize import absmax_of_blocks
 from qfsdp.tensor_subclasses.nf4_levels import DYNAMIC_LEVELS
+from qfsdp.tensor_subclasses.quantized_tensor import numbers_of
 
 E4M3 = torch.float8_e4m3fn
 LARGEST = 448.0

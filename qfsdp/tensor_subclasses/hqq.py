@@ -24,13 +24,13 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from qfsdp.tensor_subclasses.four_bit import BLOCK, KERNEL_CHUNK, dequantize_pairs, numbers_of
+from qfsdp.tensor_subclasses.four_bit import BLOCK, KERNEL_CHUNK, dequantize_pairs
 from qfsdp.tensor_subclasses.hqq_solver import codes_of, solve
 from qfsdp.tensor_subclasses.kernels.compiled import compiled
 from qfsdp.tensor_subclasses.kernels.dispatch import FLAT_ON_GPUS
 from qfsdp.tensor_subclasses.kernels.pairs import write_pairs
 from qfsdp.tensor_subclasses.nf4_quantize import pack_pairs
-from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
+from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor, numbers_of
 
 
 class HQQTensor(QuantizedTensor):

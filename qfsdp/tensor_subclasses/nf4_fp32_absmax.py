@@ -12,10 +12,10 @@ from collections.abc import Iterable, Sequence
 import torch
 from torch import Tensor
 
-from qfsdp.tensor_subclasses.four_bit import BLOCK, numbers_of
+from qfsdp.tensor_subclasses.four_bit import BLOCK
 from qfsdp.tensor_subclasses.nf4_dequantize import dequantize_nf4
 from qfsdp.tensor_subclasses.nf4_quantize import check_finite, write_codes
-from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor
+from qfsdp.tensor_subclasses.quantized_tensor import GatherRows, QuantizedTensor, numbers_of
 
 
 class NF4Fp32AbsmaxTensor(QuantizedTensor):

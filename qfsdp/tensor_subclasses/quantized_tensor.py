@@ -331,6 +331,14 @@ class QuantizedTensor(tensor_methods.TensorMethods):
         return handler(args[0], args[1:], kwargs or {})
 
 
+def numbers_of(columns: Tensor, dtype: torch.dtype) -> Tensor:
+    """Some columns of `qdata` as the numbers of `dtype` that they are the bytes of.
+
+    `contiguous` would not copy a single row, which may begin at any byte.
+    """
+    return columns.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 # ---- what loading and steps ask of every weight; `tensor_ops` has all other operations -----------
 
 
