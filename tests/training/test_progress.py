@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -48,7 +49,8 @@ def test_layers_may_return_more_than_a_tensor(
     model = nn.Sequential(Layer(2, 2))
     seen: list[str] = []
     monkeypatch.setattr(progress, "moved", seen.append)
-    progress.follow_layers(model, [model[0]])
+    model[0].register_forward_pre_hook(partial(progress.layer_begins, "0"))
+    model[0].register_forward_hook(partial(progress.layer_ends, "0"))
     result = model(torch.ones(1, 2))
     next(iter(result.values() if isinstance(result, dict) else result)).sum().backward()
     assert seen == (["0"] if isinstance(result, dict) else ["0", "0"])
