@@ -1,6 +1,7 @@
 """Time to dequantize NF4 weights to bf16: ours, torchao's, bitsandbytes', and a plain copy.
 
     python benchmarks/dequantize.py [--quick] [--json dequantize.json] [--device cpu]
+                                    [--processor-time]
     python benchmarks/dequantize.py --before CHECKOUT [--shapes ...] [--json dequantize.json]
 
 All write into new memory. Bits are compared with bitsandbytes' before anything is timed.
@@ -35,6 +36,7 @@ import os
 import statistics
 import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Callable
 from functools import partial
@@ -47,6 +49,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import (
+    Clock,
     Figures,
     Times,
     arguments,
@@ -138,7 +141,9 @@ def original_weight(weight: Any) -> Tensor:
     return weight.get_original_weight()
 
 
-def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tuple[Times, Figures]:
+def measure(
+    shape: tuple[int, int], device: str, quick: bool, rounds: int, clock: Clock
+) -> tuple[Times, Figures]:
     torch.manual_seed(0)
     weight = torch.randn(shape, device=device).mul_(0.02).bfloat16()
     quantized, copied = nf4.quantize(weight), torch.empty_like(weight)
@@ -148,7 +153,7 @@ def measure(shape: tuple[int, int], device: str, quick: bool, rounds: int) -> tu
     }
     cases |= bitsandbytes_cases(weight, ours(quantized))
     cases |= torchao_cases(weight, quick)
-    times = in_turns(cases, rounds, device)
+    times = in_turns(cases, rounds, device, clock=clock)
     found: Figures = {}
     for key, (over, under) in RATIOS.items():
         if over in times and under in times:
@@ -177,13 +182,15 @@ import json, sys, time
 import torch
 from qfsdp.tensor_subclasses import nf4
 
+clock = getattr(time, sys.argv[2])
+
 def seconds(call, least=0.3):
     call()
-    calls, since = 0, time.perf_counter()
-    while time.perf_counter() - since < least:
+    calls, since = 0, clock()
+    while clock() - since < least:
         call()
         calls += 1
-    return (time.perf_counter() - since) / calls
+    return (clock() - since) / calls
 
 found = {}
 for rows, cols in json.loads(sys.argv[1]):
@@ -199,7 +206,7 @@ print(json.dumps(found))
 
 
 def against(
-    before: Path, shapes: list[tuple[int, int]], rounds: int, json_file: Path | None
+    before: Path, shapes: list[tuple[int, int]], rounds: int, clock: Clock, json_file: Path | None
 ) -> None:
     """Prints seconds of `WORKER`'s calls in another checkout and in this one, and their ratios."""
     checkouts = {"before": before.resolve(), "now": Path(__file__).resolve().parent.parent}
@@ -207,7 +214,7 @@ def against(
     for _ in range(rounds):
         for name, folder in checkouts.items():
             env = os.environ | {"PYTHONPATH": str(folder)}
-            command = [sys.executable, "-P", "-c", WORKER, json.dumps(shapes)]
+            command = [sys.executable, "-P", "-c", WORKER, json.dumps(shapes), clock.__name__]
             output = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
             for case, seconds in json.loads(output.stdout.splitlines()[-1]).items():
                 times[name].setdefault(case, []).append(seconds)
@@ -235,9 +242,13 @@ def main() -> None:
     parser = arguments(__doc__)
     parser.add_argument("--shapes", nargs="+", type=shape_of, metavar="ROWSxCOLS")
     parser.add_argument("--before", type=Path, metavar="CHECKOUT", help="compare with its code")
+    parser.add_argument(
+        "--processor-time", action="store_true", help="of one thread on a CPU that others use too"
+    )
     args = parser.parse_args()
+    clock = time.process_time if args.processor_time else time.perf_counter
     if args.before:
-        against(args.before, args.shapes or SMOLLM2 + LLAMA_8B[:1], args.repeat, args.json)
+        against(args.before, args.shapes or SMOLLM2 + LLAMA_8B[:1], args.repeat, clock, args.json)
         return
     warnings.filterwarnings("ignore", module="torchao|bitsandbytes")
     torch._dynamo.config.recompile_limit = 64  # torchao compiles once per shape
@@ -250,7 +261,7 @@ def main() -> None:
     weights = seconds = 0.0
     rows = [["milliseconds", *(name.replace("bitsandbytes", "bnb") for name in NAMES)]]
     for shape in shapes:
-        times, part = measure(shape, args.device, args.quick, args.repeat)
+        times, part = measure(shape, args.device, args.quick, args.repeat, clock)
         parts.append(part)
         key = f"{shape[0]}x{shape[1]}"
         medians = {name: statistics.median(of_name) for name, of_name in times.items()}

@@ -17,6 +17,7 @@ from qfsdp.modules.compute_dtype import has_bf16_products
 Cases = Mapping[str, Callable[[], Any]]
 Times = dict[str, list[float]]
 Figures = dict[str, float]
+Clock = Callable[[], float]
 
 SHARED = """On a busy machine set OMP_WAIT_POLICY=PASSIVE; otherwise threads spin for whole time
 slices while they wait for each other. Or set OMP_NUM_THREADS=1 for figures of one core."""
@@ -50,7 +51,9 @@ def usual_dtype(device: str) -> Literal["bf16", "fp32"]:
     return "bf16" if device != "cpu" or has_bf16_products() else "fp32"
 
 
-def in_turns(cases: Cases, rounds: int, device: str = "cpu", calls: int = 0) -> Times:
+def in_turns(
+    cases: Cases, rounds: int, device: str = "cpu", calls: int = 0, clock: Clock = time.perf_counter
+) -> Times:
     """Seconds of a call of every case, once per round, so that noise affects all cases equally.
 
     Each case is called once before, which compiles it and tells how many calls fill
@@ -62,19 +65,19 @@ def in_turns(cases: Cases, rounds: int, device: str = "cpu", calls: int = 0) -> 
     of_case: dict[str, int] = {}
     for name, case in cases.items():
         case()
-        of_case[name] = calls or 1 + int(LONG_ENOUGH / seconds_of(case))
+        of_case[name] = calls or 1 + int(LONG_ENOUGH / seconds_of(case, 1, clock))
     found: Times = {name: [] for name in cases}
     for _ in range(rounds):
         for name, case in cases.items():
-            found[name].append(seconds_of(case, of_case[name]))
+            found[name].append(seconds_of(case, of_case[name], clock))
     return found
 
 
-def seconds_of(case: Callable[[], Any], calls: int = 1) -> float:
-    since = time.perf_counter()
+def seconds_of(case: Callable[[], Any], calls: int = 1, clock: Clock = time.perf_counter) -> float:
+    since = clock()
     for _ in range(calls):
         case()
-    return (time.perf_counter() - since) / calls
+    return (clock() - since) / calls
 
 
 def _on_gpu(cases: Cases, rounds: int) -> Times:
