@@ -91,9 +91,9 @@ class Attention(nn.Module):
         return self.o_proj((y * gate.sigmoid() if self.gated else y).flatten(2))
 
     def _is_unrotated_kept(self) -> bool:
-        """Whether queries are kept as they are before rotation anyway: the gradient of DoRA's
-        magnitude takes them. A compiler finds that by itself."""
-        if not self.keeps_all or torch.compiler.is_compiling() or not torch.is_grad_enabled():
+        """Whether queries are kept unrotated anyway: the gradient of DoRA's magnitude takes them.
+        Compilers find that by themselves. Asked for first, no build depends on `keeps_all`."""
+        if torch.compiler.is_compiling() or not self.keeps_all or not torch.is_grad_enabled():
             return False
         makes_q: Any = getattr(self, self.inner[0])
         dora = getattr(makes_q, "magnitude", None) is not None
