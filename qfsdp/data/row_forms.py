@@ -100,7 +100,8 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
         return _form("preference pairs", "preference_dataset", keys, before)
     for name in (*CHATS, *lower):
         value: Any = row.get(lower.get(name, ""))
-        if _holds_rows(value) if name in CHATS else _holds_messages(name, value):
+        usual = name in CHATS
+        if (usual and _holds_rows(value)) or (not usual and _holds_messages(name, value)):
             kind = "conversations" if "role" in value[0] else "conversations in ShareGPT's form"
             before.pop("history_column", None)
             return _form(kind, "chat_dataset", {"messages_column": lower[name]}, before)
@@ -110,9 +111,8 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
     answer = next((name for name in ANSWERS if name in texts), None)
     prompts = [name for name in PROMPTS if name in texts and name != answer]
     if answer and prompts:
-        prompt = _bare(
-            prompts, {name: str(row[lower[name]]) for name in (*prompts, answer)}, answer
-        )
+        said = {name: str(row[lower[name]]) for name in (*prompts, answer)}
+        prompt = _bare(prompts, said, answer)
         keys = {"prompt_column": lower[prompt], "answer_column": lower[answer]}
         beside = next((name for name in BESIDE if name in texts and name != prompt), None)
         form = _form("prompts with answers", "instruct_dataset", keys, before)
@@ -131,12 +131,11 @@ def form_of(row: Mapping[str, Any]) -> Form | None:
 
 
 def _bare(prompts: Sequence[str], texts: Mapping[str, str], answer: str) -> str:
-    """The first of `prompts` that is not the whole sample: some files have it in a column beside
-    its parts, with the answer. (Trained as a prompt, it would hold what is to be learned.)"""
+    """The first of `prompts` that is not the whole sample. Some files have a column with prompt and
+    answer in one text beside those of its parts; as a prompt it would give the answer away."""
     for name in prompts:
         others = [texts[other] for other in prompts if other != name and texts[other]]
-        whole = texts[answer] in texts[name] and any(text in texts[name] for text in others)
-        if not whole:
+        if texts[answer] not in texts[name] or not any(text in texts[name] for text in others):
             return name
     return prompts[0]
 
