@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Collection, Iterator
 from functools import partial
 from typing import Any, cast
@@ -78,11 +79,7 @@ def shard_model(
     parts = model.parts
     for layer in parts.layers:
         if config.wrap == "linear":
-            for module in layer.modules():
-                if isinstance(module, LINEARS) and not isinstance(
-                    module, FSDPModule | OneOfSeveral
-                ):
-                    _shard_unit(module, **unit)
+            _shard_linears(layer, unit)
         _shard_unit(layer, **unit)
     if splits_vocabulary(model, config, unit["mesh"].size(-1), tokens):
         model.split = SplitVocabulary(cast(Any, model), unit["mesh"], world)
@@ -148,6 +145,15 @@ def _unit_options(model: AnyDecoder, config: ShardingConfig, world: World) -> di
         # Pinning raises without an accelerator.
         options["offload_policy"] = CPUOffloadPolicy(pin_memory=world.device.type != "cpu")
     return options
+
+
+def _shard_linears(layer: nn.Module, unit: dict[str, Any]) -> None:
+    """Makes each linear of a layer a unit. FSDP2 warns that what they return is a view; no layer
+    changes it in place."""
+    warnings.filterwarnings("ignore", r"FSDP2-wrapped module \(FSDP\w+Linear\)", UserWarning)
+    for module in layer.modules():
+        if isinstance(module, LINEARS) and not isinstance(module, FSDPModule | OneOfSeveral):
+            _shard_unit(module, **unit)
 
 
 def _shard_unit(module: nn.Module, ignored_params: set[nn.Parameter] | None = None, **unit: Any):
