@@ -99,7 +99,7 @@ class OldPath:
     def exec_module(self, module: ModuleType) -> None:
         old = module.__name__
         if old not in _GONE:
-            tell(old)
+            tell(old, MOVED[old])
             vars(module)["__getattr__"] = lambda name: name_of_today(old, name)
 
 
@@ -121,15 +121,16 @@ def name_in_package(package: str, name: str) -> Any:
     if name.startswith("__") or f"{package}.{name}" in MOVED.values():
         raise AttributeError(f"module {package!r} has no attribute {name!r}")
     value = name_of_today(package, name)
-    tell(package)
+    tell(package, MOVED[package])
     return value
 
 
 def name_that_left(module: str, name: str) -> Any:
     """A name that was in `module`. Raises AttributeError: it never was."""
     today = importlib.import_module(LEFT[module])
-    if name not in vars(today):
+    if name.startswith("__") or name not in vars(today):
         raise AttributeError(f"module {module!r} has no attribute {name!r}")
+    tell(f"{module}.{name}", f"{LEFT[module]}.{name}", "name")
     return getattr(today, name)
 
 
@@ -137,12 +138,12 @@ def name_of_today(old: str, name: str) -> Any:
     return getattr(importlib.import_module(MOVED[old]), name)
 
 
-def tell(old: str) -> None:
-    """Says once, on rank 0, where a module is now."""
+def tell(old: str, new: str, what: str = "module") -> None:
+    """Says once, on rank 0, where a module or a name is now."""
     warn = importlib.import_module("qfsdp.common.terminal").warn
     if old not in _told:
         _told.add(old)
-        warn(f"the module {old} is {MOVED[old]} now; its old path works until qfsdp 0.3")
+        warn(f"the {what} {old} is {new} now; its old path works until qfsdp 0.3")
 
 
 _told: set[str] = set()

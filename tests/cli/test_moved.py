@@ -44,6 +44,7 @@ def test_old_paths_hand_out_the_modules_of_today_and_say_so(tmp_path: Path) -> N
         "from qfsdp.modules.adapters import row_norms\n"
         "from qfsdp.common.errors import UserError as now\n"
         "assert UserError is now and qfsdp.cli.sizes.parse_size('1GiB') == 2**30\n"
+        "from qfsdp.distributed.gradients import clip_grad_norm\n"
         "from qfsdp.modules.adapters import linears\n"
         "assert AdaptedLinear is linears.AdaptedLinear and row_norms.__package__\n"
     )
@@ -57,6 +58,7 @@ def test_old_paths_hand_out_the_modules_of_today_and_say_so(tmp_path: Path) -> N
         "qfsdp.memory.sweep.prices",
         "qfsdp.evaluation.judging.verdicts",
         "qfsdp.modules.adapters",
+        "qfsdp.distributed.gradients.clip_grad_norm",
     ]
     assert "qfsdp.cli.errors is qfsdp.common.errors now; its old path works until" in told[1]
 
