@@ -1,4 +1,4 @@
-"""Operations of PyTorch for whose result, or its size, the host waits for a GPU."""
+"""Operations of PyTorch that make the host wait for a GPU: it reads a result or needs its size."""
 
 from __future__ import annotations
 

@@ -213,8 +213,8 @@ def clip_grad_norm(
 def _over_ranks(norm: Tensor, mesh: DeviceMesh, sums: Tensor | None) -> Tensor:
     """The norm over the ranks that share rows; sums `sums` over all ranks in the same all-reduce.
 
-    On a mesh of replicate x shard every group of ranks holds all rows: the squares of all ranks are
-    those of one group as often as there are groups.
+    On a mesh of replicate x shard every group of ranks holds all rows. The sum of squares over all
+    ranks is then too large by the number of groups, so it is divided by that number.
     """
     square = norm.square().double().to(mesh_device(mesh)).view(1) * mesh.size(-1) / mesh.size()
     both = square if sums is None else torch.cat([square, sums])

@@ -13,9 +13,9 @@ import torch
 from torch.fx.experimental import _config
 
 DYNAMIC_DEVICES = ("cpu",)  # devices for which `static_on_gpus` changes nothing
-# For kernels over rows of bytes, on GPUs. By default inductor tiles them as blocks by bytes of a
-# block, with masks, and checks the index of every lookup: 37 to 55 instructions for a weight of NF4
-# in its code for an H100, 14 with these options (torch 2.11).
+# For kernels over rows of bytes, on GPUs. Without these options inductor makes tiles of two
+# dimensions with masks, and checks the index of every lookup. A weight of NF4 then takes 37 to 55
+# instructions in the code for an H100; with the options it takes 14 (torch 2.11).
 FLAT_ON_GPUS: dict[str, Any] = {"triton.max_tiles": 1, "assert_indirect_indexing": False}
 # GPUs round products and divisions as CPUs do: no fused multiply-adds.
 ROUNDED_AS_ON_CPUS: dict[str, Any] = {
