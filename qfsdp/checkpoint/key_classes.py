@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from typing import Any, Literal
 
-from qfsdp.data.files.data_files import SUFFIXES
+from qfsdp.data.files.file_records import SUFFIXES
 from qfsdp.data.reading import NOT_IN_RESULTS
 
 Class = Literal["same", "told", "free"]

@@ -61,7 +61,7 @@ _PACKAGES = {
         "preference_loader=loader preference_rows=rows shared_prompts"
     ),
     ("qfsdp.data", "qfsdp.data.files"): (
-        "csv_files data_files file_records file_rows json_lines parquet_files rows"
+        "csv_files=file_records data_files file_records file_rows json_lines parquet_files rows"
     ),
     ("qfsdp.common", "qfsdp.common"): "durations=sizes secret_keys=printable",
     ("qfsdp.data", "qfsdp.data"): "text=pretokenized row_progress=tokenized_dataset",

@@ -1,39 +1,29 @@
-"""Which files of a folder are read, and what is wrong with one: its line, and what was expected.
+"""Which files of a folder are read, and whether a file begins as its name says.
 
 `check_beginning` reads a megabyte and finds a file of another kind before anything is loaded.
-`check_whole` finds a line that is not UTF-8.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import check_no_pointer
 from qfsdp.common.long_waits import long_wait
-from qfsdp.data.files.csv_files import check_csv_beginning
-from qfsdp.data.files.json_lines import MAX_LINE, decoded, json_values, parsed
+from qfsdp.data.files.file_records import (
+    BEGINNING,
+    SUFFIXES,
+    CsvRecords,
+    JsonLines,
+    Records,
+    check_object,
+    suffix_of,
+)
+from qfsdp.data.files.json_lines import decoded, parsed
 
-SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-SUFFIXES |= {".tsv": "csv", ".txt": "text"}
-"""File suffix, in small letters -> kind. All but Parquet may end in .gz.
-
-A .txt file is one row with one column, "text".
-"""
-
-BEGINNING = 2**20
 MARKS = {b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
 GZIP = b"\x1f\x8b"
-KINDS = {bool: "a bool", int: "a number", float: "a number", str: "text", list: "a list"}
-
-
-def suffix_of(file: Path) -> str:
-    """The suffix of a data file in small letters, also before .gz; .jsonl for .ndjson."""
-    suffix = (file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix).lower()
-    return ".jsonl" if suffix == ".ndjson" else suffix
 
 
 def is_saved(folder: Path) -> bool:
@@ -123,11 +113,19 @@ def check_beginning(file: Path) -> None:
     if data and is_whole and not text.strip():
         raise UserError(f"{file}: only blank lines; expected at least one row")
     if suffix_of(file) == ".jsonl" and not is_whole and not end:
-        next(json_values(file))  # a line longer than a megabyte, if not longer than MAX_LINE
+        _check_records(JsonLines(file))  # one line, if not longer than MAX_LINE
     elif suffix_of(file) in (".jsonl", ".json"):
         _check_json_beginning(file, text)
     elif suffix_of(file) in (".csv", ".tsv"):
-        check_csv_beginning(file, text, is_whole)
+        _check_records(CsvRecords(file))
+
+
+def _check_records(records: Records) -> None:
+    """Reads the rows of the first megabyte, and the first row in any case."""
+    for at, after, content in records.read(0):
+        if at and after > BEGINNING:
+            return
+        records.value(content, at)
 
 
 def _check_json_beginning(file: Path, text: str) -> None:
@@ -142,21 +140,3 @@ def _check_json_beginning(file: Path, text: str) -> None:
     first = stripped.partition("\n")[0]
     if first and (suffix_of(file) == ".jsonl" or not first.startswith("{")):
         check_object(file, line, parsed(file, first, line))
-
-
-def check_whole(file: Path) -> None:
-    """Finds the first line of a CSV or text file that is not UTF-8. Raises UserError: there is
-    one."""
-    if file.suffix in (".parquet", ".arrow", ".gz"):
-        return
-    with file.open("rb") as stream:
-        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE), b""), start=1):
-            decoded(file, line, number)
-
-
-def check_object(file: Path, line: int, row: Any) -> None:
-    if not isinstance(row, Mapping):
-        kind = KINDS.get(type(row), "null")
-        raise UserError(
-            f"{file}, line {line}: {kind}: {str(row)[:40]!r}; expected a JSON object per line"
-        )

@@ -12,18 +12,33 @@ import gzip
 import io
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import IO, Any, Protocol, cast
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.files.csv_files import MOST_CHARACTERS, header_of, separator_of, too_many_cells
-from qfsdp.data.files.data_files import BEGINNING, SUFFIXES, check_object, check_whole, suffix_of
 from qfsdp.data.files.json_lines import MAX_LINE, OddValue, decoded, parsed, value_at, value_of
 
+SUFFIXES = {".jsonl": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
+SUFFIXES |= {".tsv": "csv", ".txt": "text"}
+"""File suffix, in small letters -> kind. All but Parquet may end in .gz.
+
+A .txt file is one row with one column, "text".
+"""
+
+BEGINNING = 2**20
+KINDS = {bool: "a bool", int: "a number", float: "a number", str: "text", list: "a list"}
+SEPARATORS = ",;\t|"
+MOST_CHARACTERS = 2**28  # of one cell of a CSV file
 _GAP = re.compile(r"[ \t\r\n]*")
 _AFTER = re.compile(r"[ \t\r\n]*([,\]]?)")
+
+
+def suffix_of(file: Path) -> str:
+    """The suffix of a data file in small letters, also before .gz; .jsonl for .ndjson."""
+    suffix = (file.with_suffix("").suffix if file.suffix == ".gz" else file.suffix).lower()
+    return ".jsonl" if suffix == ".ndjson" else suffix
 
 
 class Records(Protocol):
@@ -76,6 +91,24 @@ def line_of(file: Path, at: int) -> int:
             line += data.count(b"\n")
             at -= len(data)
     return line
+
+
+def check_object(file: Path, line: int, row: Any) -> None:
+    if not isinstance(row, Mapping):
+        kind = KINDS.get(type(row), "null")
+        raise UserError(
+            f"{file}, line {line}: {kind}: {str(row)[:40]!r}; expected a JSON object per line"
+        )
+
+
+def check_whole(file: Path) -> None:
+    """Finds the first line of a CSV or text file that is not UTF-8. Raises UserError: there is
+    one."""
+    if file.suffix in (".parquet", ".arrow", ".gz"):
+        return
+    with file.open("rb") as stream:
+        for number, line in enumerate(iter(lambda: stream.readline(MAX_LINE), b""), start=1):
+            decoded(file, line, number)
 
 
 class JsonLines:
@@ -198,7 +231,10 @@ class JsonValues:
 
 
 class CsvRecords:
-    """Rows of a CSV file: column -> text, as it stands. Columns without a cell are left out."""
+    """Rows of a CSV file: column -> text, as it stands. Columns without a cell are left out.
+
+    Nothing is guessed: pandas takes 01234 for a number, NA and null for nothing.
+    """
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -217,8 +253,11 @@ class CsvRecords:
 
     def value(self, content: list[str], at: int) -> dict[str, Any]:
         if len(content) > len(self.names):
-            line = line_of(self.file, at)
-            raise too_many_cells(self.file, line, len(content), len(self.names), self._separator)
+            where = f"{self.file}, line {line_of(self.file, at)}"
+            raise UserError(
+                f"{where}: {len(content)} cells, and the header has {len(self.names)}; expected "
+                f'"quotes" around text with {self._separator!r} in it'
+            )
         return dict(zip(self.names, content, strict=False))
 
     def _read(self, at: int) -> Iterator[tuple[int, int, list[str]]]:
@@ -261,6 +300,24 @@ class CsvRecords:
                     f"{self.file}, line {line_of(self.file, at)}: a quote that is not closed; "
                     'expected "quotes" around a cell, and "" for a quote in it'
                 ) from None
+
+
+def separator_of(text: str) -> str:
+    """The one of `SEPARATORS` that the first line has most of, outside of quotes."""
+    outside = "".join(text.lstrip().partition("\n")[0].split('"')[::2])
+    return max(SEPARATORS, key=outside.count)
+
+
+def header_of(cells: list[str]) -> list[str]:
+    """The columns as pandas calls them: one without a name by its place, equal ones numbered."""
+    names: list[str] = []
+    for place, name in enumerate(cells):
+        name, count = name or f"Unnamed: {place}", 1
+        unique = name
+        while unique in names:
+            unique, count = f"{name}.{count}", count + 1
+        names.append(unique)
+    return names
 
 
 class TextRecord:

@@ -104,7 +104,7 @@ def read_rows(key: str, path: str | Path, *needed: str) -> list[dict[str, Any]]:
     path = Path(path).expanduser()
     check_regular(key, path, "expected a .jsonl file")
     rows = []
-    for number, row in json_values(path):
+    for number, row in _json_values(path):
         for column in needed:
             if not isinstance(row, dict):
                 raise UserError(
@@ -136,7 +136,7 @@ def check_regular(key: str, path: Path, expected: str) -> None:
         raise UserError(f"{key}: '{name}': {error.strerror}; {expected}") from None
 
 
-def json_values(path: Path) -> Iterator[tuple[int, Any]]:
+def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
     """Line number and value of every line of a .jsonl file that is not blank. Raises UserError: a
     line is not UTF-8, not JSON or longer than 256 MiB. The message names it."""
     with path.open("rb") as stream:

@@ -22,7 +22,8 @@ from qfsdp.common.files import DAMAGED
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.messages import first_line
 from qfsdp.common.terminal import is_terminal
-from qfsdp.data.files.data_files import SUFFIXES, check_beginning, is_saved, listed, suffix_of
+from qfsdp.data.files.data_files import check_beginning, is_saved, listed
+from qfsdp.data.files.file_records import SUFFIXES, suffix_of
 from qfsdp.data.files.file_rows import FilePart, FileRow, FileRows, FileStream
 from qfsdp.data.files.json_lines import check_regular
 from qfsdp.data.reading import current
