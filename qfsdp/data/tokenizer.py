@@ -17,10 +17,11 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, Literal
 
 from qfsdp.common.errors import UserError
+from qfsdp.data.chat.chat_template import Conversation, plain_message
 from qfsdp.data.chat.chat_tokenizer import ChatTokenizer, raised, spelled_as
 from qfsdp.data.chat.choose_template import choose_template, say_once
 from qfsdp.data.chat.special_tokens import SpecialTokens, added_tokens, turn_marks
-from qfsdp.data.chat.trained_spans import TRAINED_AS, Conversation, TokenizedChat, plain_message
+from qfsdp.data.chat.trained_spans import TRAINED_AS, TokenizedChat
 from qfsdp.data.encode import encode
 from qfsdp.data.tokenizer_folder import TokenizerFolder, add_new_tokens
 
@@ -198,7 +199,7 @@ class HFTokenizer:
         """
         plain = [plain_message(message) for message in messages]
         asked = Conversation(plain, (), tools, add_generation_prompt)
-        text: str = raised(self.chat_template.template.render([asked.request()])[0]).text
+        text: str = raised(self.chat_template.template.render([asked])[0]).text
         return text
 
     def say_template(self) -> None:

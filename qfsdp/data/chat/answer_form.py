@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from os.path import commonprefix
 
-from qfsdp.data.chat.chat_template import ChatTemplate, Rendered, Request
+from qfsdp.data.chat.chat_template import ChatTemplate, Conversation, Rendered
 
 _USER = {"role": "user", "content": "A question."}
 _ANSWER = {"role": "assistant", "content": "An answer."}
@@ -47,11 +47,11 @@ class AnswerForm:
         """
         asked = template.render(
             [
-                Request([_USER]),
-                Request([_USER], add_generation_prompt=True),
-                Request([_USER, _ANSWER]),
-                Request([_USER, _ANSWER, _USER]),
-                Request([_DEVELOPER, _USER], add_generation_prompt=True),
+                Conversation([_USER]),
+                Conversation([_USER], add_generation_prompt=True),
+                Conversation([_USER, _ANSWER]),
+                Conversation([_USER, _ANSWER, _USER]),
+                Conversation([_DEVELOPER, _USER], add_generation_prompt=True),
             ]
         )
         texts = [found.text if isinstance(found, Rendered) else "" for found in asked]

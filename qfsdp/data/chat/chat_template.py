@@ -26,20 +26,69 @@ CHARACTERS = 2**25
 _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
+REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Names of an answer's reasoning, of which templates read one of the first two."""
+
+
 @dataclass(frozen=True)
-class Request:
-    """A conversation to render.
+class Conversation:
+    """Messages for a chat template, and which of them are trained.
 
     Fields:
-        messages: `{"role": ..., "content": ...}` each, with whatever else the template reads. None:
-            only look for mistakes in the template's syntax.
-        add_generation_prompt: append the header that the template writes before an answer.
+        messages: `{"role": ..., "content": ...}` each, with whatever else the template reads.
+        trained: indices of the messages that are trained.
         tools: the functions that the assistant may call, as JSON schemas, or None.
+        add_generation_prompt: end with the header that the template writes before an answer.
     """
 
-    messages: Sequence[Mapping[str, Any]] | None
-    add_generation_prompt: bool = False
+    messages: Sequence[Mapping[str, Any]]
+    trained: Sequence[int] = ()
     tools: Sequence[Any] | None = None
+    add_generation_prompt: bool = False
+
+    @classmethod
+    def of(
+        cls,
+        messages: Sequence[Any],
+        tools: Sequence[Any] | None = None,
+        add_generation_prompt: bool = False,
+    ) -> Conversation:
+        """A conversation whose trained messages are those with `masked` false; those of dicts
+        without `masked` are the assistant's."""
+        trained = [index for index, message in enumerate(messages) if not _is_masked(message)]
+        plain = [plain_message(message) for message in messages]
+        return cls(plain, trained, tools, add_generation_prompt)
+
+    def is_answer(self, index: int) -> bool:
+        """Whether there is such a message, and it is the assistant's."""
+        return 0 <= index < len(self.messages) and self.messages[index]["role"] == "assistant"
+
+
+def plain_message(message: Any) -> dict[str, Any]:
+    """A torchtune `Message` or a dict as a dict for the template, with text content.
+
+    The content of a message with tool calls may be None. Raises UserError: there is no role, or no
+    text."""
+    if isinstance(message, Mapping):
+        plain = {key: value for key, value in message.items() if key != "masked"}
+    else:
+        content = None if message.contains_media else message.text_content
+        plain = {"role": message.role, "content": content}
+    role, content = plain.get("role"), plain.get("content")
+    no_text = content is None and plain.get("tool_calls")
+    if not isinstance(role, str) or not (no_text or isinstance(content, str)):
+        raise UserError(f"message {str(message)[:100]!r}; expected a role and text content")
+    reasoning = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
+    if reasoning is not None:  # the same names as in transformers
+        plain = {"thinking": reasoning, **plain, REASONING[0]: reasoning}
+    # torchtune calls the result of a tool call "ipython", chat templates call it "tool".
+    return plain | {"role": "tool" if role == "ipython" else role}
+
+
+def _is_masked(message: Any) -> bool:
+    if isinstance(message, Mapping):
+        return bool(message.get("masked", message.get("role") != "assistant"))
+    return bool(message.masked)
 
 
 Range = tuple[int, int]
@@ -110,7 +159,8 @@ class ChatTemplate:
     ) -> None:
         self.text, self._values, self._source = text, dict(values), source
         self._templates = (text, with_tools or text)
-        for found in self.render([Request(None), Request(None, tools=[])]):
+        syntax: list[dict[str, Any]] = [{"messages": None, "tools": t} for t in (None, [])]
+        for found in self._rendered(syntax):
             if isinstance(found, UserError):
                 raise found
 
@@ -123,20 +173,24 @@ class ChatTemplate:
         """Whether the templates name a variable or key."""
         return any(name in text for text in self._templates)
 
-    def render(self, requests: Sequence[Request]) -> list[Rendered | UserError]:
+    def render(self, conversations: Sequence[Conversation]) -> list[Rendered | UserError]:
         """Renders conversations.
 
         Returns:
-            For each request its text; or an error, if the template rejects the conversation, fails,
-            or exceeds a limit. After a limit of time or memory has ended the process, the remaining
+            For each its text; or an error, if the template rejects the conversation, fails, or
+            exceeds a limit. After a limit of time or memory has ended the process, the remaining
             conversations are not tried: they have the same error.
         """
+        return self._rendered(list(map(vars, conversations)))
+
+    def _rendered(self, asked: Sequence[Mapping[str, Any]]) -> list[Rendered | UserError]:
+        """As `render`; without messages only mistakes in the template's syntax are looked for."""
         found: list[Rendered | UserError] = []
         with _one_at_a_time:
-            lines = _ask(self._templates, self._values, requests)
+            lines = _ask(self._templates, self._values, asked)
         for line in lines:
             found.append(self._error(*line["problem"]) if "problem" in line else Rendered(**line))
-        return found + found[-1:] * (len(requests) - len(found))
+        return found + found[-1:] * (len(asked) - len(found))
 
     def _error(self, kind: str, what: str) -> UserError:
         what = " ".join(what.split())
@@ -156,33 +210,29 @@ _one_at_a_time = threading.Lock()  # a server tokenizes in several threads
 
 
 def _ask(
-    templates: Sequence[str], values: Mapping[str, str], requests: Sequence[Request]
+    templates: Sequence[str], values: Mapping[str, str], asked: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """The answers of `template_process.answer`, up to the one that ended the process."""
     process = _running()
     assert process.stdin is not None and process.stdout is not None
-    asked = {
-        "templates": templates,
-        "values": values,
-        "conversations": [vars(request) for request in requests],
-    }
+    request = {"templates": templates, "values": values, "conversations": asked}
     lines: list[bytes] = []
     try:
-        process.stdin.write(json.dumps(asked).encode() + b"\n")
+        process.stdin.write(json.dumps(request).encode() + b"\n")
         process.stdin.flush()
-        while len(lines) < len(requests) and (line := process.stdout.readline()).endswith(b"\n"):
+        while len(lines) < len(asked) and (line := process.stdout.readline()).endswith(b"\n"):
             lines.append(line)
     except BrokenPipeError:
         pass
     found = [dict(json.loads(line)) for line in lines]
-    if len(found) == len(requests):
+    if len(found) == len(asked):
         return found
     problem = {"problem": ["failed", _why_it_ended()]}
-    if len(requests) == 1:
+    if len(asked) == 1:
         return [problem]
     # Answers that the process had not sent yet are lost: each of the rest is asked alone.
-    for request in requests[len(found) :]:
-        found += _ask(templates, values, [request])
+    for one in asked[len(found) :]:
+        found += _ask(templates, values, [one])
         if _process is None:  # that was the one
             break
     return found

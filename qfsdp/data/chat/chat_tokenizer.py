@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.chat.answer_form import AnswerForm
-from qfsdp.data.chat.chat_template import ChatTemplate, Range, Rendered
+from qfsdp.data.chat.chat_template import ChatTemplate, Conversation, Range, Rendered
 from qfsdp.data.chat.special_tokens import SpecialTokens
-from qfsdp.data.chat.trained_spans import Conversation, TokenizedChat, TrainedSpans, left_out, place
+from qfsdp.data.chat.trained_spans import TokenizedChat, TrainedSpans, left_out, place
 from qfsdp.data.encode import TooSlow, encode
 from qfsdp.data.tokenizer_folder import eos_ids
 
@@ -61,7 +61,8 @@ class ChatTokenizer:
         return AnswerForm.of(self.template, self.special.ids, self.bos)
 
     @cached_property
-    def _stops(self) -> list[str]:
+    def stops(self) -> list[str]:
+        """The special tokens at which generation stops."""
         ids = {self.eos_id, *eos_ids(self.source)}
         stops = [text for text, index in self.special.ids.items() if index in ids]
         return stops if self.form.end is None else [*stops, self.form.end]
@@ -69,27 +70,13 @@ class ChatTokenizer:
     def tokenize(self, asked: Sequence[Conversation]) -> list[TokenizedChat | UserError]:
         """Tokens of each conversation, not cut; or an error, which all have after one that took too
         long."""
-        hidden: list[Mapping[str, str]] = []
-        notes: list[str | None] = []
-        safe = []
-        for conversation in asked:
-            if any(message["role"] == "developer" for message in conversation.messages):
-                conversation = conversation.for_template(self.form)
-            data = [conversation.messages, conversation.tools]
-            token = self.special.first_inside(data)
-            names: Mapping[str, str] = {}
-            if token is not None and not self.keep_special:
-                (messages, tools), names = self.special.hide(data)
-                conversation = replace(conversation, messages=messages, tools=tools)
-            safe.append(conversation)
-            hidden.append(names)
-            notes.append(token and spelled_as(token, plain=not self.keep_special))
-        rendered = self.template.render([conversation.request() for conversation in safe])
+        safe = list(map(self._made_safe, asked))
+        rendered = self.template.render([conversation for conversation, _, _ in safe])
         results: list[TokenizedChat | UserError] = []
-        for conversation, found, names, note in zip(safe, rendered, hidden, notes, strict=True):
+        for (conversation, hidden, note), found in zip(safe, rendered, strict=True):
             try:
                 text, spans, remark = self._spans(conversation, found)
-                ids, trained = self._encode(text, spans, names)
+                ids, trained = self._encode(text, spans, hidden)
             except TooSlow as error:  # others may be as slow
                 return results + [error] * (len(safe) - len(results))
             except UserError as error:
@@ -98,6 +85,23 @@ class ChatTokenizer:
                 results.append(TokenizedChat(ids, [not flag for flag in trained], note, remark))
         return results
 
+    def _made_safe(
+        self, conversation: Conversation
+    ) -> tuple[Conversation, Mapping[str, str], str | None]:
+        """A conversation for the template, what `SpecialTokens.hide` has hidden in it, and what a
+        user must know of that."""
+        messages, tools = conversation.messages, conversation.tools
+        if any(m["role"] == "developer" for m in messages) and not self.form.knows_developer:
+            messages = [
+                {**m, "role": "system"} if m["role"] == "developer" else m for m in messages
+            ]
+        hidden: Mapping[str, str] = {}
+        token = self.special.first_inside([messages, tools])
+        if token is not None and not self.keep_special:
+            (messages, tools), hidden = self.special.hide([messages, tools])
+        note = token and spelled_as(token, plain=not self.keep_special)
+        return replace(conversation, messages=messages, tools=tools), hidden, note
+
     def _spans(
         self, conversation: Conversation, found: Rendered | UserError
     ) -> tuple[str, list[Range], str | None]:
@@ -105,23 +109,18 @@ class ChatTokenizer:
 
         Where an answer ends with the first token of the next turn (GLM), the text gets one.
         """
+        messages = conversation.messages
         if isinstance(found, UserError):
             # A template without tools may fail because the content of a call is None.
-            messages = conversation.messages
             calls = [i for i, message in enumerate(messages) if message.get("tool_calls")]
             if calls and not self.template.reads("tool_calls"):
                 raise left_out(self.source, f"tool calls of {place(messages, calls[0])}")
             raise found
-        last = len(conversation.messages) - 1
+        last = len(messages) - 1
         answered = last in conversation.trained and conversation.is_answer(last)
-        if (
-            answered
-            and self.form.of_next_turn
-            and not conversation.messages[last].get("tool_calls")
-        ):
+        if answered and self.form.of_next_turn and not messages[last].get("tool_calls"):
             found.text += self.form.end or ""
-        asked = (conversation, found, self.template, self.form, list(self.special.ids))
-        spans = TrainedSpans(*asked, self._stops, self.source)
+        spans = TrainedSpans(self, conversation, found)
         spans.check_whole()
         return found.text, *spans.find()
 

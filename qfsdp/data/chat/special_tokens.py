@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.chat.chat_template import ChatTemplate, Request
+from qfsdp.data.chat.chat_template import ChatTemplate, Conversation
 from qfsdp.data.encode import encode
 
 if TYPE_CHECKING:
@@ -199,7 +199,7 @@ def turn_marks(backend: Tokenizer, template: ChatTemplate) -> dict[str, int]:
         if text not in marks and text[:1] in ("<", "[")  # Gemma adds line breaks
     }
     if others:
-        (found,) = template.render([Request([{"role": "user", "content": "Hi"}])])
+        (found,) = template.render([Conversation([{"role": "user", "content": "Hi"}])])
         written = "" if isinstance(found, UserError) else found.text
         marks |= {text: index for text, index in others.items() if text in written}
     return marks

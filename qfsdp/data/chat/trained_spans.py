@@ -14,67 +14,19 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.chat.answer_form import AnswerForm
-from qfsdp.data.chat.chat_template import ChatTemplate, Range, Rendered, Request
+from qfsdp.data.chat.chat_template import REASONING, Conversation, Range, Rendered
 from qfsdp.data.chat.messages import function_name
+
+if TYPE_CHECKING:
+    from qfsdp.data.chat.chat_tokenizer import ChatTokenizer
 
 TRAINED_AS = 2  # goes up when other tokens are trained: cached ones are then made again
 BEFORE_THINK = "the text before </think>"
-REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of an answer's reasoning, of which templates read one of the first two."""
-
-
-@dataclass(frozen=True)
-class Conversation:
-    """Messages for a chat template, and which of them are trained.
-
-    Fields:
-        messages: as the template reads them.
-        trained: indices of the messages that are trained.
-        tools: the functions that the assistant may call, or None.
-        add_generation_prompt: end with the header that the template writes before an answer.
-    """
-
-    messages: Sequence[Mapping[str, Any]]
-    trained: Sequence[int] = ()
-    tools: Sequence[Any] | None = None
-    add_generation_prompt: bool = False
-
-    @classmethod
-    def of(
-        cls,
-        messages: Sequence[Any],
-        tools: Sequence[Any] | None = None,
-        add_generation_prompt: bool = False,
-    ) -> Conversation:
-        """A conversation whose trained messages are those with `masked` false; those of dicts
-        without `masked` are the assistant's."""
-        trained = [index for index, message in enumerate(messages) if not _is_masked(message)]
-        plain = [plain_message(message) for message in messages]
-        return cls(plain, trained, tools, add_generation_prompt)
-
-    def for_template(self, form: AnswerForm) -> Conversation:
-        """The same; a template without the role developer gets system for it."""
-        if form.knows_developer:
-            return self
-        messages = [
-            {**message, "role": "system"} if message["role"] == "developer" else message
-            for message in self.messages
-        ]
-        return replace(self, messages=messages)
-
-    def is_answer(self, index: int) -> bool:
-        """Whether there is such a message, and it is the assistant's."""
-        return 0 <= index < len(self.messages) and self.messages[index]["role"] == "assistant"
-
-    def request(self) -> Request:
-        """What the template has to render."""
-        return Request(self.messages, self.add_generation_prompt, self.tools)
 
 
 @dataclass(frozen=True)
@@ -82,22 +34,14 @@ class TrainedSpans:
     """Finds what is trained in a rendered conversation.
 
     Fields:
+        chats: what is known of the template, and of the tokens with which a turn may end.
         conversation: the conversation.
         rendered: its text.
-        template: which wrote it.
-        form: of the template.
-        ends: texts of the special tokens, with which a turn may end.
-        stops: those of them at which generation stops.
-        source: the model folder, for messages.
     """
 
+    chats: ChatTokenizer
     conversation: Conversation
     rendered: Rendered
-    template: ChatTemplate
-    form: AnswerForm
-    ends: Sequence[str]
-    stops: Sequence[str]
-    source: Path
 
     def find(self) -> tuple[list[Range], str | None]:
         """The trained ranges of the text, and what a user must know of them or None.
@@ -115,12 +59,14 @@ class TrainedSpans:
             stop = self._stop(start, self._turn(index)[1])
             inside = [(max(start, a), min(stop, b)) for a, b in self.rendered.marked]
             found = [(a, b) for a, b in inside if a < b] or [(start, stop)]
-            if self.form.of_next_turn:
+            if self.chats.form.of_next_turn:
                 found[-1] = (found[-1][0], stop)
             spans += found
-            if remark is None and not self.rendered.text.endswith(tuple(self.stops), *found[-1]):
+            if remark is None and not self.rendered.text.endswith(
+                tuple(self.chats.stops), *found[-1]
+            ):
                 remark = self._never_ends(index, found[-1])
-            if remark is None and header not in ("", self.form.headers[0]):
+            if remark is None and header not in ("", self.chats.form.headers[0]):
                 remark = self._differs(header)
         return spans, remark
 
@@ -129,7 +75,7 @@ class TrainedSpans:
         found = self.rendered.turns.get(index) or self.rendered.contents.get(index)
         if found is None:
             raise UserError(
-                f"{self.source}: message {index + 1} of {len(self.conversation.messages)} cannot "
+                f"{self.chats.source}: message {index + 1} of {len(self.conversation.messages)} cannot "
                 "be found in what the chat template writes; expected a template with a loop over "
                 "messages, such as tokenizer.chat_template=chatml"
             )
@@ -139,7 +85,7 @@ class TrainedSpans:
         """Where an answer begins, and the header that stands before it."""
         start, stop = self._turn(index)
         until = self.rendered.contents.get(index, (stop, stop))[0]
-        for header in self.form.headers:
+        for header in self.chats.form.headers:
             at = self.rendered.text.find(header, start, until)
             if at >= 0:
                 return at + len(header), header
@@ -149,11 +95,11 @@ class TrainedSpans:
         """Where a message ends that stands between two characters: with the token that ends it."""
         text = self.rendered.text
         ended = start + len(text[start:stop].rstrip())
-        if text.endswith(tuple(self.ends), start, ended):
+        if text.endswith(tuple(self.chats.special.ids), start, ended):
             return ended
         after = re.compile(r"\s*").match(text, stop)
         at = stop if after is None else after.end()
-        following = [token for token in self.stops if text.startswith(token, at)]
+        following = [token for token in self.chats.stops if text.startswith(token, at)]
         return at + len(max(following, key=len)) if following else stop
 
     def _up_to_the_next(self, index: int) -> Range:
@@ -167,30 +113,30 @@ class TrainedSpans:
         else:
             stop = turns[following][0] if following < last else len(self.rendered.text)
         ended = start + len(self.rendered.text[start:stop].rstrip())
-        has_end = self.rendered.text.endswith(tuple(self.ends), start, ended)
+        has_end = self.rendered.text.endswith(tuple(self.chats.special.ids), start, ended)
         return start, ended if has_end else stop
 
     def _differs(self, header: str) -> str:
-        rest = self.form.headers[0].removeprefix(header)
+        rest = self.chats.form.headers[0].removeprefix(header)
         return (
-            f"{self.source}: before an answer that the model is to give, the chat template writes "
+            f"{self.chats.source}: before an answer that the model is to give, the chat template writes "
             f"{rest!r}, which it does not write in conversations: answers are trained without it"
         )
 
     def _never_ends(self, index: int, span: Range) -> str:
         text = self.rendered.text[slice(*span)]
-        token = max(filter(text.endswith, self.ends), key=len, default=None)
+        token = max(filter(text.endswith, self.chats.special.ids), key=len, default=None)
         last = index == max(
             filter(self.conversation.is_answer, range(len(self.conversation.messages)))
         )
         if token is None:
             return (
-                f"{self.source}: the chat template ends an answer with no special token, "
+                f"{self.chats.source}: the chat template ends an answer with no special token, "
                 "so the model does not learn to stop; expected tokenizer.chat_template with one "
                 "after answers, such as plain or chatml"
             )
         return (
-            f"{self.source}: the chat template ends an answer with {token!r}, at which "
+            f"{self.chats.source}: the chat template ends an answer with {token!r}, at which "
             "generation does not stop; expected it among eos_token_id of generation_config.json, "
             f"{'' if last else 'dataset.train_on_last_turn_only=true, '}or another "
             "tokenizer.chat_template"
@@ -207,10 +153,10 @@ class TrainedSpans:
             what = next(self._missing(index, message), None)
             if what is not None:
                 earlier = index < len(messages) - 1 and what in (REASONING[0], BEFORE_THINK)
-                raise left_out(self.source, f"{what} of {place(messages, index)}", earlier)
+                raise left_out(self.chats.source, f"{what} of {place(messages, index)}", earlier)
         for name in filter(None, map(function_name, self.conversation.tools or ())):
             if name not in self.rendered.text:
-                raise left_out(self.source, f"tools ({name})")
+                raise left_out(self.chats.source, f"tools ({name})")
 
     def _missing(self, index: int, message: Mapping[str, Any]) -> Iterator[str]:
         start, stop = self.rendered.turns.get(index, (0, 0))
@@ -221,11 +167,11 @@ class TrainedSpans:
                 yield f"tool calls ({name})"
         earlier = message["role"] == "assistant" and index not in self.conversation.trained
         reasoning = message.get(REASONING[0])
-        may_drop = earlier and any(map(self.template.reads, REASONING))
+        may_drop = earlier and any(map(self.chats.template.reads, REASONING))
         if isinstance(reasoning, str) and not (may_drop or _written(reasoning, turn)):
             yield REASONING[0]
         *thoughts, content = re.split(r"</?think>", message.get("content") or "")
-        may_drop = earlier and self.template.reads("think>")
+        may_drop = earlier and self.chats.template.reads("think>")
         if not (may_drop or all(_written(thought, turn) for thought in thoughts)):
             yield BEFORE_THINK
         if thoughts or not self.rendered.framed:
@@ -271,30 +217,3 @@ class TokenizedChat:
     mask: list[bool]
     spelled: str | None = None
     remark: str | None = None
-
-
-def plain_message(message: Any) -> dict[str, Any]:
-    """A torchtune `Message` or a dict as a dict for the template, with text content.
-
-    The content of a message with tool calls may be None. Raises UserError: there is no role, or no
-    text."""
-    if isinstance(message, Mapping):
-        plain = {key: value for key, value in message.items() if key != "masked"}
-    else:
-        content = None if message.contains_media else message.text_content
-        plain = {"role": message.role, "content": content}
-    role, content = plain.get("role"), plain.get("content")
-    no_text = content is None and plain.get("tool_calls")
-    if not isinstance(role, str) or not (no_text or isinstance(content, str)):
-        raise UserError(f"message {str(message)[:100]!r}; expected a role and text content")
-    reasoning = next((plain[key] for key in REASONING if plain.get(key) is not None), None)
-    if reasoning is not None:  # the same names as in transformers
-        plain = {"thinking": reasoning, **plain, REASONING[0]: reasoning}
-    # torchtune calls the result of a tool call "ipython", chat templates call it "tool".
-    return plain | {"role": "tool" if role == "ipython" else role}
-
-
-def _is_masked(message: Any) -> bool:
-    if isinstance(message, Mapping):
-        return bool(message.get("masked", message.get("role") != "assistant"))
-    return bool(message.masked)
