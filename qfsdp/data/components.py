@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.files.rows import check_source
-from qfsdp.data.reading import reading, split_reading
+from qfsdp.data.reading import current, reading, split_reading
 from qfsdp.data.row_forms import check_columns_of
 from qfsdp.data.token_ids import check_tokenizer_ids, with_checked_ids
 from qfsdp.hub.download import local_folder
@@ -86,7 +86,9 @@ def parts_of(key: str, sets: Any) -> dict[str, Component]:
     return {name: as_component(value, f"{key}.sets.{name}") for name, value in sets.items()}
 
 
-def build_dataset(key: str, dataset: Component, tokenizer: Any, rows: int | None = None) -> Any:
+def build_dataset(
+    key: str, dataset: Component, tokenizer: Any, rows: int | None = None, limit: Any = None
+) -> Any:
     """Builds a dataset.
 
     Args:
@@ -94,13 +96,17 @@ def build_dataset(key: str, dataset: Component, tokenizer: Any, rows: int | None
             hold them, each sample's when it is read. None: no check.
         key: the dataset's place in the config. Builders write messages that begin with
             `dataset.`; that prefix is replaced by `key`.
+        limit: of preferences, see `build_preferences`.
 
     Raises:
         UserError: the builder does.
     """
     how, dataset = split_reading(key, dataset)
+    how = replace(
+        how, tokenizer=tokenizer, embedding_rows=rows, limit=limit or current().limit
+    )  # the parts of a mixture inherit the limit
     try:
-        with reading(replace(how, tokenizer=tokenizer, embedding_rows=rows)):
+        with reading(how):
             built = dataset.build(tokenizer=tokenizer)
     except UserError as error:
         text = str(error)

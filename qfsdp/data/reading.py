@@ -72,11 +72,13 @@ class Reading(ReadingKeys):
         builder: the component and its arguments, without these keys; part of the cache's key.
         tokenizer: that the builder uses; part of the key too.
         embedding_rows: of the model, if they are known.
+        limit: of preferences (`RowLimit`), or None.
     """
 
     builder: Mapping[str, Any] = field(default_factory=dict)
     tokenizer: Any = None
     embedding_rows: int | None = None
+    limit: Any = None
 
     @property
     def cache_folder(self) -> Path | None:

@@ -159,7 +159,8 @@ class ChatTemplate:
     ) -> None:
         self.text, self._values, self._source = text, dict(values), source
         self._templates = (text, with_tools or text)
-        syntax: list[dict[str, Any]] = [{"messages": None, "tools": t} for t in (None, [])]
+        syntax: list[dict[str, Any]] = [{"messages": None, "tools": None}]
+        syntax.append({"messages": None, "tools": []})
         for found in self._rendered(syntax):
             if isinstance(found, UserError):
                 raise found

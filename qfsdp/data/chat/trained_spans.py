@@ -75,9 +75,9 @@ class TrainedSpans:
         found = self.rendered.turns.get(index) or self.rendered.contents.get(index)
         if found is None:
             raise UserError(
-                f"{self.chats.source}: message {index + 1} of {len(self.conversation.messages)} cannot "
-                "be found in what the chat template writes; expected a template with a loop over "
-                "messages, such as tokenizer.chat_template=chatml"
+                f"{self.chats.source}: message {index + 1} of {len(self.conversation.messages)} "
+                "cannot be found in what the chat template writes; expected a template with a loop "
+                "over messages, such as tokenizer.chat_template=chatml"
             )
         return found
 
@@ -119,8 +119,9 @@ class TrainedSpans:
     def _differs(self, header: str) -> str:
         rest = self.chats.form.headers[0].removeprefix(header)
         return (
-            f"{self.chats.source}: before an answer that the model is to give, the chat template writes "
-            f"{rest!r}, which it does not write in conversations: answers are trained without it"
+            f"{self.chats.source}: before an answer that the model is to give, the chat template "
+            f"writes {rest!r}, which it does not write in conversations: answers are trained "
+            "without it"
         )
 
     def _never_ends(self, index: int, span: Range) -> str:

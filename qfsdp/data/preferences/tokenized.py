@@ -12,9 +12,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from array import array
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,6 +22,7 @@ from qfsdp.common.errors import UserError, speaks_for_all
 from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.components import build_dataset
 from qfsdp.data.packing import PackedDataset
+from qfsdp.data.reading import current
 from qfsdp.data.row_tokenizer import TokenizedDataset
 
 if TYPE_CHECKING:
@@ -55,19 +54,6 @@ class RowLimit:
     def of(cls, cfg: Any) -> RowLimit:
         """That of a recipe's config."""
         return cls(cfg.max_seq_len, cfg.packed, cfg.seed)
-
-
-_limit: ContextVar[RowLimit | None] = ContextVar("limit", default=None)
-
-
-@contextmanager
-def row_limit(limit: RowLimit) -> Iterator[None]:
-    """Cuts the preferences that are built within the `with` block."""
-    token = _limit.set(limit)
-    try:
-        yield
-    finally:
-        _limit.reset(token)
 
 
 class Preferences:
@@ -121,7 +107,7 @@ class Preferences:
         # long they are.
         self._begins, self._prompts = begins.reshape(-1, 2), prompts.reshape(-1, 2)
         self._places, self._answers = places.reshape(-1, 2), answers.reshape(-1, 2)
-        self.limit = _limit.get()
+        self.limit: RowLimit | None = current().limit
         self._one_prompt = np.zeros(len(self), dtype=bool)  # both samples have the same one
         if paired and self.limit is not None and self.limit.packed:
             self._one_prompt[:] = self._have_one_prompt()
@@ -277,8 +263,8 @@ def build_preferences(
             pairs and others are not, all labels are equal, or the head needs other data.
     """
     most = min(limit.max_seq_len, getattr(tokenizer, "max_seq_len", None) or limit.max_seq_len)
-    with row_limit(replace(limit, max_seq_len=most)):
-        built = build_dataset(key, dataset, tokenizer, rows)
+    limited = replace(limit, max_seq_len=most)
+    built = build_dataset(key, dataset, tokenizer, rows, limited)
     parts = getattr(built, "parts", {"": built})
     for name, part in parts.items():
         if not isinstance(part, Preferences):
