@@ -61,6 +61,7 @@ ONE_ROUND = "--quick --repeat 1"
 # What no card has run yet comes before what an H200 has measured.
 PARTS = (
     tests("tests_first", 130, "--first-seconds", "100", tiny="--on-cpu --first-seconds 25"),
+    script("recipes", 150, "gpu_recipes"),
     script("two_ranks", 60, "gpu_two_ranks"),
     script("doctor", 80, "gpu_doctor"),
     tests("tests_estimate", 80, "-k", "estimate", tiny="--on-cpu -k none-lora"),
@@ -137,6 +138,7 @@ TABLE = {  # a figure: its aim
     "tests_first_failed": "= 0",
     "tests_estimate_failed": "= 0",
     "tests_all_failed": "= 0",
+    "recipes_unequal": "= 0",
     "doctor_red": "= 0",
     "two_ranks_loss_difference": "<= 0.02",
     "gpu_dequantize_over_copy": ">= 0.85",

@@ -27,6 +27,7 @@ import ctypes
 import json
 import multiprocessing as mp
 import os
+import re
 import runpy
 import signal
 import subprocess
@@ -83,11 +84,17 @@ def prepare(scratch: Path, dry: bool) -> None:
 
 
 def is_installed(wheel: Path) -> bool:
+    """Whether this Python has the package; of transformers, whether it is not an older one."""
+    name, version = wheel.name.split("-")[:2]
     try:
-        distribution(wheel.name.partition("-")[0])
+        found = distribution(name).version
     except PackageNotFoundError:
         return False
-    return True
+    return name != "transformers" or release(found) >= release(version)
+
+
+def release(version: str) -> tuple[int, ...]:
+    return tuple(int(number) for number in re.findall(r"\d+", version)[:3])
 
 
 def enter_part(words: list[str], log: str) -> None:
