@@ -27,24 +27,17 @@ from typing import Any, Literal
 
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
-from qfsdp.config.recipe_files import recipe_file_of
 from qfsdp.config.tool_config import Training, read_training
 from qfsdp.launch.start import launch_alone
 from qfsdp.planning.hardware import Hardware, HardwareConfig, device_memory_of, known_name
 from qfsdp.sweep.cells import Cell, config_file, make_cells
 from qfsdp.sweep.estimate_cell import estimate_cell
-from qfsdp.sweep.measure_cell import (
-    check_devices,
-    check_evaluation,
-    measure_run,
-    measure_steps,
-    visible_devices,
-)
+from qfsdp.sweep.measure_cell import Runs, check_devices, check_evaluation, visible_devices
 from qfsdp.sweep.output import write_output
 from qfsdp.sweep.prices import Price, costs, read_prices
-from qfsdp.sweep.published import compare, read_published
+from qfsdp.sweep.published import beside, read_published
 from qfsdp.sweep.results import DONE, FAILED, Results, best_of
-from qfsdp.sweep.together import HINT, can_be_together, measure_together, one_config
+from qfsdp.sweep.together import HINT, can_be_together, one_config, train_together
 
 
 @dataclass(kw_only=True)
@@ -158,13 +151,14 @@ def fill_in(cfg: Config, sweep: Sweep, cell: Cell, devices: list[str]) -> dict[s
     if cfg.mode == "estimate":
         hardware = hardware_of(cfg, cell)
         return estimate_cell(sweep.training, cell, hardware, ranks_of(cfg, cell))
-    ranks = cfg.world_size
-    torchrun = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
-    base = [*torchrun, recipe_file_of(sweep.training.argv[1]), *sweep.training.argv]
-    folder = Path(cfg.output_dir).expanduser() / "cells" / cell.key
-    if cfg.mode == "steps":
-        return measure_steps(cell, base, folder, ranks, cfg.steps, cfg.warmup, devices)
-    return measure_run(cell, base, folder, ranks, evaluation_of(cfg), devices)
+    runs = runs_on(cfg, sweep, devices)
+    return runs.steps(cell, cfg.steps, cfg.warmup) if cfg.mode == "steps" else runs.whole(cell)
+
+
+def runs_on(cfg: Config, sweep: Sweep, devices: list[str]) -> Runs:
+    """What runs cells on some devices."""
+    folder = Path(cfg.output_dir).expanduser() / "cells"
+    return Runs(sweep.training, folder, cfg.world_size, evaluation_of(cfg), devices)
 
 
 def run_cells(cfg: Config, sweep: Sweep, results: Results, show: Callable[[Cell], None]) -> None:
@@ -197,8 +191,7 @@ def run_cells(cfg: Config, sweep: Sweep, results: Results, show: Callable[[Cell]
             open_cells.append(cell)
     open_cells.sort(key=lambda cell: cell.in_grid)  # points first: others compare with them
     if cfg.together and open_cells:
-        folder, how = Path(cfg.output_dir).expanduser() / "cells", evaluation_of(cfg)
-        rows = measure_together(sweep.training, open_cells, folder, size, how, groups[0])
+        rows = train_together(runs_on(cfg, sweep, groups[0]), open_cells)
         for cell, row in zip(open_cells, rows, strict=True):
             add(cell, row)
     elif len(groups) == 1:
@@ -224,10 +217,11 @@ def write(cfg: Config, sweep: Sweep, results: Results) -> list[Path]:
     sizes = {hardware_of(cfg, cell).device_memory / 2**30 for cell in grid}
     device_gib = sizes.pop() if len(sizes) == 1 else None
     folder = Path(cfg.output_dir).expanduser()
-    compared = compare(sweep.published, rows)
     if (best := best_of(sweep.cells, rows, folder)) is not None:
         print(best)
-    return write_output(folder, cfg.mode, sweep.cells, rows, compared, used, device_gib)
+    return write_output(
+        folder, cfg.mode, sweep.cells, rows, beside(sweep.published, rows), used, device_gib
+    )
 
 
 def main(cfg: Config) -> None:
@@ -241,10 +235,9 @@ def main(cfg: Config) -> None:
 
         def show(cell: Cell) -> None:
             row = results.get(cell.key) or {}
-            point = " ".join(f"{axis}={value}" for axis, value in cell.point.items())
             memory = f", {row['memory_gib']:.2f} GiB" if "memory_gib" in row else ""
             reason = f": {row['reason']}" if "reason" in row else ""
-            print(f"  {point}: {row.get('status', FAILED)}{memory}{reason}", flush=True)
+            print(f"  {cell.name}: {row.get('status', FAILED)}{memory}{reason}", flush=True)
 
         try:
             run_cells(cfg, sweep, results, show)

@@ -57,6 +57,11 @@ class Cell:
     in_grid: bool
     error: str = ""
 
+    @property
+    def name(self) -> str:
+        """The point in a line: "batch_size=4 method=QDoRA"."""
+        return " ".join(f"{axis}={value}" for axis, value in self.point.items())
+
 
 Choices = dict[str, tuple[Any, dict[str, Any]]]  # name of a value -> how it is shown, its changes
 

@@ -17,8 +17,7 @@ from qfsdp.common.files import write_text, writing
 from qfsdp.config.reference import shown
 from qfsdp.sweep.cells import Cell
 from qfsdp.sweep.prices import Price, costs
-from qfsdp.sweep.published import Comparison
-from qfsdp.sweep.results import DONE, FILE, Row, ranked
+from qfsdp.sweep.results import COLUMNS, DONE, FILE, Row, Table, ranked
 from qfsdp.training.report.charts import (
     COLOURS,
     Chart,
@@ -34,7 +33,6 @@ from qfsdp.training.report.run_folder import read_lines
 from qfsdp.training.report.sections import shortened
 
 TABLE, PAGE, FIGURES = "table.md", "report.html", "figures"
-RATIO = "Ours over theirs; our memory is counted as each report counts it."
 
 
 def write_output(
@@ -42,7 +40,7 @@ def write_output(
     mode: str,
     cells: Sequence[Cell],
     results: dict[str, Row],
-    compared: Sequence[Comparison],
+    compared: Table,
     prices: dict[str, Price],
     device_gib: float | None,
 ) -> list[Path]:
@@ -51,6 +49,7 @@ def write_output(
     Args:
         mode: of the sweep, for the title, which names the models of the cells.
         results: with costs, by the cells' keys.
+        compared: figures of others beside ours.
         prices: those that the costs come from.
         device_gib: memory of a GPU, for the charts; None: not known, or not one.
 
@@ -60,10 +59,10 @@ def write_output(
     models = dict.fromkeys(Path(cell.cfg.model.path).name for cell in cells if cell.cfg)
     title = f"{folder.resolve().name}: {', '.join(models)} by {mode}"
     charts = charts_of(cells, results, device_gib)
-    tables = tables_of(ranked(cells, results), results, compared, prices)
-    parts = [f"## {name}\n\n{note}{markdown(head, rows)}" for name, note, head, rows in tables]
-    sections = [charts_section("Figures", list(charts.values()))]
-    sections += [_table_section(*content) for content in tables]
+    tables = [compared, *tables_of(ranked(cells, results), results), price_table(prices)]
+    tables = [table for table in tables if table.rows]
+    parts = [f"## {one.title}\n\n{one.note}{markdown(one.head, one.rows)}" for one in tables]
+    sections = [charts_section("Figures", list(charts.values())), *map(_section, tables)]
     with writing("output_dir", folder):
         write_text(folder / TABLE, "\n".join([f"# {title}\n", *parts]))
         for name, chart in charts.items():
@@ -74,34 +73,16 @@ def write_output(
     return [folder / TABLE, folder / PAGE]
 
 
-Content = tuple[str, str, list[str], list[list[str]]]  # title, note, head and rows of a table
+def tables_of(cells: Sequence[Cell], results: dict[str, Row]) -> list[Table]:
+    """The finished cells: points, then the grid."""
+    points, grid = ([c for c in cells if c.in_grid == of_grid] for of_grid in (False, True))
+    named = (("Points", points), ("Grid", grid))
+    return [Table(title, "", *rows_of_table(some, results)) for title, some in named]
 
 
-def tables_of(
-    cells: Sequence[Cell],
-    results: dict[str, Row],
-    compared: Sequence[Comparison],
-    prices: dict[str, Price],
-) -> list[Content]:
-    """The tables: figures of others first, then all cells, then prices."""
-    found: list[Content] = []
-    if compared:
-        sources = list(dict.fromkeys(map(source_of, compared)))
-        told = [f"[{at}] {source}" for at, source in enumerate(sources, 1)]
-        theirs = ", ".join(told if len(sources) > 1 else sources)
-        rows_beside = rows_of_comparison(compared, sources)
-        found.append(("Beside published figures", f"{RATIO} Theirs: {theirs}.\n\n", *rows_beside))
-    of_grid = [cell for cell in cells if cell.in_grid]
-    of_points = [cell for cell in cells if not cell.in_grid]
-    for name, some in (("Points", of_points), ("Grid", of_grid)):
-        if any(cell.key in results for cell in some):
-            found.append((name, "", *rows_of_table(some, results)))
-    if prices:
-        lines = [
-            [name, f"{p.usd_per_hour:.2f}", p.date, p.source] for name, p in sorted(prices.items())
-        ]
-        found.append(("Prices", "", ["GPU", "US$ per hour", "read on", "source"], lines))
-    return found
+def price_table(prices: dict[str, Price]) -> Table:
+    lines = [[name, f"{p.usd_per_hour:.2f}", p.date, p.source] for name, p in prices.items()]
+    return Table("Prices", "", ["GPU", "US$ per hour", "read on", "source"], sorted(lines))
 
 
 def finished_sections(folder: Path, prices: dict[str, Price]) -> list[Section]:
@@ -118,31 +99,18 @@ def finished_sections(folder: Path, prices: dict[str, Price]) -> list[Section]:
             results[cell.key] = row | costs(row, price, None)
     name = folder.resolve().name
     sections = [charts_section(f"Sweep {name}", list(charts_of(cells, results).values()))]
-    for title, note, head, rows in tables_of(cells, results, [], {}):
-        sections.append(_table_section(f"Sweep {name}: {title}", note, head, rows))
+    for one in tables_of(cells, results):
+        sections.append(_section(one._replace(title=f"Sweep {name}: {one.title}")))
     return [section for section in sections if section.body]
 
 
-def _table_section(title: str, note: str, head: list[str], rows: list[list[str]]) -> Section:
-    return Section(title, (part("note", note) if note else "") + table(head, rows))
+def _section(one: Table) -> Section:
+    note = part("note", one.note) if one.note else ""
+    return Section(one.title, note + table(one.head, one.rows))
 
 
 # ---- tables --------------------------------------------------------------------------------------
 
-# Name of a number in results -> its column.
-COLUMNS = {
-    "memory_gib": "GiB per GPU",
-    "host_gib": "GiB of the host",
-    "seconds_per_step": "s/step",
-    "samples_per_second": "samples/s",
-    "tokens_per_second": "tokens/s",
-    "seconds_per_run": "s per run",
-    "usd_per_1000_samples": "US$ per 1,000 samples",
-    "usd_per_run": "US$ per run",
-    "loss": "loss",
-    "validation_loss": "validation loss",
-    "best_step": "at step",
-}
 MOST_REASON = 90  # characters in a table; cells.jsonl has all
 
 
@@ -186,41 +154,6 @@ def score_words(score: Sequence[float | None] | None) -> str:
     return number(value) + both
 
 
-def source_of(one: Comparison) -> str:
-    return f"{one.source} ({one.date})"
-
-
-def rows_of_comparison(
-    found: Sequence[Comparison], sources: Sequence[str]
-) -> tuple[list[str], list[list[str]]]:
-    """Head and rows: ours, published, the ratio, the point, and which of several `sources`."""
-    points = [{axis: shown(value) for axis, value in one.point.items()} for one in found]
-    several = len(sources) > 1
-    axes = dict.fromkeys(axis for point in points for axis in point)
-    told = [axis for axis in axes if len({point.get(axis, "") for point in points}) > 1]
-    head = ["figure", "ours", "published", "ours / published", *told]
-    head += ["source"] if several else []
-    rows = [
-        [
-            COLUMNS[one.measure],
-            "none" if one.ours is None else number(one.ours),
-            _their_words(one.theirs),
-            "" if one.ratio is None else f"{one.ratio:.2f}",
-            *(point.get(axis, "") for axis in told),
-            *([f"[{sources.index(source_of(one)) + 1}]"] if several else []),
-        ]
-        for one, point in zip(found, points, strict=True)
-    ]
-    return head, rows
-
-
-def _their_words(theirs: float | list[float] | None) -> str:
-    """ "20.97", "2.37 to 4.14" or "out of memory"."""
-    if theirs is None:
-        return "out of memory"
-    return " to ".join(map(number, theirs if isinstance(theirs, list) else [theirs]))
-
-
 def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     """A table in Markdown."""
     lines = [head, ["---"] * len(head), *rows]
@@ -249,24 +182,33 @@ def charts_of(
         results: with costs, by the cells' keys.
         device_gib: memory of a GPU, for a line in the charts of memory; None: no line.
     """
-    cells = [cell for cell in cells if cell.in_grid and cell.key in results]
-    values = {axis: list(dict.fromkeys(_shown(c, axis) for c in cells)) for axis in axes_of(cells)}
+    of_grid = [
+        ({axis: _drawn(value) for axis, value in cell.point.items()}, results[cell.key])
+        for cell in cells
+        if cell.in_grid and cell.key in results
+    ]
+    values: dict[str, list[Any]] = {}
+    for point, _ in of_grid:
+        for axis, value in point.items():
+            values[axis] = [*dict.fromkeys([*values.get(axis, []), value])]
     values = {axis: found for axis, found in values.items() if len(found) > 1}
     scores = dict.fromkeys(name for row in results.values() for name in row.get("scores", {}))
     charts = {}
     for axis in values:
-        split = _split(values, axis, [c for c in cells if results[c.key]["status"] in DONE])
+        fitting = [point for point, row in of_grid if row["status"] in DONE]
+        lines_of, fixed = _split(values, axis, fitting)
+        own = [(point, row) for point, row in of_grid if fixed.items() <= point.items()]
         for measure in (*MEASURES, *scores):
-            limit = device_gib if measure == "memory_gib" else None
-            chart = _chart(cells, results, values, axis, measure, limit, *split)
-            if len({x for line in chart.lines for x, y in line.points if y is not None}) > 1:
+            lines = _lines(own, values, axis, measure, lines_of)
+            if len({x for line in lines for x, y in line.points if y is not None}) > 1:
+                limit = device_gib if measure == "memory_gib" else None
                 name = f"{measure}_over_{axis}"
-                charts[name.replace("/", "_").replace(" ", "_").replace(".", "_")] = chart
+                name = name.replace("/", "_").replace(" ", "_").replace(".", "_")
+                charts[name] = _chart(lines, values[axis], axis, measure, limit, fixed)
     return charts
 
 
-def _shown(cell: Cell, axis: str) -> Any:
-    value = cell.point[axis]
+def _drawn(value: Any) -> Any:
     return value if isinstance(value, int | float | str) else str(value)
 
 
@@ -274,33 +216,45 @@ def are_numbers(values: Sequence[Any]) -> bool:
     return all(isinstance(one, int | float) and not isinstance(one, bool) for one in values)
 
 
-def _chart(
-    cells: Sequence[Cell],
-    results: dict[str, Row],
+def _lines(
+    found: Sequence[tuple[dict[str, Any], Row]],
     values: dict[str, list[Any]],
     axis: str,
     measure: str,
-    limit: float | None,
     lines_of: Sequence[str],
-    fixed: dict[str, Any],
-) -> Chart:
-    numeric = are_numbers(values[axis])
-    xs = sorted(values[axis]) if numeric else values[axis]
-    lines = []
+) -> list[Line]:
+    """A line for each combination of values of the axes `lines_of`, of points and their results."""
+    xs, lines = values[axis], []
     for chosen in product(*(values[name] for name in lines_of)):
-        wanted = fixed | dict(zip(lines_of, chosen, strict=True))
-        points: list[Point] = []
-        for cell in cells:
-            if all(_shown(cell, name) == value for name, value in wanted.items()):
-                x = _shown(cell, axis)
-                points.append((x if numeric else xs.index(x), _value(results[cell.key], measure)))
+        wanted = dict(zip(lines_of, chosen, strict=True))
+        points: list[Point] = [
+            (
+                point[axis] if are_numbers(xs) else xs.index(point[axis]),
+                row.get("scores", {}).get(measure, [row.get(measure)])[0],
+            )
+            for point, row in found
+            if axis in point and wanted.items() <= point.items()
+        ]
         if any(y is not None for _, y in points):
             lines.append(Line(", ".join(map(str, chosen)), points, dots=True))
+    return lines
+
+
+def _chart(
+    lines: Sequence[Line],
+    values: Sequence[Any],
+    axis: str,
+    measure: str,
+    limit: float | None,
+    fixed: dict[str, Any],
+) -> Chart:
+    numeric = are_numbers(values)
+    xs = sorted(values) if numeric else values
     says = ", ".join(f"{name} {value}" for name, value in fixed.items())
     label, log_x = COLUMNS.get(measure, measure), numeric and is_geometric(xs)
     # A line far above all values would flatten them.
-    ys = [y for line in lines for _, y in line.points if y is not None]
-    near = limit is not None and bool(ys) and limit < 2 * max(ys)
+    highest = max(y for line in lines for _, y in line.points if y is not None)
+    near = limit is not None and limit < 2 * highest
     return Chart(
         f"{label} over {axis}" + (f" ({says})" if says else ""),
         axis,
@@ -316,9 +270,13 @@ def _chart(
 
 
 def _split(
-    values: dict[str, list[Any]], axis: str, fit: Sequence[Cell]
+    values: dict[str, list[Any]], axis: str, fitting: Sequence[dict[str, Any]]
 ) -> tuple[list[str], dict[str, Any]]:
-    """The axes whose values are lines, and one value of each other axis."""
+    """The axes whose values are lines, and one value of each other axis.
+
+    Args:
+        fitting: points of the cells that fit.
+    """
     others = [name for name in values if name != axis]
     others.sort(key=lambda name: are_numbers(values[name]))  # words first
     lines_of: list[str] = []
@@ -328,12 +286,6 @@ def _split(
     fixed = {name: values[name][len(values[name]) // 2] for name in others if name not in lines_of}
     for name, middle in fixed.items():
         if not are_numbers(values[name]):
-            fitting = [_shown(cell, name) for cell in fit]
-            fixed[name] = max([middle, *values[name]], key=fitting.count)  # the middle if equal
+            fits = [point.get(name) for point in fitting]
+            fixed[name] = max([middle, *values[name]], key=fits.count)  # the middle if equal
     return lines_of, fixed
-
-
-def _value(row: Row, measure: str) -> float | None:
-    score = row.get("scores", {}).get(measure)
-    found: float | None = score[0] if score else row.get(measure)
-    return found

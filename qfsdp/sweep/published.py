@@ -20,7 +20,6 @@ Other measures are `seconds_per_run`, and `usd_per_run` as a range: `[2.37, 4.14
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -30,37 +29,15 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.files import why
 from qfsdp.common.messages import first_line
 from qfsdp.config.load import get_key
+from qfsdp.config.reference import shown
 from qfsdp.planning.estimate import FRAGMENTATION
 from qfsdp.sweep.cells import Cell, flattened
+from qfsdp.sweep.results import COLUMNS, Row, Table
+from qfsdp.training.report.charts import number
 
 MEASURES = ("memory_gib", "samples_per_second", "seconds_per_run", "usd_per_run")
 KINDS = ("allocated", "reserved", "device")
-
-
-@dataclass(frozen=True)
-class Comparison:
-    """One figure: ours, theirs (a number or a range), and ours over theirs; None where one does not
-    fit.
-
-    Fields:
-        point: of the cell.
-        measure: of MEASURES.
-        source, date: of the report.
-    """
-
-    point: dict[str, Any]
-    measure: str
-    ours: float | None
-    theirs: float | list[float] | None
-    source: str
-    date: str
-
-    @property
-    def ratio(self) -> float | None:
-        """None where theirs is a range."""
-        if self.ours is None or not isinstance(self.theirs, int | float):
-            return None
-        return self.ours / self.theirs
+RATIO = "Ours over theirs; our memory is counted as each report counts it."
 
 
 def read_published(file: Path, cells: Sequence[Cell]) -> list[tuple[dict[str, Any], Any, Cell]]:
@@ -94,25 +71,50 @@ def _is_at(cell: Cell, point: dict[str, Any]) -> bool:
     return all(str(found[name]) == str(value) for name, value in wanted.items())
 
 
-def compare(
-    published: Sequence[tuple[dict[str, Any], Any, Cell]], rows: dict[str, dict[str, Any]]
-) -> list[Comparison]:
-    """Every published figure beside the result of its cell, if the cell is finished.
+def beside(published: Sequence[tuple[dict[str, Any], Any, Cell]], rows: dict[str, Row]) -> Table:
+    """Every published figure beside the result of its cell, if the cell is finished: ours, theirs,
+    the ratio unless theirs is a range, the axes whose values differ, and which of several sources.
 
     Args:
         rows: results by the cells' keys.
     """
-    found = []
+    found: list[tuple[list[str], dict[str, str], str]] = []  # cells of a row, point, source
     for report, figure, cell in published:
         if (row := rows.get(cell.key)) is None:
             continue
-        about = (str(report["source"]), str(report["date"]))
+        point = {axis: shown(value) for axis, value in cell.point.items()}
         for measure in MEASURES:
-            of_memory = measure == "memory_gib"
+            of_memory, theirs = measure == "memory_gib", figure.get(measure)
             if measure in figure or (of_memory and not figure.get("fits", True)):
                 ours = our_memory(row, report["memory"]) if of_memory else row.get(measure)
-                found.append(Comparison(cell.point, measure, ours, figure.get(measure), *about))
-    return found
+                cells = [COLUMNS[measure], "none" if ours is None else number(ours)]
+                both = ours is not None and isinstance(theirs, int | float)
+                cells += [_their_words(theirs), f"{ours / theirs:.2f}" if both else ""]
+                found.append((cells, point, f"{report['source']} ({report['date']})"))
+    sources = list(dict.fromkeys(source for _, _, source in found))
+    several = len(sources) > 1
+    axes = dict.fromkeys(axis for _, point, _ in found for axis in point)
+    told = [axis for axis in axes if len({point.get(axis, "") for _, point, _ in found}) > 1]
+    head = ["figure", "ours", "published", "ours / published", *told, *["source"] * several]
+    lines = [
+        [
+            *cells,
+            *(point.get(axis, "") for axis in told),
+            *[f"[{sources.index(source) + 1}]"] * several,
+        ]
+        for cells, point, source in found
+    ]
+    theirs = [f"[{at}] {source}" for at, source in enumerate(sources, 1)] if several else sources
+    return Table(
+        "Beside published figures", f"{RATIO} Theirs: {', '.join(theirs)}.\n\n", head, lines
+    )
+
+
+def _their_words(theirs: float | list[float] | None) -> str:
+    """ "20.97", "2.37 to 4.14" or "out of memory"."""
+    if theirs is None:
+        return "out of memory"
+    return " to ".join(map(number, theirs if isinstance(theirs, list) else [theirs]))
 
 
 def our_memory(row: dict[str, Any], kind: str) -> float | None:

@@ -12,7 +12,7 @@ import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from qfsdp.common.files import to_json, write_text, writing
 from qfsdp.sweep.cells import Cell
@@ -22,6 +22,29 @@ FILE = "cells.jsonl"
 FITS, MEASURED, TOO_LARGE, FAILED = "fits", "measured", "does not fit", "failed"
 DONE = (FITS, MEASURED)
 Row = dict[str, Any]
+# Name of a number in results -> its column.
+COLUMNS = {
+    "memory_gib": "GiB per GPU",
+    "host_gib": "GiB of the host",
+    "seconds_per_step": "s/step",
+    "samples_per_second": "samples/s",
+    "tokens_per_second": "tokens/s",
+    "seconds_per_run": "s per run",
+    "usd_per_1000_samples": "US$ per 1,000 samples",
+    "usd_per_run": "US$ per run",
+    "loss": "loss",
+    "validation_loss": "validation loss",
+    "best_step": "at step",
+}
+
+
+class Table(NamedTuple):
+    """A table of a sweep; `note` stands below its title."""
+
+    title: str
+    note: str
+    head: list[str]
+    rows: list[list[str]]
 
 
 def ranked(cells: Sequence[Cell], rows: Mapping[str, Row]) -> list[Cell]:
@@ -36,9 +59,8 @@ def best_of(cells: Sequence[Cell], rows: Mapping[str, Row], folder: Path) -> str
     row = {} if cell is None else rows.get(cell.key, {})
     if cell is None or "validation_loss" not in row:
         return None
-    point = " ".join(f"{axis}={value}" for axis, value in cell.point.items())
     loss = f"validation loss {row['validation_loss']:.4g} at step {row['best_step']}"
-    return f"best: {point}: {loss}; {folder / 'cells' / cell.key}"
+    return f"best: {cell.name}: {loss}; {folder / 'cells' / cell.key}"
 
 
 class Results:

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import fields
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -21,15 +20,8 @@ from qfsdp.config.load import config_of, over_defaults, to_yaml
 from qfsdp.config.recipe_files import find_recipe, load_recipe
 from qfsdp.config.tool_config import Training
 from qfsdp.sweep.cells import Cell
-from qfsdp.sweep.measure_cell import (
-    evaluate,
-    failure,
-    figures,
-    lowest_validation,
-    run_whole,
-    timed_steps,
-)
-from qfsdp.training.report.run_folder import read_lines
+from qfsdp.sweep.measure_cell import Runs
+from qfsdp.sweep.results import Row
 
 RECIPE = "recipes/several_adapters"
 OWN = ("optimizer.lr", "seed")
@@ -84,57 +76,24 @@ def _recipe() -> tuple[str, Any]:
     return file, load_recipe(file)
 
 
-def measure_together(
-    training: Training,
-    cells: Sequence[Cell],
-    folder: Path,
-    ranks: int,
-    evaluation: Sequence[str] | None,
-    devices: Sequence[str],
-) -> list[dict[str, Any]]:
-    """Trains all cells in one run, or what is left of it, and evaluates each.
-
-    Args:
-        folder: of the cells; the run's is in it.
-        ranks, evaluation, devices: as of `measure_run`.
-
-    Returns:
-        Of each cell, as `measure_run`; seconds are its share of the run's.
-    """
+def train_together(runs: Runs, cells: Sequence[Cell]) -> list[Row]:
+    """Trains all cells in one run, or what is left of it, and evaluates each; their results."""
     names = hashlib.sha256(" ".join(cell.key for cell in cells).encode()).hexdigest()[:12]
-    folder = folder / f"together-{names}"
-    config, tree = folder / "several.yaml", one_config(training, cells)
+    folder = runs.folder / f"together-{names}"
+    config, tree = folder / "several.yaml", one_config(runs.training, cells)
     with writing("output_dir", folder):
         folder.mkdir(parents=True, exist_ok=True)
         write_text(config, yaml.safe_dump(tree, sort_keys=False))
-    torchrun = ["--nproc_per_node", str(ranks)] if ranks > 1 else []
-    words = [*torchrun, _recipe()[0], "--config", str(config), f"output_dir={folder}"]
-    status, said = run_whole(words, folder, devices)
-    if status != 0:
-        return [failure(status, said) for _ in cells]
-    return [_of_cell(cell, folder, ranks, len(cells), evaluation, devices) for cell in cells]
-
-
-def _of_cell(
-    cell: Cell,
-    folder: Path,
-    ranks: int,
-    count: int,
-    evaluation: Sequence[str] | None,
-    devices: Sequence[str],
-) -> dict[str, Any]:
-    """The result of one cell of `count` in one run."""
-    found = figures(cell, folder, ranks, warmup=1)
-    losses = [row[key] for row in read_lines(folder / "metrics.jsonl")
-              if (key := f"{cell.key}/loss") in row]  # fmt: skip
-    if "reason" in found or not losses:
-        return found
-    seconds = sum(row["seconds_per_step"] for row in timed_steps(folder))
-    found |= {"loss": losses[-1], "steps": len(losses), "run_seconds": seconds / count}
-    found |= {"seconds_per_step": found["seconds_per_step"] / count}
-    found |= {"samples_per_second": found["samples_per_second"] * count}
-    found |= lowest_validation(cell.cfg.validation, folder, f"{cell.key}/")
-    if evaluation is None:
-        return found
-    model = [f"adapter={folder / 'adapters' / cell.key}"]
-    return found | evaluate(evaluation, model, folder / f"{cell.key}.json", devices)
+    words = [*runs.torchrun, _recipe()[0], "--config", str(config)]
+    if failure := runs.train(words, folder):
+        return [failure for _ in cells]
+    return [
+        runs.finished(
+            cell,
+            folder,
+            [f"adapter={folder / 'adapters' / cell.key}"],
+            folder / f"{cell.key}.json",
+            of_several=len(cells),
+        )
+        for cell in cells
+    ]

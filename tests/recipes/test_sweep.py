@@ -25,8 +25,8 @@ from qfsdp.config.load import load_config
 from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.hardware import HardwareConfig
 from qfsdp.planning.predict import Predictor
-from qfsdp.sweep.measure_cell import figures, lowest_validation, reason_in
-from qfsdp.sweep.output import rows_of_table
+from qfsdp.sweep.measure_cell import Runs, figures, lowest_validation, reason_in
+from qfsdp.sweep.output import finished_sections, rows_of_table
 from qfsdp.sweep.prices import costs
 from qfsdp.sweep.results import best_of, ranked
 from qfsdp.training.report.charts import number
@@ -369,6 +369,32 @@ def test_a_last_update_that_was_left_out_has_no_loss(tmp_path: Path) -> None:
     none = figures(cell, tmp_path, 1, warmup=1)
     head, rows = rows_of_table([cell], {cell.key: none})
     assert "loss" not in head and rows[0][-1] == "measured"
+
+
+def test_a_last_update_of_an_adapter_that_was_left_out_has_no_loss(tmp_path: Path) -> None:
+    """Of a cell that was trained with others; the last loss took the tables of all away too."""
+    [cell] = sweep.read_sweep(config(tmp_path, grid={"adapter.rank": [2]})).cells
+    each: dict[str, Any] = {"seconds_per_step": 2.0, "tokens_per_second_per_rank": 8.0}
+    each |= {"peak_memory_gib": 1.0, "loss": None}
+    for at, losses in enumerate(([2.5, None], [None, None])):
+        folder = tmp_path / str(at)
+        folder.mkdir()
+        lines = [json.dumps(each | {f"{cell.key}/loss": loss}) for loss in losses]
+        (folder / "metrics.jsonl").write_text("\n".join(lines))
+        runs = Runs(sweep.read_sweep(config(tmp_path)).training, tmp_path, 1)
+        found = runs.finished(cell, folder, [], folder / "x.json", of_several=2)
+        assert found.get("loss") == losses[0] and found["run_seconds"] == 2.0
+
+
+def test_cells_of_two_grids_are_one_page(tmp_path: Path) -> None:
+    """A folder keeps the cells of an earlier config, whose axes may be others."""
+    points = [{"batch_size": 1}, {"batch_size": 2}, {"seed": 5}, {"seed": 6, "batch_size": 1}]
+    about = {"status": "fits", "ranks": 1, "memory_gib": 1.0}
+    rows = [about | {"key": str(at), "point": point} for at, point in enumerate(points)]
+    (tmp_path / "cells.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [section.title for section in finished_sections(tmp_path, {})] == [
+        f"Sweep {tmp_path.name}: Grid"
+    ]
 
 
 def test_cells_are_ranked_by_validation(model: Path, tmp_path: Path) -> None:
