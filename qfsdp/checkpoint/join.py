@@ -34,19 +34,17 @@ from torch import Tensor
 from qfsdp.checkpoint.adapter_base import BASE_FILE, TOKENIZER_FILES, base_of
 from qfsdp.checkpoint.adapter_files import (
     WEIGHTS_FILE,
-    check_adapter,
     read_adapter_config,
     write_adapter,
 )
 from qfsdp.checkpoint.expert_adapter_files import is_of_experts
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.quantize import quantized_model
+from qfsdp.checkpoint.weights.quantize import adapted_model
 from qfsdp.common.errors import UserError
 from qfsdp.data.tokenizer_folder import texts_in
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import NAMES, AdapterConfig
-from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.low_rank.adapted import adapted_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
@@ -101,12 +99,8 @@ class Join:
                     f"adapters[{at}]: '{part.path}' has whole modules or rows of tokens; expected "
                     "adapters alone"
                 )
-            model = quantized_model(self.weights, QuantizationConfig("none"))
-            if not order:
-                self.weights.check(model)
-                order = [name for name, _ in model.named_modules()]
-            add_adapters(model, config)
-            check_adapter(config, part.path, model)
+            model = adapted_model(self.weights, QuantizationConfig("none"), part.path)
+            order = order or [name for name, _ in model.named_modules()]
             for name, _ in adapted_linears(model):
                 if is_of_experts(f"{_stem(name)}.lora_A.weight"):
                     expected = "expected adapters of other linears"

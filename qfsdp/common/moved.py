@@ -61,7 +61,8 @@ _PACKAGES = {
         "preference_loader=loader preference_rows=rows shared_prompts"
     ),
     ("qfsdp.data", "qfsdp.data.files"): (
-        "csv_files=file_records data_files file_records file_rows json_lines parquet_files rows"
+        "csv_files=file_records data_files file_records file_rows json_lines parquet_files "
+        "row_stream=file_rows rows"
     ),
     ("qfsdp.common", "qfsdp.common"): "durations=sizes secret_keys=printable",
     ("qfsdp.data", "qfsdp.data"): "text=pretokenized row_progress=tokenized_dataset",
@@ -69,7 +70,10 @@ _PACKAGES = {
     ("qfsdp.modules", "qfsdp.modules"): (
         "norms=mlp model_parts=decoder_base varying_lengths=decoder_base"
     ),
-    ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): "progress=read huge_pages=load",
+    ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): (
+        "progress=read huge_pages=load hub_names=other_names"
+    ),
+    ("qfsdp.data.files", "qfsdp.data.files"): "csv_files=file_records",
     ("qfsdp.training", "qfsdp.training"): (
         "second_look=locate_nonfinite metrics_file=metrics logger_runs=metric_logger "
         "step_clock=steps"

@@ -23,9 +23,9 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.progress import moved
 from qfsdp.data.batch import Batch
+from qfsdp.data.files.file_rows import RowStream
 from qfsdp.data.loader import MapDataset, Shares, StepLoader, collate
 from qfsdp.data.packing import PackedDataset
-from qfsdp.data.row_stream import RowStream
 from qfsdp.data.row_tokenizer import Counts, RowTokenizer, TokenizedDataset
 from qfsdp.data.shuffling import shuffled_indices
 from qfsdp.data.tokenize_processes import Background

@@ -15,9 +15,9 @@ import numpy as np
 from qfsdp.common.errors import UserError
 from qfsdp.common.progress import moved
 from qfsdp.common.terminal import is_terminal
+from qfsdp.data.files.file_rows import RowStream
 from qfsdp.data.files.rows import Row, Rows
 from qfsdp.data.reading import current
-from qfsdp.data.row_stream import RowStream
 from qfsdp.data.row_tokenizer import (
     ROWS_AT_ONCE,
     Counts,

@@ -7,7 +7,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from qfsdp.checkpoint.weights.hub_names import _rows
+from qfsdp.checkpoint.weights.other_names import _rows
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE, SafetensorsFolder
 from qfsdp.modules.hub_models.names import Source
 

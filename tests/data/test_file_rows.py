@@ -25,13 +25,12 @@ from qfsdp.config.component import Component
 from qfsdp.data import hf_tokenizer, instruct_dataset, preference_dataset
 from qfsdp.data.chat.messages import text_of
 from qfsdp.data.files.file_records import JsonLines
-from qfsdp.data.files.file_rows import FilePart, FileRows, FileStream
+from qfsdp.data.files.file_rows import FilePart, FileRows, FileStream, RowStream
 from qfsdp.data.files.json_lines import read_rows, value_of
 from qfsdp.data.files.rows import check_source, content_digest, load_rows, require_column
 from qfsdp.data.preferences.tokenized import RowLimit, build_preferences
 from qfsdp.data.pretokenized import text_dataset
 from qfsdp.data.reading import Reading, reading
-from qfsdp.data.row_stream import RowStream
 from qfsdp.evaluation.exact_match import ExactMatchConfig, read_questions
 from tests.data.test_tokenizer import byte_level, write_folder
 from tests.data.tool_templates import HERMES

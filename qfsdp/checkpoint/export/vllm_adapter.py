@@ -15,19 +15,17 @@ from pathlib import Path
 from qfsdp.checkpoint.adapter_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
-    check_adapter,
     read_adapter_config,
     read_adapter_header,
 )
 from qfsdp.checkpoint.expert_adapter_files import is_of_experts
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
 from qfsdp.checkpoint.weights.folder import ModelWeights
-from qfsdp.checkpoint.weights.quantize import quantized_model
+from qfsdp.checkpoint.weights.quantize import adapted_model
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import whole_file, writing
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import NAMES
-from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.quantized_linear import QuantizationConfig
 
 RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # `--max-lora-rank`
@@ -98,8 +96,5 @@ def plan_adapter(weights: ModelWeights, base: str, adapter: Path) -> VllmAdapter
             f"--config configs/merge.yaml model.path={base} adapter={adapter} "
             "output_dir=models/merged"
         )
-    model = quantized_model(weights, QuantizationConfig("none"))
-    weights.check(model)
-    add_adapters(model, config)
-    check_adapter(config, adapter, model)
+    adapted_model(weights, QuantizationConfig("none"), adapter)
     return VllmAdapter(base, adapter, next(rank for rank in RANKS if rank >= config.rank))

@@ -28,13 +28,12 @@ from qfsdp.checkpoint.weights.convert import WeightConversion, convert_folder
 from qfsdp.checkpoint.weights.experts import PARAMETER
 from qfsdp.checkpoint.weights.merge import Merge, MergedWeight
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.checkpoint.weights.quantize import quantized_model
+from qfsdp.checkpoint.weights.quantize import quantized_model, quantized_weights
 from qfsdp.checkpoint.weights.read import Pieces
 from qfsdp.checkpoint.weights.write import DTYPE_NAMES, Entry, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 GROUP_SIZES = (32, 64, 128)  # that Marlin has
 BITS = 4
@@ -69,23 +68,16 @@ class W4A16Export:
         convert_folder(conversions, merge.weights, output, config, world, max_file_bytes)
 
     def _conversion(self, weight: MergedWeight, device: torch.device) -> WeightConversion:
-        dtype = DTYPE_NAMES[self.merge.dtype]
-        group, write = weight.stored.group(dtype), self._write_plain
-        if weight.name in self.quantized:
-            (rows, cols), write = weight.shape, self._write_integers
-            group = {
-                f"{weight.name}_packed": Entry("I32", (rows, cols * BITS // 32)),
-                f"{weight.name}_scale": Entry(dtype, (rows, cols // self.group_size)),
-                f"{weight.name}_shape": Entry("I64", (2,)),
-            }
-        reads = self.merge.reads(weight, device)
-        return WeightConversion(group, reads, partial(write, weight, device))
-
-    def _write_plain(
-        self, weight: MergedWeight, device: torch.device, file: SafetensorsFile, pieces: Pieces
-    ) -> None:
-        rows = self.merge.rows(weight, device, pieces)
-        weight.stored.write(file, (chunk.to(self.merge.dtype) for chunk in rows))
+        if weight.name not in self.quantized:
+            return self.merge.conversion(weight, device)
+        (rows, cols), dtype = weight.shape, DTYPE_NAMES[self.merge.dtype]
+        group = {
+            f"{weight.name}_packed": Entry("I32", (rows, cols * BITS // 32)),
+            f"{weight.name}_scale": Entry(dtype, (rows, cols // self.group_size)),
+            f"{weight.name}_shape": Entry("I64", (2,)),
+        }
+        write = partial(self._write_integers, weight, device)
+        return WeightConversion(group, self.merge.reads(weight, device), write)
 
     def _write_integers(
         self, weight: MergedWeight, device: torch.device, file: SafetensorsFile, pieces: Pieces
@@ -126,8 +118,7 @@ def plan_w4a16(merge: Merge, group_size: int) -> W4A16Export:
         ) from None
     plan = merge.plan()
     every_linear = quantized_model(merge.weights, QuantizationConfig("nf4", "all-linear"))
-    params = {name: param.data for name, param in every_linear.named_parameters()}
-    quantized = {n for n, data in params.items() if isinstance(data, QuantizedTensor)}
+    quantized = set(quantized_weights(every_linear))
     for weight in (weight for weight in plan if weight.name in quantized):
         if PARAMETER.fullmatch(weight.name):
             raise UserError(

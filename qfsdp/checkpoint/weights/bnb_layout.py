@@ -103,17 +103,14 @@ def _check_tensor(files: SafetensorsFolder, name: str, shape: tuple[int, ...]) -
     stored = files.tensors[name]
     found = tuple(n for n in stored.shape if n != 1)
     if found != tuple(n for n in shape if n != 1):
-        raise UserError(
-            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; expected "
-            f"{list(shape)}, as its quant_state says"
+        raise stored.wrong(
+            f"has shape {list(stored.shape)}; expected {list(shape)}, as its quant_state says"
         )
 
 
 def _check_levels(files: SafetensorsFolder, name: str, levels: tuple[float, ...]) -> None:
     if not torch.equal(files.read(files.tensors[name]), torch.tensor(levels)):
-        raise UserError(
-            f"{files.tensors[name].file}: tensor {name!r} holds other levels; expected those of NF4"
-        )
+        raise files.tensors[name].wrong("holds other levels; expected those of NF4")
 
 
 def bnb_group(name: str, format: str, rows: int, cols: int) -> Group:

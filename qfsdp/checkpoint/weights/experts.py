@@ -92,9 +92,8 @@ def _of_all(
     """A tensor of all experts as rows. `ModelWeights.check` compares the number of rows."""
     if len(tensor.shape) != (2 if is_bias else 3) or tensor.shape[0] != config.count:
         expected = f"{config.count}, {'out' if is_bias else 'out, in'}"
-        raise UserError(
-            f"{tensor.file}: tensor {tensor.name!r} has shape {list(tensor.shape)}; expected "
-            f"[{expected}], as config.json says"
+        raise tensor.wrong(
+            f"has shape {list(tensor.shape)}; expected [{expected}], as config.json says"
         )
     experts, height = tensor.shape[:2]
     if is_bias:
@@ -123,9 +122,8 @@ def _checked(
         raise UserError(f"{where}: tensor {name!r} is missing")
     stored = plain[name]
     if stored.shape != shape:
-        raise UserError(
-            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; expected "
-            f"{list(shape)}, as config.json says"
+        raise stored.wrong(
+            f"has shape {list(stored.shape)}; expected {list(shape)}, as config.json says"
         )
     return stored
 
@@ -133,10 +131,8 @@ def _checked(
 def _stack(name: str, parts: list[StoredTensor], where: object) -> StoredTensor:
     for part in parts:
         if part.dtype != parts[0].dtype:
-            raise UserError(
-                f"{part.file}: tensor {part.name!r} is {part.dtype}; expected {parts[0].dtype}, "
-                f"as {parts[0].name!r} is"
-            )
+            expected = f"expected {parts[0].dtype}, as {parts[0].name!r} is"
+            raise part.wrong(f"is {part.dtype}; {expected}")
     return StackedTensor.of(name, parts)
 
 
@@ -173,10 +169,8 @@ def read_mxfp4(
 
 def _check_bytes(stored: StoredTensor, shape: tuple[int | str, ...]) -> None:
     if stored.dtype != "U8" or stored.shape != shape:
-        raise UserError(
-            f"{stored.file}: tensor {stored.name!r} is {stored.dtype} {list(stored.shape)}; "
-            f"expected U8 {list(shape)}, MXFP4's blocks of {MX_BLOCK} weights"
-        )
+        expected = f"expected U8 {list(shape)}, MXFP4's blocks of {MX_BLOCK} weights"
+        raise stored.wrong(f"is {stored.dtype} {list(stored.shape)}; {expected}")
 
 
 # ---- writing -------------------------------------------------------------------------------------

@@ -20,9 +20,8 @@ from torch import nn
 from qfsdp.checkpoint.weights.bnb_layout import read_bnb
 from qfsdp.checkpoint.weights.experts import OF_SINGLE, read_mxfp4, stacked_experts
 from qfsdp.checkpoint.weights.fp8_layout import FP8_METHODS, is_fp8, quantization_of, without_scales
-from qfsdp.checkpoint.weights.hub_names import tensors_of_hub_model
 from qfsdp.checkpoint.weights.mean_rows import TABLES, with_mean_rows
-from qfsdp.checkpoint.weights.other_names import PREDICTOR, with_our_names
+from qfsdp.checkpoint.weights.other_names import PREDICTOR, tensors_of_hub_model, with_our_names
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight, read_quantized
 from qfsdp.checkpoint.weights.read import StoredTensor
 from qfsdp.checkpoint.weights.safetensors_folder import SafetensorsFolder
@@ -137,24 +136,28 @@ class ModelWeights:
         """A hash of names, dtypes, shapes, and the first, middle and last 4 KB of every tensor, by
         which earlier versions identified a model; see `digest`. A folder that qfsdp quantized has
         the fingerprint of its source."""
-        for weight in self.quantized.values():
-            if weight.source_fingerprint:
-                return weight.source_fingerprint
-        if (whole := whole_folder(self.folder)) != self.folder:  # the bytes are not here yet
-            return ModelWeights(whole).fingerprint
-        return sampled_digest(self.files.tensors)
+        weight = self._of_source
+        return weight.source_fingerprint if weight else sampled_digest(self._whole.tensors)
 
     @cached_property
     def digest(self) -> str | None:
         """Identifies a model: a hash of names, dtypes, shapes and all bytes of every tensor, which
         is read once (`qfsdp.common.file_digests`). A folder that qfsdp quantized has the digest of
         its source; None if an earlier version has not recorded it."""
-        for weight in self.quantized.values():
-            if weight.source_fingerprint:
-                return weight.source_digest
-        if (whole := whole_folder(self.folder)) != self.folder:
-            return ModelWeights(whole).digest
-        return whole_digest(self.files.tensors, self.folder)
+        if (weight := self._of_source) is not None:
+            return weight.source_digest
+        return whole_digest(self._whole.tensors, self._whole.folder)
+
+    @property
+    def _of_source(self) -> StoredQuantizedWeight | None:
+        """A weight that qfsdp quantized, which knows its source; None without one."""
+        return next((w for w in self.quantized.values() if w.source_fingerprint), None)
+
+    @property
+    def _whole(self) -> SafetensorsFolder:
+        """The files with all their bytes, where those of a model on the hub are not here yet."""
+        whole = whole_folder(self.folder)
+        return self.files if whole == self.folder else ModelWeights(whole).files
 
     def check(self, model: nn.Module) -> None:
         """Checks that the folder holds exactly the base parameters of `model`; see `check_fit`."""

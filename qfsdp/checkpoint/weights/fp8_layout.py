@@ -22,7 +22,6 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, ComputedTensor, OpenFiles, StoredTensor
-from qfsdp.common.errors import UserError
 
 SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale", "fbgemm_fp8": "_scale"}
 """`quant_method` of config.json -> what follows a weight's name in that of its factors."""
@@ -118,16 +117,12 @@ def without_scales(
             continue
         scale = found.pop(f"{name}{suffix}", None)
         if scale is None:
-            raise UserError(
-                f"{stored.file}: tensor {name!r} is {stored.dtype}, and {name + suffix!r} with its "
-                "factors is missing"
-            )
+            missing = f"{name + suffix!r} with its factors is missing"
+            raise stored.wrong(f"is {stored.dtype}, and {missing}", name)
         block = _block(stored, scale, quantization.get("weight_block_size"))
         if block is None or scale.dtype not in ("F32", "BF16", "F16", "U8", "F8_E8M0"):
-            raise UserError(
-                f"{scale.file}: tensor {scale.name!r} is {scale.dtype} {list(scale.shape)}, which "
-                f"are no factors of {name!r} {list(stored.shape)}"
-            )
+            what = f"no factors of {name!r} {list(stored.shape)}"
+            raise scale.wrong(f"is {scale.dtype} {list(scale.shape)}, which are {what}")
         height = prod(scale.shape[:-1]) if len(scale.shape) > 1 else max(1, scale.rows)
         width = scale.shape[-1] if len(scale.shape) > 1 else 1
         matrix = StoredTensor(

@@ -28,7 +28,6 @@ from torch import Tensor
 from qfsdp.checkpoint.adapter_files import (
     PEFT_FIELDS,
     WEIGHTS_FILE,
-    check_adapter,
     read_adapter_config,
     read_adapter_header,
 )
@@ -52,13 +51,17 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
 from qfsdp.checkpoint.weights.other_names import EMBEDDINGS, HEAD
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
-from qfsdp.checkpoint.weights.quantize import quantized_model
+from qfsdp.checkpoint.weights.quantize import (
+    adapted_model,
+    quantized_model,
+    quantized_weights,
+)
 from qfsdp.checkpoint.weights.read import Pieces, Read
 from qfsdp.checkpoint.weights.write import DTYPE_NAMES, MAX_FILE_BYTES, Group, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import ScaledLinear, add_adapters
+from qfsdp.modules.adapters.linears import ScaledLinear
 from qfsdp.modules.adapters.miss import merged_blocks
 from qfsdp.modules.adapters.oft import merged_rotations
 from qfsdp.modules.adapters.trained_rows import DELTA, trained_rows, with_trained
@@ -153,13 +156,12 @@ class Merge:
             UserError: the base or the adapter is broken, they belong to different models, or a
                 weight cannot be written as `requantize` asks.
         """
-        model = quantized_model(self.weights, self.quantization)
-        self.weights.check(model)
-        formats = _formats(model)
         if self.adapter is not None:
-            config = read_adapter_config(self.adapter)
-            add_adapters(model, config)
-            check_adapter(config, self.adapter, model)
+            model = adapted_model(self.weights, self.quantization, self.adapter)
+        else:
+            model = quantized_model(self.weights, self.quantization)
+            self.weights.check(model)
+        formats = _formats(model)
         adapted = _adapted(model) | {key.removeprefix(KEY) for key in whole_parameters(model)}
         adapted |= {f"{name}.weight" for name, _ in trained_rows(model)}
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
@@ -229,7 +231,7 @@ class Merge:
             UserError: see `plan` and `convert_folder`.
         """
         plan = self.plan()
-        conversions = {weight.name: self._conversion(weight, world.device) for weight in plan}
+        conversions = {weight.name: self.conversion(weight, world.device) for weight in plan}
         conversions |= copies_beside(self.weights, {n for w in plan for n in w.stored.shapes})
         config = self.model_config(plan)
         grown = self.weights.mean_rows is not None
@@ -238,7 +240,8 @@ class Merge:
         output = OutputFolder(folder, texts=texts)
         convert_folder(conversions, self.weights, output, config, world, max_file_bytes)
 
-    def _conversion(self, weight: MergedWeight, device: torch.device) -> WeightConversion:
+    def conversion(self, weight: MergedWeight, device: torch.device) -> WeightConversion:
+        """How a weight of `plan` is made."""
         tensors: Group = weight.stored.group(DTYPE_NAMES[dtype_of(weight.name, self.dtype)])
         if weight.written is not None:
             tensors = bnb_group(weight.name, weight.written, *weight.shape)
@@ -370,5 +373,4 @@ def _adapted(model: AnyDecoder) -> set[str]:
 
 def _formats(model: AnyDecoder) -> dict[str, str]:
     """Weight name -> format, of the quantized weights of a model."""
-    params = {name: param.data for name, param in model.named_parameters()}
-    return {name: data.format for name, data in params.items() if isinstance(data, QuantizedTensor)}
+    return {name: data.format for name, data in quantized_weights(model).items()}

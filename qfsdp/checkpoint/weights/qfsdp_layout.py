@@ -68,9 +68,9 @@ def read_quantized(
                 raise UserError(f"{files.folder}: tensor {tensor!r} is missing")
         stored = files.tensors[name]
         if stored.dtype != "U8" or stored.shape != (rows, quantized_format.row_bytes(cols)):
-            raise UserError(
-                f"{stored.file}: tensor {name!r} is {stored.dtype} {list(stored.shape)}; "
-                f"expected U8 {[rows, quantized_format.row_bytes(cols)]}, as {MANIFEST} says"
+            size = [rows, quantized_format.row_bytes(cols)]
+            raise stored.wrong(
+                f"is {stored.dtype} {list(stored.shape)}; expected U8 {size}, as {MANIFEST} says"
             )
         found[name] = StoredQuantizedWeight(
             name,

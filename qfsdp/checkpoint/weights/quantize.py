@@ -14,6 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
+from qfsdp.checkpoint.adapter_files import check_adapter, read_adapter_config
 from qfsdp.checkpoint.weights.bnb_layout import bnb_config, bnb_group, write_bnb
 from qfsdp.checkpoint.weights.convert import (
     CPU,
@@ -39,6 +40,7 @@ from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.distributed.world import World
+from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.hub_models.config import model_config
@@ -81,8 +83,7 @@ def quantize_folder(
         name: _conversion(weights, name, param.data, layout, world.device, model.config)
         for name, param in base_parameters(model)
     }
-    params = {name: param.data for name, param in model.named_parameters()}
-    quantized = {n: p for n, p in params.items() if isinstance(p, QuantizedTensor)}
+    quantized = quantized_weights(model)
     source: dict[str, str | None] | None = None
     if world.rank == 0:  # which writes it
         source = {"path": str(weights.folder), "fingerprint": weights.fingerprint}
@@ -114,6 +115,24 @@ def quantized_model(weights: ModelWeights, quantization: QuantizationConfig) -> 
     config = weights.config or model_config(weights.folder, weights.implementation)
     model = build_decoder(config, torch.float32)
     quantize_linears(model, quantization, weights.formats)
+    return model
+
+
+def quantized_weights(model: nn.Module) -> dict[str, QuantizedTensor]:
+    """Name -> quantized weight, of those of a model."""
+    params = {name: param.data for name, param in model.named_parameters()}
+    return {name: data for name, data in params.items() if isinstance(data, QuantizedTensor)}
+
+
+def adapted_model(
+    weights: ModelWeights, quantization: QuantizationConfig, adapter: str | Path
+) -> Any:
+    """As `quantized_model`, with an adapter. Reads headers of the base, and the adapter. Raises
+    UserError: one of them is broken, or they belong to different models."""
+    config, model = read_adapter_config(adapter), quantized_model(weights, quantization)
+    weights.check(model)
+    add_adapters(model, config)
+    check_adapter(config, adapter, model)
     return model
 
 

@@ -77,6 +77,11 @@ class StoredTensor:
         """Bytes of one row."""
         return self.size // max(1, self.rows)
 
+    def wrong(self, what: str, name: str | None = None) -> UserError:
+        """That the tensor is not as it should be: `what` follows its file and its name, or the
+        name of the parameter that it holds."""
+        return UserError(f"{self.file}: tensor {(name or self.name)!r} {what}")
+
     def as_bytes(self, rows: int) -> StoredTensor:
         """The same bytes as a uint8 matrix of `rows` rows."""
         shape = (rows, self.size // rows)

@@ -12,20 +12,17 @@ from torch import nn
 from qfsdp.checkpoint.weights.convert import (
     CPU,
     WeightConversion,
-    compute_rows,
     convert_folder,
     copies_beside,
     copies_but,
-    dtype_of,
     keeps_tensors,
     plain_config,
-    read_as_quantized,
     stored_whole,
-    whole_reads,
 )
 from qfsdp.checkpoint.weights.experts import StoredAs, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import check_finite
+from qfsdp.checkpoint.weights.merge import Merge, MergedWeight
 from qfsdp.checkpoint.weights.output_folder import OutputFolder
 from qfsdp.checkpoint.weights.read import Pieces
 from qfsdp.checkpoint.weights.write import DTYPE_NAMES, MAX_FILE_BYTES, SafetensorsFile
@@ -33,8 +30,8 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.files import PARTIAL, not_written, recover_folder, replace_folder
 from qfsdp.distributed.world import World
 from qfsdp.modules.decoder_base import base_parameters
-from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import whole_tensor
 
 
@@ -68,12 +65,16 @@ def save_model(
     if isinstance(model, HubDecoder) or keeps_tensors(model.config):
         conversions = _of_hub_model(model, weights, dtype)
     else:
+        frozen = Merge(weights, QuantizationConfig("none"), dtype, adapter=None, dtype=dtype)
         for name, param in base_parameters(model):
+            shape = tuple(param.shape)
+            target = stored_as(name, shape, model.config)
             if param.requires_grad:
-                target = stored_as(name, tuple(param.shape), model.config)
                 conversions[name] = _trained([(name, param)], dtype, target)
             else:
-                conversions[name] = _frozen(name, param.shape, weights, dtype, model.config)
+                held = weights.formats.get(name)
+                weight = MergedWeight(name, name, shape, held, None, False, target)
+                conversions[name] = frozen.conversion(weight, CPU)
         conversions |= copies_beside(weights, ())
     unfinished = folder.with_name(folder.name + PARTIAL)
     if world.rank == 0:
@@ -145,21 +146,3 @@ def _trained(
         target.write(file, [gather()])
 
     return WeightConversion(target.group(DTYPE_NAMES[dtype]), [], write, join=gather)
-
-
-def _frozen(
-    name: str, shape: Sequence[int], weights: ModelWeights, dtype: torch.dtype, parts: DecoderParts
-) -> WeightConversion:
-    target, dtype = stored_as(name, tuple(shape), parts), dtype_of(name, dtype)
-    stored = weights.quantized.get(name)
-
-    def write(file: SafetensorsFile, pieces: Pieces) -> None:
-        if stored is None:
-            rows = compute_rows(name, next(pieces), dtype)
-        else:
-            weight = read_as_quantized(weights, name, stored.format, dtype, CPU, pieces)
-            rows = compute_rows(name, weight, dtype)
-        target.write(file, (chunk.to(dtype) for chunk in rows))
-
-    reads = whole_reads(weights, name, CPU)
-    return WeightConversion(target.group(DTYPE_NAMES[dtype]), reads, write)

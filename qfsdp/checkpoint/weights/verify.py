@@ -180,8 +180,7 @@ def check_fit(source: ModelWeights, model: nn.Module) -> None:
             _check_tied(source)
         elif name != HEAD and not name.endswith("rotary_emb.inv_freq"):
             stored = source.plain[name] if name in source.plain else source.files.tensors[name]
-            file = stored.file
-            raise UserError(f"{file}: tensor {name!r} is not part of this architecture")
+            raise stored.wrong("is not part of this architecture", name)
 
 
 def _check_tied(source: ModelWeights) -> None:
@@ -203,14 +202,11 @@ def _check_plain(source: ModelWeights, name: str, shape: tuple[int, ...]) -> Non
         raise UserError(f"{source.folder}: tensor {name!r} is missing{hint}")
     stored = source.plain[name]
     if stored.shape != shape:
-        raise UserError(
-            f"{stored.file}: tensor {name!r} has shape {list(stored.shape)}; "
-            f"expected {list(shape)}, as config.json says"
+        raise stored.wrong(
+            f"has shape {list(stored.shape)}; expected {list(shape)}, as config.json says", name
         )
     if stored.dtype not in PLAIN_DTYPES:
-        raise UserError(
-            f"{stored.file}: tensor {name!r} is {stored.dtype}; expected {', '.join(PLAIN_DTYPES)}"
-        )
+        raise stored.wrong(f"is {stored.dtype}; expected {', '.join(PLAIN_DTYPES)}", name)
 
 
 def _check_quantized(weight: StoredQuantizedWeight, param: nn.Parameter) -> None:
@@ -223,7 +219,7 @@ def _check_quantized(weight: StoredQuantizedWeight, param: nn.Parameter) -> None
     if param.requires_grad:
         return  # the loader dequantizes a trained weight
     if not isinstance(local, QuantizedTensor) or local.format != weight.format:
-        raise UserError(
-            f"{weight.columns[0].file}: tensor {weight.name!r} is quantized as "
-            f"{weight.format}; expected the format that the model was built for"
+        raise weight.columns[0].wrong(
+            f"is quantized as {weight.format}; expected the format that the model was built for",
+            weight.name,
         )

@@ -24,10 +24,9 @@ from qfsdp.common.messages import first_line
 from qfsdp.common.terminal import is_terminal
 from qfsdp.data.files.data_files import check_beginning, is_saved, listed
 from qfsdp.data.files.file_records import SUFFIXES, suffix_of
-from qfsdp.data.files.file_rows import FilePart, FileRow, FileRows, FileStream
+from qfsdp.data.files.file_rows import FilePart, FileRow, FileRows, FileStream, RowStream
 from qfsdp.data.files.json_lines import check_regular
 from qfsdp.data.reading import current
-from qfsdp.data.row_stream import RowStream
 from qfsdp.hub.download import name_in_address
 
 MAX_LOOKS = 100  # files of a folder whose beginnings are checked
