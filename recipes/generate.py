@@ -32,7 +32,7 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.common.files import not_written, write_text
 from qfsdp.common.printable import printable, printable_json
 from qfsdp.config.component import Component
-from qfsdp.data.chat.context_columns import check_row_columns, system_of
+from qfsdp.data.chat.context_columns import check_columns, system_of
 from qfsdp.data.chat.messages import text_of
 from qfsdp.data.encode import naming
 from qfsdp.data.files.json_lines import check_new_file, read_rows, to_lines
@@ -112,7 +112,7 @@ def rows_of(cfg: Config) -> list[dict[str, Any]]:
     if any(COMPLETION in row for row in rows):
         raise UserError(f"prompts: '{cfg.prompts}' has a column {COMPLETION!r}; expected none")
     named = {name: getattr(cfg, name) for name in CONTEXT}
-    check_row_columns(rows, cfg.prompts, named, {cfg.prompt_column})
+    check_columns(rows, cfg.prompts, named, {cfg.prompt_column}, "")
     return rows
 
 

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -58,7 +58,7 @@ def in_order(work: Work, count: int, size: int, processes: int, at_once: bool) -
     if processes == 1:
         yield from (work(*piece) for piece in pieces)
         return
-    with _pool(processes) as pool:
+    with closing(_Pool(processes)) as pool:
         while at < len(pieces) and not pool.is_ready(at_once):
             if at_once or time.monotonic() - began > ALONE_S:
                 pool.start(work)
@@ -110,18 +110,9 @@ class _Pool:
         while waiting:
             yield _result(waiting.popleft())
 
-    def stop(self) -> None:
+    def close(self) -> None:
         if self._executor is not None:
             self._executor.shutdown(wait=False, cancel_futures=True)
-
-
-@contextmanager
-def _pool(processes: int) -> Iterator[_Pool]:
-    pool = _Pool(processes)
-    try:
-        yield pool
-    finally:
-        pool.stop()
 
 
 def _result(future: Future[Any]) -> Any:

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.data import check_source
-from qfsdp.data.chat.context_columns import check_row_columns
+from qfsdp.data.chat.context_columns import check_columns
 from qfsdp.data.chat.messages import text_of
 from qfsdp.data.encode import naming
 from qfsdp.data.files.json_lines import append_rows, read_rows
@@ -101,7 +101,7 @@ def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Q
     names = ("system_column", "history_column", "tools_column")
     named = {name: getattr(config, name) for name in names}
     own = {config.question_column, config.answer_column}
-    check_row_columns(rows, config.source, named, own, f"{key}.")
+    check_columns(rows, config.source, named, own, f"{key}.")
     for number, row in enumerate(rows, start=1):
         if config.compare == "number" and parse_answer(row[config.answer_column]) is None:
             raise UserError(

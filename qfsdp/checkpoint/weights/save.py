@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -61,21 +62,8 @@ def save_model(
         UserError: on every rank: `folder` cannot be written, or a weight holds NaN or infinity. The
             earlier `folder` is then unchanged.
     """
-    conversions = {}
-    if isinstance(model, HubDecoder) or keeps_tensors(model.config):
-        conversions = _of_hub_model(model, weights, dtype)
-    else:
-        frozen = Merge(weights, QuantizationConfig("none"), dtype, adapter=None, dtype=dtype)
-        for name, param in base_parameters(model):
-            shape = tuple(param.shape)
-            target = stored_as(name, shape, model.config)
-            if param.requires_grad:
-                conversions[name] = _trained([(name, param)], dtype, target)
-            else:
-                held = weights.formats.get(name)
-                weight = MergedWeight(name, name, shape, held, None, False, target)
-                conversions[name] = frozen.conversion(weight, CPU)
-        conversions |= copies_beside(weights, ())
+    hub = isinstance(model, HubDecoder) or keeps_tensors(model.config)
+    conversions = (_of_hub_model if hub else _of_decoder)(model, weights, dtype)
     unfinished = folder.with_name(folder.name + PARTIAL)
     if world.rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)  # of a run that was killed here
@@ -100,6 +88,23 @@ def save_model(
             shutil.rmtree(unfinished, ignore_errors=True)
             recover_folder(folder)
         raise
+
+
+def _of_decoder(
+    model: Any, weights: ModelWeights, dtype: torch.dtype
+) -> dict[str, WeightConversion]:
+    """Every weight as files of the model's family have it."""
+    conversions = {}
+    frozen = Merge(weights, QuantizationConfig("none"), dtype, adapter=None, dtype=dtype)
+    for name, param in base_parameters(model):
+        shape, held = tuple(param.shape), weights.formats.get(name)
+        target = stored_as(name, shape, model.config)
+        if param.requires_grad:
+            conversions[name] = _trained([(name, param)], dtype, target)
+        else:
+            weight = MergedWeight(name, name, shape, held, None, False, target)
+            conversions[name] = frozen.conversion(weight, CPU)
+    return conversions | copies_beside(weights, ())
 
 
 def _of_hub_model(

@@ -5,7 +5,7 @@ Training, preferences, exact match and generate read them by the same keys and a
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from qfsdp.common.errors import UserError
@@ -44,35 +44,32 @@ def check_text_alone(row: Row, read: Collection[str] = ()) -> None:
 
 
 def check_columns(
-    rows: Any, source: str, named: Mapping[str, str | None], read: Collection[str | None]
+    rows: Any,
+    source: str,
+    named: Mapping[str, str | None],
+    read: Collection[str | None],
+    section: str = "dataset.",
 ) -> None:
     """Says which columns are not read that hold parts of conversations in other projects' data.
 
     Args:
+        rows: of `load_rows`, or a list of rows, which may lack keys.
         named: the builder's keys for such columns and their values.
         read: more columns that the builder reads.
+        section: stands before the keys in messages.
 
     Raises:
         UserError: there is no column of a name in `named`, except of the default `tools`.
     """
-    for key, name in named.items():
-        if name not in (None, "tools"):
-            require_column(key, name, rows, source)
-    say_unread(rows.column_names, source, named, read, "dataset.")
-
-
-def say_unread(
-    columns: Collection[str],
-    source: str,
-    named: Mapping[str, str | None],
-    read: Collection[str | None],
-    section: str = "",
-) -> None:
-    """One line for each of `columns` that is not read; see `check_columns`.
-
-    Args:
-        section: stands before the keys in the line.
-    """
+    of_list = dict.fromkeys(n for row in rows for n in row) if isinstance(rows, list) else None
+    columns = rows.column_names if of_list is None else of_list
+    for argument, name in named.items():
+        if name is None or name == "tools":
+            continue
+        if of_list is None:
+            require_column(argument, name, rows, source)
+        elif name not in of_list:
+            raise no_column(f"{section}{argument}", name, source, of_list)
     for column, key in _OF_OTHERS.items():
         if key == "prompt_template" and key not in named:
             continue
@@ -82,19 +79,9 @@ def say_unread(
             say_once(f"{source}: column {column!r} is not read{hint}")
 
 
-def check_row_columns(
-    rows: Sequence[Row],
-    source: str,
-    named: Mapping[str, str | None],
-    read: Collection[str],
-    section: str = "",
-) -> None:
-    """`check_columns` for rows in memory, which may lack keys."""
-    columns = {name: None for row in rows for name in row}
-    for key, name in named.items():
-        if name is not None and name != "tools" and name not in columns:
-            raise no_column(f"{section}{key}", name, source, columns)
-    say_unread(columns, source, named, read, section)
+def check_row_columns(rows: Any, source: str, named: Any, read: Any, section: str = "") -> None:
+    """`check_columns` by its name in version 0.2, for rows in memory; goes with 0.3."""
+    check_columns(rows, source, named, read, section)
 
 
 def system_of(row: Row, column: str | None) -> str | None:
