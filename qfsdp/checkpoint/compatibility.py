@@ -24,6 +24,7 @@ from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.common.errors import UserError
 from qfsdp.common.file_digests import file_digest
 from qfsdp.common.files import to_json
+from qfsdp.common.messages import flat
 from qfsdp.common.printable import SECRET, masked
 from qfsdp.common.sealed import Damaged, read_sealed, sealed_json
 from qfsdp.config.component import Component, further_keys, passed_by_name
@@ -55,11 +56,9 @@ def config_settings(cfg: Any) -> dict[str, Any]:
     Args:
         cfg: a recipe's config; `model.folder` is a Hugging Face model folder.
     """
-    flat = _flatten(
-        masked(OmegaConf.to_container(OmegaConf.create(resolved_yaml(cfg)), resolve=True))
-    )
-    settings = {k: v for k, v in flat.items() if class_of(k) != "free" and v != SECRET}
-    for key in [key for key in settings if names_a_file(key, flat)]:
+    keys = flat(masked(OmegaConf.to_container(OmegaConf.create(resolved_yaml(cfg)), resolve=True)))
+    settings = {k: v for k, v in keys.items() if class_of(k) != "free" and v != SECRET}
+    for key in [key for key in settings if names_a_file(key, keys)]:
         settings |= _content(key, settings[key])
     from_environment = {".".join(place) for place in kept_places(cfg)}
     for key in settings:
@@ -252,13 +251,6 @@ def _hidden(value: Any) -> Any:
     if value is None or str(value).startswith((HIDDEN, CONTENT)):
         return value
     return HIDDEN + hashlib.sha256(to_json(value).encode()).hexdigest()[:32]
-
-
-def _flatten(tree: Any, prefix: str = "") -> dict[str, Any]:
-    if not isinstance(tree, dict) or not tree:
-        return {prefix: tree}
-    parts = [_flatten(value, f"{prefix}.{key}" if prefix else key) for key, value in tree.items()]
-    return {key: value for part in parts for key, value in part.items()}
 
 
 def _difference(key: str, was: Any, now: Any) -> str:

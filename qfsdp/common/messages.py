@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from difflib import get_close_matches
 from typing import Any, Union, get_origin
 
@@ -48,6 +48,21 @@ def first_line(error: BaseException) -> str:
 def join_key(prefix: str, name: str) -> str:
     """ "section.name", or the name alone at the top of a config."""
     return f"{prefix}.{name}" if prefix else name
+
+
+def flat(
+    tree: Any, prefix: str = "", is_value: Callable[[Any], bool] = lambda value: False
+) -> dict[str, Any]:
+    """A tree of mappings as "section.name" -> value; {} for anything else.
+
+    Args:
+        is_value: whether a mapping is a value itself; an empty one always is.
+    """
+    found: dict[str, Any] = {}
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        key, nested = join_key(prefix, str(name)), isinstance(value, dict) and bool(value)
+        found |= flat(value, key, is_value) if nested and not is_value(value) else {key: value}
+    return found
 
 
 def is_union(kind: Any) -> bool:

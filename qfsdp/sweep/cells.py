@@ -23,6 +23,7 @@ from math import prod
 from typing import Any
 
 from qfsdp.common.errors import UserError
+from qfsdp.common.messages import flat
 from qfsdp.config.load import load_config, resolved_yaml
 from qfsdp.config.recipe_files import find_config
 from qfsdp.config.tool_config import Training
@@ -90,7 +91,7 @@ def make_cells(
     Raises:
         UserError: no cells; an axis without values; a key or value that the config does not take.
     """
-    given = flattened(grid, of_axes=True)
+    given = flat(grid, is_value=_is_axis)
     axes = {name: choices_of(name, values) for name, values in given.items()}
     if not axes and not points:
         raise UserError("grid: {}; expected at least one axis with values, or points")
@@ -114,25 +115,15 @@ def make_cells(
     return list(unique.values())
 
 
-def flattened(tree: dict[str, Any], prefix: str = "", of_axes: bool = False) -> dict[str, Any]:
-    """Nested keys as "section.name": `{"adapter": {"rank": 8}}`.
-
-    Args:
-        of_axes: a mapping of mappings is an axis with choices, and stays.
-    """
-    found: dict[str, Any] = {}
-    for name, value in tree.items():
-        key, nested = f"{prefix}{name}", isinstance(value, dict) and bool(value)
-        if nested and of_axes:
-            nested = any(not isinstance(entry, dict) for entry in value.values())
-        found |= flattened(value, f"{key}.", of_axes) if nested else {key: value}
-    return found
+def _is_axis(value: dict[str, Any]) -> bool:
+    """Whether a mapping in a grid is an axis with choices: all of them are mappings."""
+    return all(isinstance(changes, dict) for changes in value.values())
 
 
 def choices_of(axis: str, values: Any) -> Choices:
     """The values of an axis by their names. Raises UserError."""
     if isinstance(values, dict) and values:
-        return {str(name): (str(name), flattened(changes)) for name, changes in values.items()}
+        return {str(name): (str(name), flat(changes)) for name, changes in values.items()}
     if not isinstance(values, list) or not values:
         expected = "a list of values, or choices by name with their changes"
         raise UserError(f"grid.{axis}: {values!r} is not valid; expected {expected}")
@@ -146,7 +137,7 @@ def _point(
     place: str, given: dict[str, Any], axes: dict[str, Choices]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """A point, and its changes; a value of an axis with choices is the name of one."""
-    point, merged = flattened(given), dict[str, Any]()
+    point, merged = flat(given), dict[str, Any]()
     for name, value in point.items():
         choices = axes.get(name, {})
         if any(name not in changes for _, changes in choices.values()):

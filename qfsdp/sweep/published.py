@@ -27,11 +27,11 @@ import yaml
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import why
-from qfsdp.common.messages import first_line
+from qfsdp.common.messages import first_line, flat
 from qfsdp.config.load import get_key
 from qfsdp.config.reference import shown
 from qfsdp.planning.estimate import FRAGMENTATION
-from qfsdp.sweep.cells import Cell, flattened
+from qfsdp.sweep.cells import Cell
 from qfsdp.sweep.results import COLUMNS, Row, Table
 from qfsdp.training.report.charts import number
 
@@ -66,7 +66,7 @@ def read_published(file: Path, cells: Sequence[Cell]) -> list[tuple[dict[str, An
 def _is_at(cell: Cell, point: dict[str, Any]) -> bool:
     """Whether a cell has a point's values: those of its axes, or else of its config."""
     known = cell.changes | cell.own | cell.point
-    wanted = flattened(point)
+    wanted = flat(point)
     found = {name: known[name] if name in known else get_key(cell.cfg, name) for name in wanted}
     return all(str(found[name]) == str(value) for name, value in wanted.items())
 

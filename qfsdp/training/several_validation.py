@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
@@ -31,10 +31,13 @@ class SeveralValidation:
         self._steps, self._each = dict(steps), dict[str, Validation]()
         for name, total in steps.items():
             one = Validation(single(cfg, name), world, output_dir / "adapters" / name, total)
-            mine = _Part(self.progress, f"{name}/")
-            mine.update(one.progress)
-            one.progress = cast(dict[str, Any], mine)
             self._each[name] = one
+            self._note(name)
+
+    def _note(self, name: str) -> None:
+        """Takes an adapter's progress into that of all: checkpoints have one mapping."""
+        mine = self._each[name].progress
+        self.progress |= {f"{name}/{key}": value for key, value in mine.items()}
 
     def run(
         self,
@@ -54,30 +57,9 @@ class SeveralValidation:
         for name, one in self._each.items():
             if step <= self._steps[name]:
                 rows.counts = [int(other == name) for other in rows.names]  # every row is its own
+                one.progress.update({key: self.progress[f"{name}/{key}"] for key in one.progress})
                 one.run(step, model, cast(RunLog, _Log(log, name)), meter, saves[name])
-
-
-class _Part(MutableMapping[str, Any]):
-    """The entries of a dict whose keys have a prefix, without it."""
-
-    def __init__(self, whole: dict[str, Any], prefix: str) -> None:
-        self._whole, self._prefix = whole, prefix
-
-    def __getitem__(self, key: str) -> Any:
-        return self._whole[self._prefix + key]
-
-    def __setitem__(self, key: str, value: Any) -> None:
-        self._whole[self._prefix + key] = value
-
-    def __delitem__(self, key: str) -> None:
-        del self._whole[self._prefix + key]
-
-    def __iter__(self) -> Iterator[str]:
-        mine = (key for key in self._whole if key.startswith(self._prefix))
-        return (key.removeprefix(self._prefix) for key in mine)
-
-    def __len__(self) -> int:
-        return len(list(iter(self)))
+                self._note(name)
 
 
 class _Log:

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cached_property
 from typing import Any, Literal
 
 import torch
@@ -89,14 +89,17 @@ class Request:
 
 
 class _Row:
-    """A running request and its answer so far."""
+    """A request that waits or runs, and its answer so far."""
 
     def __init__(self, request: Request, model: Model) -> None:
         self.request, self._stop_ids = request, model.stop_ids
         self._text = AnswerText(model.tokenizer, request.stops)
-        self._draws = prompt_randoms([request.prompt], request.sampling)[0]
         self.tokens = 0
         self.last = 0  # the newest token
+
+    @cached_property
+    def _draws(self) -> Tensor:
+        return prompt_randoms([self.request.prompt], self.request.sampling)[0]
 
     def sampled(self, logits: Tensor) -> int:
         """The next token from logits `[vocab]`."""
@@ -115,6 +118,12 @@ class _Row:
             return self.finish("length", text)
         self.request.tell(Piece(text, None, self.tokens))
         return True
+
+    def goes_on(self, now: float) -> bool:
+        """False for a request that is cancelled or too late, which is told so."""
+        if self.request.cancelled.is_set():
+            return False
+        return now < self.request.deadline or self.finish("timeout")
 
     def finish(self, why: Finish, text: str = "") -> bool:
         self.request.tell(Piece(text + self._text.end(), why, self.tokens))
@@ -160,7 +169,7 @@ class _Batch:
 
     def drop_ended(self, now: float) -> None:
         """Frees the rows of requests that are cancelled or too late."""
-        self._keep([_goes_on(row.request, row.finish, now) for row in self.rows])
+        self._keep([row.goes_on(now) for row in self.rows])
 
     def clear(self) -> None:
         """Frees all rows after an error, and tells their requests."""
@@ -174,15 +183,6 @@ class _Batch:
             if at < len(self.rows):
                 self.rows[at] = last
             self._cache.remove(at)
-
-
-def _goes_on(request: Request, finish: Callable[[Finish], Any], now: float) -> bool:
-    if request.cancelled.is_set():
-        return False
-    if now >= request.deadline:
-        finish("timeout")
-        return False
-    return True
 
 
 class Engine:
@@ -200,7 +200,7 @@ class Engine:
         self._models = models
         self._batches = {name: _Batch(model.decoder, device) for name, model in models.items()}
         self._most_running = most_running
-        self._waiting: deque[Request] = deque()
+        self._waiting: deque[_Row] = deque()
         self._changed = threading.Condition()
         self._stopped = False
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
@@ -217,10 +217,12 @@ class Engine:
 
     def submit(self, request: Request) -> None:
         """Queues a request."""
+        row = _Row(request, self._models[request.model])
         with self._changed:
             if self._stopped:
-                return _tell_end(request, "closing")
-            self._waiting.append(request)
+                row.finish("closing")
+                return
+            self._waiting.append(row)
             self._changed.notify()
 
     @property
@@ -234,41 +236,37 @@ class Engine:
             with self._changed:
                 self._changed.wait_for(lambda: self._stopped or self._waiting or self.running)
                 if self._stopped:
-                    rows = [row for batch in self._batches.values() for row in batch.rows]
-                    for request in [row.request for row in rows] + list(self._waiting):
-                        _tell_end(request, "closing")
+                    running = [row for batch in self._batches.values() for row in batch.rows]
+                    for row in [*running, *self._waiting]:
+                        row.finish("closing")
                     return
-            for request in self._admitted():
-                self._admit(request)
+            for row in self._admitted():
+                self._admit(row)
             for batch in self._batches.values():
                 batch.drop_ended(time.monotonic())
                 if batch.rows:
                     self._guarded(batch, batch.step)
 
-    def _admitted(self) -> list[Request]:
+    def _admitted(self) -> list[_Row]:
         """Takes the requests whose prompts run in this round out of the queue."""
-        chosen: list[Request] = []
+        chosen: list[_Row] = []
         tokens, now = 0, time.monotonic()
         with self._changed:
             while self._waiting and self.running + len(chosen) < self._most_running:
-                request = self._waiting[0]
-                tokens += len(request.prompt)
+                tokens += len(self._waiting[0].request.prompt)
                 if chosen and tokens > PROMPT_TOKENS_PER_ROUND:
                     break
-                self._waiting.popleft()
-                chosen.append(request)
-            late = [r for r in self._waiting if r.cancelled.is_set() or now >= r.deadline]
-            self._waiting = deque(r for r in self._waiting if r not in late)
-        return [r for r in chosen + late if _goes_on(r, partial(_tell_end, r), now)]
+                chosen.append(self._waiting.popleft())
+            self._waiting = deque(row for row in self._waiting if row.goes_on(now))
+        return [row for row in chosen if row.goes_on(now)]
 
-    def _admit(self, request: Request) -> None:
+    def _admit(self, row: _Row) -> None:
         """Runs a prompt; if that fails, this request fails and no other."""
-        row = _Row(request, self._models[request.model])
-        batch = self._batches[request.model]
+        batch = self._batches[row.request.model]
         try:
             cache, logits = batch.run_prompt(row)
         except Exception:
-            log.exception("serve: a prompt of %d tokens failed", len(request.prompt))
+            log.exception("serve: a prompt of %d tokens failed", len(row.request.prompt))
             row.finish("failed")
             return
         self._guarded(batch, lambda: batch.join(row, cache, logits), row)
@@ -283,7 +281,3 @@ class Engine:
             if row is not None and row not in batch.rows:
                 row.finish("failed")
             batch.clear()
-
-
-def _tell_end(request: Request, why: Finish) -> None:
-    request.tell(Piece("", why, 0))

@@ -20,7 +20,7 @@ import yaml
 
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import json_object, why
-from qfsdp.common.messages import join_key
+from qfsdp.common.messages import flat as flat
 from qfsdp.common.printable import masked
 
 CONFIG, METRICS, MACHINE, SAMPLES = "config.yaml", "metrics.jsonl", "machine.json", "samples.jsonl"
@@ -104,15 +104,6 @@ def read_config(file: Path) -> dict[str, Any]:
         return flat(masked(yaml.safe_load(file.read_text(encoding="utf-8"))))
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
-
-
-def flat(tree: Any, prefix: str = "") -> dict[str, Any]:
-    """A tree of mappings as "section.name" -> value."""
-    found: dict[str, Any] = {}
-    for name, value in tree.items() if isinstance(tree, dict) else ():
-        key = join_key(prefix, str(name))
-        found |= flat(value, key) if isinstance(value, dict) and value else {key: value}
-    return found
 
 
 def read_lines(file: Path) -> list[Row]:
