@@ -42,27 +42,24 @@ def check_settings(
         trained = ", ".join(_as_peft(theirs, field) for field in differing)
         fix = " ".join(f"adapter.{field}={_as_yaml(theirs, field)}" for field in differing)
         raise UserError(f"{mine}, but {folder} was trained with {trained}; expected {fix}")
+
+    def differs(key: str, mine: object, its: str, how: str = "was trained with") -> UserError:
+        expected = f"expected adapter.{key}={its}"
+        return UserError(f"adapter.{key}: {mine}, but {folder} {how} {its}; {expected}")
+
     whole = [sorted(c.modules_to_save or ()) for c in (config, theirs)]
     if whole[0] != whole[1]:
-        shown, its = (f"[{','.join(names)}]" if names else "null" for names in whole)
-        raise UserError(
-            f"adapter.modules_to_save: {shown}, but {folder} was trained with {its}; expected "
-            f"adapter.modules_to_save={its}"
-        )
+        mine, its = (f"[{','.join(names)}]" if names else "null" for names in whole)
+        raise differs("modules_to_save", mine, its)
     rows = {name: rows.ids for name, rows in trained_rows(model)}
     if rows != {place: ids for name, place in WHOLE.items() if (ids := theirs.rows_of(name))}:
         its = json.dumps(theirs.trainable_token_indices, separators=(",", ":"))
-        raise UserError(
-            f"adapter.{FIELD}: {config.trainable_token_indices}, but {folder} was trained with "
-            f"{its}; expected adapter.{FIELD}={its}"
-        )
+        raise differs(FIELD, config.trainable_token_indices, its)
     adapted = {name.rpartition(".")[2] for name, _ in adapted_linears(model)}
     found, known = {name.rpartition(".")[2] for name in theirs.linears}, linears_of(model)
     if found != adapted and found <= {*LINEAR_NAMES, *ROUTER_NAMES}:
-        raise UserError(
-            f"adapter.targets: {_as_targets(adapted, known)}, but {folder} adapts "
-            f"{_as_targets(found, known)}; expected adapter.targets={_as_targets(found, known)}"
-        )
+        mine, its = (_as_targets(names, known) for names in (adapted, found))
+        raise differs("targets", mine, its, "adapts")
     _check_ranks(theirs, folder, model)
 
 

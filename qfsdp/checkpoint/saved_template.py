@@ -85,12 +85,14 @@ def chat_tokenizer(template: dict[str, str], folder: Path) -> HFTokenizer | None
     return None if tokenizer.chat_template.by_default else tokenizer
 
 
-def read_template(adapter: Path, tokenizer: bool = False) -> dict[str, str]:
-    """The template in an adapter's folder, as `adapter_template` returns it.
+def read_template(adapter: Path | None, tokenizer: bool = False) -> dict[str, str]:
+    """The template in an adapter's folder, as `adapter_template` returns it; empty without one.
 
     Args:
         tokenizer: the files of the tokenizer too.
     """
+    if adapter is None:
+        return {}
     return texts_in(adapter, (TEMPLATE_FILE, *(TOKENIZER_FILES if tokenizer else ())))
 
 

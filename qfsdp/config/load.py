@@ -204,8 +204,11 @@ def _apply_override(schema: type, tree: dict[str, Any], word: str) -> None:
     *parents, last = key.split(".")
     below = defaults(schema)
     seen = {**below, **{name: onto_component(below.get(name), tree[name]) for name in tree}}
-    as_typed = not _NULL_OR_QUOTED.fullmatch(text) and holds_text(schema, seen, key)
-    value, node = as_text(word, text) if as_typed else _parse_value(word, text), tree
+    value: Any = as_text(word, text)
+    # Of a key with text it stays as typed: "Fix: {x} # here" is no mapping, and has no comment.
+    if _NULL_OR_QUOTED.fullmatch(text) or not holds_text(schema, seen, key):
+        value = _parse_value(word, text)
+    node = tree
     for name in parents:
         child = node.get(name)
         if isinstance(child, list):
@@ -218,28 +221,21 @@ def _apply_override(schema: type, tree: dict[str, Any], word: str) -> None:
     node[last] = onto_component(node.get(last), value)
 
 
-def _no_text(word: str) -> UserError:
-    shown, locale = ascii(shortened(masked_word(word))), sys.getfilesystemencoding()
-    if locale != "utf-8":
-        return UserError(f"{shown}: no text in the locale's {locale}; {NEEDS_UTF8}")
-    return UserError(f"{shown}: not UTF-8; expected UTF-8 text")
-
-
 def as_text(word: str, text: str) -> str:
-    """A value of `word` that is text, whatever YAML says: "Fix: {x} # here" is no mapping, and has
-    no comment. Raises UserError for bytes that are no text."""
+    """A value of `word` as text. Raises UserError for bytes of the command line that are none."""
     try:
         text.encode()
-    except UnicodeEncodeError:  # bytes of the command line that are no text
-        raise _no_text(word) from None
+    except UnicodeEncodeError:
+        shown, locale = ascii(shortened(masked_word(word))), sys.getfilesystemencoding()
+        if locale != "utf-8":
+            raise UserError(f"{shown}: no text in the locale's {locale}; {NEEDS_UTF8}") from None
+        raise UserError(f"{shown}: not UTF-8; expected UTF-8 text") from None
     return text.strip()
 
 
 def _parse_value(word: str, text: str) -> Any:
     try:
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except UnicodeEncodeError:  # bytes of the command line that are no text
-        raise _no_text(word) from None
     except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: over 4300 digits
         raise UserError(f"'{shortened(masked_word(word))}': the value is not valid YAML") from None
     except OmegaConfBaseException as error:

@@ -184,8 +184,7 @@ def plan_gguf(merge: Merge, type: GgufType) -> GgufExport:
         if name is None:
             raise UserError(f"{folder}: llama.cpp's {model.architecture} has no {weight.name!r}")
         tensors.append(GgufTensor(name, _type_of(weight, type), weight))
-    template = read_template(merge.adapter) if merge.adapter is not None else {}
-    return GgufExport(merge, type, model, tokenizer, tensors, template)
+    return GgufExport(merge, type, model, tokenizer, tensors, read_template(merge.adapter))
 
 
 def _type_of(weight: MergedWeight, type: GgufType) -> gguf.GGMLQuantizationType:

@@ -62,8 +62,7 @@ class W4A16Export:
         conversions = {w.name: self._conversion(w, world.device) for w in self.plan}
         config = merge.model_config(self.plan)
         config["quantization_config"] = self._described()
-        template = read_template(merge.adapter) if merge.adapter is not None else {}
-        texts = model_template(template, merge.weights.folder)
+        texts = model_template(read_template(merge.adapter), merge.weights.folder)
         output = OutputFolder(folder, texts=texts)
         convert_folder(conversions, merge.weights, output, config, world, max_file_bytes)
 

@@ -235,7 +235,7 @@ class Merge:
         conversions |= copies_beside(self.weights, {n for w in plan for n in w.stored.shapes})
         config = self.model_config(plan)
         grown = self.weights.mean_rows is not None
-        template = {} if self.adapter is None else read_template(self.adapter, tokenizer=grown)
+        template = read_template(self.adapter, tokenizer=grown)
         texts = model_template(template, self.weights.folder) | dict(texts or {})
         output = OutputFolder(folder, texts=texts)
         convert_folder(conversions, self.weights, output, config, world, max_file_bytes)
