@@ -37,8 +37,8 @@ from benchmarks.timing import Figures, Times, arguments, in_turns, ratios, tell
 from qfsdp.checkpoint.choose import check_files, published
 from qfsdp.checkpoint.digests import Verification
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
-from qfsdp.checkpoint.state import Stager, TrainState, read_state
-from qfsdp.checkpoint.state_files import read_verified, write_state
+from qfsdp.checkpoint.state import Stager, TrainState
+from qfsdp.checkpoint.state_files import read_state, read_verified, write_state
 from tests.models import cpu_world
 from tests.ranks import run_ranks
 

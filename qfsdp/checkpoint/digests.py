@@ -2,7 +2,7 @@
 
 `facts.json` has the size and the SHA-256 of every other file, and its own (`qfsdp.common.sealed`).
 It holds no secret: whoever changes a file on purpose can change its digest as well. So digests find
-damage, and `safe_reader` makes sure that no file can run code.
+damage, and `state_files` makes sure that no file can run code.
 
 SHA-256 is the fastest of the standard library's strong digests on CPUs with instructions for it:
 1.2 GB/s on one core of a Xeon (blake2b 0.9, SHA-512 0.7; crc32, which is not strong, 2.2).

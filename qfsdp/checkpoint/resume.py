@@ -43,16 +43,20 @@ from qfsdp.checkpoint.digests import describe_file
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.checkpoint.model_card import publish
 from qfsdp.checkpoint.publish import Publisher
-from qfsdp.checkpoint.safe_reader import UnsafeFile
 from qfsdp.checkpoint.state import (
     Stager,
     TrainState,
-    read_host,
-    read_trained,
     restore,
     trained_tensors,
 )
-from qfsdp.checkpoint.state_files import read_verified, reason, write_state
+from qfsdp.checkpoint.state_files import (
+    UnsafeFile,
+    read_host,
+    read_trained,
+    read_verified,
+    reason,
+    write_state,
+)
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.common.files import PARTIAL, sync, sync_folder, warn_of_space
 from qfsdp.common.long_waits import long_wait

@@ -15,7 +15,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -27,8 +26,6 @@ from torch.optim.lr_scheduler import LambdaLR, LRScheduler
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
-from qfsdp.checkpoint.safe_reader import load_entries
-from qfsdp.common.errors import UserError
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part, local_rows, sharded
 from qfsdp.tensor_subclasses.kernels.host_memory import HostBlocks
@@ -198,30 +195,6 @@ class ReadState:
     same_ranks: bool
 
 
-def read_state(folder: Path, saved_ranks: int, model: nn.Module, world: World) -> ReadState:
-    """Reads this rank's rows of a `state` folder, without communication. Changes nothing. Raises
-    UserError: part of the optimizer's state can be read only by `saved_ranks` ranks, or a file asks
-    for code (`safe_reader.UnsafeFile`). Damaged files raise errors of any kind."""
-    params = trained_tensors(model)
-    same = saved_ranks == world.size
-    own = rank_entry(world.rank if same else 0)
-    parts = load_entries(folder, {HOST: None, own: None})
-    host, mine = parts[HOST], parts[own]
-    if mine["alone"] and not same:
-        raise UserError(
-            f"resume: '{folder.parent}' has optimizer state that only {saved_ranks} ranks can "
-            f"read; expected as many, not {world.size}"
-        )
-    stacks = {key: StackedTensors(**fields) for key, fields in host["stacks"].items()}
-    for key, stack in stacks.items():
-        shapes = {tuple(params[name].shape) for name in stack.names}
-        if stack.field == TRAINED and shapes != {tuple(stack.shape)}:
-            raise ValueError(f"'{key}' are not the model's shapes {sorted(shapes)}")
-    local = {key: torch.empty(s.local_shape(params), dtype=s.dtype) for key, s in stacks.items()}
-    load_entries(folder, {key: stack.entry(local[key], params) for key, stack in stacks.items()})
-    return ReadState(host, mine, stacks, local, same)
-
-
 @torch.no_grad()
 def restore(read: ReadState, state: TrainState, world: World) -> None:
     """Puts the content of a checkpoint into `state`, and sets the random state.
@@ -260,26 +233,6 @@ def follow_schedule(scheduler: LRScheduler) -> None:
         for group, (base, factor) in zip(scheduler.optimizer.param_groups, each, strict=True):
             lr, rate = group["lr"], base * factor(scheduler.last_epoch)
             group["lr"] = lr.fill_(rate) if isinstance(lr, Tensor) else rate
-
-
-def read_host(folder: Path) -> dict[str, Any]:
-    """Everything that is no tensor, from the `state` folder of a checkpoint."""
-    host: dict[str, Any] = load_entries(folder, {HOST: None})[HOST]
-    return host
-
-
-def read_trained(folder: Path) -> dict[str, Tensor]:
-    """Name -> whole trained tensor, from the `state` folder of a checkpoint."""
-    stored = read_host(folder)["stacks"]
-    stacks = {key: StackedTensors(**fields) for key, fields in stored.items()}
-    trained = {key: stack for key, stack in stacks.items() if stack.field == TRAINED}
-    whole = {k: torch.empty(len(s.names), *s.shape, dtype=s.dtype) for k, s in trained.items()}
-    load_entries(folder, dict(whole))
-    return {
-        name: tensor
-        for key, stack in trained.items()
-        for name, tensor in zip(stack.names, whole[key].unbind(), strict=True)
-    }
 
 
 def _tensors(

@@ -1,26 +1,42 @@
 """Writes and reads the `state` folder of a checkpoint; digests are made and compared meanwhile.
 
-Numbers that are not finite are neither written nor taken from a file.
+Numbers that are not finite are neither written nor taken from a file, and no file runs code.
+torch.distributed.checkpoint (DCP) stores `.metadata` and every entry that is no tensor as pickles,
+and its own reader runs what they ask for. Here `.metadata` may name DCP's classes only, and the
+entries what `torch.load(weights_only=True)` allows: tensors, plain Python values, and torchao's
+8-bit, 4-bit and FP8 optimizer states, which torchao declares safe.
 """
 
 from __future__ import annotations
 
 import hashlib
 import os
+import pickle
+import re
+import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, StorageMeta
 
 from qfsdp.checkpoint.choose import check_files
 from qfsdp.checkpoint.digests import Verification
-from qfsdp.checkpoint.state import HOST, ReadState, StackedTensors, rank_entry, read_state
+from qfsdp.checkpoint.state import (
+    HOST,
+    TRAINED,
+    ReadState,
+    StackedTensors,
+    rank_entry,
+    trained_tensors,
+)
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
 from qfsdp.common.progress import moved
@@ -77,6 +93,50 @@ class _Writer(dcp.FileSystemWriter):
             while cause is not None and not isinstance(cause, OSError):
                 cause = cause.__cause__ or cause.__context__
             raise cause or error from None
+
+
+def read_state(folder: Path, saved_ranks: int, model: nn.Module, world: World) -> ReadState:
+    """Reads this rank's rows of a `state` folder, without communication. Changes nothing. Raises
+    UserError: part of the optimizer's state can be read only by `saved_ranks` ranks, or a file asks
+    for code (`UnsafeFile`). Damaged files raise errors of any kind."""
+    params = trained_tensors(model)
+    same = saved_ranks == world.size
+    own = rank_entry(world.rank if same else 0)
+    parts = load_entries(folder, {HOST: None, own: None})
+    host, mine = parts[HOST], parts[own]
+    if mine["alone"] and not same:
+        raise UserError(
+            f"resume: '{folder.parent}' has optimizer state that only {saved_ranks} ranks can "
+            f"read; expected as many, not {world.size}"
+        )
+    stacks = {key: StackedTensors(**fields) for key, fields in host["stacks"].items()}
+    for key, stack in stacks.items():
+        shapes = {tuple(params[name].shape) for name in stack.names}
+        if stack.field == TRAINED and shapes != {tuple(stack.shape)}:
+            raise ValueError(f"'{key}' are not the model's shapes {sorted(shapes)}")
+    local = {key: torch.empty(s.local_shape(params), dtype=s.dtype) for key, s in stacks.items()}
+    load_entries(folder, {key: stack.entry(local[key], params) for key, stack in stacks.items()})
+    return ReadState(host, mine, stacks, local, same)
+
+
+def read_host(folder: Path) -> dict[str, Any]:
+    """Everything that is no tensor, from the `state` folder of a checkpoint."""
+    host: dict[str, Any] = load_entries(folder, {HOST: None})[HOST]
+    return host
+
+
+def read_trained(folder: Path) -> dict[str, Tensor]:
+    """Name -> whole trained tensor, from the `state` folder of a checkpoint."""
+    stored = read_host(folder)["stacks"]
+    stacks = {key: StackedTensors(**fields) for key, fields in stored.items()}
+    trained = {key: stack for key, stack in stacks.items() if stack.field == TRAINED}
+    whole = {k: torch.empty(len(s.names), *s.shape, dtype=s.dtype) for k, s in trained.items()}
+    load_entries(folder, dict(whole))
+    return {
+        name: tensor
+        for key, stack in trained.items()
+        for name, tensor in zip(stack.names, whole[key].unbind(), strict=True)
+    }
 
 
 def read_verified(folder: Path, model: nn.Module, world: World) -> tuple[dict[str, Any], ReadState]:
@@ -185,3 +245,89 @@ class _HashingStream:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+# torch says so of a pickle whose second byte is damaged; the digest says it better.
+warnings.filterwarnings("ignore", message="Detected pickle protocol")
+
+_DCP = "torch.distributed.checkpoint"
+_METADATA_NAMES = {
+    **dict.fromkeys(
+        ("Metadata", "MetadataIndex", "StorageMeta", "TensorProperties", "_MEM_FORMAT_ENCODING")
+        + ("TensorStorageMetadata", "ChunkStorageMetadata", "BytesStorageMetadata"),
+        f"{_DCP}.metadata",
+    ),
+    "_StorageInfo": f"{_DCP}.filesystem",
+    "_get_layout": "torch.serialization",  # turns "torch.strided" into torch.strided
+    "Size": "torch",
+    "PosixPath": "pathlib",
+}
+
+
+class UnsafeFile(UserError):
+    """A file asks for code that no checkpoint of qfsdp needs."""
+
+    def __init__(self, path: Path, asks_for: str) -> None:
+        self.asks_for = asks_for
+        super().__init__(f"resume: '{path}' asks for {asks_for}; expected a checkpoint of qfsdp")
+
+
+def load_entries(folder: Path, entries: dict[str, Any]) -> dict[str, Any]:
+    """Loads entries of a `state` folder: fills tensors in place, and returns all entries. Raises
+    UnsafeFile: a file asks for code. Damaged files raise errors of any kind."""
+    reader = _Reader(folder)
+    try:
+        dcp.load(entries, storage_reader=reader, planner=_Planner(), no_dist=True)
+    except dcp.CheckpointException as error:  # is no Exception, and hides its cause
+        cause = next(iter(error.failures.values()))[0]
+        if not isinstance(cause, pickle.UnpicklingError):
+            raise cause from None
+        # One of the ten lines of torch's message; the other lines advise to load it anyway.
+        asked = re.search(r"GLOBAL (\S+) ", str(cause))
+        raise UnsafeFile(folder, asked[1]) if asked else ValueError("broken pickle") from None
+    return entries
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the names in `_METADATA_NAMES` and torch's dtypes, and no others."""
+
+    def __init__(self, stream: Any, path: Path) -> None:
+        super().__init__(stream)
+        self._path = path
+
+    def find_class(self, module: str, name: str) -> Any:
+        is_dtype = module == "torch" and isinstance(vars(torch).get(name), torch.dtype)
+        if is_dtype or _METADATA_NAMES.get(name) == module:
+            return super().find_class(module, name)
+        raise UnsafeFile(self._path, f"{module}.{name}")
+
+
+class _Reader(dcp.FileSystemReader):
+    """Reads `.metadata` first: DCP would report an error in it as a missing file."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        path = folder / ".metadata"
+        with open(path, "rb") as stream:
+            metadata = _Unpickler(stream, path).load()
+        if not isinstance(metadata, Metadata) or not isinstance(metadata.storage_data, dict):
+            raise ValueError("no metadata in .metadata")
+        for stored in metadata.storage_data.values():
+            if Path(stored.relative_path).name != stored.relative_path:
+                raise ValueError(f".metadata names the file '{stored.relative_path}'")
+        metadata.storage_meta = StorageMeta(load_id=self.load_id)
+        self._metadata = metadata
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        return self._metadata
+
+
+class _Planner(DefaultLoadPlanner):
+    """Plans whole entries, and loads those that are no tensors without running code."""
+
+    def __init__(self) -> None:
+        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
+
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        entry = torch.load(value, map_location="cpu", weights_only=True)
+        self.state_dict[read_item.dest_index.fqn] = entry

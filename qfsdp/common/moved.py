@@ -53,7 +53,7 @@ _PACKAGES = {
         "experts=stacked adapted_experts=adapted expert_product=product mixture router routing"
     ),
     ("qfsdp.data", "qfsdp.data.chat"): (
-        "answer_form chat_template chat_tokenizer choose_template context_columns "
+        "answer_form=trained_spans chat_template chat_tokenizer choose_template context_columns "
         "messages special_tokens template_process trained_spans"
     ),
     ("qfsdp.data", "qfsdp.data.preferences"): (
@@ -73,6 +73,8 @@ _PACKAGES = {
     ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): (
         "progress=read huge_pages=load hub_names=other_names"
     ),
+    ("qfsdp.checkpoint", "qfsdp.checkpoint"): "safe_reader=state_files",
+    ("qfsdp.data.chat", "qfsdp.data.chat"): "answer_form=trained_spans",
     ("qfsdp.data.files", "qfsdp.data.files"): "csv_files=file_records",
     ("qfsdp.training", "qfsdp.training"): (
         "second_look=locate_nonfinite metrics_file=metrics logger_runs=metric_logger "

@@ -138,7 +138,7 @@ def start(moment: str, disk: Path, config: Path) -> subprocess.CompletedProcess[
 def check_left(run: Path) -> list[str]:
     """The files of a run, after a check that each is whole."""
     from qfsdp.checkpoint.adapter_files import read_adapter_config
-    from qfsdp.checkpoint.state import read_trained
+    from qfsdp.checkpoint.state_files import read_trained
 
     warnings.filterwarnings("ignore", message="torch.distributed is disabled")
     files = sorted(path for path in run.rglob("*") if path.is_file())

@@ -29,7 +29,7 @@ from safetensors.torch import load_file
 
 from qfsdp.checkpoint.choose import published
 from qfsdp.checkpoint.compatibility import read_settings
-from qfsdp.checkpoint.state import read_trained
+from qfsdp.checkpoint.state_files import read_trained
 from qfsdp.common.files import PARTIAL
 from qfsdp.launch.signals import SIGNALS
 from tests.tiny import ROOT, write_tiny_model

@@ -153,7 +153,7 @@ def test_the_model_that_comes_out(folder: Path, runs: dict[str, tuple[Path, Path
 
     transformers computes the same logits from the folder as our decoder from these weights.
     """
-    from qfsdp.checkpoint.state import read_trained
+    from qfsdp.checkpoint.state_files import read_trained
     from qfsdp.modules.decoder_config import DecoderConfig
     from qfsdp.modules.transformer import Decoder
 

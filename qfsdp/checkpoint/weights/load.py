@@ -17,7 +17,13 @@ from qfsdp.checkpoint.weights.on_disk import check_disk as check_disk
 from qfsdp.checkpoint.weights.on_disk import leave_on_disk
 from qfsdp.checkpoint.weights.qfsdp_layout import StoredQuantizedWeight
 from qfsdp.checkpoint.weights.read import STORED_DTYPES, Pieces, Read, StoredTensor, streamed
-from qfsdp.checkpoint.weights.verify import WeightVerification, changed_settings, check_fit, refusal
+from qfsdp.checkpoint.weights.verify import (
+    changed_settings,
+    check_fit,
+    compare_digests,
+    of_any_rank,
+    refusal,
+)
 from qfsdp.common.errors import UserError
 from qfsdp.common.sizes import parse_size
 from qfsdp.common.terminal import warn
@@ -104,7 +110,7 @@ def _fill_verified(
         UserError: the files are as they were written, and cannot be used.
     """
     files = sorted({tensor.file for tensor in source.files.tensors.values()})
-    verification, problem = WeightVerification(source.folder, files), None
+    damage_of, problem = compare_digests(source.folder, files), None
     reads = [read for name, param in params for read in _reads(source, name, param, device)]
     try:
         with streamed(reads, progress) as pieces:
@@ -116,10 +122,10 @@ def _fill_verified(
     except UserError as error:
         if any(_exchanges(source, name, param) for name, param in params):
             # The other ranks may wait for this one's scales.
-            damage = verification.own_damage()
+            damage = damage_of()
             raise refusal(source.folder, damage) if damage else UserError(str(error)) from None
         problem = str(error)
-    damage, problem = verification.damage(problem)
+    damage, problem = of_any_rank(damage_of(), problem)
     if damage is None and problem is not None:
         raise UserError(problem)
     return damage

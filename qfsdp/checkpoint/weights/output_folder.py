@@ -150,19 +150,17 @@ class ResumableFolder(OutputFolder):
             return {}
         try:
             earlier = read_sealed(file, older=True)
-            settings = {name: earlier[name] for name in self.settings}
-            if "source" in settings:  # the path may differ
-                settings["source"] = _same_model(settings["source"], self.settings["source"])
+            both = {name: (earlier[name], now) for name, now in self.settings.items()}
+            if "source" in both:  # the path may differ
+                was, now = both["source"]
+                both["source"] = _same_model(was, now), _same_model(now, was)
             checksums = dict(earlier.get("files", {}))
         except (Damaged, KeyError, TypeError) as error:
             raise UserError(
                 f"{self.key}: '{file}' is damaged ({error}); expected another folder, or remove "
                 "this one"
             ) from None
-        for setting, was in settings.items():
-            now = self.settings[setting]
-            if setting == "source":
-                now = _same_model(now, earlier["source"])
+        for setting, (was, now) in both.items():
             if was != now:
                 raise UserError(
                     f"{self.key}: '{self.path}' was made with {setting} {was!r}; expected "

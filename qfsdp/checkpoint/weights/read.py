@@ -177,21 +177,18 @@ class OpenFiles:
         into.copy_(columns.t())
 
     def _read_bytes(self, tensor: StoredTensor, offset: int, into: Tensor) -> None:
+        view = into.reshape(-1).view(torch.uint8).numpy().data
         try:
-            self._read_file(tensor, offset, into)
+            if tensor.file not in self._descriptors:
+                self._descriptors[tensor.file] = os.open(tensor.file, os.O_RDONLY)
+            while len(view):
+                got = os.preadv(self._descriptors[tensor.file], [view], offset)
+                if not got:
+                    truncated = f"truncated: it ends within tensor {tensor.name!r}"
+                    raise UserError(f"{tensor.file}: {truncated}")
+                view, offset = view[got:], offset + got
         except OSError as error:
             raise UserError(f"{tensor.file}: cannot be read: {why(error)}") from None
-
-    def _read_file(self, tensor: StoredTensor, offset: int, into: Tensor) -> None:
-        if tensor.file not in self._descriptors:
-            self._descriptors[tensor.file] = os.open(tensor.file, os.O_RDONLY)
-        descriptor = self._descriptors[tensor.file]
-        view = into.reshape(-1).view(torch.uint8).numpy().data
-        while len(view):
-            got = os.preadv(descriptor, [view], offset)
-            if not got:
-                raise UserError(f"{tensor.file}: truncated: it ends within tensor {tensor.name!r}")
-            view, offset = view[got:], offset + got
 
     def close(self) -> None:
         """Closes the files."""

@@ -15,7 +15,7 @@ from __future__ import annotations
 import difflib
 import hashlib
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -100,39 +100,23 @@ def _blob(file: Path) -> str:
     return target.name if in_cache and re.fullmatch(r"[0-9a-f]{40}(.{24})?", target.name) else ""
 
 
-class WeightVerification:
-    """Compares the digests of a folder's weights in threads, while they are read. Each rank
-    compares its share of the files, in the order in which they are read.
+def compare_digests(folder: Path, files: Iterable[Path]) -> Callable[[], str | None]:
+    """Compares the digests of a model's weights in threads, while they are read. Each rank compares
+    its share of the files, in the order in which they are read. Returns a function that waits for
+    them and says how a file of this rank's share is damaged, or None."""
+    if not (expected := known_digests(folder, files)):
+        return lambda: None
+    ranks = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+    return Verification(folder, expected, *ranks).damage
 
-    Args:
-        folder: of the model.
-        files: its weight files.
-    """
 
-    def __init__(self, folder: Path, files: Iterable[Path]) -> None:
-        self._folder = folder
-        self._ranks = dist.get_world_size() if dist.is_initialized() else 1
-        rank = dist.get_rank() if dist.is_initialized() else 0
-        expected = known_digests(folder, files)
-        self._checks = Verification(folder, expected, rank, self._ranks) if expected else None
-
-    def own_damage(self) -> str | None:
-        """How a file of this rank's share is damaged, or None; waits for all of them."""
-        return None if self._checks is None else self._checks.damage()
-
-    def damage(self, unreadable: str | None) -> tuple[str | None, str | None]:
-        """The first damage that any rank has found, and the first reason why one cannot use the
-        weights. Every rank must call it.
-
-        Args:
-            unreadable: why this rank cannot use them.
-        """
-        mine = (self.own_damage(), unreadable)
-        found = [mine] * self._ranks
-        if self._ranks > 1:
-            dist.all_gather_object(found, mine)
-        damaged, failed = zip(*found, strict=True)
-        return next(filter(None, damaged), None), next(filter(None, failed), None)
+def of_any_rank(*found: str | None) -> list[str | None]:
+    """Each of `found` as the first rank has it that has one. Every rank must call it."""
+    of_ranks = [found]
+    if dist.is_initialized():
+        of_ranks *= dist.get_world_size()
+        dist.all_gather_object(of_ranks, found)
+    return [next(filter(None, each), None) for each in zip(*of_ranks, strict=True)]
 
 
 def refusal(folder: Path, damage: str) -> UserError:
@@ -148,14 +132,14 @@ def refusal(folder: Path, damage: str) -> UserError:
 def verified(folder: Path, files: Iterable[Path]) -> Iterator[None]:
     """Compares the digests of weights while they are read in a `with` block. At its end it raises
     UserError if a file is damaged, whatever else the block has raised."""
-    checks = WeightVerification(folder, files)
+    damage_of = compare_digests(folder, files)
     try:
         yield
     except (UserError, ValueError):
-        if (damage := checks.own_damage()) is not None:
+        if (damage := damage_of()) is not None:
             raise refusal(folder, damage) from None
         raise
-    if (damage := checks.own_damage()) is not None:
+    if (damage := damage_of()) is not None:
         raise refusal(folder, damage)
 
 

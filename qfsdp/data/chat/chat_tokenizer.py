@@ -9,10 +9,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.chat.answer_form import AnswerForm
 from qfsdp.data.chat.chat_template import ChatTemplate, Conversation, Range, Rendered
 from qfsdp.data.chat.special_tokens import SpecialTokens
-from qfsdp.data.chat.trained_spans import TokenizedChat, TrainedSpans, left_out, place
+from qfsdp.data.chat.trained_spans import AnswerForm, TokenizedChat, TrainedSpans, left_out, place
 from qfsdp.data.encode import TooSlow, encode
 from qfsdp.data.tokenizer_folder import eos_ids
 
