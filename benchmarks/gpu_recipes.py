@@ -154,6 +154,7 @@ def answers(given: Case, folder: Path) -> list[str]:
     asked = ["Why?", "What is 17 + 25, and why?", "x" * 40]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
     words = [f"model.path={model}", f"tokenizer.path={model}", "model.dtype=fp32", *given.words]
+    words.append("quantization.format=mxfp4")  # NF4 has other bits on GPUs, as in bitsandbytes
     words += [f"prompts={prompts}", f"output={output}", "sampling.max_new_tokens=40"]
     run_recipe("generate", ["--config", str(ROOT / "configs/generate.yaml"), *words])
     return [json.loads(line)["completion"] for line in output.read_text().splitlines()]

@@ -226,7 +226,8 @@ def _given(reads: Tensor | None, found: tuple[Tensor, ...]) -> tuple[Tensor | No
     return (None if reads is None else found[0], *found[1:], None)
 
 
-# Custom ops, as attention is: compiled layers are one graph for rows of any length.
+# Custom ops, as attention is: compiled layers are one graph for rows of any length. Results are
+# contiguous, as the compiler is told, whatever layout it gives to arguments.
 
 
 @custom_op("qfsdp::delta_chunks")
@@ -235,11 +236,11 @@ def run_chunks(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """u and S of all chunks, and the state after the last one."""
     states = new.new_empty(len(new), *state.shape)
-    written = new.clone() if reads is None else torch.empty_like(new)
+    written = new.new_empty(new.shape)
     for at in range(len(new)):
         states[at] = state
-        if reads is not None:
-            written[at] = torch.baddbmm(new[at], reads[at], state, alpha=-1)
+        read = reads is not None
+        written[at] = torch.baddbmm(new[at], reads[at], state, alpha=-1) if read else new[at]
         state = torch.baddbmm(state * keeps[at], keys[at].mT, written[at])
     return written, states, state
 
@@ -256,7 +257,7 @@ def run_chunks_back(
     states: Tensor,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of all arguments of `run_chunks`; no numbers where `reads` is None."""
-    of_new, of_next = torch.empty_like(written), torch.empty_like(states)
+    of_new, of_next = (part.new_empty(part.shape) for part in (written, states))
     for at in reversed(range(len(keys))):
         of_next[at] = of_state
         of_new[at] = torch.baddbmm(of_written[at], keys[at], of_state)
@@ -265,19 +266,20 @@ def run_chunks_back(
             of_state = torch.baddbmm(of_state, reads[at].mT, of_new[at], alpha=-1)
     of_reads = of_new.new_empty(0) if reads is None else -(of_new @ states.mT)
     of_keeps = (states * of_next).sum_to_size(keeps.shape)
-    return of_reads, of_new, written @ of_next.mT, of_keeps, of_state
+    return of_reads, of_new, written @ of_next.mT, of_keeps.contiguous(), of_state.contiguous()
 
 
 @torch.library.register_fake("qfsdp::delta_chunks")
 def _(reads: Any, new: Tensor, keys: Tensor, keeps: Tensor, state: Tensor) -> Any:
-    return torch.empty_like(new), new.new_empty(len(new), *state.shape), torch.empty_like(state)
+    shapes = (new.shape, (len(new), *state.shape), state.shape)
+    return tuple(new.new_empty(shape) for shape in shapes)
 
 
 @torch.library.register_fake("qfsdp::delta_chunks_backward")
 def _(of_written: Any, of_states: Any, of_state: Any, reads: Any, *saved: Tensor) -> Any:
-    keys, keeps, written, _ = (torch.empty_like(part) for part in saved)
-    of_reads = written.new_empty(0) if reads is None else torch.empty_like(reads)
-    return of_reads, written, keys, keeps, torch.empty_like(of_state)
+    keys, keeps, written, _ = (part.new_empty(part.shape) for part in saved)
+    of_reads = written.new_empty(0 if reads is None else reads.shape)
+    return of_reads, written, keys, keeps, of_state.new_empty(of_state.shape)
 
 
 def _effect(reads: Tensor | None, keys: Tensor, keeps: Tensor) -> Tensor:

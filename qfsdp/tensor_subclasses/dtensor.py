@@ -47,8 +47,7 @@ def whole_tensor(param: Tensor) -> Tensor:
     """All of `param` as a plain tensor without gradient. Collective: all its ranks must call it."""
     if not isinstance(param, DTensor):
         return param.detach()
-    rows = sharded(on_mesh(param), param.device_mesh, param.placements, param.shape)
-    return rows.full_tensor()
+    return gather_rows(param, on_mesh(param))
 
 
 def whole_tensors(params: Sequence[Tensor]) -> Iterator[Tensor]:
@@ -108,17 +107,25 @@ def sharded(
     )
 
 
+@torch.no_grad()
 def gather_rows(param: Tensor, rows: Tensor) -> Tensor:
-    """All rows of a matrix that is sharded by rows as `param` is. Collective.
+    """All rows of a tensor that is sharded by rows as `param` is. Collective.
+
+    `DTensor.full_tensor` reads memory of a GPU as the host's where gloo gathers it (torch 2.11).
 
     Args:
         param: only its sharding is used, not its values.
-        rows: plain `[local rows of param, n]`, the same n and dtype on all ranks.
+        rows: plain `[local rows of param, ...]`, the same sizes and dtype on all ranks.
 
     Returns:
-        plain `[param.size(0), n]` on every rank.
+        plain `[param.size(0), ...]` on every rank.
     """
     if not isinstance(param, DTensor):
         return rows
-    shape = (param.size(0), rows.size(1))
-    return sharded(rows, param.device_mesh, param.placements, shape).full_tensor()
+    group, own = shard_group(param.device_mesh), rows.shape[1:]
+    most = -(-param.size(0) // group.size())
+    mine = rows.new_zeros(most, *own, device=mesh_device(param.device_mesh))
+    mine[: rows.size(0)] = rows
+    everyone = mine.new_empty(group.size() * most, *own)
+    all_gather(everyone, mine, group)
+    return everyone[: param.size(0)]

@@ -84,7 +84,8 @@ def attend_op(
     scale: float | None,
 ) -> Tensor:
     """`[tokens, heads, head_dim]`, as q; k and v may have fewer heads."""
-    return _written_out(q, k, v, sinks, cu_seqlens, sources, places, max_len, window, scale)
+    how = (cu_seqlens, sources, places, max_len, window, scale)
+    return _written_out(q, k, v, sinks, *how).contiguous()
 
 
 @custom_op("qfsdp::attend_shared_backward")
@@ -109,7 +110,7 @@ def attend_backward_op(
     with torch.enable_grad(), autograd_on():
         y = _written_out(*given, logits, *how)
     wanted = given if logits is None else [*given, logits]
-    grads = torch.autograd.grad(y, wanted, grad)
+    grads = [part.contiguous() for part in torch.autograd.grad(y, wanted, grad)]
     return grads[0], grads[1], grads[2], grads[3] if logits is not None else q.new_empty(0)
 
 

@@ -151,6 +151,7 @@ def attention(
             *(q, k, v, cu_seqlens, cu_keys, max_len, max_keys, 0.0, True, False),
             **_options(window, scale),
         )
+        out = out.contiguous()  # the kernel gives it the layout of q
         if sinks is None:
             return out, total
         of_tokens, total = total, torch.logaddexp(total, sinks.to(total.dtype).unsqueeze(1))
@@ -192,9 +193,9 @@ def attention_backward(
             *(unused, q.new_empty(0)),
             **_options(window, scale),
         )
-        return dq, dk, dv
+        return dq.contiguous(), dk.contiguous(), dv.contiguous()
     exact = _exact(q)
-    dq, dk, dv = (torch.zeros_like(t, dtype=exact) for t in (q, k, v))
+    dq, dk, dv = (t.new_zeros(t.shape, dtype=exact) for t in (q, k, v))
     for document in _documents(cu_seqlens, cu_keys, len(q)):
         for queries, keys in _blocks(*document, window):
             p = _scores(q, k, queries, keys, window, scale)

@@ -146,10 +146,10 @@ def _(x: Tensor, dropped: Any, ends: Tensor, weight: Tensor, metadata: Any, *res
 def _(grad: Tensor, x: Tensor, dropped: Any, ends: Any, weight: Any, *rest: Any) -> Any:
     a, b, wants_x = rest[1], rest[2], rest[-1]
     return (
-        torch.empty_like(x) if wants_x else grad.new_empty(0),
-        torch.empty_like(x) if wants_x and dropped is not None else grad.new_empty(0),
-        torch.empty_like(a),
-        torch.empty_like(b),
+        x.new_empty(x.shape if wants_x else 0),
+        x.new_empty(x.shape if wants_x and dropped is not None else 0),
+        a.new_empty(a.shape),
+        b.new_empty(b.shape),
     )
 
 

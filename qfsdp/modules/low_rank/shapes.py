@@ -22,8 +22,8 @@ def of_gradients(
     """As `backward_op`."""
     wants_x, rank = rest[-1], b[0].size(1)
     return [
-        torch.empty_like(x) if wants_x else x.new_empty(0),
-        torch.empty_like(x) if wants_x and dropped is not None else x.new_empty(0),
+        x.new_empty(x.shape if wants_x else 0),
+        x.new_empty(x.shape if wants_x and dropped is not None else 0),
         x.new_empty(len(b) * rank, x.size(-1), dtype=torch.float32),
         x.new_empty(sum(factor.size(0) for factor in b), rank, dtype=torch.float32),
     ]
