@@ -4,7 +4,7 @@
         model.path=meta-llama/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter output_dir=models/x
 
 * `format=gguf`: one file for llama.cpp and others; `gguf_type` says how its matrices are stored.
-  Beside it a Modelfile for Ollama. Families Llama, Mistral, Qwen2 and Qwen3.
+  Beside it a Modelfile for Ollama. Families Llama, Mistral, Qwen2, Qwen3, Qwen3.5 and Qwen3-Next.
 * `format=w4a16`: a folder with 4-bit integers in groups for the Marlin kernels of vLLM, in the
   layout of compressed-tensors. Each weight is rounded to the nearest number; nothing is calibrated.
 * `format=lora`: the adapter as vLLM serves it beside its base, checked. vLLM loads no DoRA.
@@ -112,10 +112,12 @@ def check(cfg: Config) -> None:
         adapter_of(cfg)
         # Without its config, which is written last, an adapter is unfinished.
         return check_output(Path(cfg.output_dir).expanduser(), (TEMPLATE_FILE, WEIGHTS_FILE))
-    cfg.model.decoder()
+    cfg.model.decoder(text_alone=cfg.format != "gguf")
     merge = merge_of(cfg)
     if cfg.format == "gguf":
-        warn_of_window(plan_gguf(merge, cfg.gguf_type).model)
+        plan = plan_gguf(merge, cfg.gguf_type)
+        warn_of_window(plan.model)
+        plan.tokenizer.warn_of_words()
         if (file := gguf_file(cfg)).exists():
             raise UserError(f"output_dir: '{file}' exists; expected a new file")
     else:

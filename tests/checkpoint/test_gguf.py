@@ -263,16 +263,24 @@ TEXTS = [
     "It's 12345 o'clock,  isn't IT?\n\n  def f(x):\n\treturn x**2  # 3.14",
     "Zażółć gęślą jaźń — 你好, мир! 🙂🙂 CamelCase HTTPServer can't WE'LL",
     " leading, trailing \n\n\n",
+    "приветМир ЗАГЛАВНЫЕ строчные ÉcoleÉté",
+    "नमस्ते दुनिया। سَلَامٌ עֲלֵיכֶם",  # marks that belong to the letter before them
 ]
 
 
 @pytest.mark.parametrize("name", [name for name, _ in PRE_TOKENIZERS.values()])
-def test_byte_level_tokenizers(name: str, tmp_path: Path) -> None:
+def test_byte_level_tokenizers(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     model = write_tiny_model(tmp_path / "model", **SIZES)
     tokenizer = tokenizer_of(name)
     tokenizer.add_tokens(["<think>"])
     write_folder(model, tokenizer, chat_template=CHATML)
     fields, _ = contents(exported(model, tmp_path / "out"))
+    told = (
+        "llama.cpp cuts some words into other tokens than training did" in capsys.readouterr().err
+    )
+    assert told == (name == "tekken")
     oracle = Tokenizer.from_file(str(model / "tokenizer.json"))
     count = oracle.get_vocab_size()
     tokens = fields["tokenizer.ggml.tokens"]
@@ -522,8 +530,9 @@ PROMPTS = [
 
 
 def llama(file: Path, **options: Any) -> Any:
-    """The file in llama.cpp."""
+    """The file in llama.cpp, with keys and values in fp32: by default they are rounded to f16."""
     llama_cpp = pytest.importorskip("llama_cpp")
+    options |= dict.fromkeys(("type_k", "type_v"), llama_cpp.GGML_TYPE_F32)
     return llama_cpp.Llama(str(file), n_ctx=256, n_threads=1, verbose=False, **options)
 
 
@@ -549,7 +558,7 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
         ours = plain_model(model)(tokens).logits[0]
     difference = (theirs - ours).abs().max().item()
     print(f"{name}: logits differ by {difference:.1e}")
-    assert difference < 1e-3 * ours.abs().max()
+    assert difference < 1e-5 * ours.abs().max()
 
 
 @pytest.mark.long
@@ -569,8 +578,10 @@ def test_llama_cpp_cuts_text_the_same(name: str, tmp_path: Path) -> None:
             return list(backend.encode(text, add_special_tokens=False).ids)
 
     runtime = llama(exported(folder, tmp_path / "out"), vocab_only=True)
-    for text in [*CORPUS, *TEXTS, *PROMPTS]:
-        assert runtime.tokenize(text.encode(), add_bos=False) == encode(text), text
+    texts = [*CORPUS, *TEXTS, *PROMPTS]
+    others = [text for text in texts if runtime.tokenize(text.encode(), False) != encode(text)]
+    # A rule of llama.cpp's own in place of this tokenizer's; an export says so.
+    assert others == (TEXTS[-1:] if name == "tekken" else [])
 
 
 @pytest.mark.long

@@ -15,7 +15,6 @@ import torch
 from torch import Tensor
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
-from qfsdp.checkpoint.export.gguf_metadata import gguf_model
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.errors import UserError
 from qfsdp.data.batch import Batch
@@ -226,12 +225,3 @@ def test_what_they_do_not_have_is_one_line(tmp_path: Path) -> None:
         with pytest.raises(UserError, match=message) as error:
             refused()
         assert "\n" not in str(error.value)
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_whole"])
-def test_gguf_is_refused_in_one_line(name: str, tmp_path: Path) -> None:
-    """llama.cpp has these architectures; we do not write their files."""
-    hub_models.save_hub_model(name, tmp_path)
-    with pytest.raises(UserError, match="gguf has no Qwen3_5For|takes more than text") as error:
-        gguf_model(tmp_path)
-    assert "\n" not in str(error.value)

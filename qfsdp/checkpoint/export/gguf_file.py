@@ -2,41 +2,28 @@
 
 Quantization, the file's layout and the names of tensors are those of the package `gguf`. Weights
 are merged, permuted, quantized and written some rows at a time, so a model of any size fits.
-
-llama.cpp's `llama` rotates neighbouring numbers of a head, Hugging Face's the numbers i and i +
-half: rows of queries and keys are reordered for it. Rows of the other architectures are not.
 """
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from math import prod
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, Literal
+from typing import Any, BinaryIO
 
 import torch
-from torch import Tensor
 
 from qfsdp.checkpoint.export.gguf_metadata import GgufModel, gguf_model
+from qfsdp.checkpoint.export.gguf_tensors import GgufTensor, GgufType, Layout
 from qfsdp.checkpoint.export.gguf_tokenizer import GgufTokenizer, read_gguf_tokenizer
 from qfsdp.checkpoint.lock import FolderLock
 from qfsdp.checkpoint.saved_template import read_template
-from qfsdp.checkpoint.weights.experts import of_length
-from qfsdp.checkpoint.weights.merge import Merge, MergedWeight
-from qfsdp.checkpoint.weights.other_names import EMBEDDINGS, HEAD
+from qfsdp.checkpoint.weights.merge import Merge
 from qfsdp.checkpoint.weights.read import streamed
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import not_written, warn_of_space, whole_file
 from qfsdp.common.progress import moved
 from qfsdp.distributed.world import World
-
-if TYPE_CHECKING:
-    import gguf
-
-GgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
-PERMUTED = re.compile(r".+\.(q|k)_proj\.(weight|bias)")
 
 
 class Pieces:
@@ -53,22 +40,6 @@ class Pieces:
         for piece in self._pieces:
             piece.tofile(file)
             moved()
-
-
-@dataclass(frozen=True)
-class GgufTensor:
-    """A tensor of the file: its name, its type, and the weight that it is made from."""
-
-    name: str
-    type: gguf.GGMLQuantizationType
-    weight: MergedWeight
-
-    @property
-    def nbytes(self) -> int:
-        import gguf
-
-        block, size = gguf.GGML_QUANT_SIZES[self.type]
-        return prod(self.weight.shape) // block * size
 
 
 @dataclass(frozen=True)
@@ -127,8 +98,8 @@ class GgufExport:
             data: Any = factors.numpy()
             writer.add_tensor_info("rope_freqs.weight", data.shape, data.dtype, data.nbytes, fp32)
         for tensor in self.tensors:
-            shape, size = tensor.weight.shape, tensor.nbytes
-            writer.add_tensor_info(tensor.name, shape, dtype("float32"), size, tensor.type)
+            name, size, numbers = tensor.name, tensor.nbytes, dtype("float32")
+            writer.add_tensor_info(name, tensor.shape, numbers, size, tensor.type)
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
         writer.write_ti_data_to_file()
@@ -139,24 +110,10 @@ class GgufExport:
             with streamed(reads, progress=True) as pieces:
                 for tensor in self.tensors:
                     rows = self.merge.rows(tensor.weight, device, pieces)
-                    made: Any = Pieces(tensor.nbytes, self._quantized(tensor, rows))
+                    made: Any = Pieces(tensor.nbytes, tensor.arrays(rows))
                     writer.write_tensor_data(made)
         finally:
             writer.close()
-
-    def _quantized(self, tensor: GgufTensor, rows: Iterator[Tensor]) -> Iterator[Any]:
-        """The rows in the file's type and order, as arrays."""
-        from gguf.quants import quantize
-        from numpy import errstate, isfinite
-
-        if self.model.permutes and PERMUTED.fullmatch(tensor.weight.name):
-            rows = _neighbours(rows, self.model.parts.head_dim)
-        for chunk in rows:
-            with errstate(over="ignore"):
-                made = quantize(chunk.float().cpu().numpy(), tensor.type)
-            if made.dtype == "float16" and not isfinite(made).all():
-                raise ValueError(f"{tensor.weight.name} has numbers too large for f16")
-            yield made
 
 
 def plan_gguf(merge: Merge, type: GgufType) -> GgufExport:
@@ -164,45 +121,18 @@ def plan_gguf(merge: Merge, type: GgufType) -> GgufExport:
     UserError: see `gguf_model`, `read_gguf_tokenizer` and `Merge.plan`; or the package `gguf` is
     missing."""
     try:
-        import gguf
+        import gguf  # noqa: F401
     except ImportError:
         raise UserError(
             "format: gguf needs the package gguf; expected `pip install gguf`"
         ) from None
     folder = merge.weights.folder
     model = gguf_model(folder)
-    plan = merge.plan()
+    plan = merge.plan(all_weights=True)
     if (rows := merge.weights.mean_rows) is not None:
         model = replace(model, parts=replace(model.parts, vocab_size=rows[1]))
     grown = merge.adapter if rows is not None else None  # its folder has the new tokens
     tokenizer = read_gguf_tokenizer(grown or folder, model.parts.vocab_size)
-    kinds = {name: kind for kind, name in gguf.MODEL_ARCH_NAMES.items()}
-    names = gguf.get_tensor_name_map(kinds[model.architecture], model.parts.num_hidden_layers)
-    tensors = []
-    for weight in plan:
-        name = names.get_name(weight.name, try_suffixes=(".weight", ".bias"))
-        if name is None:
-            raise UserError(f"{folder}: llama.cpp's {model.architecture} has no {weight.name!r}")
-        tensors.append(GgufTensor(name, _type_of(weight, type), weight))
+    layout = Layout(model, type)
+    tensors = [tensor for weight in plan for tensor in layout.tensors(weight)]
     return GgufExport(merge, type, model, tokenizer, tensors, read_template(merge.adapter))
-
-
-def _type_of(weight: MergedWeight, type: GgufType) -> gguf.GGMLQuantizationType:
-    """The type of a weight: fp32 for vectors; at least 8 bits for embeddings and the output layer,
-    as llama.cpp's own quantizer does; 16 bits where the columns are no whole blocks."""
-    import gguf
-
-    types = gguf.GGMLQuantizationType
-    if len(weight.shape) == 1:
-        return types.F32
-    wanted = types[type.upper()]
-    if weight.name in (EMBEDDINGS, HEAD) and type[0] == "q":
-        wanted = types.Q8_0
-    return types.F16 if weight.shape[1] % gguf.GGML_QUANT_SIZES[wanted][0] else wanted
-
-
-def _neighbours(rows: Iterable[Tensor], head_dim: int) -> Iterator[Tensor]:
-    """Rows of queries, keys or their biases, where the rows i and i + half of every head have
-    become neighbours; in pieces of a head."""
-    for head in of_length(rows, head_dim):
-        yield head.unflatten(0, (2, -1)).swapaxes(0, 1).flatten(0, 1)

@@ -20,6 +20,7 @@ from torch import Tensor
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.modules.decoder_config import DecoderConfig
+from qfsdp.modules.decoder_parts import DecoderParts, RecurrentConfig
 from qfsdp.modules.rope import RopeConfig, Scaling
 from qfsdp.modules.rope_scalings import LinearScaling, Llama3Scaling, YarnScaling
 
@@ -31,8 +32,16 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Qwen3_5ForCausalLM": "qwen35",
+    "Qwen3_5ForConditionalGeneration": "qwen35",
+    "Qwen3_5MoeForCausalLM": "qwen35moe",
+    "Qwen3_5MoeForConditionalGeneration": "qwen35moe",
+    "Qwen3NextForCausalLM": "qwen3next",
 }
 """`architectures` of config.json -> llama.cpp's name."""
+SECTIONS = [11, 11, 10]
+"""Of Qwen 3.5: how many pairs of a head turn by time, height and width. Of text all three are one
+number, so they change nothing; llama.cpp reads no file without them."""
 
 
 @dataclass(frozen=True)
@@ -44,12 +53,14 @@ class GgufModel:
         parts: the decoder.
         rope: the rotary embedding of all layers.
         name: of the model, for people.
+        sections: of the rotary embedding, see `SECTIONS`; None: it has none.
     """
 
     architecture: str
     parts: DecoderConfig
     rope: RopeConfig
     name: str
+    sections: list[int] | None = None
 
     @property
     def context(self) -> int:
@@ -58,11 +69,6 @@ class GgufModel:
         window = self.parts.shortest_window
         most = self.parts.max_position_embeddings
         return most if window is None else min(window, most)
-
-    @property
-    def permutes(self) -> bool:
-        """Whether llama.cpp rotates neighbours in a head, and not the numbers i and i + half."""
-        return self.architecture == "llama"
 
     def rope_factors(self) -> Tensor | None:
         """By what each frequency of Llama 3's scaling is divided, fp32 `[head_dim // 2]`; None for
@@ -90,7 +96,7 @@ class GgufModel:
         writer.add_key_length(parts.head_dim)
         writer.add_value_length(parts.head_dim)
         writer.add_layer_norm_rms_eps(parts.norm.eps)
-        writer.add_rope_dimension_count(parts.head_dim)
+        writer.add_rope_dimension_count(self.rope.rotated(parts.head_dim))
         writer.add_rope_freq_base(self.rope.theta)
         if isinstance(scaling, LinearScaling):
             writer.add_rope_scaling_type(gguf.RopeScalingType.LINEAR)
@@ -99,6 +105,21 @@ class GgufModel:
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(scaling.factor)
             writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        if self.sections is not None:
+            writer.add_rope_dimension_sections((self.sections + [0])[:4])
+        if (experts := parts.experts) is not None:
+            writer.add_expert_count(experts.count)
+            writer.add_expert_used_count(experts.top_k)
+            writer.add_expert_feed_forward_length(experts.intermediate_size)
+            if experts.shared is not None:
+                writer.add_expert_shared_feed_forward_length(experts.shared.intermediate_size)
+        if (part := parts.recurrent) is not None:
+            writer.add_ssm_conv_kernel(part.taps)
+            writer.add_ssm_state_size(part.key_dim)
+            writer.add_ssm_group_count(part.key_heads)
+            writer.add_ssm_time_step_rank(part.value_heads)
+            writer.add_ssm_inner_size(part.widths[2])
+            writer.add_full_attention_interval(_interval(parts))
 
 
 def gguf_model(folder: Path) -> GgufModel:
@@ -110,23 +131,68 @@ def gguf_model(folder: Path) -> GgufModel:
     name = names[0] if isinstance(names, list) else names
     if name not in ARCHITECTURES:
         raise UserError(f"{file}: gguf has no {name} here; expected {', '.join(ARCHITECTURES)}")
-    model = GgufModel(ARCHITECTURES[name], parts, _rope(file, parts), folder.resolve().name)
-    if model.architecture == "qwen3" and parts.attention.qkv_bias:
-        raise UserError(f"{file}: attention_bias true; expected false: llama.cpp's qwen3 has none")
-    if isinstance(model.rope.scaling, Llama3Scaling) and model.architecture != "llama":
+    kind = ARCHITECTURES[name]
+    sections = _sections(file, parts) if kind.startswith("qwen35") else None
+    model = GgufModel(kind, parts, _rope(file, parts), folder.resolve().name, sections)
+    if kind not in ("llama", "qwen2") and parts.attention.qkv_bias:
+        raise UserError(f"{file}: attention_bias true; expected false: llama.cpp's {kind} has none")
+    if isinstance(model.rope.scaling, Llama3Scaling) and kind != "llama":
         raise UserError(
-            f"{file}: rope type 'llama3'; expected another: llama.cpp's {model.architecture} has "
-            "no such scaling"
+            f"{file}: rope type 'llama3'; expected another: llama.cpp's {kind} has no such scaling"
         )
+    if parts.recurrent is not None:
+        _check_hybrid(file, kind, parts, parts.recurrent)
     return model
+
+
+def _interval(parts: DecoderParts) -> int:
+    """One layer in so many has attention, the last of each; 0: another pattern."""
+    kinds = [layer.recurrent for layer in parts.layers]
+    every = kinds.index(False) + 1 if False in kinds else 0
+    usual = [bool((index + 1) % every) for index in range(len(kinds))] if every else []
+    return every if kinds == usual else 0
+
+
+def _check_hybrid(file: Path, kind: str, parts: DecoderParts, part: RecurrentConfig) -> None:
+    """Refuses what llama.cpp's graph of layers of two kinds has fixed."""
+    dims = f"linear_key_head_dim {part.key_dim}, linear_value_head_dim {part.value_dim}"
+    experts = parts.experts
+    for wrong, found, expected in (
+        (not _interval(parts), "layer_types", "attention in one layer of so many, the last"),
+        (part.key_dim != part.value_dim, dims, "one size"),
+        (parts.norm.eps != 1e-6, f"rms_norm_eps {parts.norm.eps}", "1e-06, as of queries and keys"),
+        (
+            experts is not None and not all(layer.mixture for layer in parts.layers),
+            "layers without experts",
+            "a mixture in every layer",
+        ),
+        (
+            experts is not None and not experts.router.normalised,
+            "norm_topk_prob false",
+            "true",
+        ),
+    ):
+        if wrong:
+            raise UserError(
+                f"{file}: {found}; expected {expected}: llama.cpp's {kind} has no other"
+            )
+
+
+def _sections(file: Path, parts: DecoderParts) -> list[int]:
+    """Of the rotary embedding, as the file or the family has them."""
+    config = json.loads(file.read_text(encoding="utf-8"))
+    text = config.get("text_config", config) if parts.takes_more_than_text else config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    return list(rope.get("mrope_section") or SECTIONS)
 
 
 def _rope(file: Path, parts: DecoderConfig) -> RopeConfig:
     """The rotary embedding of all layers; refuses what llama.cpp has no key for."""
-    ropes = {layer.rope for layer in parts.layers}
-    rope = next(iter(ropes))
+    ropes = {layer.rope for layer in parts.layers if not layer.recurrent}
+    rope = next(iter(ropes), None)
     expected = "expected one rotary embedding of whole heads for all layers"
-    if len(ropes) > 1 or rope is None or rope.share != 1 or rope.query_scaling is not None:
+    shares = rope is not None and rope.share != 1 and parts.recurrent is None
+    if len(ropes) > 1 or rope is None or shares or rope.query_scaling is not None:
         raise UserError(f"{file}: rotary embeddings that llama.cpp does not have; {expected}")
     kinds = (Scaling, LinearScaling, Llama3Scaling, YarnScaling)
     scaling = rope.scaling

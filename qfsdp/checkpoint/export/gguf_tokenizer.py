@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, chat_tokenizer
 from qfsdp.common.errors import UserError
+from qfsdp.common.terminal import warn
 from qfsdp.data.tokenizer_folder import read_json
 
 if TYPE_CHECKING:
@@ -27,6 +28,10 @@ ADDED_SCORE = -1000.0  # of tokens that no merge makes
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
 _REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+_MARKS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}"
+    r"| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
 _TEKKEN = (
     r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
     r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
@@ -36,6 +41,7 @@ _PLAIN = "ByteLevel"  # with the pattern of GPT-2
 PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, bool]] = {
     (f"{_WORDS}|\\p{{N}}{{1,3}}{_REST}",): ("llama-bpe", True),
     (f"{_WORDS}|\\p{{N}}{_REST}",): ("qwen2", False),
+    (_MARKS,): ("qwen35", False),
     (_TEKKEN,): ("tekken", True),
     ("Digits", _PLAIN): ("smollm", False),
     (_PLAIN,): ("gpt-2", False),
@@ -57,6 +63,15 @@ class GgufTokenizer:
     tokens: list[str]
     scores: list[float]
     types: list[int]
+
+    def warn_of_words(self) -> None:
+        """Says on standard error where llama.cpp's rule is not quite the one that its name stands
+        for: it knows no combining marks."""
+        if self.pre_tokenizer == "tekken":
+            warn(
+                "llama.cpp cuts some words into other tokens than training did: those with "
+                "combining marks, as in Hindi"
+            )
 
     def add_to(self, writer: gguf.GGUFWriter, folder: Path, template: dict[str, str]) -> None:
         """Adds the tokenizer, its special tokens and the chat template to a file's metadata.

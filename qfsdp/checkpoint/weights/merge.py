@@ -149,8 +149,12 @@ class Merge:
     dtype: torch.dtype
     requantize: Requantize = "none"
 
-    def plan(self) -> list[MergedWeight]:
+    def plan(self, all_weights: bool = False) -> list[MergedWeight]:
         """The weights of the merged model. Reads headers only.
+
+        Args:
+            all_weights: those too that a folder is written with as they were read, where a model
+                takes more than text.
 
         Raises:
             UserError: the base or the adapter is broken, they belong to different models, or a
@@ -165,7 +169,7 @@ class Merge:
         adapted = _adapted(model) | {key.removeprefix(KEY) for key in whole_parameters(model)}
         adapted |= {f"{name}.weight" for name, _ in trained_rows(model)}
         shapes = {name: tuple(param.shape) for name, param in base_parameters(model)}
-        if keeps_tensors(model.config):
+        if keeps_tensors(model.config) and not all_weights:
             return self._changed(formats, adapted, shapes)
         sources = {name: name for name in shapes}
         if HEAD in adapted and HEAD not in shapes:  # tied: the embeddings are not merged

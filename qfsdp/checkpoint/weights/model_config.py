@@ -112,11 +112,12 @@ class ModelConfig:
         native = isinstance(config, DecoderConfig)
         return build_decoder(self._decoder() if native else config, compute_dtype(self.dtype))
 
-    def decoder(self) -> DecoderConfig:
-        """Our own decoder, of text alone. Raises UserError, also for a model that transformers
-        builds, and for a `router_aux_loss` without experts."""
+    def decoder(self, text_alone: bool = True) -> DecoderConfig:
+        """Our own decoder. Raises UserError, also for a model that transformers builds, for a
+        `router_aux_loss` without experts, and with `text_alone` for a model that takes more."""
         found = self._decoder()
-        return DecoderConfig.of_text(self.folder) if found.takes_more_than_text else found
+        more = text_alone and found.takes_more_than_text
+        return DecoderConfig.of_text(self.folder) if more else found
 
     def _decoder(self) -> DecoderConfig:
         config, factor = self.any_config(), self.router_aux_loss
