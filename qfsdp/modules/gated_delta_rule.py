@@ -239,8 +239,8 @@ def run_chunks(
     written = new.new_empty(new.shape)
     for at in range(len(new)):
         states[at] = state
-        read = reads is not None
-        written[at] = torch.baddbmm(new[at], reads[at], state, alpha=-1) if read else new[at]
+        own = new[at]
+        written[at] = own if reads is None else torch.baddbmm(own, reads[at], state, alpha=-1)
         state = torch.baddbmm(state * keeps[at], keys[at].mT, written[at])
     return written, states, state
 
