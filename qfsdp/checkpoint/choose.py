@@ -137,15 +137,12 @@ def _find(resume: str | None, output_dir: Path) -> Choice:
 
 def _undamaged(folders: list[Path], output_dir: Path) -> Choice:
     """Looks at everything but the content of files; `folders` are oldest first."""
-    choice = Choice(output_dir)
-    for folder in reversed(folders):
+    choice = Choice(output_dir, folders[::-1])
+    for folder in folders[::-1]:
         try:
             check_files(folder)
-            choice.folders.append(folder)
         except Damaged as error:
-            choice.damaged[folder] = str(error)
-    if not choice.folders:
-        raise UserError(choice.all_damaged())
+            choice.drop(folder, str(error))
     return choice
 
 

@@ -37,7 +37,9 @@ def resolve(tree: dict[str, Any]) -> tuple[dict[str, Any], dict[Path, str]]:
     with _watched() as seen:
         resolved = _plain(config, [0])
         found = {}
-        for path, written in _texts(tree):
+        for path, written in _leaves(tree):
+            if not (isinstance(written, str) and "${" in written):
+                continue
             seen.clear()
             parent: Any = config
             for name in path[:-1]:
@@ -66,20 +68,18 @@ def _plain(node: Any, count: list[int]) -> Any:
 
 
 def _note(value: Any, written: str) -> None:
-    if isinstance(value, dict | list):
-        for entry in value.values() if isinstance(value, dict) else value:
-            _note(entry, written)
-    elif isinstance(value, str) and value and not value.startswith(_PATHS):
-        READ[value] = written
+    for _, text in _leaves(value):
+        if isinstance(text, str) and text and not text.startswith(_PATHS):
+            READ[text] = written
 
 
-def _texts(tree: Any, path: Path = ()) -> Iterator[tuple[Path, str]]:
-    """Place and text of every interpolation in a tree."""
-    if isinstance(tree, dict | list):
-        for name, entry in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            yield from _texts(entry, (*path, name))
-    elif isinstance(tree, str) and "${" in tree:
+def _leaves(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Place and value of everything in a tree that is neither dict nor list."""
+    if not isinstance(tree, dict | list):
         yield path, tree
+        return
+    for name, entry in tree.items() if isinstance(tree, dict) else enumerate(tree):
+        yield from _leaves(entry, (*path, name))
 
 
 @contextmanager

@@ -60,32 +60,26 @@ def listed(folder: Path, pattern: str | None = None) -> tuple[list[Path], list[s
 
 def _walked(folder: Path) -> tuple[list[Path], list[str]]:
     """As `listed` without a pattern."""
-    files, left_out = list[Path](), list[str]()
-    seen = set[str]()
+    files, left_out, seen = list[Path](), list[str](), set[str]()
     for place, folders, names in os.walk(folder, followlinks=True):
-        real = os.path.realpath(place)
-        inside = sorted(Path(place, name).relative_to(folder).as_posix() for name in names)
-        if real in seen:
-            left_out += [f"{Path(place).relative_to(folder).as_posix()} (a second way to a folder)"]
+        inside = Path(place).relative_to(folder)
+        if (real := os.path.realpath(place)) in seen:
+            left_out.append(f"{inside.as_posix()} (a second way to a folder)")
             folders.clear()
             continue
         seen.add(real)
-        left_out += [
-            f"{Path(place, name).relative_to(folder).as_posix()} (hidden)"
-            for name in folders
-            if name.startswith(".")
-        ]
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
-        for name in inside:
-            file, last = folder / name, name.rpartition("/")[2]
-            if last.startswith("."):
-                left_out.append(f"{name} (hidden)")
-            elif suffix_of(file) not in SUFFIXES or last == "dataset_infos.json":
-                left_out.append(name)
+        hidden = [name for name in folders if name.startswith(".")]
+        left_out += [f"{(inside / name).as_posix()} (hidden)" for name in hidden]
+        folders[:] = sorted({*folders} - {*hidden})
+        for name in sorted(names):
+            file = folder / inside / name
+            if name.startswith("."):
+                left_out.append(f"{(inside / name).as_posix()} (hidden)")
+            elif suffix_of(file) not in SUFFIXES or name == "dataset_infos.json":
+                left_out.append((inside / name).as_posix())
             else:
                 files.append(file)
-    files.sort()
-    return files, left_out
+    return sorted(files), left_out
 
 
 def check_beginning(file: Path) -> None:
