@@ -43,7 +43,6 @@ from qfsdp.checkpoint.adapter_config_file import (
     whole_names,
     why_unread,
 )
-from qfsdp.checkpoint.adapter_digests import check_digests, digests
 from qfsdp.checkpoint.adapter_settings import check_settings
 from qfsdp.checkpoint.expert_adapter_files import (
     StoredTensor,
@@ -53,7 +52,7 @@ from qfsdp.checkpoint.expert_adapter_files import (
     to_peft,
 )
 from qfsdp.checkpoint.plain_lora import as_lora, start_tensors
-from qfsdp.checkpoint.tensor_file import save_tensors
+from qfsdp.checkpoint.tensor_file import check_digests, digests, save_tensors
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import check_no_pointer, not_written, to_json, whole_file, why, write_text
 from qfsdp.distributed.world import World
@@ -235,7 +234,7 @@ def check_adapter(config: AdapterConfig, folder: str | Path, model: nn.Module) -
     Raises:
         UserError: see `read_adapter_config`; or the adapter's settings differ from the run's, or
             its tensors from those of the model's adapters; or a number is not finite; or a
-            tensor is not as qfsdp has written it (`adapter_digests`).
+            tensor is not as qfsdp has written it (`tensor_file`).
     """
     check_settings(config, read_adapter_config(folder), folder, model)
     file = local_folder(folder) / WEIGHTS_FILE

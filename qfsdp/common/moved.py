@@ -73,7 +73,7 @@ _PACKAGES = {
     ("qfsdp.checkpoint.weights", "qfsdp.checkpoint.weights"): (
         "progress=read huge_pages=load hub_names=other_names"
     ),
-    ("qfsdp.checkpoint", "qfsdp.checkpoint"): "safe_reader=state_files",
+    ("qfsdp.checkpoint", "qfsdp.checkpoint"): "adapter_digests=tensor_file safe_reader=state_files",
     ("qfsdp.data.chat", "qfsdp.data.chat"): "answer_form=trained_spans",
     ("qfsdp.data.files", "qfsdp.data.files"): "csv_files=file_records",
     ("qfsdp.training", "qfsdp.training"): (
