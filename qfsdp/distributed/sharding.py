@@ -195,6 +195,12 @@ def _units_as_left(module: nn.Module) -> Iterator[FSDPModule]:
         yield module
 
 
+def reshard(model: nn.Module) -> None:
+    """Reshards all units: without a backward pass FSDP2 keeps some gathered."""
+    for unit in _units_as_left(model):
+        unit.reshard()
+
+
 def shard_rank(config: ShardingConfig, world: World) -> int:
     """Index of the rows of trained parameters that this rank holds.
 

@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.distributed.fsdp import FSDPModule
 
 from qfsdp.checkpoint.adapter_config_file import HEAD_KEY
 from qfsdp.checkpoint.adapter_files import (
@@ -21,7 +20,7 @@ from qfsdp.checkpoint.adapter_files import (
 from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.common.errors import UserError
-from qfsdp.distributed.sharding import shard_model
+from qfsdp.distributed.sharding import reshard, shard_model
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
@@ -159,9 +158,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             yield
     finally:
         model.train(trained)
-        for module in model.modules():
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(model)
 
 
 def build_frozen(

@@ -12,8 +12,8 @@ of a step allocates at once. What is counted:
 
 Clipping and the optimizer run between graphs. They may not use the pools, so their memory is added.
 Where only the norms are captured (several ranks), their pool and the workspace are counted.
-Fragmentation within a pool is in the allowance for all memory. None of this was measured: no graph
-of this code has been captured on a GPU.
+Fragmentation within a pool is in the allowance for all memory. None of this was measured beside a
+capture.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ def rows_of_table(
         results: with costs, by the cells' keys; cells without one are left out.
     """
     axes, found = axes_of(cells), [results[cell.key] for cell in cells if cell.key in results]
-    columns = [name for name in COLUMNS if any(name in row for row in found)]
+    columns = [name for name in COLUMNS if any(row.get(name) is not None for row in found)]
     scores = list(dict.fromkeys(name for row in found for name in row.get("scores", {})))
     head = [*axes, *(COLUMNS[name] for name in columns), *scores, "outcome"]
     rows = []
@@ -136,7 +136,8 @@ def rows_of_table(
         if (row := results.get(cell.key)) is None:
             continue
         cells_of_row = [shown(cell.point[axis]) if axis in cell.point else "" for axis in axes]
-        cells_of_row += [number(row[name]) if name in row else "" for name in columns]
+        numbers = (row.get(name) for name in columns)  # null: not finite
+        cells_of_row += ["" if value is None else number(value) for value in numbers]
         cells_of_row += [score_words(row.get("scores", {}).get(name)) for name in scores]
         status = row["status"]
         if status not in DONE:

@@ -28,6 +28,7 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.common.files import nearest_existing
 from qfsdp.data.batch import IGNORE_INDEX, Batch
 from qfsdp.data.token_ids import check_tokenizer_ids
+from qfsdp.distributed.sharding import reshard
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.evaluation.inference_model import check_for_inference, load_for_inference
@@ -240,9 +241,7 @@ class Teacher:
                     (head, _), first = model.split.own_part(head), model.split.first
             yield teacher_logits(head, hidden.dtype, self._rows, first), hidden
         finally:
-            for module in model.modules():  # without a backward pass FSDP2 keeps some gathered
-                if isinstance(module, FSDPModule):
-                    module.reshard()
+            reshard(model)
 
     def parts(
         self, model: nn.Module, batches: Sequence[Batch], world: World

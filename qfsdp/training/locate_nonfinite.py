@@ -15,10 +15,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.optim import Optimizer
 
 from qfsdp.data.batch import Batch
+from qfsdp.distributed.sharding import reshard
 from qfsdp.distributed.world import World
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.finite import is_finite
@@ -239,9 +239,7 @@ class _ForwardOnly(_Look):
     @torch.no_grad()
     def _run(self, batch: Batch, targets: float) -> None:
         self._loss(batch, targets)
-        for module in self._model.modules():  # without a backward pass FSDP2 keeps some gathered
-            if isinstance(module, FSDPModule):
-                module.reshard()
+        reshard(self._model)
 
     def _of_gradients(self) -> Finding | None:
         norms = self._grad_norms
