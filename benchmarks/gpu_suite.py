@@ -68,7 +68,7 @@ def prepare(scratch: Path, dry: bool) -> None:
         site = str(scratch / "site")
         options = ["--quiet", "--no-index", "--no-deps", "--no-compile", "--target", site]
         command = [sys.executable, "-m", "pip", "install", *options, *map(str, missing)]
-        subprocess.run(command, check=True)
+        subprocess.run(command)  # what is missing all the same is named below
         paths.append(site)
     sys.path[:0] = paths
     if lacking := [name for name in NEEDED if find_spec(name) is None]:

@@ -1,7 +1,7 @@
 """Tests that need a GPU, written down one by one: `make test-gpu`.
 
     python benchmarks/gpu_tests.py [--first-seconds 100] [--json tests.json] [--name tests]
-                                   [--on-cpu] [PYTEST'S WORDS ...]
+                                   [--share N/ALL] [--on-cpu] [PYTEST'S WORDS ...]
     python benchmarks/gpu_tests.py --rates-from gpu_results.zip
 
 The files of tests are those that have the mark `gpu`. `--first-seconds` takes the most telling ones
@@ -78,8 +78,10 @@ def first_tests(tests: list[str], rates: Rates, seconds: float) -> list[str]:
 class Recorder:
     """A plugin of pytest that chooses tests and writes each outcome to a file."""
 
-    def __init__(self, name: str, file: Path | None, first_seconds: float | None) -> None:
-        self.name, self.file, self.first_seconds = name, file, first_seconds
+    def __init__(
+        self, name: str, file: Path | None, first_seconds: float | None, share: tuple[int, int]
+    ) -> None:
+        self.name, self.file, self.first_seconds, self.share = name, file, first_seconds, share
         known = json.loads(file.read_text()) if file is not None and file.exists() else {}
         self.outcomes: dict[str, tuple[str, float]] = known.get("tests", {})
 
@@ -98,6 +100,8 @@ class Recorder:
             rates = Rates()
             chosen = first_tests(chosen, rates, self.first_seconds)
             print(f"{len(chosen)} tests, {sum(rates[test] for test in chosen):.0f} s")
+        at, shares = self.share
+        chosen = chosen[at::shares]
         before = {test: self.outcomes.get(test, ("", 0.0))[0] for test in chosen}
         chosen = [test for test in chosen if before[test] != "passed"]
         items[:] = [by_name[t] for t in sorted(chosen, key=lambda t: before[t] == "running")]
@@ -142,6 +146,7 @@ def main() -> None:
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
     parser.add_argument("--first-seconds", type=float)
+    parser.add_argument("--share", default="0/1", metavar="N/ALL", help="of the tests, from 0")
     parser.add_argument("--on-cpu", action="store_true")
     parser.add_argument("--name", default="tests")
     parser.add_argument("--json", type=Path)
@@ -151,7 +156,8 @@ def main() -> None:
         return write_rates(args.rates_from)
     if args.on_cpu:
         os.environ["QFSDP_GPU_TESTS_ON"] = "cpu"
-    recorder = Recorder(args.name, args.json, args.first_seconds)
+    at, shares = map(int, args.share.split("/"))
+    recorder = Recorder(args.name, args.json, args.first_seconds, (at, shares))
     options = ["-q", "-m", "gpu", "-p", "no:cacheprovider", "-p", "no:xdist", "--tb=short", "-rf"]
     status = pytest.main([*options, *words, *marked_files()], plugins=[recorder])
     print(recorder.counts())

@@ -79,7 +79,7 @@ def test_the_host_does_not_wait_inside_a_step(
 def test_replayed_steps_are_steps(
     tmp_path: Path, method: str, family: str, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """Recurrent layers too, which runs do not capture yet (`why_not`): this decides it."""
+    """Recurrent layers too."""
     folder = write_tiny_model(tmp_path / "model", **FAMILIES[family])
     expected = train(folder, method, False, lambda: None)
     found = train(folder, method, True, lambda: None)

@@ -118,7 +118,7 @@ def test_ratios_and_aims() -> None:
 def test_order_of_parts() -> None:
     names = [p.name for p in PARTS]
     assert len(set(names)) == len(names) and max(p.limit for p in PARTS) <= 9.5 * 60
-    never_run = ["two_ranks", "doctor", "tests_estimate", "packed_rows_graphs_4096", "lengths"]
+    never_run = ["checks", "packed_rows_graphs_4096", "qwen3_5_9b_graphs_4096", "lengths"]
     never_run += [
         "qwen3_5_9b_packed_4096",
         "qwen3_5_9b_memory_4096",
@@ -128,7 +128,7 @@ def test_order_of_parts() -> None:
         "packed_rows_8192",
     ]
     measured = ["dequantize", "ours_qlora_4096", "norms", "mixture"]
-    assert names[0] == "tests_first" and names[-1] == "tests_all"
+    assert names[0] == "checks" and names[-1] == "tests_all"
     assert max(map(names.index, never_run)) < min(map(names.index, measured))
     for one in PARTS:  # one StepGraphs keeps its first shape
         if "gpu_train_step" in one.command[0]:
