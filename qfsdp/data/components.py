@@ -102,11 +102,9 @@ def build_dataset(
         UserError: the builder does.
     """
     how, dataset = split_reading(key, dataset)
-    how = replace(
-        how, tokenizer=tokenizer, embedding_rows=rows, limit=limit or current().limit
-    )  # the parts of a mixture inherit the limit
+    limit = limit or current().limit  # the parts of a mixture inherit it
     try:
-        with reading(how):
+        with reading(replace(how, tokenizer=tokenizer, embedding_rows=rows, limit=limit)):
             built = dataset.build(tokenizer=tokenizer)
     except UserError as error:
         text = str(error)
