@@ -91,6 +91,11 @@ def _configs() -> dict[str, Callable[[], Any]]:
         "lfm2": lambda: t.Lfm2Config(**SIZES, full_attn_idxs=[1, 3]),
         "llama": lambda: t.LlamaConfig(**SIZES),
         "qwen3": lambda: t.Qwen3Config(**SIZES, head_dim=32),
+        "mixtral": lambda: t.MixtralConfig(**SIZES, num_local_experts=4, num_experts_per_tok=2),
+        "qwen2_moe": lambda: t.Qwen2MoeConfig(**SIZES, **EXPERTS),
+        "qwen3_moe": lambda: t.Qwen3MoeConfig(
+            **SIZES, **EXPERTS, head_dim=32, norm_topk_prob=True, decoder_sparse_step=1
+        ),
         "gemma3_text": lambda: t.Gemma3TextConfig(
             **SIZES, head_dim=32, sliding_window=40, query_pre_attn_scalar=32
         ),

@@ -1,7 +1,7 @@
 """Writes a merged model as one GGUF file, for llama.cpp and what is built on it.
 
 Quantization, the file's layout and the names of tensors are those of the package `gguf`. Weights
-are merged, permuted, quantized and written some rows at a time, so a model of any size fits.
+are merged, quantized, reordered and written some rows at a time, so a model of any size fits.
 """
 
 from __future__ import annotations

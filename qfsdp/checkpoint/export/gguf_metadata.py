@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,7 +21,7 @@ from torch import Tensor
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.modules.decoder_config import DecoderConfig
-from qfsdp.modules.decoder_parts import DecoderParts, RecurrentConfig
+from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.rope import RopeConfig, Scaling
 from qfsdp.modules.rope_scalings import LinearScaling, Llama3Scaling, YarnScaling
 
@@ -32,6 +33,9 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "MixtralForCausalLM": "llama",
+    "Qwen2MoeForCausalLM": "qwen2moe",
+    "Qwen3MoeForCausalLM": "qwen3moe",
     "Qwen3_5ForCausalLM": "qwen35",
     "Qwen3_5ForConditionalGeneration": "qwen35",
     "Qwen3_5MoeForCausalLM": "qwen35moe",
@@ -39,6 +43,7 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3next",
 }
 """`architectures` of config.json -> llama.cpp's name."""
+BIASES = ("llama", "qwen2", "qwen2moe")  # where queries, keys and values may have them
 SECTIONS = [11, 11, 10]
 """Of Qwen 3.5: how many pairs of a head turn by time, height and width. Of text all three are one
 number, so they change nothing; llama.cpp reads no file without them."""
@@ -134,14 +139,18 @@ def gguf_model(folder: Path) -> GgufModel:
     kind = ARCHITECTURES[name]
     sections = _sections(file, parts) if kind.startswith("qwen35") else None
     model = GgufModel(kind, parts, _rope(file, parts), folder.resolve().name, sections)
-    if kind not in ("llama", "qwen2") and parts.attention.qkv_bias:
+    if kind not in BIASES and parts.attention.qkv_bias:
         raise UserError(f"{file}: attention_bias true; expected false: llama.cpp's {kind} has none")
     if isinstance(model.rope.scaling, Llama3Scaling) and kind != "llama":
         raise UserError(
             f"{file}: rope type 'llama3'; expected another: llama.cpp's {kind} has no such scaling"
         )
-    if parts.recurrent is not None:
-        _check_hybrid(file, kind, parts, parts.recurrent)
+    fixed = (*_of_qwen2(kind, parts), *_of_experts(kind, parts), *_of_layers(parts))
+    for wrong, found, expected in fixed:
+        if wrong:
+            raise UserError(
+                f"{file}: {found}; expected {expected}: llama.cpp's {kind} has no other"
+            )
     return model
 
 
@@ -153,29 +162,38 @@ def _interval(parts: DecoderParts) -> int:
     return every if kinds == usual else 0
 
 
-def _check_hybrid(file: Path, kind: str, parts: DecoderParts, part: RecurrentConfig) -> None:
-    """Refuses what llama.cpp's graph of layers of two kinds has fixed."""
+Fixed = tuple[bool, str, str]  # whether a model differs, what it has, and what llama.cpp has
+
+
+def _of_qwen2(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
+    """What llama.cpp does not load."""
+    if kind in ("qwen2", "qwen2moe"):
+        heads = parts.hidden_size / parts.num_attention_heads
+        yield parts.head_dim != heads, f"head_dim {parts.head_dim}", f"{heads:g}, of hidden_size"
+    tied = kind == "qwen2moe" and parts.tie_word_embeddings
+    yield tied, "tie_word_embeddings true", "false"
+
+
+def _of_experts(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
+    """What llama.cpp's graph of a mixture has fixed."""
+    if parts.experts is None:
+        return
+    sparse = not all(layer.mixture for layer in parts.layers)
+    yield sparse, "layers without experts", "a mixture in every layer"
+    normalised = kind != "qwen2moe"
+    wrong = parts.experts.router.normalised != normalised
+    yield wrong, f"norm_topk_prob {str(not normalised).lower()}", str(normalised).lower()
+
+
+def _of_layers(parts: DecoderParts) -> Iterator[Fixed]:
+    """What llama.cpp's graphs of recurrent layers have fixed."""
+    if (part := parts.recurrent) is None:
+        return
     dims = f"linear_key_head_dim {part.key_dim}, linear_value_head_dim {part.value_dim}"
-    experts = parts.experts
-    for wrong, found, expected in (
-        (not _interval(parts), "layer_types", "attention in one layer of so many, the last"),
-        (part.key_dim != part.value_dim, dims, "one size"),
-        (parts.norm.eps != 1e-6, f"rms_norm_eps {parts.norm.eps}", "1e-06, as of queries and keys"),
-        (
-            experts is not None and not all(layer.mixture for layer in parts.layers),
-            "layers without experts",
-            "a mixture in every layer",
-        ),
-        (
-            experts is not None and not experts.router.normalised,
-            "norm_topk_prob false",
-            "true",
-        ),
-    ):
-        if wrong:
-            raise UserError(
-                f"{file}: {found}; expected {expected}: llama.cpp's {kind} has no other"
-            )
+    yield not _interval(parts), "layer_types", "attention in one layer of so many, the last"
+    yield part.key_dim != part.value_dim, dims, "one size"
+    eps = parts.norm.eps
+    yield eps != 1e-6, f"rms_norm_eps {eps}", "1e-06, as of queries and keys"
 
 
 def _sections(file: Path, parts: DecoderParts) -> list[int]:

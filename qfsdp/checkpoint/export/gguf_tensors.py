@@ -116,6 +116,7 @@ class Layout:
         """The tensors that a weight becomes. Raises UserError: llama.cpp has none for it."""
         parts = self.model.parts
         name = weight.name.replace(f"{parts.body}.", "model.", 1)
+        name = name.replace(f".{parts.mlp.module}.", ".mlp.")
         *_, stem, field = ("", *name.split("."))
         if match := PARAMETER.fullmatch(name):
             return self._experts(weight, *match.groups())

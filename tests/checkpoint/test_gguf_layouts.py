@@ -1,4 +1,4 @@
-"""GGUF files of Qwen 3.5, its mixture and Qwen3-Next, against an inverse written by heads."""
+"""GGUF of mixtures, and of Qwen 3.5 and Qwen3-Next, against an inverse written by heads."""
 
 from __future__ import annotations
 
@@ -8,9 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
 from tests import hub_models
 from tests.checkpoint.test_gguf import NAMES, contents, exported, llama, tokenizer_of, values
@@ -28,7 +30,11 @@ ARCHITECTURES = {
     "qwen3_5_moe": "qwen35moe",
     "qwen3_5_moe_whole": "qwen35moe",
     "qwen3_next": "qwen3next",
+    "mixtral": "llama",
+    "qwen2_moe": "qwen2moe",
+    "qwen3_moe": "qwen3moe",
 }
+RECURRENT = ("qwen35", "qwen35moe", "qwen3next")
 KEYS, VALUES, SIZE = 2, 6, 32  # heads of a recurrent layer, and numbers of a head
 EACH = VALUES // KEYS
 
@@ -37,13 +43,18 @@ def random_model(name: str, folder: Path, **changes: Any) -> Any:
     """A model of transformers, in which vectors are random too, with a tokenizer."""
     given: Any = hub_models.config(name)
     text = given.get_text_config()
-    for key, value in ({"linear_num_value_heads": VALUES} | changes).items():
+    if "linear_num_value_heads" in text.to_dict():
+        changes = {"linear_num_value_heads": VALUES} | changes
+    for key, value in changes.items():
         setattr(text, key, value)
     torch.manual_seed(1)
     model = hub_models.class_of(given).from_config(given).float().eval()
     for param in model.parameters():
         nn.init.normal_(param, std=0.05 if param.dim() > 1 else 0.4)
     model.save_pretrained(folder)
+    if "qwen3_5" in name:  # a layer that predicts further tokens, which is not written
+        more = {"mtp.fc.weight": torch.randn(8, 16)}
+        save_file(load_file(folder / SINGLE) | more, folder / SINGLE, {"format": "pt"})
     write_folder(folder, tokenizer_of("qwen35"), chat_template=CHATML)
     return model
 
@@ -54,6 +65,7 @@ MORE = NAMES | {
     **{"ssm_ba": "linear_attn.in_proj_ba", "ssm_conv1d": "linear_attn.conv1d"},
     **{"ssm_norm": "linear_attn.norm", "ssm_out": "linear_attn.out_proj"},
     **{"post_attention_norm": "post_attention_layernorm", "ffn_gate_inp": "mlp.gate"},
+    "ffn_norm": "post_attention_layernorm",
     "ffn_gate_inp_shexp": "mlp.shared_expert_gate",
     **{f"ffn_{x}_shexp": f"mlp.shared_expert.{x}_proj" for x in ("gate", "up", "down")},
 }
@@ -81,9 +93,12 @@ def as_in_transformers(kind: str, tensors: dict[str, Any], body: str) -> dict[st
             continue
         else:
             key = f"{prefix}{MORE[stem].replace('model.', f'{body}.')}.{field}"
-        if stem.endswith("norm") and stem != "ssm_norm":
+        if stem.endswith("norm") and stem != "ssm_norm" and kind in RECURRENT:
             value = value - 1
-        if kind != "qwen3next":
+        if kind == "llama" and stem in ("attn_q", "attn_k"):  # neighbours become halves
+            heads = value.split(SIZE)
+            value = torch.cat([torch.cat((head[::2], head[1::2])) for head in heads])
+        if kind.startswith("qwen35"):
             mixed = 2 * KEYS * SIZE
             if stem in ("attn_qkv", "ssm_conv1d"):
                 value = torch.cat((value[:mixed], by_heads(value[mixed:], SIZE)))
@@ -122,27 +137,27 @@ def check_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def test_tensors_are_those_of_transformers(name: str, tmp_path: Path) -> None:
     model = random_model(name, tmp_path / "model")
     fields, tensors = contents(exported(tmp_path / "model", tmp_path / "out", "gguf_type=f32"))
-    kind, whole = ARCHITECTURES[name], name.endswith("whole")
+    kind, whole, text = ARCHITECTURES[name], name.endswith("whole"), model.config.get_text_config()
     body = "model.language_model" if whole else "model"
     check_same(as_in_transformers(kind, tensors, body), model.state_dict())
     expected = {
         "attention.key_length": SIZE,
         "attention.head_count_kv": 2,
-        "attention.layer_norm_rms_epsilon": pytest.approx(1e-6),
-        "rope.dimension_count": SIZE // 4,
-        "ssm.conv_kernel": 4,
-        "ssm.state_size": SIZE,
-        "ssm.group_count": KEYS,
-        "ssm.time_step_rank": VALUES,
-        "ssm.inner_size": VALUES * SIZE,
-        "full_attention_interval": 4,
+        "attention.layer_norm_rms_epsilon": pytest.approx(text.rms_norm_eps),
+        "rope.dimension_count": SIZE // 4 if kind in RECURRENT else SIZE,
         "block_count": 4,
         "context_length": 256,
     }
+    if kind in RECURRENT:
+        expected |= {"ssm.conv_kernel": 4, "ssm.state_size": SIZE, "ssm.group_count": KEYS}
+        expected |= {"ssm.time_step_rank": VALUES, "ssm.inner_size": VALUES * SIZE}
+        expected |= {"full_attention_interval": 4}
     if kind != "qwen35":
-        expected |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 64}
+        inner = 192 if kind == "llama" else 64
+        expected |= {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": inner}
+    if kind in ("qwen35moe", "qwen3next", "qwen2moe"):
         expected |= {"expert_shared_feed_forward_length": 64}
-    if kind != "qwen3next":
+    if kind.startswith("qwen35"):
         expected |= {"rope.dimension_sections": [11, 11, 10, 0]}
     assert fields["general.architecture"] == kind
     assert {key: fields[f"{kind}.{key}"] for key in expected} == expected
@@ -206,6 +221,11 @@ def test_sections_of_the_rotary_embedding(tmp_path: Path) -> None:
             "layer_types; expected attention in one layer of so many, the last: llama.cpp's qwen35",
         ),
         ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob false; expected true"),
+        ("qwen2_moe", {"head_dim": 48}, "head_dim 48; expected 32, of hidden_size: llama.cpp's"),
+        ("qwen2_moe", {"tie_word_embeddings": True}, "tie_word_embeddings true; expected false"),
+        ("qwen3_moe", {"norm_topk_prob": False}, "norm_topk_prob false; expected true"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob true; expected false"),
+        ("qwen3_moe", {"decoder_sparse_step": 2}, "layers without experts; expected a mixture in"),
         ("qwen3_next", {"mlp_only_layers": [1]}, "layers without experts; expected a mixture in"),
     ],
 )
