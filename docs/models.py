@@ -21,11 +21,12 @@ TABLE = re.compile(r"(<!-- table of docs/models.py -->\n).*?(?=<!-- end -->)", r
 
 def with_table() -> str:
     """The page with its table as the library is now."""
+    from qfsdp.checkpoint.export.gguf_metadata import ARCHITECTURES
     from qfsdp.modules.families import FAMILIES
     from qfsdp.modules.hub_models.config import CHECKED
 
     checked = json.loads(CHECKED.read_text())
-    lines = ["| name on the hub | class | built by | packed rows |", "| --- | --- | --- | --- |"]
+    lines = ["| name on the hub | class | built by | packed rows | GGUF |", "| --- " * 5 + "|"]
     for name, kind in json.loads(NAMES.read_text()).items():
         by, packed = "nobody: refused", ""
         if kind in FAMILIES:
@@ -33,7 +34,9 @@ def with_table() -> str:
         elif kind in checked["equal"]:
             part = "" if kind.endswith(("CausalLM", "LMHeadModel")) else ", text part"
             by, packed = f"transformers{part}", "yes" if kind in checked["packed"] else "no"
-        lines.append(f"| {name} | `{kind}` | {by} | {packed} |")
+        lines.append(
+            f"| {name} | `{kind}` | {by} | {packed} | {'yes' if kind in ARCHITECTURES else ''} |"
+        )
     return TABLE.sub(lambda found: found[1] + "\n".join(lines) + "\n", PAGE.read_text())
 
 
