@@ -4,7 +4,8 @@
 
 The wheels, for Linux on x86-64, go to `gpu_wheels/`. Copy the checkout with that folder to the
 machine; together they are less than 64 MiB. bitsandbytes' wheel is packed again with one of its
-libraries: that for CUDA 13.0. `--all` adds transformers and its dependencies, for PEFT.
+libraries: that for CUDA 13.0. `--all` adds transformers and its dependencies, for PEFT, and
+flash-linear-attention.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ LIBRARY = re.compile(r"bitsandbytes/libbitsandbytes_(?!cuda130\.so)\w+\.so")  # 
 NEEDED = ["safetensors", "omegaconf", "pyyaml", "tqdm", "pytest", "pluggy", "iniconfig"]
 NEEDED += ["packaging", "pygments", "bitsandbytes", "peft"]
 PEERS = ["transformers", "accelerate", "tokenizers"]
+PEERS += ["flash-linear-attention", "fla-core", "einops"]  # pure Python: kernels in Triton
 NO_WHEEL = ["antlr4-python3-runtime==4.9.3"]  # needed by omegaconf; pure Python, built here
 PLATFORMS = ["manylinux_2_28", "manylinux_2_24", "manylinux_2_17", "manylinux2014"]
 
@@ -51,7 +53,7 @@ def main() -> None:
     parser.add_argument(
         "--python", default="3.12", help="Python version of the machine with the GPU"
     )
-    parser.add_argument("--all", action="store_true", help="add transformers, for PEFT")
+    parser.add_argument("--all", action="store_true", help="add transformers and fla")
     args = parser.parse_args()
     shutil.rmtree(WHEELS, ignore_errors=True)
     pip = [sys.executable, "-m", "pip", "--quiet", "--disable-pip-version-check"]

@@ -1,8 +1,10 @@
-"""Packed rows on an accelerator: `varlen_attn` against one document at a time, and whole models.
-`make test-gpu`; needs torch, safetensors and pytest alone."""
+"""Packed rows on an accelerator: `varlen_attn` against one document at a time, and whole models;
+flash-linear-attention where it is installed. `make test-gpu`; needs torch, safetensors and pytest.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -22,6 +24,8 @@ from qfsdp.modules.attention import documents as document_attention
 from qfsdp.modules.attention.documents import attend_documents
 from qfsdp.modules.attention.shared_prompts import attend_shared
 from qfsdp.modules.attention.sinks import attend_with_sinks, attention, attention_backward
+from qfsdp.modules.delta_kernel import delta_kernel, in_one_row
+from qfsdp.modules.gated_delta_rule import gated_delta_rule
 from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.modules.transformer import Decoder
 from tests.models import build_meta_model
@@ -223,3 +227,39 @@ def test_packed_loss_and_gradients_are_those_of_padded_rows(
     assert loss == pytest.approx(expected, rel=of_loss)
     for mine, theirs in zip(gradients, expected_gradients, strict=True):
         assert (mine - theirs).norm() < of_gradients * theirs.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_flash_linear_attention_computes_the_gated_delta_rule(packed: bool) -> None:
+    """Its kernels, which uncompiled layers call where it is installed, against ours in fp32."""
+    pytest.importorskip("fla")
+    generator = torch.Generator(GPU).manual_seed(0)
+
+    def drawn(*shape: int) -> Tensor:
+        return torch.randn(3, SEQ, *shape, generator=generator, device=GPU)
+
+    parts = [drawn(2, 64), drawn(2, 64), drawn(4, 128)]  # two value heads of each key head
+    steps = [-torch.rand_like(drawn(4)), torch.rand_like(drawn(4))]
+    ends = torch.tensor(ENDS, dtype=torch.int32, device=GPU) if packed else None
+    tokens = torch.arange(3 * SEQ, device=GPU)
+    documents = None if ends is None else torch.bucketize(tokens, ends, right=True).view(3, SEQ)
+    weights = drawn(4, 128)
+
+    def result(rule: Callable[..., Tensor], dtype: torch.dtype) -> list[Tensor]:
+        given = [part.to(torch.bfloat16).to(dtype) for part in parts] + steps
+        given = [part.detach().requires_grad_() for part in given]
+        found = rule(*given)
+        return [found.detach(), *torch.autograd.grad(found, given, weights.to(found.dtype))]
+
+    def theirs(*given: Tensor) -> Tensor:
+        kernel = delta_kernel(given[2])
+        assert kernel is not None
+        return in_one_row(kernel, given, ends, use_qk_l2norm_in_kernel=True)[0]
+
+    def ours(*given: Tensor) -> Tensor:
+        query, key, value, decay, step = given
+        return gated_delta_rule(query, key, value, decay, step, documents)[0]
+
+    expected = result(ours, torch.float32)
+    for mine, other in zip(result(theirs, torch.bfloat16), expected, strict=True):
+        assert (mine.float() - other).norm() < 0.03 * other.norm()
