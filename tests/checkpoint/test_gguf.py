@@ -12,7 +12,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from tokenizers import (
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from torch import Tensor
 
 from examples.demo.smollm2 import find_gguf, interleaved_to_halves
@@ -306,8 +314,9 @@ def test_byte_level_tokenizers(
     assert fields["tokenizer.chat_template"] == CHATML
 
 
-def write_sentence_pieces(folder: Path) -> Any:
-    """Writes a small SentencePiece model as Llama 2 has it, and returns it."""
+def write_sentence_pieces(folder: Path, prefix: bool = True) -> Any:
+    """Writes a small SentencePiece model as Llama 2 has it, and returns it. Without `prefix` as Yi
+    has it: no space is put before a text."""
     from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
 
     text = folder / "corpus.txt"
@@ -322,6 +331,7 @@ def write_sentence_pieces(folder: Path) -> Any:
         allow_whitespace_only_pieces=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
+        add_dummy_prefix=prefix,
         minloglevel=2,
     )
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -333,9 +343,10 @@ def write_sentence_pieces(folder: Path) -> Any:
     return SentencePieceProcessor(str(folder / "tokenizer.model"))
 
 
-def test_sentence_pieces(tmp_path: Path) -> None:
+@pytest.mark.parametrize("prefix", [True, False])
+def test_sentence_pieces(prefix: bool, tmp_path: Path) -> None:
     model = write_tiny_model(tmp_path / "model", **SIZES)
-    oracle = write_sentence_pieces(model)
+    oracle = write_sentence_pieces(model, prefix)
     fields, _ = contents(exported(model, tmp_path / "out"))
     tokens, types = (fields[f"tokenizer.ggml.{key}"] for key in ("tokens", "token_type"))
     assert tokens[:401] == [*(oracle.IdToPiece(i) for i in range(400)), "<|im_end|>"]
@@ -345,8 +356,21 @@ def test_sentence_pieces(tmp_path: Path) -> None:
     assert types[:4] == [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, kinds.BYTE]
     assert types[399:402] == [kinds.NORMAL, kinds.CONTROL, kinds.UNUSED]
     assert fields["tokenizer.ggml.model"] == "llama" and fields["tokenizer.ggml.pre"] == "default"
+    assert fields["tokenizer.ggml.add_space_prefix"] == prefix
     assert fields["tokenizer.ggml.bos_token_id"] == 1
     assert fields["tokenizer.ggml.eos_token_id"] == 2
+
+
+def test_a_space_before_a_text_is_that_of_training(tmp_path: Path) -> None:
+    """`tokenizer.json` is what training reads, where a folder has both."""
+    model = write_tiny_model(tmp_path / "model", **SIZES)
+    write_sentence_pieces(model)
+    tokenizer = Tokenizer(models.BPE({"a": 0, "\u2581": 1}, [], unk_token="a"))
+    write_folder(model, tokenizer)
+    assert not read_gguf_tokenizer(model, 608).space_prefix
+    tokenizer.normalizer = normalizers.Prepend("\u2581")
+    write_folder(model, tokenizer)
+    assert read_gguf_tokenizer(model, 608).space_prefix
 
 
 def test_the_template_of_the_adapter(tmp_path: Path) -> None:
@@ -562,11 +586,13 @@ def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-@pytest.mark.parametrize("name", [*(name for name, _ in PRE_TOKENIZERS.values()), "default"])
+@pytest.mark.parametrize(
+    "name", [*(name for name, _ in PRE_TOKENIZERS.values()), "default", "no prefix"]
+)
 def test_llama_cpp_cuts_text_the_same(name: str, tmp_path: Path) -> None:
     folder = write_tiny_model(tmp_path / "model", **SIZES)
-    if name == "default":
-        oracle = write_sentence_pieces(folder)
+    if name in ("default", "no prefix"):
+        oracle = write_sentence_pieces(folder, name == "default")
         encode = oracle.EncodeAsIds
     else:
         write_folder(folder, tokenizer_of(name))

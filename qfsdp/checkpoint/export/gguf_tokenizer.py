@@ -17,13 +17,14 @@ from typing import TYPE_CHECKING, Any
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, chat_tokenizer
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
-from qfsdp.data.tokenizer_folder import read_json
+from qfsdp.data.tokenizer_folder import TokenizerFolder, read_json
 
 if TYPE_CHECKING:
     import gguf
 
 BYTE_LEVEL_BPE, SENTENCE_PIECE = "gpt2", "llama"  # llama.cpp's names of the two kinds
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.cpp's types of tokens
+SPACE = "\u2581"  # what SentencePiece writes for a space
 ADDED_SCORE = -1000.0  # of tokens that no merge makes
 
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+"
@@ -56,6 +57,7 @@ class GgufTokenizer:
     kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece).
     pre_tokenizer: llama.cpp's name of the rule that cuts text into words.
     tokens, scores, types: one for each row of the embeddings; `scores` of SentencePiece only.
+    space_prefix: a space is put before a text.
     """
 
     kind: str
@@ -63,6 +65,7 @@ class GgufTokenizer:
     tokens: list[str]
     scores: list[float]
     types: list[int]
+    space_prefix: bool
 
     def warn_of_words(self) -> None:
         """Says on standard error where llama.cpp's rule is not quite the one that its name stands
@@ -93,7 +96,7 @@ class GgufTokenizer:
         if has_merges:
             # llama.cpp would put a first token before every text where `pre_tokenizer` is Llama's.
             special.add_special_token.setdefault("bos", False)
-            writer.add_add_space_prefix(False)
+        writer.add_add_space_prefix(self.space_prefix)
         special.chat_template = template.get(TEMPLATE_FILE, special.chat_template)
         special.add_to_gguf(writer, quiet=True)
         # llama.cpp finds the ends of well-known templates by their text, others by this key.
@@ -118,9 +121,14 @@ def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
         name = _pre_tokenizer(file, described)
         pieces = {token: (i, 0.0, NORMAL) for token, i in described["model"]["vocab"].items()}
         found = {i: (token, score, kind) for token, (i, score, kind) in pieces.items()}
-        kind = BYTE_LEVEL_BPE
+        kind, prefix = BYTE_LEVEL_BPE, False
     elif (folder / "tokenizer.model").is_file():
-        name, found, kind = "default", _sentence_pieces(folder / "tokenizer.model"), SENTENCE_PIECE
+        found, prefix = _sentence_pieces(folder / "tokenizer.model")
+        name, kind = "default", SENTENCE_PIECE
+        if described and (folder / "tokenizer_config.json").is_file():  # what training reads
+            backend = TokenizerFolder(str(folder)).backend()
+            tokens = backend.encode("a", add_special_tokens=False).tokens
+            prefix = "".join(tokens).startswith(SPACE)
     else:
         raise UserError(
             f"{folder}: no tokenizer that llama.cpp has; expected a tokenizer.json with byte-level "
@@ -136,7 +144,8 @@ def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
         )
     all_tokens = [found.get(i, (f"[PAD{i}]", ADDED_SCORE, UNUSED)) for i in range(rows)]
     tokens, scores, types = map(list, zip(*all_tokens, strict=True))
-    return GgufTokenizer(kind, name, tokens, scores if kind == SENTENCE_PIECE else [], types)
+    scores = scores if kind == SENTENCE_PIECE else []
+    return GgufTokenizer(kind, name, tokens, scores, types, prefix)
 
 
 def _pre_tokenizer(file: Path, described: dict[str, Any]) -> str:
@@ -166,8 +175,9 @@ def _step(step: dict[str, Any]) -> str:
     return f"unknown {step.get('type')}"
 
 
-def _sentence_pieces(file: Path) -> dict[int, tuple[str, float, int]]:
-    """Token id -> text, score and type, of a SentencePiece model."""
+def _sentence_pieces(file: Path) -> tuple[dict[int, tuple[str, float, int]], bool]:
+    """Token id -> text, score and type, of a SentencePiece model; whether it puts a space before a
+    text."""
     from sentencepiece import SentencePieceProcessor
 
     model = SentencePieceProcessor()
@@ -185,7 +195,7 @@ def _sentence_pieces(file: Path) -> dict[int, tuple[str, float, int]]:
     for i in range(model.vocab_size()):
         kind = next((kind for kind, is_kind in kinds.items() if is_kind(i)), NORMAL)
         found[i] = (model.IdToPiece(i), model.GetScore(i), kind)
-    return found
+    return found, model.EncodeAsPieces("a")[0].startswith(SPACE)
 
 
 def _added(folder: Path, described: dict[str, Any]) -> list[tuple[int, str, bool]]:
