@@ -314,7 +314,7 @@ def test_byte_level_tokenizers(
     assert fields["tokenizer.chat_template"] == CHATML
 
 
-def write_sentence_pieces(folder: Path, prefix: bool = True) -> Any:
+def write_sentence_pieces(folder: Path, prefix: bool = True, **changes: Any) -> Any:
     """Writes a small SentencePiece model as Llama 2 has it, and returns it. Without `prefix` as Yi
     has it: no space is put before a text."""
     from sentencepiece import SentencePieceProcessor, SentencePieceTrainer
@@ -324,14 +324,14 @@ def write_sentence_pieces(folder: Path, prefix: bool = True) -> Any:
     SentencePieceTrainer.train(
         input=str(text),
         model_prefix=str(folder / "tokenizer"),
-        model_type="bpe",
-        vocab_size=400,
+        **{"model_type": "bpe", "vocab_size": 400} | changes,
         byte_fallback=True,
         split_digits=True,
         allow_whitespace_only_pieces=True,
         normalization_rule_name="identity",
         remove_extra_whitespaces=False,
         add_dummy_prefix=prefix,
+        user_defined_symbols=["<sep>"],
         minloglevel=2,
     )
     config = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
@@ -353,12 +353,26 @@ def test_sentence_pieces(prefix: bool, tmp_path: Path) -> None:
     scores = fields["tokenizer.ggml.scores"]
     assert scores[:400] == [oracle.GetScore(i) for i in range(400)] and len(scores) == 608
     kinds = gguf.TokenType
-    assert types[:4] == [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL, kinds.BYTE]
+    assert types[:3] == [kinds.UNKNOWN, kinds.CONTROL, kinds.CONTROL]
+    assert types[3:5] == [kinds.USER_DEFINED, kinds.BYTE]
     assert types[399:402] == [kinds.NORMAL, kinds.CONTROL, kinds.UNUSED]
     assert fields["tokenizer.ggml.model"] == "llama" and fields["tokenizer.ggml.pre"] == "default"
     assert fields["tokenizer.ggml.add_space_prefix"] == prefix
     assert fields["tokenizer.ggml.bos_token_id"] == 1
     assert fields["tokenizer.ggml.eos_token_id"] == 2
+
+
+def test_words_of_sentence_pieces_that_a_folder_adds(tmp_path: Path) -> None:
+    """Yi's files have <|im_start|> as a word of SentencePiece, and as a special token beside it."""
+    model = write_tiny_model(tmp_path / "model", **SIZES)
+    oracle = write_sentence_pieces(model)
+    file = model / "tokenizer_config.json"
+    added = {"3": {"content": "<sep>", "special": True}}
+    added |= {"399": {"content": oracle.IdToPiece(399), "special": False}}
+    added |= {"0": {"content": "<unk>", "special": True}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": added}))
+    types, kinds = read_gguf_tokenizer(model, 608).types, gguf.TokenType
+    assert (types[0], types[3], types[399]) == (kinds.UNKNOWN, kinds.CONTROL, kinds.USER_DEFINED)
 
 
 def test_a_space_before_a_text_is_that_of_training(tmp_path: Path) -> None:
@@ -473,6 +487,11 @@ def test_tokenizers_that_llama_cpp_lacks(tmp_path: Path) -> None:
     (folder / "tokenizer.model").write_text("no model")
     with pytest.raises(
         UserError, match=r"tokenizer.model: cannot be read; expected a model of Sent"
+    ):
+        read_gguf_tokenizer(folder, 608)
+    write_sentence_pieces(folder, model_type="unigram")
+    with pytest.raises(
+        UserError, match=r"tokenizer.model: is no BPE; expected one: llama.cpp cuts"
     ):
         read_gguf_tokenizer(folder, 608)
 
@@ -605,6 +624,8 @@ def test_llama_cpp_cuts_text_the_same(name: str, tmp_path: Path) -> None:
 
     runtime = llama(exported(folder, tmp_path / "out"), vocab_only=True)
     texts = [*CORPUS, *TEXTS, *PROMPTS]
+    # With a prefix, llama.cpp puts a space after each of these too, as Llama's older tokenizers do.
+    texts += ["one<sep>two  <sep> three"] if name == "no prefix" else []
     others = [text for text in texts if runtime.tokenize(text.encode(), False) != encode(text)]
     # A rule of llama.cpp's own in place of this tokenizer's; an export says so.
     assert others == (TEXTS[-1:] if name == "tekken" else [])

@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     import gguf
 
 BYTE_LEVEL_BPE, SENTENCE_PIECE = "gpt2", "llama"  # llama.cpp's names of the two kinds
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # llama.cpp's types of tokens
+# llama.cpp's types of tokens; SentencePiece has the same numbers.
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED = range(1, 6)
 SPACE = "\u2581"  # what SentencePiece writes for a space
 ADDED_SCORE = -1000.0  # of tokens that no merge makes
 
@@ -135,7 +136,9 @@ def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
             "BPE, or a tokenizer.model of SentencePiece"
         )
     for index, text, special in _added(folder, described):
-        if index not in found or found[index][0] != text or kind == BYTE_LEVEL_BPE:
+        # Of a word that is added, SentencePiece's score and kind count no longer.
+        known = found.get(index)
+        if known is None or known[0] != text or known[2] in (NORMAL, USER_DEFINED):
             found[index] = (text, ADDED_SCORE, CONTROL if special else USER_DEFINED)
     if (last := max(found)) >= rows:
         raise UserError(
@@ -178,24 +181,19 @@ def _step(step: dict[str, Any]) -> str:
 def _sentence_pieces(file: Path) -> tuple[dict[int, tuple[str, float, int]], bool]:
     """Token id -> text, score and type, of a SentencePiece model; whether it puts a space before a
     text."""
-    from sentencepiece import SentencePieceProcessor
+    from google.protobuf.message import DecodeError
+    from sentencepiece import sentencepiece_model_pb2
 
-    model = SentencePieceProcessor()
+    messages: Any = sentencepiece_model_pb2
+    model = messages.ModelProto()
     try:
-        model.LoadFromFile(str(file))
-    except (OSError, RuntimeError):
+        model.ParseFromString(file.read_bytes())
+    except (OSError, DecodeError):
         raise UserError(f"{file}: cannot be read; expected a model of SentencePiece") from None
-    kinds = {
-        UNKNOWN: model.IsUnknown,
-        CONTROL: model.IsControl,
-        UNUSED: model.IsUnused,
-        BYTE: model.IsByte,
-    }
-    found = {}
-    for i in range(model.vocab_size()):
-        kind = next((kind for kind, is_kind in kinds.items() if is_kind(i)), NORMAL)
-        found[i] = (model.IdToPiece(i), model.GetScore(i), kind)
-    return found, model.EncodeAsPieces("a")[0].startswith(SPACE)
+    if model.trainer_spec.model_type != model.trainer_spec.BPE:
+        raise UserError(f"{file}: is no BPE; expected one: llama.cpp cuts others in another way")
+    found = {i: (one.piece, one.score, int(one.type)) for i, one in enumerate(model.pieces)}
+    return found, bool(model.normalizer_spec.add_dummy_prefix)
 
 
 def _added(folder: Path, described: dict[str, Any]) -> list[tuple[int, str, bool]]:
