@@ -20,6 +20,7 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, TypeVar
@@ -40,6 +41,11 @@ FLAGS = ["-shared", "-fPIC", f"-I{sysconfig.get_path('include')}"]
 if sys.platform == "linux":  # elsewhere OpenMP has many places
     TRIAL += "#include <omp.h>\n"
     FLAGS.append("-fopenmp")
+
+# Inductor would say these to every user of a GPU. Products in fp32 are exact on purpose, and how it
+# computes a softmax is its own choice.
+for told in ("TensorFloat32 tensor cores", r"\s*Online softmax is disabled"):
+    warnings.filterwarnings("ignore", told, UserWarning)
 
 
 def import_dynamo() -> None:
