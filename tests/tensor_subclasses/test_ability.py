@@ -174,11 +174,10 @@ def test_dynamo_is_imported_without_a_folder() -> None:
 
 
 def test_a_user_does_not_read_what_inductor_advises() -> None:
-    """Its own text, as `warnings` prints it in a process without pytest's filters."""
+    """Its own texts (the second is torch 2.11's), in a process without pytest's filters."""
     inductor = Path(torch.__file__).parent / "_inductor"
     advice = "TensorFloat32 tensor cores for float32 matrix multiplication available"
     assert advice in (inductor / "compile_fx.py").read_text()
-    assert "Online softmax is disabled on the fly" in (inductor / "lowering.py").read_text()
     lines = ["import warnings", "import qfsdp.tensor_subclasses.kernels.compiled"]
     for text in (advice, "\nOnline softmax is disabled on the fly", "else"):
         lines.append(f"warnings.warn({text!r})")
