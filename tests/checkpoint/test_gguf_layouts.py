@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,19 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.export.gguf_tokenizer import read_gguf_tokenizer
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
 from tests import hub_models
-from tests.checkpoint.test_gguf import NAMES, contents, exported, llama, tokenizer_of, values
+from tests.checkpoint.test_gguf import (
+    NAMES,
+    contents,
+    exported,
+    llama,
+    tokenizer_of,
+    values,
+    write_sentence_pieces,
+)
 from tests.checkpoint.test_merge import merged
 from tests.data.test_tokenizer import CHATML, write_folder
 from tests.models import cpu_world
@@ -246,11 +256,73 @@ def test_an_older_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
         exported(tmp_path / "model", tmp_path / "out")
 
 
+def gemma3(folder: Path, **changes: Any) -> Any:
+    """Seven layers, of which the sixth has no window, and feed-forwards that add little."""
+    model = random_model("gemma3_text", folder, num_hidden_layers=7, **changes)
+    for layer in model.model.layers:
+        layer.post_feedforward_layernorm.weight.data.mul_(1e-3).sub_(0.999)
+    model.save_pretrained(folder)
+    (folder / "tokenizer.json").unlink()
+    write_sentence_pieces(folder, prefix=False)
+    return model
+
+
+SIX = ["sliding_attention"] * 5 + ["full_attention", "sliding_attention"]
+
+
+def test_gemma_3(tmp_path: Path) -> None:
+    model = gemma3(tmp_path / "model", layer_types=SIX)
+    fields, tensors = contents(exported(tmp_path / "model", tmp_path / "out", "gguf_type=f32"))
+    norms = {"attn_norm": "input_layernorm", "ffn_norm": "pre_feedforward_layernorm"}
+    norms |= {"post_ffw_norm": "post_feedforward_layernorm"}
+    norms |= {"post_attention_norm": "post_attention_layernorm"}
+    found = {}
+    for name, tensor in tensors.items():
+        *block, stem, field = name.split(".")
+        prefix = f"model.layers.{block[1]}." if block else ""
+        value = values(tensor) - (1 if stem.endswith("norm") else 0)
+        found[f"{prefix}{(NAMES | norms)[stem]}.{field}"] = value
+    expected = model.state_dict()
+    expected.pop("lm_head.weight")  # tied
+    check_same(found, expected)
+    wanted = {"attention.sliding_window": 40, "rope.freq_base_swa": 10000, "context_length": 256}
+    wanted |= {"rope.freq_base": 1e6, "attention.key_length": 32}
+    assert {key: fields[f"gemma3.{key}"] for key in wanted} == wanted
+    assert not fields["tokenizer.ggml.add_space_prefix"]
+
+
+def test_a_token_for_pictures_without_a_row(tmp_path: Path) -> None:
+    """Gemma 3 of 1B has the tokenizer of the larger ones."""
+    gemma3(tmp_path, layer_types=SIX)
+    file = tmp_path / "tokenizer_config.json"
+    added = {"577": {"content": "<image_soft_token>", "special": True}}
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"added_tokens_decoder": added}))
+    assert "<image_soft_token>" not in read_gguf_tokenizer(tmp_path, 577).tokens
+    assert read_gguf_tokenizer(tmp_path, 578).tokens[577] == "<image_soft_token>"
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"layer_types": SIX[::-1]}, "layer_types; expected a sliding window in all layers but"),
+        ({"query_pre_attn_scalar": 64}, "query_pre_attn_scalar 64; expected 32: llama.cpp's gemma"),
+    ],
+)
+def test_another_gemma_3_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    gemma3(tmp_path / "model", **{"layer_types": SIX} | changes)
+    with pytest.raises(UserError, match=message):
+        exported(tmp_path / "model", tmp_path / "out")
+
+
 @pytest.mark.long
-@pytest.mark.parametrize("name", ARCHITECTURES)
+@pytest.mark.parametrize("name", [*ARCHITECTURES, "gemma3"])
 def test_llama_cpp_computes_the_same(name: str, tmp_path: Path) -> None:
-    """All tokens at once, and the last ones with the states of those before."""
-    model = random_model(name, tmp_path / "model")
+    """All tokens at once, and the last ones with the states of those before. Gemma 3 with little of
+    its feed-forwards: llama.cpp has their gelu in a table of f16."""
+    if name == "gemma3":
+        model = gemma3(tmp_path / "model", layer_types=SIX)
+    else:
+        model = random_model(name, tmp_path / "model")
     file = exported(tmp_path / "model", tmp_path / "out", "gguf_type=f32")
     runtime = llama(file, logits_all=True)
     tokens = torch.randint(4, 400, (1, 120), generator=torch.Generator().manual_seed(0))

@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "Gemma3ForCausalLM": "gemma3",
     "MixtralForCausalLM": "llama",
     "Qwen2MoeForCausalLM": "qwen2moe",
     "Qwen3MoeForCausalLM": "qwen3moe",
@@ -69,9 +70,9 @@ class GgufModel:
 
     @property
     def context(self) -> int:
-        """The longest row that llama.cpp computes as training did: it has no sliding window for
-        these architectures, so a window ends the context."""
-        window = self.parts.shortest_window
+        """The longest row that llama.cpp computes as training did: but for Gemma 3 it has no
+        sliding window for these architectures, so a window ends the context."""
+        window = None if self.architecture == "gemma3" else self.parts.shortest_window
         most = self.parts.max_position_embeddings
         return most if window is None else min(window, most)
 
@@ -110,6 +111,10 @@ class GgufModel:
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(scaling.factor)
             writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        if self.architecture == "gemma3":
+            window, rope = _sliding(parts)
+            writer.add_sliding_window(window)
+            writer.add_rope_freq_base_swa(rope.theta)
         if self.sections is not None:
             writer.add_rope_dimension_sections((self.sections + [0])[:4])
         if (experts := parts.experts) is not None:
@@ -138,15 +143,15 @@ def gguf_model(folder: Path) -> GgufModel:
         raise UserError(f"{file}: gguf has no {name} here; expected {', '.join(ARCHITECTURES)}")
     kind = ARCHITECTURES[name]
     sections = _sections(file, parts) if kind.startswith("qwen35") else None
-    model = GgufModel(kind, parts, _rope(file, parts), folder.resolve().name, sections)
+    model = GgufModel(kind, parts, _rope(file, kind, parts), folder.resolve().name, sections)
     if kind not in BIASES and parts.attention.qkv_bias:
         raise UserError(f"{file}: attention_bias true; expected false: llama.cpp's {kind} has none")
     if isinstance(model.rope.scaling, Llama3Scaling) and kind != "llama":
         raise UserError(
             f"{file}: rope type 'llama3'; expected another: llama.cpp's {kind} has no such scaling"
         )
-    fixed = (*_of_qwen2(kind, parts), *_of_experts(kind, parts), *_of_layers(parts))
-    for wrong, found, expected in fixed:
+    fixed = (_of_qwen2, _of_gemma3, _of_experts, _of_layers)
+    for wrong, found, expected in (fact for facts in fixed for fact in facts(kind, parts)):
         if wrong:
             raise UserError(
                 f"{file}: {found}; expected {expected}: llama.cpp's {kind} has no other"
@@ -174,6 +179,28 @@ def _of_qwen2(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
     yield tied, "tie_word_embeddings true", "false"
 
 
+def _of_gemma3(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
+    """What llama.cpp's graph of Gemma 3 has fixed; its model of 27B is known by its layers."""
+    if kind != "gemma3":
+        return
+    usual = [bool((index + 1) % 6) for index in range(parts.num_hidden_layers)]
+    windows = [layer.window is not None for layer in parts.layers]
+    yield windows != usual, "layer_types", "a sliding window in all layers but every sixth"
+    swa = _sliding(parts)[1]
+    yield swa != RopeConfig(swa.theta), "a scaling of layers with a window", "none"
+    size = parts.hidden_size / parts.num_attention_heads
+    size = size if parts.num_hidden_layers == 62 else parts.head_dim
+    scale = parts.attention.scale or 0.0
+    wrong = not math.isclose(scale, size**-0.5, rel_tol=1e-6)
+    yield wrong, f"query_pre_attn_scalar {scale**-2:g}", f"{size:g}"
+
+
+def _sliding(parts: DecoderParts) -> tuple[int, RopeConfig]:
+    """The window and the rotary embedding of layers with a sliding window."""
+    found = ((layer.window, layer.rope) for layer in parts.layers)
+    return next((w, rope) for w, rope in found if w is not None and rope is not None)
+
+
 def _of_experts(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
     """What llama.cpp's graph of a mixture has fixed."""
     if parts.experts is None:
@@ -185,7 +212,7 @@ def _of_experts(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
     yield wrong, f"norm_topk_prob {str(not normalised).lower()}", str(normalised).lower()
 
 
-def _of_layers(parts: DecoderParts) -> Iterator[Fixed]:
+def _of_layers(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
     """What llama.cpp's graphs of recurrent layers have fixed."""
     if (part := parts.recurrent) is None:
         return
@@ -204,9 +231,13 @@ def _sections(file: Path, parts: DecoderParts) -> list[int]:
     return list(rope.get("mrope_section") or SECTIONS)
 
 
-def _rope(file: Path, parts: DecoderConfig) -> RopeConfig:
-    """The rotary embedding of all layers; refuses what llama.cpp has no key for."""
-    ropes = {layer.rope for layer in parts.layers if not layer.recurrent}
+def _rope(file: Path, kind: str, parts: DecoderConfig) -> RopeConfig:
+    """The rotary embedding of all layers, of Gemma 3 of those without a window; refuses what
+    llama.cpp has no key for."""
+    layers = [layer for layer in parts.layers if not layer.recurrent]
+    if kind == "gemma3":
+        layers = [layer for layer in layers if layer.window is None]
+    ropes = {layer.rope for layer in layers}
     rope = next(iter(ropes), None)
     expected = "expected one rotary embedding of whole heads for all layers"
     shares = rope is not None and rope.share != 1 and parts.recurrent is None

@@ -136,6 +136,8 @@ def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
             "BPE, or a tokenizer.model of SentencePiece"
         )
     for index, text, special in _added(folder, described):
+        if special and index >= rows:
+            continue  # Gemma 3 of 1B has one of the larger models, for pictures
         # Of a word that is added, SentencePiece's score and kind count no longer.
         known = found.get(index)
         if known is None or known[0] != text or known[2] in (NORMAL, USER_DEFINED):
