@@ -19,16 +19,11 @@ from qfsdp.training.cuda_graphs import WARM_UP, StepGraphs
 from qfsdp.training.steps import StepClock
 from tests.models import build_meta_model, randomize_adapters
 from tests.on_gpu import GPU, IS_CUDA, needs_gpu
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import DELTA, load_recipe, write_tiny_model
 from tests.training.test_cuda_graphs import StandIn
 
 pytestmark = needs_gpu
 STEPS = WARM_UP + 4
-DELTA: dict[str, Any] = {  # one of its two layers is recurrent
-    **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 32},
-    **{"num_hidden_layers": 2, "full_attention_interval": 2, "linear_num_value_heads": 4},
-    **{"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
-}
 FAMILIES: dict[str, dict[str, Any]] = {"llama": {}, "qwen3_5": DELTA}
 
 

@@ -33,6 +33,11 @@ TINY_CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
+DELTA: dict[str, object] = {  # changes: one of its two layers is recurrent
+    **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 32},
+    **{"num_hidden_layers": 2, "full_attention_interval": 2, "linear_num_value_heads": 4},
+    **{"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
 
 
 def write_tiny_model(folder: Path, shards: int = 1, seed: int = 0, **changes: object) -> Path:

@@ -18,11 +18,11 @@ def has_kernel(values: Tensor, package: str) -> bool:
     """Dry runs, of fake tensors, compute in PyTorch; so does fp32, which fla refuses."""
     real = values.is_cuda and not isinstance(values, FakeTensor)
     refused = package == "fla" and values.dtype == torch.float32
-    return real and not refused and _is_installed(package)
+    return real and not refused and is_installed(package)
 
 
 @cache
-def _is_installed(package: str) -> bool:
+def is_installed(package: str) -> bool:
     return find_spec(package) is not None
 
 

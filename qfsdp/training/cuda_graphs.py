@@ -39,6 +39,7 @@ from qfsdp.data.batch import ALL_POSITIONS, Batch
 from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.world import World
 from qfsdp.modules.attention.documents import is_varlen_size
+from qfsdp.modules.delta_kernel import is_installed
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.modules.low_rank.copies import prepare
 from qfsdp.modules.low_rank.linear import dora_linears, refresh_dora_norms
@@ -255,6 +256,7 @@ def why_not(model: AnyDecoder, world: World, cfg: Any) -> Obstacle | None:
         return Obstacle("transformers computes the layers; expected qfsdp's decoder", norms=False)
     layers = [cast(Any, layer) for layer in model.parts.layers]
     kept, head_dim = cfg.activation.checkpointing, model.config.head_dim
+    by_fla = model.config.recurrent is not None and is_installed("fla")
     checks = [
         (world.device.type != "cuda", f"the device is {world.device.type}; expected cuda"),
         (world.mesh is not None, "FSDP2 gathers weights into memory that moves; expected one rank"),
@@ -281,6 +283,10 @@ def why_not(model: AnyDecoder, world: World, cfg: Any) -> Obstacle | None:
             f"activation.checkpointing={kept}; expected none, or selective with compile=true",
         ),
         (model.config.experts is not None, "the host reads how many tokens each expert has"),
+        (
+            by_fla and cfg.packed and not cfg.compile,
+            "flash-linear-attention reads where packed samples end; expected compile=true",
+        ),
     ]
     reason = next((reason for wrong, reason in checks if wrong), None)
     return None if reason is None else Obstacle(reason, norms=_norms_stay(model, world, cfg))

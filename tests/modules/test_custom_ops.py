@@ -15,8 +15,7 @@ from qfsdp.data.loader import collate
 from qfsdp.modules.adapters.config import AdapterConfig
 from tests.models import adapted_model, randomize_adapters
 from tests.tensor_subclasses.test_quantized_tensor import RecordedOps
-from tests.test_gpu_steps import DELTA
-from tests.tiny import write_tiny_model
+from tests.tiny import DELTA, write_tiny_model
 
 MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5}
 MOE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 36, "head_dim": 16}

@@ -23,11 +23,12 @@ from qfsdp.modules.low_rank.copies import copies_in
 from qfsdp.modules.low_rank.linear import low_rank_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses.dtensor import local_part
+from qfsdp.training import cuda_graphs
 from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not
 from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, randomize_adapters
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import DELTA, load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -184,14 +185,23 @@ def test_passes_before_a_capture_run_its_code(folder: Path) -> None:
         ({"dropout": 0.1}, "adapter.dropout=0.1 draws numbers; expected 0"),
         ({"offload": True}, "activation.offload=true copies on another stream; expected false"),
         ({"checkpointing": "full"}, "activation.checkpointing=full; expected none, or selective"),
+        ({"recurrent": True}, None),
+        ({"fla": True}, None),
+        ({"recurrent": True, "fla": True}, "flash-linear-attention reads where packed samples"),
+        ({"recurrent": True, "fla": True, "compile": True}, None),
         ({"mesh": object(), "base": "cpu"}, "FSDP2 gathers weights into memory that moves"),
         ({"mesh": object(), "method": "lora"}, "FSDP2 gathers weights into memory that moves"),
     ],
 )
-def test_why_not(folder: Path, changes: dict[str, Any], reason: str | None) -> None:
+def test_why_not(
+    folder: Path, tmp_path: Path, changes: dict[str, Any], reason: str | None, monkeypatch: Any
+) -> None:
     given = {"device": "cuda", "mesh": None, "dtype": "bf16", "packed": True, "compile": False}
     given |= {"dropout": 0.0, "offload": False, "checkpointing": "none"}
-    given |= {"base": "none", "method": "dora"} | changes
+    given |= {"base": "none", "method": "dora", "recurrent": False, "fla": False} | changes
+    monkeypatch.setattr(cuda_graphs, "is_installed", lambda _: given["fla"])
+    if given["recurrent"]:
+        folder = write_tiny_model(tmp_path / "model", **DELTA)  # type: ignore[arg-type]
     model = adapted_model(folder, AdapterConfig(given["method"], rank=4))
     for layer in model.model.layers:
         layer.checkpointing = given["checkpointing"]
