@@ -65,6 +65,7 @@ PARTS = (
       for method in ("qlora", "qdora")),
     steps("packed_rows_graphs", 4096, 80, "ours_qdora", "--packed", GRAPHS),
     steps("qwen3_5_9b_packed", 4096, 100, "ours_qlora", *DELTA, "--packed", "--kernels"),
+    steps("qwen3_5_9b_tf32", 4096, 100, "ours_qlora", *DELTA, "--packed", "--tf32"),
     steps("qwen3_5_9b_graphs", 4096, 120, "ours_qlora", *DELTA, "--packed", GRAPHS),
     steps("qwen3_5_9b_qdora", 4096, 100, "ours_qdora", *DELTA),
     steps("qwen3_5_9b_memory", 4096, 100, "ours_qlora", *DELTA, "--estimate", FULL),
@@ -127,6 +128,8 @@ TIMES = {  # key: seconds of the first over those of the second
     "graphs_over_qdora_tokens": ("ours_qdora", "ours_qdora_graphs"),
     "graphs_over_packed_qdora_tokens": ("ours_qdora_graphs", "packed_rows_graphs"),
     "tiled_over_plain_row_time": ("tiled_row", "row"),
+    "qwen3_5_9b_fp32_over_tf32_time": ("qwen3_5_9b_packed", "qwen3_5_9b_tf32"),
+    "qwen3_5_9b_over_graphs_time": ("qwen3_5_9b_packed", "qwen3_5_9b_graphs"),
     "fp8_over_qlora_tokens": ("ours_qlora", "ours_fp8_qlora"),
 }
 PEAKS = {  # key: peak bytes of the first over those of the second

@@ -17,6 +17,7 @@ shapes that came first; steps that a GPU did not replay have no figures then.
     --steps COUNT    timed steps, 8 by default; before them up to four warm up
     --fsdp           wraps the model by FSDP2, which a single process otherwise does without
     --packed         rows hold documents of 128 to 1024 tokens
+    --tf32           products in fp32, as in recurrent layers, may be rounded to TensorFloat32
     --estimate       compares the peak with the memory estimate; layers then run uncompiled, as in
                      the estimate
     --losses STEPS   no figures of time: the losses of so many steps over eight batches in turn
@@ -330,6 +331,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=8, help="that count, after the warm-up")
     parser.add_argument("--fsdp", action="store_true")
     parser.add_argument("--packed", action="store_true")
+    parser.add_argument("--tf32", action="store_true")
     parser.add_argument("--estimate", action="store_true")
     parser.add_argument("--losses", type=int, default=0, metavar="STEPS")
     parser.add_argument("--seed", type=int, default=0, help="of the adapters")
@@ -360,6 +362,8 @@ def figures_of(
 def main() -> None:
     args = arguments()
     config, name = shapes(args), args.name or args.contestant
+    if args.tf32:
+        torch.set_float32_matmul_precision("high")
     found: dict[str, float] = {}
     if args.estimate:  # first: a dry run makes a process group of its own
         for tokens in args.tokens:
