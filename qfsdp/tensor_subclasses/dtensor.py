@@ -111,7 +111,7 @@ def sharded(
 def gather_rows(param: Tensor, rows: Tensor) -> Tensor:
     """All rows of a tensor that is sharded by rows as `param` is. Collective.
 
-    `DTensor.full_tensor` reads memory of a GPU as the host's where gloo gathers it (torch 2.11).
+    With gloo `DTensor.full_tensor` reads memory of a GPU as the host's (pytorch#152645).
 
     Args:
         param: only its sharding is used, not its values.
