@@ -4,7 +4,7 @@
         model.path=meta-llama/Meta-Llama-3-8B-Instruct adapter=runs/x/adapter output_dir=models/x
 
 * `format=gguf`: one file for llama.cpp and others; `gguf_type` says how its matrices are stored.
-  Beside it a Modelfile for Ollama. Families Llama, Mistral, Gemma 3, Qwen2 to Qwen3.6.
+  Beside it a Modelfile for Ollama. Families Llama, SmolLM, Granite, Mistral, Gemma 3, Qwen.
 * `format=w4a16`: a folder with 4-bit integers in groups for the Marlin kernels of vLLM, in the
   layout of compressed-tensors. Each weight is rounded to the nearest number; nothing is calibrated.
 * `format=lora`: the adapter as vLLM serves it beside its base, checked. vLLM loads no DoRA.

@@ -49,6 +49,10 @@ YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 
 LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
 LLAMA3 |= {"original_max_position_embeddings": 64}
 QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "head_dim": 48}
+SMOLLM3 = {"architectures": ["SmolLM3ForCausalLM"], "model_type": "smollm3"}
+SMOLLM3 |= {"num_hidden_layers": 5, "pad_token_id": 0}
+GRANITE = {"architectures": ["GraniteForCausalLM"], "model_type": "granite"}
+GRANITE |= {"residual_multiplier": 0.3, "logits_scaling": 8.0}
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {},
     "llama_biases": {"attention_bias": True, "mlp_bias": True},
@@ -62,6 +66,8 @@ MODELS: dict[str, dict[str, Any]] = {
         "rope_scaling": YARN,
     },
     "qwen3": QWEN3 | {"tie_word_embeddings": True},
+    "smollm3": SMOLLM3,
+    "granite": GRANITE | {"embedding_multiplier": 12.0, "attention_multiplier": 0.2},
 }
 SIZES = {"intermediate_size": 576, "vocab_size": 608, "sliding_window": None}
 
@@ -118,7 +124,7 @@ def as_in_transformers(fields: dict[str, Any], tensors: dict[str, Any]) -> dict[
             continue
         *block, stem, suffix = name.split(".")
         value = values(tensor)
-        if arch == "llama" and stem in heads:
+        if arch in ("llama", "smollm3", "granite") and stem in heads:
             count = fields[f"{arch}.attention.{heads[stem]}"]
             rows = value.numpy().reshape(len(value), -1)
             value = torch.from_numpy(interleaved_to_halves(rows, count).copy()).view(value.shape)
@@ -426,6 +432,8 @@ def test_the_template_of_the_adapter(tmp_path: Path) -> None:
             [],
             "rope type 'llama3'; expected another: llama.cpp's qwen2 has no such scaling",
         ),
+        (GRANITE | {"mlp_bias": True}, [], "mlp_bias true; expected false: llama.cpp's granite"),
+        (SMOLLM3 | {"no_rope_layer_interval": 3}, [], "no_rope_layers; expected every fourth"),
         ({"vocab_size": 300}, [], "the embeddings 300 rows; expected a row for every token"),
         (
             {},

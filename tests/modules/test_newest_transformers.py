@@ -60,7 +60,7 @@ def test_models_of_the_newest_version_compute_the_same(tmp_path: Path) -> None:
     seen, file, exaone = json.loads(run(["-c", FOUND], folder).stdout)
     assert seen == version and Path(file).is_relative_to(folder)
     words = ["-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", "not slow and not gpu"]
-    done = run([*words, *FILES], folder)
+    done = run([*words, f"--basetemp={tmp_path / 'runs'}", *FILES], folder)
     assert done.returncode == 0, done.stdout[-4000:]
     print(version, done.stdout.strip().splitlines()[-1])
     # A model type that 5.24 has as another family's class, and 5.23 does not have.

@@ -33,6 +33,8 @@ ARCHITECTURES = {
     "MistralForCausalLM": "llama",
     "Qwen2ForCausalLM": "qwen2",
     "Qwen3ForCausalLM": "qwen3",
+    "SmolLM3ForCausalLM": "smollm3",
+    "GraniteForCausalLM": "granite",
     "Gemma3ForCausalLM": "gemma3",
     "MixtralForCausalLM": "llama",
     "Qwen2MoeForCausalLM": "qwen2moe",
@@ -44,6 +46,7 @@ ARCHITECTURES = {
     "Qwen3NextForCausalLM": "qwen3next",
 }
 """`architectures` of config.json -> llama.cpp's name."""
+NEIGHBOURS = ("llama", "smollm3", "granite")  # rotate these in a head, not i and i + half
 BIASES = ("llama", "qwen2", "qwen2moe")  # where queries, keys and values may have them
 SECTIONS = [11, 11, 10]
 """Of Qwen 3.5: how many pairs of a head turn by time, height and width. Of text all three are one
@@ -111,6 +114,11 @@ class GgufModel:
             writer.add_rope_scaling_type(gguf.RopeScalingType.YARN)
             writer.add_rope_scaling_factor(scaling.factor)
             writer.add_rope_scaling_orig_ctx_len(scaling.original_max_position_embeddings)
+        if self.architecture == "granite":
+            writer.add_embedding_scale(parts.multipliers.embedding)
+            writer.add_residual_scale(parts.multipliers.residual)
+            writer.add_logit_scale(1.0 / parts.multipliers.logits)
+            writer.add_attention_scale(parts.attention.scale or 1.0)
         if self.architecture == "gemma3":
             window, rope = _sliding(parts)
             writer.add_sliding_window(window)
@@ -150,7 +158,7 @@ def gguf_model(folder: Path) -> GgufModel:
         raise UserError(
             f"{file}: rope type 'llama3'; expected another: llama.cpp's {kind} has no such scaling"
         )
-    fixed = (_of_qwen2, _of_gemma3, _of_experts, _of_layers)
+    fixed = (_of_llama, _of_qwen2, _of_gemma3, _of_experts, _of_layers)
     for wrong, found, expected in (fact for facts in fixed for fact in facts(kind, parts)):
         if wrong:
             raise UserError(
@@ -168,6 +176,16 @@ def _interval(parts: DecoderParts) -> int:
 
 
 Fixed = tuple[bool, str, str]  # whether a model differs, what it has, and what llama.cpp has
+
+
+def _of_llama(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
+    """What llama.cpp's graphs of variants of Llama have fixed."""
+    if kind in ("smollm3", "granite"):
+        yield parts.mlp.bias, "mlp_bias true", "false"
+    if kind == "smollm3":
+        usual = [bool((index + 1) % 4) for index in range(parts.num_hidden_layers)]
+        rotated = [layer.rope is not None for layer in parts.layers]
+        yield rotated != usual, "no_rope_layers", "every fourth"
 
 
 def _of_qwen2(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
@@ -235,6 +253,8 @@ def _rope(file: Path, kind: str, parts: DecoderConfig) -> RopeConfig:
     """The rotary embedding of all layers, of Gemma 3 of those without a window; refuses what
     llama.cpp has no key for."""
     layers = [layer for layer in parts.layers if not layer.recurrent]
+    if kind == "smollm3":
+        layers = [layer for layer in layers if layer.rope is not None]
     if kind == "gemma3":
         layers = [layer for layer in layers if layer.window is None]
     ropes = {layer.rope for layer in layers}

@@ -1,7 +1,7 @@
 """The tensors of a GGUF file: names, types, and the order of rows and columns.
 
-llama.cpp's `llama` rotates neighbouring numbers of a head, Hugging Face's the numbers i and i +
-half: rows of queries and keys are reordered for it. Rows of the other architectures are not.
+llama.cpp's `llama` and some others rotate neighbouring numbers of a head, Hugging Face's the
+numbers i and i + half: rows of queries and keys are reordered for them.
 
 With K query heads, value head j of Gated DeltaNet has the queries of head j // (V / K) in Hugging
 Face's models, and of head j % K in llama.cpp's Qwen 3.5: value heads are reordered wherever they
@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 from torch import Tensor
 
-from qfsdp.checkpoint.export.gguf_metadata import GgufModel
+from qfsdp.checkpoint.export.gguf_metadata import NEIGHBOURS, GgufModel
 from qfsdp.checkpoint.weights.experts import PARAMETER, of_length
 from qfsdp.checkpoint.weights.merge import MergedWeight
 from qfsdp.checkpoint.weights.other_names import EMBEDDINGS, HEAD
@@ -128,7 +128,7 @@ class Layout:
         if stem in ("conv1d", "shared_expert_gate"):
             shape = tuple(size for size in shape if size != 1)
         made = self._tensor(weight, name, shape)
-        if self.model.architecture == "llama" and stem in ("q_proj", "k_proj"):
+        if self.model.architecture in NEIGHBOURS and stem in ("q_proj", "k_proj"):
             size = parts.head_dim
             made = replace(made, rows=torch.arange(size).view(2, -1).t().flatten(), length=size)
         if stem.endswith("norm") and ".linear_attn." not in name and parts.norm.offset:
