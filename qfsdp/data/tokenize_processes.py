@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
-from contextlib import closing, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from multiprocessing import get_context, parent_process
 from multiprocessing.connection import Connection
 from types import ModuleType
@@ -55,64 +55,45 @@ def in_order(work: Work, count: int, size: int, processes: int, at_once: bool) -
     """
     pieces = [(start, min(start + size, count)) for start in range(0, count, size)]
     began, at = time.monotonic(), 0
-    if processes == 1:
-        yield from (work(*piece) for piece in pieces)
-        return
-    with closing(_Pool(processes)) as pool:
-        while at < len(pieces) and not pool.is_ready(at_once):
-            if at_once or time.monotonic() - began > ALONE_S:
-                pool.start(work)
-            if at_once and pool.future is not None:
+    pool: ProcessPoolExecutor | None = None
+    first: Future[Any] | None = None
+    alone = processes == 1
+    try:
+        while at < len(pieces):
+            if first is not None and (at_once or first.done()):
+                with long_wait(f"starting {processes} processes that tokenize"):
+                    _result(first)
+                break
+            if pool is None and not alone and (at_once or time.monotonic() - began > ALONE_S):
+                try:
+                    pool, first = _started(work, processes)
+                except (OSError, ImportError) as error:  # /dev/shm is missing, read-only or full
+                    told = f"no process was started ({why(error)}); one goes on alone"
+                    warn(f"dataset.processes: {told}")
+                    alone = True
                 continue
             yield work(*pieces[at])
             at += 1
-        yield from pool.results(pieces[at:])
-
-
-class _Pool:
-    def __init__(self, processes: int) -> None:
-        self._processes = processes
-        self._executor: ProcessPoolExecutor | None = None
-        self._refused = False
-        self.future: Future[Any] | None = None
-
-    def start(self, work: Work) -> None:
-        import dill
-
-        if self._executor is not None or self._refused:
-            return
-        try:
-            self._executor = ProcessPoolExecutor(
-                self._processes, get_context("spawn"), _start_worker, (dill.dumps(work), sys.path)
-            )
-            with _without_main():
-                self.future = self._executor.submit(_nothing)
-        except (OSError, ImportError) as error:  # /dev/shm is missing, read-only or full
-            self._refused = True
-            warn(f"dataset.processes: no process was started ({why(error)}); one goes on alone")
-
-    def is_ready(self, wait: bool) -> bool:
-        if self.future is None or not (wait or self.future.done()):
-            return False
-        with long_wait(f"starting {self._processes} processes that tokenize"):
-            _result(self.future)
-        return True
-
-    def results(self, pieces: list[tuple[int, int]]) -> Iterator[Any]:
-        if not pieces:
-            return
-        assert self._executor is not None
         waiting: deque[Future[Any]] = deque()
-        for piece in pieces:
-            waiting.append(self._executor.submit(_call, *piece))
-            if len(waiting) > AHEAD * self._processes:
+        for piece in pieces[at:]:
+            assert pool is not None
+            waiting.append(pool.submit(_call, *piece))
+            if len(waiting) > AHEAD * processes:
                 yield _result(waiting.popleft())
-        while waiting:
-            yield _result(waiting.popleft())
+        yield from map(_result, waiting)
+    finally:
+        if pool is not None:
+            pool.shutdown(wait=False, cancel_futures=True)
 
-    def close(self) -> None:
-        if self._executor is not None:
-            self._executor.shutdown(wait=False, cancel_futures=True)
+
+def _started(work: Work, processes: int) -> tuple[ProcessPoolExecutor, Future[Any]]:
+    """Processes, and what is done when the first of them is ready. Raises OSError, ImportError."""
+    import dill
+
+    given = (dill.dumps(work), sys.path)
+    pool = ProcessPoolExecutor(processes, get_context("spawn"), _start_worker, given)
+    with _without_main():
+        return pool, pool.submit(_nothing)
 
 
 def _result(future: Future[Any]) -> Any:
