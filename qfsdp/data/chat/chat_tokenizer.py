@@ -12,7 +12,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.data.chat.chat_template import ChatTemplate, Conversation, Range, Rendered
 from qfsdp.data.chat.special_tokens import SpecialTokens
 from qfsdp.data.chat.trained_spans import AnswerForm, TokenizedChat, TrainedSpans, left_out, place
-from qfsdp.data.encode import TooSlow, encode
+from qfsdp.data.encode import TooSlow
 from qfsdp.data.tokenizer_folder import eos_ids
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ class ChatTokenizer:
         for (conversation, hidden, note), found in zip(safe, rendered, strict=True):
             try:
                 text, spans, remark = self._spans(conversation, found)
-                ids, trained = self._encode(text, spans, hidden)
+                ids, trained = self.special.encode_chat(text, hidden, spans)
             except TooSlow as error:  # others may be as slow
                 return results + [error] * (len(safe) - len(results))
             except UserError as error:
@@ -122,18 +122,3 @@ class ChatTokenizer:
         spans = TrainedSpans(self, conversation, found)
         spans.check_whole()
         return found.text, *spans.find()
-
-    def _encode(
-        self, text: str, spans: Sequence[tuple[int, int]], hidden: Mapping[str, str]
-    ) -> tuple[list[int], list[bool]]:
-        """Ids of a rendered conversation, and for each of them whether it lies in a span."""
-        # One extra slot, never trained: an empty token at offset 0 reads index -1.
-        flags = bytearray(len(text) + 1)
-        for start, stop in spans:
-            flags[start:stop] = b"\1" * (stop - start)
-        if hidden:
-            return self.special.encode_hidden(text, hidden, flags)
-        encoding = encode(self.backend, text)
-        # The last character decides: byte-level tokenizers may leave the leading space out of a
-        # token's offsets.
-        return encoding.ids, [bool(flags[stop - 1]) for _, stop in encoding.offsets]

@@ -23,7 +23,7 @@ from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from qfsdp.common.errors import UserError
-from qfsdp.data.chat.chat_template import ChatTemplate, Conversation
+from qfsdp.data.chat.chat_template import ChatTemplate, Conversation, Range
 from qfsdp.data.encode import encode
 
 if TYPE_CHECKING:
@@ -90,34 +90,38 @@ class SpecialTokens:
         ids: list[int] = encode(self._plain[0], text).ids
         return ids
 
-    def encode_hidden(
-        self, text: str, hidden: Mapping[str, str], trained: Sequence[int]
+    def encode_chat(
+        self, text: str, hidden: Mapping[str, str], spans: Sequence[Range]
     ) -> tuple[list[int], list[bool]]:
         """Encodes a conversation that a template wrote from messages of `hide`.
 
         Args:
             hidden: the special token of each private character.
-            trained: for each character of `text` whether it is trained.
+            spans: of the text, that are trained.
 
         Returns:
             The ids, and for each of them whether it is trained: whether its last character is.
+            (Byte-level tokenizers may leave the leading space out of a token's offsets.)
         """
-        tokenizer, names, ids = self._plain
-        words, flags = [], bytearray()
-        for start, stop, kind in self._parts(text, hidden):
-            word = text[start:stop]
-            if kind == "text":
-                flags += bytes(trained[start:stop])
-            else:
-                word = hidden[word] if kind == "hidden" else names[word]
-                flags += bytes([trained[stop - 1]]) * len(word)
-            words.append(word)
-        encoding = encode(tokenizer, "".join(words))
-        flags += b"\0"  # never trained: an empty token at offset 0 reads index -1
-        return (
-            [ids.get(index, index) for index in encoding.ids],
-            [bool(flags[stop - 1]) for _, stop in encoding.offsets],
-        )
+        # One extra flag, never trained: an empty token at offset 0 reads index -1.
+        flags, tokenizer, ids = bytearray(len(text) + 1), self._backend, dict[int, int]()
+        for start, stop in spans:
+            flags[start:stop] = b"\1" * (stop - start)
+        if hidden:
+            tokenizer, names, ids = self._plain
+            words, trained = [], bytearray()
+            for start, stop, kind in self._parts(text, hidden):
+                word = text[start:stop]
+                if kind == "text":
+                    trained += flags[start:stop]
+                else:
+                    word = hidden[word] if kind == "hidden" else names[word]
+                    trained += flags[stop - 1 : stop] * len(word)
+                words.append(word)
+            text, flags = "".join(words), trained + b"\0"
+        encoding = encode(tokenizer, text)
+        found = [ids.get(index, index) for index in encoding.ids] if hidden else encoding.ids
+        return found, [bool(flags[stop - 1]) for _, stop in encoding.offsets]
 
     def _parts(self, text: str, hidden: Mapping[str, str]) -> Iterator[tuple[int, int, str]]:
         """Start, end and kind ("text", "hidden", "special") of the parts of a rendered text."""
