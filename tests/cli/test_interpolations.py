@@ -128,6 +128,10 @@ BOMBS = {
     "names": [*(f"i{n}: v{n}" for n in range(12)), *lines("${${iN}}")],
     "decode": lines("${oc.decode:${vN}}"),
     "long": lines("${vN}", 2, times=900),
+    "mappings": [
+        f"v{n + 1}: {{" + ", ".join(f"k{k}: '${{v{n}}}'" for k in range(10)) + "}"
+        for n in range(11)
+    ],
 }
 
 
