@@ -23,7 +23,7 @@ from typing import Literal
 from qfsdp.checkpoint.adapter_base import OfAdapter, tell_another_base
 from qfsdp.checkpoint.adapter_config_file import WEIGHTS_FILE
 from qfsdp.checkpoint.export.gguf_file import GgufExport, GgufType, plan_gguf
-from qfsdp.checkpoint.export.gguf_metadata import warn_of_window
+from qfsdp.checkpoint.export.gguf_metadata import warn_of_limits
 from qfsdp.checkpoint.export.vllm_adapter import VllmAdapter, plan_adapter
 from qfsdp.checkpoint.export.w4a16 import GROUP_SIZES, plan_w4a16
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE, chat_tokenizer
@@ -116,7 +116,7 @@ def check(cfg: Config) -> None:
     merge = merge_of(cfg)
     if cfg.format == "gguf":
         plan = plan_gguf(merge, cfg.gguf_type)
-        warn_of_window(plan.model)
+        warn_of_limits(plan.model)
         plan.tokenizer.warn_of_words()
         if (file := gguf_file(cfg)).exists():
             raise UserError(f"output_dir: '{file}' exists; expected a new file")

@@ -210,11 +210,14 @@ def test_types_are_those_of_gguf(name: str, type: str, tmp_path: Path) -> None:
         assert np.array_equal(tensor.data.view(np.uint8), made.view(np.uint8)), key
 
 
-def test_sections_of_the_rotary_embedding(tmp_path: Path) -> None:
+def test_sections_of_the_rotary_embedding(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rope = {"rope_type": "default", "rope_theta": 5e6, "partial_rotary_factor": 0.5}
     rope |= {"mrope_section": [3, 3, 2], "mrope_interleaved": True}
     random_model("qwen3_5_whole", tmp_path / "model", rope_parameters=rope)
     fields, _ = contents(exported(tmp_path / "model", tmp_path / "out"))
+    assert "warning: the file has the text part; for pictures" in capsys.readouterr().err
     assert fields["qwen35.rope.dimension_sections"] == [3, 3, 2, 0]
     assert fields["qwen35.rope.freq_base"] == 5e6 and fields["qwen35.rope.dimension_count"] == 16
 

@@ -282,8 +282,11 @@ def _rope(file: Path, kind: str, parts: DecoderConfig) -> RopeConfig:
     return rope
 
 
-def warn_of_window(model: GgufModel) -> None:
-    """Says on standard error where a sliding window ends the context."""
+def warn_of_limits(model: GgufModel) -> None:
+    """Says on standard error where a sliding window ends the context, and where a part of the model
+    is left out."""
+    if model.parts.takes_more_than_text:
+        warn("the file has the text part; for pictures llama.cpp's converter makes an mmproj file")
     if model.context < model.parts.max_position_embeddings:
         warn(
             f"the context is {model.context} tokens, the model's sliding window: "
