@@ -122,7 +122,7 @@ CASES: dict[str, Case] = {
     **{f"hub_{name}": of_transformers(name) for name in HUB},
     "hub_answers": case("model.implementation=transformers", recipe="generate", model="gemma4"),
 }  # fmt: skip
-QUICK = ["packed", "answers", "several", "hub_qwen3_5"]
+QUICK = ["answers", "several", "hub_llama"]
 
 
 # ---- one case, on the device of this process -----------------------------------------------------

@@ -303,11 +303,12 @@ def test_a_dry_run_that_is_killed_twice_has_every_part_once(tmp_path: Path) -> N
         if found := shutil.which(tool):
             (tools / tool).symlink_to(found)
     first, second = tmp_path / "first.zip", tmp_path / "second.zip"
-    killed_in("tests_estimate", first, signal.SIGKILL, PATH=str(tools))
+    killed_in("ours_qlora_graphs_4096", first, signal.SIGKILL, PATH=str(tools))
     from_first = ("--from", str(first))
-    killed_in("ours_qlora_graphs_4096", second, signal.SIGTERM, *from_first, PATH=str(tools))
+    killed_in("packed_rows_graphs_4096", second, signal.SIGTERM, *from_first, PATH=str(tools))
     known = states(second)
-    assert known["two_ranks"] == states(first)["two_ranks"] and known["tests_estimate"]["exit"] == 0
+    assert known["checks"] == states(first)["checks"]
+    assert known["ours_qlora_graphs_4096"]["exit"] == 0
     last = suite(second, PATH=str(tools))
     told, _ = last.communicate(timeout=LIMIT_S)
     assert last.returncode == 0, told
@@ -315,9 +316,9 @@ def test_a_dry_run_that_is_killed_twice_has_every_part_once(tmp_path: Path) -> N
     assert {name: (s["state"], s["attempts"]) for name, s in found.items()} == {
         part.name: (FINISHED, 1) for part in PARTS
     }
-    assert found["two_ranks"] == known["two_ranks"], "it did not run again"
+    assert found["checks"] == known["checks"], "it did not run again"
     twice = {name for name, state in found.items() if state["starts"] == 2}
-    assert twice == {"tests_estimate", "ours_qlora_graphs_4096"}, "those that were killed"
+    assert twice == {"ours_qlora_graphs_4096", "packed_rows_graphs_4096"}, "those that were killed"
     assert "norms_16_chunk_24_seconds" in found["norms"]["figures"]
     assert found["ours_qlora_graphs_4096"]["card"] == "cpu" and "two_ranks_loss_difference" in told
     again = suite(second)
