@@ -33,6 +33,7 @@ from qfsdp.data import StepLoader, StreamLoader
 from qfsdp.data.files.rows import content_digest
 from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.hub.download import SMALL_FILES, hub_name, local_folder
+from qfsdp.modules.decoder_config import read_config
 
 CONTENT = "content "
 HIDDEN = "sha256 "  # begins a digest of a value that a config reads from the environment
@@ -41,7 +42,10 @@ SETTINGS_FILE = "facts.json"
 SAMPLE_BYTES = 4096
 SAMPLED_ROWS = 8
 WEIGHT_FILES = (".safetensors", ".bin", ".pth", ".pt", ".gguf")
-MODEL = "model (its weights)"
+MODEL, CONFIG = "model (its weights)", "model (its config.json)"  # the latter since 0.3
+NOT_COMPUTED = {"_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache"}
+NOT_COMPUTED |= {"auto_map", "bos_token_id", "eos_token_id", "pad_token_id", "quantization_config"}
+"""Keys of `config.json` that change no number of a run."""
 WHOLE = " (all bytes)"
 """The end of keys with a digest of everything. The key without it has a hash of samples, by which
 checkpoints of earlier versions are compared; a key of one side only is not compared."""
@@ -67,17 +71,18 @@ def config_settings(cfg: Any) -> dict[str, Any]:
     if getattr(cfg, "reference", None) == "start" and cfg.adapter.start_from is not None:
         weights = local_folder(cfg.adapter.start_from) / WEIGHTS_FILE  # the reference; read again
         settings["adapter.start_from (its weights)"] = file_digest(weights)[:16]
-    models = {MODEL: cfg.model}
+    models = {"": cfg.model}
     if (teacher := getattr(cfg, "teacher", None)) is not None:
-        models[f"teacher.{MODEL}"] = teacher.model
+        models["teacher."] = teacher.model
         if teacher.adapter is not None:
             weights = local_folder(teacher.adapter) / WEIGHTS_FILE
             settings["teacher.adapter (its weights)"] = file_digest(weights)[:16]
-    for name, model in models.items():
+    for of, model in models.items():
         base = ModelWeights(model.folder)
-        settings[name] = base.fingerprint[:16]
+        settings[of + MODEL] = base.fingerprint[:16]
         if base.digest is not None:
-            settings[name + WHOLE] = base.digest[:32]
+            settings[of + MODEL + WHOLE] = base.digest[:32]
+        settings[of + CONFIG] = _config_digest(base.folder)
     return settings
 
 
@@ -130,7 +135,8 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
     unknown: list[str] = []
     for key in keys:
         kind = class_of(key)
-        if kind == "free" or (key.endswith(WHOLE) and not (key in mine and key in theirs)):
+        both = key in mine and key in theirs
+        if kind == "free" or (key.endswith((WHOLE, CONFIG)) and not both):
             continue
         if key not in theirs and (kind == "told" or key in NOT_RECORDED):
             if mine[key] != (default := ABSENT.get(key)):
@@ -219,6 +225,13 @@ def _sampled_hash(file: Path) -> str:
             stream.seek(at)
             digest.update(stream.read(SAMPLE_BYTES))
     return digest.hexdigest()[:16]
+
+
+def _config_digest(folder: Path) -> str:
+    """Of what `config.json` says of the computation: a rotary base, say, has no part in weights."""
+    config, _ = read_config(folder)
+    told = {k: v for k, v in flat(config).items() if not NOT_COMPUTED & set(k.split("."))}
+    return hashlib.sha256(to_json(told, sort_keys=True).encode()).hexdigest()[:32]
 
 
 def _content(key: str, value: str) -> dict[str, str]:

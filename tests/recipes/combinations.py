@@ -202,6 +202,7 @@ class Shop:
             run = Run(case, recipe, config, model, self)
             try:
                 run.train(f"output_dir={run.folder}", "checkpoint={every_n_steps: 1, keep_last: 9}")
+                leave_process_group()  # which full finetuning joins where a CPU multiplies bf16
                 self.made[case] = run
             except Exception as error:
                 self.made[case] = error
@@ -545,7 +546,7 @@ def run_cell(shop: Shop, case: Case, action: str) -> Outcome:
         said = f"not found by `check` of the recipe: {said}" if late else said
     except (Exception, SystemExit):
         kind, said = "failed", traceback.format_exc()
-    finally:  # where a CPU multiplies bf16, full finetuning has joined one
+    finally:
         leave_process_group()
     return Outcome(kind, said, time.perf_counter() - started)
 
@@ -574,7 +575,7 @@ def covering(axes: dict[str, Sequence[Any]], seed: int = 0) -> list[dict[str, An
         if first not in left:
             continue
         row = dict(first)
-        for name in sorted(set(names) - row.keys(), key=lambda n: -len(axes[n])):
+        for name in sorted(set(names) - row.keys(), key=lambda n: (-len(axes[n]), order[n])):
             values = list(axes[name])
             draw.shuffle(values)
             row[name] = max(

@@ -172,6 +172,7 @@ def check(folder: Path, *words: str) -> None:
         (["dataset.seed=1"], "dataset.seed: was 0, is 1"),
         (["seed=4", "max_seq_len=32"], "max_seq_len: was 64, is 32; seed: was 0, is 4"),
         (["model.path={folder}/other"], "model (its weights): was "),
+        (["model.path={folder}/roped"], "model (its config.json): was "),
     ],
 )
 def test_what_was_trained_may_not_change(
@@ -180,12 +181,20 @@ def test_what_was_trained_may_not_change(
     """The preflight lists every difference, before anything is loaded."""
     if not (folder / "other").exists():
         write_tiny_model(folder / "other", seed=1)
+        write_tiny_model(folder / "roped", rope_theta=5e4)
     words = [word.format(folder=folder) for word in words]
     with pytest.raises(UserError) as error:
         check(folder, f"output_dir={finished}", "resume=auto", *words)
     text = str(error.value)
     assert message in text and "\n" not in text
     assert text.startswith(f"resume: '{published(finished)[-1]}' was trained with other settings: ")
+
+
+def test_what_is_not_computed_may_change(folder: Path, finished: Path) -> None:
+    """As where another program has written `config.json` again."""
+    changes = {"transformers_version": "9", "dtype": "float32", "eos_token_id": [1, 2]}
+    model = write_tiny_model(folder / "again", **changes)  # type: ignore[arg-type]
+    check(folder, f"output_dir={finished}", "resume=auto", f"model.path={model}")
 
 
 @pytest.mark.parametrize(
