@@ -132,7 +132,8 @@ def step_flops(
 def _flops_of_linears(model: HubDecoder, tokens: int, targets: int) -> StepFlops:
     """Of a model of transformers: its quantized, adapted linears and the output layer alone."""
     work = _Work(model.parts.embedding.weight.requires_grad)
-    work.linears(tokens, *(model.get_submodule(name) for name in model.linears))
+    for name in model.linears:  # one by one: which have the same input is not known
+        work.linears(tokens, model.get_submodule(name))
     again = work.forward if model.recomputes else 0
     work.linears(targets, model.parts.output)
     both = work.forward + work.backward

@@ -15,6 +15,7 @@ from torch.profiler import profile
 from torch.utils.checkpoint import set_checkpoint_early_stop
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
+from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.progress import Progress
 from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.cut_rows import CutRows
@@ -170,6 +171,20 @@ def test_quantized_and_sharded_models_have_the_flops_of_plain_ones(tmp_path: Pat
     expected = step_flops(plain, [33, 7], 20)
     assert quantized_model_flops(tmp_path, 1) == expected
     assert run_ranks(2, quantized_model_flops, tmp_path, 2) == [expected, expected]
+
+
+def test_flops_of_models_of_transformers(tmp_path: Path) -> None:
+    """Those of our decoder but for attention, here of documents of one token; and the gradients of
+    a first layer's input, which may be wanted by another linear."""
+    write_tiny_model(tmp_path, num_hidden_layers=6)
+    ways = ("native", "transformers")
+    models = [ModelConfig(str(tmp_path), "fp32", implementation=way).build() for way in ways]  # type: ignore[arg-type]
+    for model in models:
+        quantize_linears(model, QuantizationConfig("none"))
+        add_adapters(model, AdapterConfig(rank=5))
+    ours, theirs = (step_flops(model, [1] * 40, 20) for model in models)
+    assert theirs.forward == pytest.approx(ours.forward, rel=1e-3)
+    assert theirs.model == pytest.approx(ours.model, rel=0.02)
 
 
 def test_document_lengths() -> None:
