@@ -96,6 +96,7 @@ def write_modelfile(cfg: Config, export: GgufExport) -> None:
     stops = set() if tokenizer is None else stop_ids(tokenizer, folder)
     text = modelfile(file.name, tokenizer, adds_bos, stops)
     with writing("output_dir", file):
+        file.parent.mkdir(parents=True, exist_ok=True)
         write_text(file.with_suffix(".Modelfile"), text)
 
 
@@ -135,9 +136,10 @@ def main(cfg: Config, _: Run) -> None:
         told = f"adapter for vLLM: {adapter.command(output)}"
     elif cfg.format == "gguf":
         export = plan_gguf(merge_of(cfg), cfg.gguf_type)
-        export.write(gguf_file(cfg), world)
-        if world.rank == 0:
-            write_modelfile(cfg, export)
+        with world.same_error():
+            if world.rank == 0:
+                write_modelfile(cfg, export)
+        export.write(gguf_file(cfg), world)  # last: the same command completes what was stopped
         told = f"GGUF ({export.size / 2**30:.2f} GiB, {cfg.gguf_type}): {gguf_file(cfg)}"
     else:
         plan_w4a16(merge_of(cfg), cfg.group_size).write(output, world, cfg.max_file_bytes)
