@@ -2,12 +2,11 @@
 
     python benchmarks/gpu_checks.py [--quick] [--json checks.json]
 
-A machine that is lent by the minute has a card and many cores. These checks compile and wait for
-the host more than for the card, and none is a timing, so they run beside each other: all tests in
-`SHARES` processes, `gpu_recipes.py`, `gpu_two_ranks.py` and `gpu_doctor.py`. Their figures have
-their own names; tests add up to `tests_passed`, `tests_failed`, `tests_skipped` and `tests_left`,
-those that had not ended. Figures are written while they run. `--quick` tries the script on a CPU,
-with a few tests and the doctor.
+These checks wait for compilers and the host more than for the card, and none is a timing. So they
+run at the same time: all tests in `SHARES` processes, `gpu_recipes.py`, `gpu_two_ranks.py` and
+`gpu_doctor.py`. The figures of the scripts keep their names. Those of tests add up to
+`tests_passed`, `tests_failed`, `tests_skipped` and `tests_left`, those that had not ended. Figures
+are written meanwhile. `--quick` tries the script on a CPU, with a few tests and the doctor.
 """
 
 from __future__ import annotations

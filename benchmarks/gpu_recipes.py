@@ -2,10 +2,10 @@
 
     python benchmarks/gpu_recipes.py [--quick] [--only NAME ...] [--json recipes.json]
 
-Each case is a recipe as typed, on a small random model in fp32: ways to adapt, to quantize, to keep
-weights and activations elsewhere, preference tuning, mixtures, recurrent layers, and models that
-transformers builds. Processes of the CPU and of the GPU share the cases out; one case says nothing
-of speed. `--quick` takes a few cases, and the CPU for both where there is no GPU.
+Each case runs a recipe as typed, on a small random model in fp32. The cases cover adapters, formats
+of weights, offloading, preference tuning, mixtures, recurrent layers and models of transformers.
+Several processes run the cases on the CPU, and several on the GPU. Their times say nothing of
+speed. `--quick` takes a few cases, and the CPU for both where there is no GPU.
 
     recipes_equal, recipes_unequal   cases; a case that fails or that differs is unequal
     recipes_loss_difference          the largest of all cases, of losses and validation losses
@@ -29,29 +29,31 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.timing import Figures, base_arguments, tell, write_figures
+from qfsdp.common.devices import accelerator
+from tests import hub_models
+from tests.tiny import GPT_OSS, MOE, ROOT, run_recipe, write_tiny_model
+from tests.toy_data import TOY_CONFIG
 
 LIMIT = 5e-3  # of a loss of about 7; fp32 differs by 1e-5, an update of Adam enlarges it
 GPU_PROCESSES, CPU_PROCESSES = 5, 5
 QDORA, FULL = "qdora_distributed", "full_finetune_distributed"
-PAIRS = "dataset._component_=tests.preferences.preferences"
+SAMPLES, HELD = "tests.toy_data.Samples", "validation.sets.held"
+PAIRS = [f"{key}._component_=tests.preferences.preferences" for key in ("dataset", HELD)]
+LABELS = [f"{key}.labels=true" for key in ("dataset", HELD)]
 CONFIG = """
 output_dir: {folder}/run
 max_steps: 3
 epochs: 3
-validation: {{eval_every: 3, sets: {{held: {{_component_: HELD, size: 5, seed: 3}}}}}}
+validation:
+  eval_every: 3
+  sets: {{held: {{_component_: tests.toy_data.Samples, size: 5, seed: 3}}}}
 """
-ADAPTER = "adapter: {{rank: 4, alpha: 8}}\n"
+SEVERAL = ["~dataset", "global_batch_size=4"]
+for seed, name in enumerate(("lora", "dora"), 1):
+    data = f"{{_component_: {SAMPLES}, seed: {seed}}}"
+    SEVERAL.append(f"adapters.{name}={{method: {name}, rank: 4, dataset: {data}}}")
 EXPERTS = ["adapter.method=lora", "quantization.format=nf4"]
-OF_HUB = [*EXPERTS, "adapter.targets=[all-linear,experts.gate_up_proj,experts.down_proj]"]
-MOE: dict[str, Any] = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
-MOE |= {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36, "head_dim": 16}
-GPT_OSS: dict[str, Any] = {
-    "architectures": ["GptOssForCausalLM"],
-    "model_type": "gpt_oss",
-    "head_dim": 32,
-}
-GPT_OSS |= {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36}
-GPT_OSS |= {"sliding_window": 16}
+OF_HUB = [*EXPERTS, f"adapter.targets=[all-linear,{','.join(hub_models.EXPERT_NAMES)}]"]
 TEACHER = ["teacher.model.path=${model.path}", "teacher.model.dtype=fp32"]
 
 
@@ -70,8 +72,8 @@ def case(*words: str, recipe: str = QDORA, model: str = "tiny", **changes: Any) 
 
 
 def of_transformers(name: str) -> Case:
-    mixture = name in ("qwen3_5_moe", "glm4_7", "gemma4_moe", "deepseek_v3", "qwen3_next")
-    words = OF_HUB if mixture or name == "minimax_m2" else []
+    mixture = hub_models.adapter_of(name).method == "lora" or name == "minimax_m2"
+    words = OF_HUB if mixture else []
     return case("model.implementation=transformers", *words, model=name)
 
 
@@ -110,15 +112,15 @@ CASES: dict[str, Case] = {
         "trainable.layers=all", "optimizer_in_backward=true", "clip_grad_norm=null", recipe=FULL
     ),
     "expanded": case("trainable.layers=expanded", "quantization.format=nf4", recipe=FULL),
-    "dpo": case(PAIRS, recipe="dpo_distributed"),
-    "dpo_packed": case(PAIRS, "packed=true", recipe="dpo_distributed"),
-    "kto": case(PAIRS, "dataset.labels=true", "loss=kto", "batch_size=4", recipe="dpo_distributed"),
+    "dpo": case(*PAIRS, recipe="dpo_distributed"),
+    "dpo_packed": case(*PAIRS, "packed=true", recipe="dpo_distributed"),
+    "kto": case(*PAIRS, *LABELS, "loss=kto", "batch_size=4", recipe="dpo_distributed"),
     "hub_dpo": case(
-        PAIRS, "model.implementation=transformers", recipe="dpo_distributed", model="gemma4"
+        *PAIRS, "model.implementation=transformers", recipe="dpo_distributed", model="gemma4"
     ),
-    "reward": case(PAIRS, recipe="reward_distributed"),
+    "reward": case(*PAIRS, recipe="reward_distributed"),
     "distilled": case(*TEACHER, "distillation.divergence=jsd", recipe="distill_distributed"),
-    "several": case(recipe="several_adapters"),
+    "several": case(*SEVERAL, recipe="several_adapters"),
     **{f"hub_{name}": of_transformers(name) for name in HUB},
     "hub_answers": case("model.implementation=transformers", recipe="generate", model="gemma4"),
 }  # fmt: skip
@@ -130,12 +132,10 @@ QUICK = ["answers", "several", "hub_llama"]
 
 def write_model(given: Case, folder: Path) -> None:
     from tests.data.test_tokenizer import CHATML, byte_level, write_folder
-    from tests.hub_models import save_hub_model
-    from tests.tiny import ROOT, run_recipe, write_tiny_model
 
     folder.mkdir(parents=True)
     if given.model != "tiny":
-        save_hub_model(given.model, folder)
+        hub_models.save_hub_model(given.model, folder)
     else:
         write_tiny_model(folder, **dict(given.changes))
     write_folder(folder, byte_level(), chat_template=CHATML, eos_token="<|im_end|>")
@@ -148,8 +148,6 @@ def write_model(given: Case, folder: Path) -> None:
 
 
 def answers(given: Case, folder: Path) -> list[str]:
-    from tests.tiny import ROOT, run_recipe
-
     model, output, prompts = (folder / name for name in ("model", "out.jsonl", "in.jsonl"))
     asked = ["Why?", "What is 17 + 25, and why?", "x" * 40]
     prompts.write_text("".join(json.dumps({"prompt": text}) + "\n" for text in asked))
@@ -160,37 +158,14 @@ def answers(given: Case, folder: Path) -> list[str]:
     return [json.loads(line)["completion"] for line in output.read_text().splitlines()]
 
 
-def config_of(given: Case, folder: Path) -> str:
-    """The run's config, without its words."""
-    from tests.toy_data import TOY_CONFIG
-
-    text = TOY_CONFIG + CONFIG
-    if given.recipe == "several_adapters":
-        text = text.replace("dataset: {{_component_: tests.toy_data.Samples}}\n", "adapters:\n")
-        one = "method: {}, rank: 4, dataset: {{{{_component_: tests.toy_data.Samples, seed: {}}}}}"
-        adapters = "".join(
-            f"  {name}: {{{{{one.format(name, seed)}}}}}\n"
-            for name, seed in (("lora", 1), ("dora", 2))
-        )
-        text = text.replace("adapters:\n", "adapters:\n" + adapters)
-        text += "global_batch_size: 4\n"
-    elif given.recipe != FULL:
-        text += ADAPTER
-    held = "preferences.preferences" if PAIRS in given.words else "toy_data.Samples"
-    held += ", labels: true" if "loss=kto" in given.words else ""
-    return text.replace("HELD", f"tests.{held}").format(folder=folder)
-
-
 def result(given: Case, folder: Path) -> list[Any]:
     """The losses of a run, or the answers of a model."""
-    from qfsdp.common.devices import accelerator
-    from tests.tiny import run_recipe
-
     write_model(given, folder / "model")
     if given.recipe == "generate":
         return answers(given, folder)
-    (folder / "config.yaml").write_text(config_of(given, folder))
-    words = list(given.words)
+    (folder / "config.yaml").write_text((TOY_CONFIG + CONFIG).format(folder=folder))
+    one_adapter = given.recipe not in (FULL, "several_adapters")
+    words = [*(["adapter={rank: 4, alpha: 8}"] if one_adapter else []), *given.words]
     if accelerator() is None and "compile=true" in words:  # minutes of a C++ compiler
         words.remove("compile=true")
     run_recipe(given.recipe, ["--config", f"{folder}/config.yaml", *words])

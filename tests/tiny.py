@@ -6,6 +6,7 @@ import json
 import os
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import pytest
 import torch
@@ -33,10 +34,19 @@ TINY_CONFIG = {
     "rope_theta": 10000.0,
     "tie_word_embeddings": False,
 }
-DELTA: dict[str, object] = {  # changes: one of its two layers is recurrent
+DELTA: dict[str, Any] = {  # changes: one of its two layers is recurrent
     **{"architectures": ["Qwen3_5ForCausalLM"], "model_type": "qwen3_5_text", "head_dim": 32},
     **{"num_hidden_layers": 2, "full_attention_interval": 2, "linear_num_value_heads": 4},
     **{"linear_num_key_heads": 2, "linear_key_head_dim": 32, "linear_value_head_dim": 32},
+}
+MOE: dict[str, Any] = {  # changes: a mixture of experts
+    **{"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "head_dim": 16},
+    **{"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 36},
+}
+GPT_OSS: dict[str, Any] = {  # changes: one with sinks and windows
+    **{"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32},
+    **{"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36},
+    "sliding_window": 16,
 }
 
 

@@ -247,7 +247,7 @@ class _HashingStream:
         return getattr(self._stream, name)
 
 
-# torch says so of a pickle whose second byte is damaged; the digest says it better.
+# torch warns if the second byte of a pickle is damaged. The digest finds that, and names the file.
 warnings.filterwarnings("ignore", message="Detected pickle protocol")
 
 _DCP = "torch.distributed.checkpoint"

@@ -1,8 +1,8 @@
-"""A small safetensors file whose bytes depend on its content alone, and digests of tensors.
+"""Small safetensors files: equal content gives equal bytes, and digests find damage.
 
-Adapters that qfsdp writes have two in the metadata of their file: of the tensors, and of the
-settings that change what they compute. Those of other programs have none, and of ours neither after
-another program has written the file again. So a missing digest is not damage.
+The file of an adapter has two digests in its metadata: one of the tensors, one of the settings that
+change what they compute. Other programs write none, and drop ours when they write the file again.
+So a missing digest is not damage.
 """
 
 from __future__ import annotations

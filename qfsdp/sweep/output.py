@@ -273,10 +273,13 @@ def _chart(
 def _split(
     values: dict[str, list[Any]], axis: str, fitting: Sequence[dict[str, Any]]
 ) -> tuple[list[str], dict[str, Any]]:
-    """The axes whose values are lines, and one value of each other axis.
+    """How a chart over one axis shows the others: as lines, or fixed to one value.
 
     Args:
         fitting: points of the cells that fit.
+
+    Returns:
+        The axes with a line for each value; and the value of each axis that is fixed.
     """
     others = [name for name in values if name != axis]
     others.sort(key=lambda name: are_numbers(values[name]))  # words first

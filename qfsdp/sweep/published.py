@@ -72,8 +72,9 @@ def _is_at(cell: Cell, point: dict[str, Any]) -> bool:
 
 
 def beside(published: Sequence[tuple[dict[str, Any], Any, Cell]], rows: dict[str, Row]) -> Table:
-    """Every published figure beside the result of its cell, if the cell is finished: ours, theirs,
-    the ratio unless theirs is a range, the axes whose values differ, and which of several sources.
+    """A table of published figures whose cells are finished. A row has our figure, the published
+    one, and their ratio if that is one number. Then come the axes with several values, and the
+    number of the source if there are several.
 
     Args:
         rows: results by the cells' keys.

@@ -82,7 +82,7 @@ MORE = NAMES | {
 
 
 def by_heads(tensor: Tensor, size: int, dim: int = 0) -> Tensor:
-    """Value heads of `size` numbers, of which those of one query head are neighbours again."""
+    """Value heads of `size` numbers in Hugging Face's order: those of a query head together."""
     found: list[Any] = [None] * VALUES
     for at, head in enumerate(tensor.split(size, dim)):
         found[at % KEYS * EACH + at // KEYS] = head
@@ -260,7 +260,7 @@ def test_an_older_package_is_one_line(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def gemma3(folder: Path, **changes: Any) -> Any:
-    """Seven layers, of which the sixth has no window, and feed-forwards that add little."""
+    """A model of seven layers. The sixth has no window. Feed-forwards add little."""
     model = random_model("gemma3_text", folder, num_hidden_layers=7, **changes)
     for layer in model.model.layers:
         layer.post_feedforward_layernorm.weight.data.mul_(1e-3).sub_(0.999)

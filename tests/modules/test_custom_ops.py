@@ -15,18 +15,14 @@ from qfsdp.data.loader import collate
 from qfsdp.modules.adapters.config import AdapterConfig
 from tests.models import adapted_model, randomize_adapters
 from tests.tensor_subclasses.test_quantized_tensor import RecordedOps
-from tests.tiny import DELTA, write_tiny_model
+from tests.tiny import DELTA, GPT_OSS, MOE, write_tiny_model
 
-MOE = {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "num_experts": 5}
-MOE |= {"num_experts_per_tok": 2, "moe_intermediate_size": 36, "head_dim": 16}
-GPT_OSS = {"architectures": ["GptOssForCausalLM"], "model_type": "gpt_oss", "head_dim": 32}
-GPT_OSS |= {"num_local_experts": 5, "num_experts_per_tok": 2, "intermediate_size": 36}
 MODELS: dict[str, tuple[dict[str, Any], AdapterConfig]] = {
     "dora": ({}, AdapterConfig("dora", rank=4, dropout=0.1)),
     "frozen": ({}, AdapterConfig("lora", rank=4, targets=["q_proj"])),
     "delta": (DELTA, AdapterConfig("lora", rank=4)),
     "experts": (MOE, AdapterConfig("dora", rank=4)),
-    "sinks": (GPT_OSS | {"sliding_window": 16}, AdapterConfig("lora", rank=4, dropout=0.1)),
+    "sinks": (GPT_OSS, AdapterConfig("lora", rank=4, dropout=0.1)),
 }
 
 

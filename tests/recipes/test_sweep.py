@@ -388,7 +388,7 @@ def test_a_last_update_of_an_adapter_that_was_left_out_has_no_loss(tmp_path: Pat
 
 
 def test_cells_of_two_grids_are_one_page(tmp_path: Path) -> None:
-    """A folder keeps the cells of an earlier config, whose axes may be others."""
+    """A folder keeps the cells of an earlier config. That may have had other axes."""
     points = [{"batch_size": 1}, {"batch_size": 2}, {"seed": 5}, {"seed": 6, "batch_size": 1}]
     about = {"status": "fits", "ranks": 1, "memory_gib": 1.0}
     rows = [about | {"key": str(at), "point": point} for at, point in enumerate(points)]

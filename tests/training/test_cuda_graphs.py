@@ -201,7 +201,7 @@ def test_why_not(
     given |= {"base": "none", "method": "dora", "recurrent": False, "fla": False} | changes
     monkeypatch.setattr(cuda_graphs, "is_installed", lambda _: given["fla"])
     if given["recurrent"]:
-        folder = write_tiny_model(tmp_path / "model", **DELTA)  # type: ignore[arg-type]
+        folder = write_tiny_model(tmp_path / "model", **DELTA)
     model = adapted_model(folder, AdapterConfig(given["method"], rank=4))
     for layer in model.model.layers:
         layer.checkpointing = given["checkpointing"]

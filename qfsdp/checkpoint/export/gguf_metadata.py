@@ -171,8 +171,12 @@ def _interval(parts: DecoderParts) -> int:
     """One layer in so many has attention, the last of each; 0: another pattern."""
     kinds = [layer.recurrent for layer in parts.layers]
     every = kinds.index(False) + 1 if False in kinds else 0
-    usual = [bool((index + 1) % every) for index in range(len(kinds))] if every else []
-    return every if kinds == usual else 0
+    return every if every and kinds == _all_but_every(every, parts) else 0
+
+
+def _all_but_every(every: int, parts: DecoderParts) -> list[bool]:
+    """For each layer whether its number, from 1, is no multiple of `every`."""
+    return [bool((index + 1) % every) for index in range(parts.num_hidden_layers)]
 
 
 Fixed = tuple[bool, str, str]  # whether a model differs, what it has, and what llama.cpp has
@@ -183,9 +187,8 @@ def _of_llama(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
     if kind in ("smollm3", "granite"):
         yield parts.mlp.bias, "mlp_bias true", "false"
     if kind == "smollm3":
-        usual = [bool((index + 1) % 4) for index in range(parts.num_hidden_layers)]
         rotated = [layer.rope is not None for layer in parts.layers]
-        yield rotated != usual, "no_rope_layers", "every fourth"
+        yield rotated != _all_but_every(4, parts), "no_rope_layers", "every fourth"
 
 
 def _of_qwen2(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
@@ -201,8 +204,7 @@ def _of_gemma3(kind: str, parts: DecoderParts) -> Iterator[Fixed]:
     """What llama.cpp's graph of Gemma 3 has fixed; its model of 27B is known by its layers."""
     if kind != "gemma3":
         return
-    usual = [bool((index + 1) % 6) for index in range(parts.num_hidden_layers)]
-    windows = [layer.window is not None for layer in parts.layers]
+    windows, usual = [layer.window is not None for layer in parts.layers], _all_but_every(6, parts)
     yield windows != usual, "layer_types", "a sliding window in all layers but every sixth"
     swa = _sliding(parts)[1]
     yield swa != RopeConfig(swa.theta), "a scaling of layers with a window", "none"

@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     import gguf
 
 GgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
-# Few rows whose rounding changes much, and what llama.cpp computes in fp32 only: routers, and of
-# recurrent layers the convolution and the linears that make decays.
+# Linears that stay in fp32. Rounding a router sends tokens to other experts, and rounding a decay
+# changes all later states. llama.cpp computes the convolution of recurrent layers in fp32 only.
 FP32 = ("gate", "shared_expert_gate", "conv1d", "in_proj_a", "in_proj_b", "in_proj_ba")
 
 

@@ -27,7 +27,7 @@ _PROGRAM = Path(__file__).with_name("template_process.py")
 
 
 REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Names of an answer's reasoning, of which templates read one of the first two."""
+"""Keys that hold an answer's reasoning. A template reads the first or the second."""
 
 
 @dataclass(frozen=True)
@@ -53,8 +53,8 @@ class Conversation:
         tools: Sequence[Any] | None = None,
         add_generation_prompt: bool = False,
     ) -> Conversation:
-        """A conversation whose trained messages are those with `masked` false; those of dicts
-        without `masked` are the assistant's."""
+        """A conversation of messages. Those with `masked` false are trained. Of dicts that have no
+        `masked`, the assistant's are trained."""
         trained = [index for index, message in enumerate(messages) if not _is_masked(message)]
         plain = [plain_message(message) for message in messages]
         return cls(plain, trained, tools, add_generation_prompt)

@@ -233,10 +233,11 @@ class AnswerForm:
     """What a chat template writes around answers, found by rendering five small conversations.
 
     Fields:
-        headers: what it writes before an answer that the model is to give, without white space at
-            the start; then the beginnings of it that end with a token, longest first.
+        headers: the header that asks the model for an answer, without white space at its start.
+            Then its beginnings that end with a token, the longest first.
         end: the special token that follows an answer, or None.
-        of_next_turn: `end` begins the next message; after the last answer nothing stands (GLM).
+        of_next_turn: `end` is the first token of the next message. So no token follows the last
+            answer (GLM).
         knows_developer: it writes messages with the role developer.
     """
 
