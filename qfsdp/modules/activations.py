@@ -20,6 +20,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
@@ -82,7 +83,7 @@ def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
         return checkpoint(block, *args, use_reentrant=False)
     keep, reuse = _Keep(), _Reuse()
     y = checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (keep, reuse))
-    reuse.results = held_by_autograd(keep.results)
+    reuse.results = held_by_autograd(keep.results[: keep.needed])
     return y
 
 
@@ -100,11 +101,36 @@ def _is_expensive(op: torch._ops.OpOverload) -> bool:
 
 
 class _Keep(TorchDispatchMode):
-    """Collects the results of expensive operations, in order."""
+    """Collects the results of expensive operations, in order.
+
+    Fields:
+        needed: how many there were when autograd kept a tensor for the last time. The layer is
+            computed again up to that tensor, so the others are not asked for.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.results: list[Any] = []
+        self.needed = 0
+
+    def __enter__(self) -> _Keep:
+        # The hooks by which `checkpoint` learns what autograd keeps: the inner ones are called.
+        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        assert hooks is not None
+        pack, unpack = hooks
+
+        def counted(kept: Tensor) -> Any:
+            self.needed = len(self.results)
+            return pack(kept)
+
+        self._hooks = saved_tensors_hooks(counted, unpack)
+        self._hooks.__enter__()
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        self._hooks.__exit__()
+        del self._hooks  # they refer to this object
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
@@ -124,8 +150,8 @@ class _Reuse(TorchDispatchMode):
         return super().__enter__()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if _is_expensive(func):
-            return tree_map_only(Tensor, Tensor.detach, next(self._left))
+        if _is_expensive(func) and (kept := next(self._left, None)) is not None:
+            return tree_map_only(Tensor, Tensor.detach, kept)
         return func(*args, **(kwargs or {}))
 
 

@@ -15,6 +15,7 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.common.sizes import parse_size
 from qfsdp.modules.compute_dtype import check_fp8_products
 from qfsdp.modules.experts.stacked import ExpertLinear
+from qfsdp.modules.low_rank.product import in_place_of, stand_in
 from qfsdp.modules.targets import (
     ALL_LINEAR,
     check_present,
@@ -164,7 +165,7 @@ def _targeted(model: nn.Module, config: QuantizationConfig) -> Iterator[str]:
 # ---- the quantized linear ------------------------------------------------------------------
 # Forward and backward are custom ops. If the dequantize code were traced into a compiled decoder
 # layer, the partitioner would choose what is kept for backward: it kept one byte per weight when we
-# tried. `_QuantizedProduct` saves the quantized bytes, a view of what FSDP2 gathers again for
+# tried. `_Gradient` saves the quantized bytes, a view of what FSDP2 gathers again for
 # backward, and the metadata.
 
 
@@ -211,8 +212,8 @@ def _(grad: Tensor, qdata: Tensor, metadata: Any, format: str, cols: int, *_: An
     return grad.new_empty(*grad.shape[:-1], cols)
 
 
-class _QuantizedProduct(torch.autograd.Function):
-    """`x @ weight.T` of a quantized weight, given as its parts."""
+class _Gradient(torch.autograd.Function):
+    """A stand-in for `x @ weight.T` of a quantized weight, given as its parts."""
 
     @staticmethod
     def forward(
@@ -224,7 +225,7 @@ class _QuantizedProduct(torch.autograd.Function):
     ) -> Tensor:
         ctx.which = which
         ctx.save_for_backward(qdata, *metadata)
-        return _packed_linear(x, qdata, metadata, *which)
+        return stand_in(x, qdata.size(0))
 
     @staticmethod
     @once_differentiable
@@ -253,5 +254,9 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: bool = Fa
     if not isinstance(weight, QuantizedTensor):
         return F.linear(x, weight, bias)
     qdata, metadata, format, first = bytes_of(weight)
-    y = _QuantizedProduct.apply(x, qdata, metadata, (format, weight.size(1), first, fp8))
+    which = (format, weight.size(1), first, fp8)
+    before = _Gradient.apply(x, qdata, metadata, which)
+    with torch.no_grad():
+        y = _packed_linear(x, qdata, metadata, *which)
+    y = in_place_of(before, y)
     return y if bias is None else y + bias

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters
@@ -30,6 +31,7 @@ from tests.tiny import needs_compiler, write_tiny_model
 pytestmark = pytest.mark.usefixtures("eager")
 
 LAYERS = 4
+OLMO2 = {"architectures": ["Olmo2ForCausalLM"], "model_type": "olmo2"}
 MODES = {
     "full": ActivationConfig("full"),
     "selective": ActivationConfig("selective"),
@@ -192,6 +194,7 @@ def test_dora_keeps_queries_and_keys_once(packed: bool, folder: Path) -> None:
 
 
 def test_selective_keeps_less_than_everything_and_more_than_inputs(folder: Path) -> None:
+    results = {}
     for method in ("lora", "dora"):
         model = tiny(folder, method)
         modes = ("none", "selective", "full")
@@ -201,6 +204,46 @@ def test_selective_keeps_less_than_everything_and_more_than_inputs(folder: Path)
         assert kept["selective"] < 0.7 * kept["none"]
         half = bytes_kept(model, ActivationConfig("full", every_n_layers=2), batch())
         assert half == pytest.approx((kept["none"] + kept["full"]) / 2, rel=0.1)
+        results[method] = kept["selective"] - kept["full"]
+    # A layer's last product, 80 tokens of 192 numbers in fp32: DoRA's magnitude takes its result.
+    assert results["dora"] - results["lora"] == LAYERS * 80 * 192 * 4
+
+
+class Products(TorchDispatchMode):
+    """Counts the products with frozen weights in forward, also in forward that runs again."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.found += func.name() in ("qfsdp::adapted_linear", "qfsdp::packed_linear")
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize(
+    ("changes", "adapter", "again", "spared"),
+    [
+        ({}, {"method": "lora"}, 3, 1),  # q, k and v are one product, gate and up another
+        ({}, {"method": "dora"}, 4, 0),  # the magnitude's gradient takes the result
+        ({}, {"method": "lora", "targets": ["q_proj", "v_proj"]}, 6, 1),
+        (OLMO2, {"method": "lora"}, 4, 0),  # a norm takes it
+    ],
+)
+def test_backward_ends_with_the_last_kept_tensor(
+    changes: Any, adapter: Any, again: int, spared: int, mode: str, tmp_path: Path
+) -> None:
+    """A layer's last product is not computed again where nothing in backward takes its result."""
+    folder = write_tiny_model(tmp_path / "model", num_hidden_layers=LAYERS, **changes)
+    model = adapted_model(folder, AdapterConfig(**{"rank": 5, "alpha": 7.0} | adapter))
+    randomize_adapters(model)
+    expected = gradients(model, ActivationConfig(), batch())
+    assert_equal(gradients(model, ActivationConfig(mode), batch()), expected, mode)
+    with Products() as counted:
+        loss = model(**batch())
+        before, counted.found = counted.found, 0
+        loss.backward()
+    assert counted.found == (LAYERS * again if mode == "full" else 0)
+    assert before == LAYERS * (again + spared)
 
 
 class Ledger:

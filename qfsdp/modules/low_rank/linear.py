@@ -141,6 +141,7 @@ def low_rank_outputs(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
     given = [linear._adapter() for linear in linears]
     a, b, (scaling, *_), ratios = zip(*given, strict=True)
     ready = None if linears[0].copies is None else ready_copies(linears, x.dtype)
+    trained = [None if linear.is_reference else linear.magnitude for linear in linears]
     made = product.adapted_linears(
         x,
         [linear.weight for linear in linears],
@@ -148,13 +149,12 @@ def low_rank_outputs(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
         b,
         scaling,
         () if ratios[0] is None else ratios,
+        trained,
         linears[0]._dropped(x),
         ready,
         linears[0].fp8,
     )
     for at, linear in enumerate(linears):
-        if linear.magnitude is not None and not linear.is_reference:
-            made[at] = product.with_row_gradient(made[at], linear.magnitude)
         if linear.bias is not None:  # DoRA must not scale the bias
             made[at] = made[at] + linear.bias
     return made

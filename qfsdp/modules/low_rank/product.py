@@ -34,10 +34,9 @@ from qfsdp.tensor_subclasses.kernels.custom_op import custom_op
 @custom_op("qfsdp::adapted_linear")
 def forward_op(
     x: Tensor,
-    dropped: Tensor | None,
+    z: Tensor,
     weights: Sequence[Tensor],
     metadata: Sequence[Tensor],
-    a: Sequence[Tensor],
     b: Sequence[Tensor],
     ratios: Sequence[Tensor],
     scaling: float,
@@ -46,14 +45,11 @@ def forward_op(
     fp8: bool,
     ready: bool,
 ) -> list[Tensor]:
-    """The outputs of linears with one input, and z = x A^T of all of them.
+    """The outputs of linears with one input; z = x A^T of all of them.
 
-    `ready`: `a` is one matrix, the A of all linears below each other, and each b is scaled; all of
-    x's dtype. Else they are the fp32 parameters.
+    `ready`: each b is scaled and has x's dtype. Else they are the fp32 parameters.
     """
-    dtype, flat = x.dtype, x.flatten(0, -2)
-    z = (flat if dropped is None else dropped.flatten(0, -2)) @ _stacked(a, dtype).t()
-    outputs = []
+    dtype, flat, outputs = x.dtype, x.flatten(0, -2), []
     for at, (of_linear, own_z) in enumerate(zip(b, z.split(b[0].size(1), dim=1), strict=True)):
         ratio, of_weight = ratios[at] if ratios else None, _of(metadata, at, len(b))
         scaled = of_linear if ready else scaled_b(of_linear, ratio, scaling, dtype)
@@ -65,7 +61,7 @@ def forward_op(
             which = (format, x.size(-1), row_offset, dtype, ratio)
             y.addmm_(flat, frozen_weight(weights[at], of_weight, *which).t())
         outputs.append(y.view(*x.shape[:-1], -1))
-    return [*outputs, z]
+    return outputs
 
 
 @custom_op("qfsdp::adapted_linear_backward")
@@ -90,13 +86,8 @@ def backward_op(
     for those that do not exist."""
     dtype, rank, count = x.dtype, b[0].size(1), len(b)
     flat = [grad.flatten(0, -2) for grad in grads]
-    scaled = (
-        b
-        if ready
-        else [
-            scaled_b(b[at], ratios[at] if ratios else None, scaling, dtype) for at in range(count)
-        ]
-    )
+    each: Sequence[Tensor | None] = ratios or [None] * count
+    scaled = b if ready else [scaled_b(*of, scaling, dtype) for of in zip(b, each, strict=True)]
     grad_z, sizes = torch.empty_like(z), [g.size(1) for g in flat]
     product = z.new_empty(sum(sizes), rank)
     parts = (flat, scaled, z.split(rank, 1), grad_z.split(rank, 1), product.split(sizes))
@@ -154,18 +145,16 @@ torch.library.register_fake("qfsdp::adapted_linear_backward", shapes.of_gradient
 # ---- autograd: what is kept for backward, and whose gradient is which ----------------------------
 
 
-class _AdaptedLinear(torch.autograd.Function):
-    """The outputs of one to three linears with one input, with gradients for x, dropped, and every
-    a and b. `_RatioGradient` adds that for ratios.
-
-    Each a and b is an argument: Dynamo miscounts a variable number of them.
-    """
+class _Gradients(torch.autograd.Function):
+    """Stand-ins for the outputs of one to three linears with one input, with gradients for x,
+    dropped, and every a and b, each an argument: Dynamo miscounts a variable number of them."""
 
     @staticmethod
     def forward(
         ctx: Any,
         x: Tensor,
         dropped: Tensor | None,
+        z: Tensor,
         weights: Sequence[Tensor],
         metadata: Sequence[Tensor],
         ready: Ready | None,
@@ -184,10 +173,9 @@ class _AdaptedLinear(torch.autograd.Function):
             a, b = [ready.a], list(ready.b)
         ctx.which, ctx.ready = which, ready is not None
         given = (weights, metadata, a, b, ratios)
-        *outputs, z = forward_op(x, dropped, *given, *which, ctx.ready)
         ctx.sizes = [len(tensors) for tensors in given]
         ctx.save_for_backward(x, dropped, z, *(tensor for tensors in given for tensor in tensors))
-        return tuple(outputs)
+        return tuple(stand_in(x, of_linear.size(0)) for of_linear in b)
 
     @staticmethod
     @once_differentiable
@@ -206,22 +194,38 @@ class _AdaptedLinear(torch.autograd.Function):
         factors += [None] * (6 - len(factors))
         of_x = grad_x if wants_x else None
         of_dropped = None if dropped is None or not wants_x else grad_dropped
-        return of_x, of_dropped, None, None, None, None, None, *factors
+        return of_x, of_dropped, None, None, None, None, None, None, *factors
 
 
-class _RatioGradient(torch.autograd.Function):
-    """y unchanged, with a gradient for the ratio that y contains; or for another factor of y's
-    rows that the ratio contains, such as DoRA's magnitude."""
+def stand_in(x: Tensor, rows: int) -> Tensor:
+    """`[..., rows]` without numbers: the result of a node of autograd that keeps what backward
+    needs, before the product itself runs, whose result comes `in_place_of` it.
 
+    A checkpointed layer is computed again up to the last tensor that was kept. So it leaves out a
+    product at its end, a quarter of Llama 3's weights, unless DoRA keeps the result.
+    """
+    return x.new_empty(1).expand(*x.shape[:-1], rows)
+
+
+class _InPlaceOf(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, ratio: Tensor) -> Tensor:
-        ctx.save_for_backward(y, ratio)
+    def forward(ctx: Any, stand_in: Tensor, y: Tensor, factor: Tensor | None) -> Tensor:
+        if factor is not None:
+            ctx.save_for_backward(y, factor)
         return y.view_as(y)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
-        y, ratio = ctx.saved_tensors
-        return grad, column_dots(grad.flatten(0, -2), y.flatten(0, -2)) / ratio
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
+        if not ctx.needs_input_grad[2]:
+            return grad, None, None
+        y, factor = ctx.saved_tensors
+        return grad, None, column_dots(grad.flatten(0, -2), y.flatten(0, -2)) / factor
+
+
+def in_place_of(stand_in: Tensor, y: Tensor, factor: Tensor | None = None) -> Tensor:
+    """y, which gives its gradient to the stand-in; and one to `factor`, fp32 `[out]`, of y's rows,
+    that y contains already, such as DoRA's magnitude."""
+    return _InPlaceOf.apply(stand_in, y, factor) if torch.is_grad_enabled() else y
 
 
 def column_dots(g: Tensor, y: Tensor) -> Tensor:
@@ -236,11 +240,6 @@ def _column_dots(g: Tensor, y: Tensor) -> Tensor:
 
 
 _compiled_column_dots = compiled(_column_dots)
-
-
-def with_row_gradient(y: Tensor, factor: Tensor) -> Tensor:
-    """y, with a gradient for an fp32 `[out]` factor of its rows that it contains already."""
-    return _RatioGradient.apply(y, factor)
 
 
 class Ready(NamedTuple):
@@ -267,6 +266,7 @@ def adapted_linears(
     b: Sequence[Tensor],
     scaling: float,
     ratios: Sequence[Tensor] = (),
+    magnitudes: Sequence[Tensor | None] = (None, None, None),
     dropped: Tensor | None = None,
     ready: Ready | None = None,
     fp8: bool = False,
@@ -281,12 +281,13 @@ def adapted_linears(
         weights: `[out, in]`, at most `MOST_TOGETHER`, frozen, quantized alike or plain.
         a, b: fp32 `[rank, in]` and `[out, rank]`, of one rank.
         ratios: fp32 `[out]`, DoRA's magnitude / norm; (): ones. They get no gradient.
+        magnitudes: fp32 `[out]`, factors of the ratios, which get gradients.
         dropped: `[..., in]`, x after dropout; None: x itself.
         fp8: multiply by quantized weights in FP8 (`qfsdp.tensor_subclasses.fp8`).
         ready: what is multiplied in place of a, b and ratios; they only get gradients then.
 
     Returns:
-        `[..., out]` each, of x's dtype, with gradients for x, dropped, a and b.
+        `[..., out]` each, of x's dtype, with gradients for x, dropped, a, b and magnitudes.
     """
     metadata: list[Tensor] = []
     plain: list[Tensor] = []
@@ -302,5 +303,11 @@ def adapted_linears(
     for pair in zip(a, b, strict=True):
         factors += pair
     factors += [None] * (2 * MOST_TOGETHER - len(factors))
+    of_a, of_b = (a, b) if ready is None else ([ready.a], ready.b)
+    with torch.no_grad():
+        z = (x if dropped is None else dropped).flatten(0, -2) @ _stacked(of_a, x.dtype).t()
     given = (plain, metadata, ready, ratios, which)
-    return list(_AdaptedLinear.apply(x, dropped, *given, *factors))
+    stand_ins = _Gradients.apply(x, dropped, z, *given, *factors)
+    with torch.no_grad():
+        made = forward_op(x, z, plain, metadata, of_b, ratios, *which, ready is not None)
+    return [in_place_of(*each) for each in zip(stand_ins, made, magnitudes, strict=False)]

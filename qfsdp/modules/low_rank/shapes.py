@@ -8,12 +8,9 @@ import torch
 from torch import Tensor
 
 
-def of_outputs(
-    x: Tensor, dropped: Any, weights: Any, metadata: Any, a: Any, *_: Any
-) -> list[Tensor]:
+def of_outputs(x: Tensor, z: Any, weights: Any, *_: Any) -> list[Tensor]:
     """As `forward_op`."""
-    outputs = [x.new_empty(*x.shape[:-1], weight.size(0)) for weight in weights]
-    return [*outputs, x.new_empty(x.shape[:-1].numel(), sum(factor.size(0) for factor in a))]
+    return [x.new_empty(*x.shape[:-1], weight.size(0)) for weight in weights]
 
 
 def of_gradients(
