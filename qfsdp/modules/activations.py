@@ -83,7 +83,7 @@ def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
         return checkpoint(block, *args, use_reentrant=False)
     keep, reuse = _Keep(), _Reuse()
     y = checkpoint(block, *args, use_reentrant=False, context_fn=lambda: (keep, reuse))
-    reuse.results = held_by_autograd(keep.results[: keep.needed])
+    reuse.results = held_by_autograd(keep.taken())
     return y
 
 
@@ -101,17 +101,12 @@ def _is_expensive(op: torch._ops.OpOverload) -> bool:
 
 
 class _Keep(TorchDispatchMode):
-    """Collects the results of expensive operations, in order.
-
-    Fields:
-        needed: how many there were when autograd kept a tensor for the last time. The layer is
-            computed again up to that tensor, so the others are not asked for.
-    """
+    """Collects the results of expensive operations, in order."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.results: list[Any] = []
-        self.needed = 0
+        self._results: list[Any] = []
+        self._needed = 0  # results before autograd kept its last tensor
 
     def __enter__(self) -> _Keep:
         # The hooks by which `checkpoint` learns what autograd keeps: the inner ones are called.
@@ -120,7 +115,7 @@ class _Keep(TorchDispatchMode):
         pack, unpack = hooks
 
         def counted(kept: Tensor) -> Any:
-            self.needed = len(self.results)
+            self._needed = len(self._results)
             return pack(kept)
 
         self._hooks = saved_tensors_hooks(counted, unpack)
@@ -130,13 +125,19 @@ class _Keep(TorchDispatchMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         self._hooks.__exit__()
-        del self._hooks  # they refer to this object
+        del self._hooks
+
+    def taken(self) -> list[Any]:
+        """The results that backward asks for: it computes the layer again up to the last tensor
+        that autograd kept. None is left here, as autograd keeps hooks and so this object too."""
+        results, self._results = self._results[: self._needed], []
+        return results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if _is_expensive(func):
             # Aliases: autograd makes `result` itself part of its graph.
-            self.results.append(tree_map_only(Tensor, Tensor.detach, result))
+            self._results.append(tree_map_only(Tensor, Tensor.detach, result))
         return result
 
 

@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -210,13 +211,23 @@ def test_selective_keeps_less_than_everything_and_more_than_inputs(folder: Path)
 
 
 class Products(TorchDispatchMode):
-    """Counts the products with frozen weights in forward, also in forward that runs again."""
+    """The memory of the results of every product with frozen weights in forward, also in forward
+    that runs again."""
 
-    found = 0
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[list[StorageWeakRef]] = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.found += func.name() in ("qfsdp::adapted_linear", "qfsdp::packed_linear")
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        if func.name() in ("qfsdp::adapted_linear", "qfsdp::packed_linear"):
+            results = (tensor.untyped_storage() for tensor in tree_leaves(result))
+            self.found.append([StorageWeakRef(storage) for storage in results])
+        return result
+
+    def freed(self) -> int:
+        """Of how many products the memory of results is free."""
+        return sum(all(result.expired() for result in results) for results in self.found)
 
 
 @pytest.mark.parametrize("mode", ["full", "selective"])
@@ -232,7 +243,8 @@ class Products(TorchDispatchMode):
 def test_backward_ends_with_the_last_kept_tensor(
     changes: Any, adapter: Any, again: int, spared: int, mode: str, tmp_path: Path
 ) -> None:
-    """A layer's last product is not computed again where nothing in backward takes its result."""
+    """A layer's last product is not computed again, and its result is not kept, where nothing in
+    backward takes it."""
     folder = write_tiny_model(tmp_path / "model", num_hidden_layers=LAYERS, **changes)
     model = adapted_model(folder, AdapterConfig(**{"rank": 5, "alpha": 7.0} | adapter))
     randomize_adapters(model)
@@ -240,10 +252,11 @@ def test_backward_ends_with_the_last_kept_tensor(
     assert_equal(gradients(model, ActivationConfig(mode), batch()), expected, mode)
     with Products() as counted:
         loss = model(**batch())
-        before, counted.found = counted.found, 0
+        once = len(counted.found)
+        assert once == LAYERS * (again + spared)
+        assert counted.freed() == LAYERS * (spared if mode == "selective" else again + spared)
         loss.backward()
-    assert counted.found == (LAYERS * again if mode == "full" else 0)
-    assert before == LAYERS * (again + spared)
+    assert len(counted.found) - once == (LAYERS * again if mode == "full" else 0)
 
 
 class Ledger:
