@@ -63,28 +63,29 @@ def whole_tensors(params: Sequence[Tensor]) -> Iterator[Tensor]:
             continue
         group.append(param)
         if sum(p.numel() for p in group) >= GATHER_NUMBERS:
-            yield from _gather(group)
+            yield from _gather(group, [*map(local_part, group)])
             group = []
     if group:
-        yield from _gather(group)
+        yield from _gather(group, [*map(local_part, group)])
 
 
-def _gather(params: Sequence[DTensor]) -> Iterator[Tensor]:
-    """Every rank sends its rows of all matrices, padded to the number of rows of the first rank."""
+@torch.no_grad()
+def _gather(params: Sequence[DTensor], own: Sequence[Tensor]) -> Iterator[Tensor]:
+    """All rows of tensors that are sharded by rows as `params` are; `own` are those of this rank,
+    of one dtype. Every rank sends as many rows as the first one has, so its last may be zeros."""
     mesh = params[0].device_mesh
     group = shard_group(mesh)
     rows = [-(-p.size(0) // group.size()) for p in params]
-    sizes = [n * p.size(1) for n, p in zip(rows, params, strict=True)]
-    mine = params[0].to_local().new_zeros(sum(sizes), device=mesh_device(mesh))
-    for to, param in zip(mine.split(sizes), params, strict=True):
-        local = param.to_local().detach()
-        to[: local.numel()].copy_(local.flatten())
-    everyone = mine.new_empty(group.size() * mine.numel())
-    all_gather(everyone, mine, group)
+    sizes = [n * prod(mine.shape[1:]) for n, mine in zip(rows, own, strict=True)]
+    sent = own[0].new_zeros(sum(sizes), device=mesh_device(mesh))
+    for to, mine in zip(sent.split(sizes), own, strict=True):
+        to[: mine.numel()].copy_(mine.flatten())
+    everyone = sent.new_empty(group.size() * sent.numel())
+    all_gather(everyone, sent, group)
     parts = everyone.view(group.size(), -1).split(sizes, dim=1)
-    for part, param in zip(parts, params, strict=True):
-        # Equal shards one after the other are the matrix with padding at its end.
-        yield part.reshape(-1, param.size(1))[: param.size(0)]
+    for part, n, param, mine in zip(parts, rows, params, own, strict=True):
+        # Equal shards one after the other are the tensor with padding at its end.
+        yield part.reshape(group.size() * n, *mine.shape[1:])[: param.size(0)]
 
 
 def local_rows(param: Tensor) -> slice:
@@ -107,7 +108,6 @@ def sharded(
     )
 
 
-@torch.no_grad()
 def gather_rows(param: Tensor, rows: Tensor) -> Tensor:
     """All rows of a tensor that is sharded by rows as `param` is. Collective.
 
@@ -122,10 +122,4 @@ def gather_rows(param: Tensor, rows: Tensor) -> Tensor:
     """
     if not isinstance(param, DTensor):
         return rows
-    group, own = shard_group(param.device_mesh), rows.shape[1:]
-    most = -(-param.size(0) // group.size())
-    mine = rows.new_zeros(most, *own, device=mesh_device(param.device_mesh))
-    mine[: rows.size(0)] = rows
-    everyone = mine.new_empty(group.size() * most, *own)
-    all_gather(everyone, mine, group)
-    return everyone[: param.size(0)]
+    return next(_gather([param], [rows]))
