@@ -5,6 +5,7 @@ python benchmarks/gpu_archive.py CARD.json [--dry]    writes what this process s
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import re
@@ -166,4 +167,8 @@ def about_this_process(dry: bool) -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    Path(sys.argv[1]).write_text(json.dumps(about_this_process("--dry" in sys.argv)))
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("card", type=Path, metavar="CARD.json")
+    parser.add_argument("--dry", action="store_true", help="of no card")
+    args = parser.parse_args()
+    args.card.write_text(json.dumps(about_this_process(args.dry)))

@@ -18,6 +18,7 @@ The exit status is 1 if logits differ by more than 1e-4, a gradient by more than
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 import tempfile
@@ -129,6 +130,7 @@ def of_adapters(folder: Path) -> Figures:
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     quiet_torchao()
     os.environ.setdefault("QFSDP_EAGER_KERNELS", "1")
     with tempfile.TemporaryDirectory() as folder:

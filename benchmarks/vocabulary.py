@@ -11,6 +11,7 @@ that real ranks send what a dry run counts.
 
 from __future__ import annotations
 
+import argparse
 import json
 import sys
 from pathlib import Path
@@ -40,6 +41,7 @@ CASES = {
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]).parse_args()
     recipe = load_recipe(ROOT / "recipes" / "qdora_distributed.py")
     for config in ("llama3_8b_qdora", "llama3_70b_qdora"):
         for ranks in (2, 8):

@@ -11,6 +11,7 @@ https://github.com/AnswerDotAI/fsdp_qlora at the time of the article
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -101,8 +102,11 @@ clip_grad_norm: null
 
 
 def main(words: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="status 1 if it would write others")
+    args = parser.parse_args(words)
     wanted = {ROOT / "configs" / f"{name}.yaml": text for name, text in configs().items()}
-    if "--check" in words:
+    if args.check:
         return any(not f.is_file() or f.read_text() != text for f, text in wanted.items())
     for file, text in wanted.items():
         file.write_text(text)

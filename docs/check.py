@@ -20,6 +20,7 @@ Keys are checked by the recipe's own schema. Neither models nor data are read.
 
 from __future__ import annotations
 
+import argparse
 import ast
 import os
 import re
@@ -54,6 +55,7 @@ INLINE = re.compile(r"(?<!`)`([^`]+)`(?!`)")
 
 
 def main() -> int:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     os.chdir(ROOT)
     sys.path.insert(0, str(ROOT))
     problems = [problem for file in markdown_files() for problem in check_file(file)]

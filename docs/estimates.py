@@ -18,6 +18,7 @@ is an error. tests/docs holds all of it current.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -64,13 +65,18 @@ COLOURS = ("#4477aa", "#66ccee", "#ee6677", "#ccbb44")  # Paul Tol's "bright" sc
 
 
 def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("names", nargs="*", metavar="NAME", help="a config; default: all")
+    names = parser.parse_args().names
+    if unknown := set(names) - {file.stem for file in configs()}:
+        parser.error(f"{min(unknown)}: no config that names machines")
     sys.path.insert(0, str(ROOT))
-    for file in configs(sys.argv[1:]):
+    for file in configs(names):
         file.write_text(with_figures(file))
         print(file.relative_to(ROOT), flush=True)
     for file in WITH_TABLE:
         file.write_text(with_table(file))
-    if not sys.argv[1:]:
+    if not names:
         PICTURE.write_text(picture())
 
 

@@ -9,6 +9,7 @@ of their own. One row is a micro-batch. tests/docs/test_long_rows.py holds the t
 
 from __future__ import annotations
 
+import argparse
 import re
 import sys
 from collections.abc import Callable, Iterator
@@ -33,6 +34,7 @@ Estimated = Callable[[int], Any]
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     sys.path.insert(0, str(ROOT))
     PAGE.write_text(with_table())
 

@@ -8,6 +8,7 @@ families, and the classes that benchmarks/any_model.py found equal to transforme
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -41,5 +42,6 @@ def with_table() -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     sys.path.insert(0, str(ROOT))
     PAGE.write_text(with_table())

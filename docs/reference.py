@@ -9,6 +9,7 @@ A key that several recipes have with the same type, default and sentence is prin
 
 from __future__ import annotations
 
+import argparse
 import sys
 import textwrap
 from pathlib import Path
@@ -42,8 +43,11 @@ function, and its arguments.
 
 
 def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="status 1 if it would write others")
+    args = parser.parse_args()
     sys.path.insert(0, str(ROOT))
-    if "--check" in sys.argv[1:]:
+    if args.check:
         return 0 if is_up_to_date() else 1
     PAGE.parent.mkdir(exist_ok=True)
     PAGE.write_text(page())

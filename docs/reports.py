@@ -6,6 +6,7 @@ python docs/reports.py --check    status 1 if it is not what would be written
 
 from __future__ import annotations
 
+import argparse
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -29,7 +30,9 @@ a roofline, computed from shapes, or none. Commands stand below each table, by r
 
 
 def main(words: Sequence[str]) -> int:
-    if "--check" in words:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--check", action="store_true", help="status 1 if it would write others")
+    if parser.parse_args(words).check:
         return int(not PAGE.is_file() or PAGE.read_text() != page())
     PAGE.write_text(page())
     return 0

@@ -9,6 +9,7 @@ below). tests/docs/test_roofline.py holds the page current.
 
 from __future__ import annotations
 
+import argparse
 import json
 import re
 import sys
@@ -50,6 +51,7 @@ HOST_BANDWIDTH = 300e9  # bytes/s of a server's memory, read and written; not me
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     sys.path.insert(0, str(ROOT))
     PAGE.write_text(with_tables())
 

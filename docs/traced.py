@@ -9,6 +9,7 @@ page with what they trace, so nobody chooses the files.
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
 import sys
@@ -31,6 +32,7 @@ AIMS = {
 
 
 def main() -> None:
+    argparse.ArgumentParser(description=__doc__.splitlines()[0]).parse_args()
     os.environ["QFSDP_EAGER_KERNELS"] = "1"
     sys.path.insert(0, str(ROOT))
     PAGE.write_text(page(PAGE.read_text(), traced()))
