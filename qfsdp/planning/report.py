@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -10,14 +11,9 @@ from qfsdp.common.sizes import format_size
 from qfsdp.planning.estimate import Estimate, Point
 from qfsdp.planning.tracker import KINDS
 from qfsdp.training.report.charts import Chart, Line, number
+from qfsdp.training.report.drawing import write_picture
 
 COLUMNS = 300  # of the picture, each a few pixels wide
-# Colours of Paul Tol's "muted" scheme (https://sronpersonalpages.nl/~pault/), which colour-blind
-# readers can distinguish: blue and green for lasting tensors, warm colours for temporary ones.
-COLOURS = (
-    *("#332288", "#88CCEE", "#44AA99", "#117733", "#999933"),
-    *("#DDCC77", "#CC6677", "#882255", "#AA4499", "#DDDDDD", "#555555", "#661100"),
-)
 
 
 def lines(found: Estimate, device_memory: int | None) -> list[str]:
@@ -64,43 +60,14 @@ def _verdict(found: Estimate, device_memory: int) -> str:
 
 
 def draw(found: Estimate, path: Path, title: str, device_memory: int | None) -> None:
-    """Writes a PNG: memory over a step by kind of tensor, its phases, and the device's limit."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    points = _thinned(found.timeline)
-    at = [point.at for point in points]
-    kinds = [kind for kind in KINDS if any(point.by_kind.get(kind) for point in points)]
-    colours = [COLOURS[KINDS.index(kind)] for kind in kinds]
-    heights = [[point.by_kind.get(kind, 0) / 2**30 for point in points] for kind in kinds]
-
-    figure = Figure(figsize=(11, 5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    axes.stackplot(at, heights, labels=map(_words, kinds), colors=colours, linewidth=0)
-    axes.plot([found.where.at], [found.peak / 2**30], "v", color="black", markersize=6)
-    axes.annotate(
-        f"peak {format_size(found.peak)}",
-        (found.where.at, found.peak / 2**30),
-        xytext=(0, 8),
-        textcoords="offset points",
-        ha="center",
-    )
-    top = found.peak / 2**30 * 1.12
+    """Draws memory over a step by kind of tensor, its phases, and the device's limit. Raises
+    OSError, and ValueError: a suffix that matplotlib does not write."""
+    chart = chart_of(found)
     if device_memory is not None and device_memory < 3 * found.peak:
-        limit = device_memory / 2**30
-        axes.axhline(limit, color="black", linestyle="--", linewidth=1)
-        axes.text(at[0], limit, f" {format_size(device_memory)} device memory", va="bottom")
-        top = max(top, limit * 1.08)
-    for begin, phase in _phases(points):
-        axes.axvline(begin, color="grey", linewidth=0.6)
-        axes.text(begin, top, f" {phase}", va="top", fontsize=8, color="dimgrey")
-    axes.set(xlim=(at[0], at[-1]), ylim=(0, top), ylabel="GiB per rank", title=title)
-    axes.set_xlabel("operations of one step")
-    handles, labels = axes.get_legend_handles_labels()
-    figure.legend(handles[::-1], labels[::-1], loc="outside right center", frameon=False)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=120)
+        name = f"{format_size(device_memory)} device memory"
+        chart = replace(chart, limit=(device_memory / 2**30, name))
+    title = f"{title}: peak {format_size(found.peak)} ({found.where.phase})"
+    write_picture(replace(chart, title=title, begins=_phases(_thinned(found.timeline))), path)
 
 
 def chart_of(found: Estimate) -> Chart:

@@ -9,8 +9,12 @@ from itertools import pairwise
 from typing import Literal
 
 # Paul Tol's "bright" scheme (https://sronpersonalpages.nl/~pault/), which colour-blind readers can
-# distinguish; each has a contrast of at least 2 to white and to the page's dark ground.
-COLOURS = ("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#E0812C")
+# distinguish, orange, and four of his "muted" one; each has a contrast of about 2 or more to white
+# and to the page's dark ground.
+COLOURS = (
+    *("#4477AA", "#EE6677", "#228833", "#CCBB44", "#66CCEE", "#AA3377", "#BBBBBB", "#E0812C"),
+    *("#44AA99", "#999933", "#882255", "#AA4499"),
+)
 MOST_POINTS = 400  # of a line: a chart is 360 pixels wide
 LOG_RANGE = 20.0  # values that differ by more than this factor are shown on a logarithmic axis
 
@@ -47,6 +51,7 @@ class Chart:
         names: of the ticks, for values that are no numbers; (): the numbers.
         from_zero: the y axis begins at 0 even if all values are far from it.
         limit: y and name of a horizontal line, such as the memory of a device; None: none.
+        begins: x and name of vertical lines: what begins there.
     """
 
     title: str
@@ -60,6 +65,7 @@ class Chart:
     names: Sequence[str] = field(default=())
     from_zero: bool = False
     limit: tuple[float, str] | None = None
+    begins: Sequence[tuple[float, str]] = field(default=())
 
     @property
     def is_empty(self) -> bool:

@@ -63,10 +63,13 @@ def write_picture(chart: Chart, path: Path) -> None:
     from matplotlib.figure import Figure
 
     with rc_context(SETTINGS):
-        figure = Figure(figsize=(7, 4.2), layout="constrained")
+        areas = chart.kind == "areas"
+        figure = Figure(figsize=(11, 5) if areas else (7, 4.2), layout="constrained")
         axes = _axes(figure, chart, "#e7ebef", "black")
-        axes.set_title(chart.title)
-        if any(line.name for line in chart.lines):
+        axes.set_title(chart.title, pad=16 if chart.begins else None)
+        if areas:  # one over the other, as they are stacked
+            figure.legend(reverse=True, loc="outside right center", frameon=False)
+        elif any(line.name for line in chart.lines):
             axes.legend(edgecolor="none", fontsize=8)
         path.parent.mkdir(parents=True, exist_ok=True)
         with whole_file(path) as partial:
@@ -94,6 +97,9 @@ def _axes(figure: Any, chart: Chart, grid: str, ink: str) -> Any:
         y, name = chart.limit
         axes.axhline(y, color=ink, linestyle="--", linewidth=1)
         axes.text(0.99, y, name, transform=axes.get_yaxis_transform(), ha="right", va="bottom")
+    for x, name in chart.begins:
+        axes.axvline(x, color=ink, linewidth=0.6)
+        axes.text(x, 1.01, name, transform=axes.get_xaxis_transform(), fontsize=8)
     _scale(axes, chart)
     axes.set(xlabel=chart.x, ylabel=chart.y)
     axes.grid(color=grid)

@@ -10,6 +10,7 @@ from xml.etree import ElementTree
 
 import pytest
 
+from qfsdp.planning.tracker import KINDS
 from qfsdp.training.report.charts import Chart, Line, is_geometric, needs_log, number, thinned
 from qfsdp.training.report.drawing import HEIGHT, svg, write_picture
 from qfsdp.training.report.page import figure
@@ -124,6 +125,17 @@ def test_areas_are_stacked() -> None:
     ground, a0, a1 = sorted(one, reverse=True)
     (b0,) = two - one
     assert two - {b0} <= {a0, a1} and ground - b0 == pytest.approx(4 * (ground - a0), abs=0.1)
+
+
+def test_a_picture_of_areas_says_what_begins_where(tmp_path: Path) -> None:
+    """Every kind of tensor has a colour of its own."""
+    kinds = [Line(kind, [(0, 1.0), (9, 2.0)]) for kind in KINDS]
+    begins = [(0, "forward"), (4, "backward")]
+    chart = Chart("memory", "operation", "GiB", kinds, kind="areas", begins=begins)
+    write_picture(chart, tmp_path / "memory.svg")
+    drawn = (tmp_path / "memory.svg").read_text()
+    assert [drawn.count(f">{name}<") for name in ("forward", "backward", *KINDS)] == [1] * 14
+    assert len({*re.findall('<path[^>]*"fill: #([0-9a-f]{6})"', drawn)} - {"ffffff"}) == len(KINDS)
 
 
 def test_dots_say_their_values() -> None:
