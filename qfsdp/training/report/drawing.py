@@ -97,9 +97,9 @@ def _axes(figure: Any, chart: Chart, grid: str, ink: str) -> Any:
         y, name = chart.limit
         axes.axhline(y, color=ink, linestyle="--", linewidth=1)
         axes.text(0.99, y, name, transform=axes.get_yaxis_transform(), ha="right", va="bottom")
-    for x, name in chart.begins:
-        axes.axvline(x, color=ink, linewidth=0.6)
-        axes.text(x, 1.01, name, transform=axes.get_xaxis_transform(), fontsize=8)
+    for begin, name in chart.begins:
+        axes.axvline(begin, color=ink, linewidth=0.6)
+        axes.text(begin, 1.01, name, transform=axes.get_xaxis_transform(), fontsize=8)
     _scale(axes, chart)
     axes.set(xlabel=chart.x, ylabel=chart.y)
     axes.grid(color=grid)
