@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_flatten, tree_map_only, tree_unflatten
+from torch.utils._pytree import tree_flatten, tree_leaves, tree_map_only, tree_unflatten
 from torch.utils.checkpoint import checkpoint
 
 from qfsdp.common.errors import InvalidField, UserError
@@ -94,18 +94,32 @@ def checkpointed(block: Block, mode: Checkpointing, *args: Any) -> Tensor:
 
 
 def _is_expensive(op: torch._ops.OpOverload) -> bool:
-    """Products and attention: qfsdp's custom ops, and PyTorch's."""
+    """Products and attention: qfsdp's custom ops, and PyTorch's that write to no argument."""
+    if op._schema.is_mutable:
+        return False
     own = op.namespace in ("qfsdp", "torch_attn")  # torch_attn has the variable-length kernel
     name = op.name()
     return own or name.startswith(("aten::mm", "aten::addmm", "aten::_scaled_dot_product"))
 
 
+def _written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> set[int]:
+    """The storages that an operation writes to."""
+    written = []
+    for at, argument in enumerate(op._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            written.append(args[at] if at < len(args) else (kwargs or {}).get(argument.name))
+    tensors = (leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
+    return {tensor.untyped_storage()._cdata for tensor in tensors}
+
+
 class _Keep(TorchDispatchMode):
-    """Collects the results of expensive operations, in order."""
+    """Collects the results of expensive operations, in order, each with whether an operation wrote
+    to it later. That operation runs again, so a copy from before it is kept, and a copy is given.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self._results: list[Any] = []
+        self._results: list[tuple[Any, bool]] = []
         self._needed = 0  # results before autograd kept its last tensor
 
     def __enter__(self) -> _Keep:
@@ -134,10 +148,16 @@ class _Keep(TorchDispatchMode):
         return results
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func._schema.is_mutable:
+            written = _written(func, args, kwargs)
+            for at, (result, _) in enumerate(self._results):
+                leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
+                if any(leaf.untyped_storage()._cdata in written for leaf in leaves):
+                    self._results[at] = tree_map_only(Tensor, torch.clone, result), True
         result = func(*args, **(kwargs or {}))
         if _is_expensive(func):
             # Aliases: autograd makes `result` itself part of its graph.
-            self._results.append(tree_map_only(Tensor, Tensor.detach, result))
+            self._results.append((tree_map_only(Tensor, Tensor.detach, result), False))
         return result
 
 
@@ -152,7 +172,8 @@ class _Reuse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if _is_expensive(func) and (kept := next(self._left, None)) is not None:
-            return tree_map_only(Tensor, Tensor.detach, kept)
+            result, is_written = kept
+            return tree_map_only(Tensor, torch.clone if is_written else Tensor.detach, result)
         return func(*args, **(kwargs or {}))
 
 

@@ -20,7 +20,7 @@ from torch.utils._pytree import tree_leaves
 from qfsdp.checkpoint.adapter_files import adapter_parameters
 from qfsdp.common.errors import InvalidField
 from qfsdp.modules import activation_offload, rope
-from qfsdp.modules.activations import ActivationConfig
+from qfsdp.modules.activations import ActivationConfig, checkpointed
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.attention.self_attention import Attention
 from qfsdp.modules.transformer import Decoder
@@ -349,6 +349,27 @@ def test_backward_twice(folder: Path) -> None:
         loss.backward()
         twice = [p.grad for p in model.parameters() if p.grad is not None]
         assert all(torch.equal(2 * a, b) for a, b in zip(once, twice, strict=True)), config
+
+
+def test_results_that_are_written_to(folder: Path) -> None:
+    """Modules of other packages change the result of a product in place. That runs again in
+    backward, on what the product gave."""
+    torch.manual_seed(0)
+    first, second = nn.Linear(6, 8), nn.Linear(8, 6)
+
+    def block(x: Tensor) -> Tensor:
+        y = first(x)
+        y[:, 0].mul_(3.0)
+        y += 1.0
+        return second(y * y.tanh()).mul_(2.0).sin()
+
+    x, of = torch.randn(5, 6, requires_grad=True), [first.weight, second.weight]
+    expected = torch.autograd.grad(block(x).square().sum(), [x, *of])
+    for mode in ("full", "selective"):
+        loss = checkpointed(block, mode, x).square().sum()
+        for _ in range(2):
+            found = torch.autograd.grad(loss, [x, *of], retain_graph=True)
+            assert all(map(torch.equal, found, expected)), mode
 
 
 def test_two_passes_before_backward(folder: Path) -> None:

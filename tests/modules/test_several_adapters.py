@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
 from qfsdp.common.errors import UserError
+from qfsdp.modules.activations import checkpointed
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.several import AdapterRows, SeveralLinear, named
 from qfsdp.modules.low_rank.linear import LowRankLinear
@@ -109,6 +111,30 @@ def test_the_weight_is_dequantized_once_and_its_bytes_are_kept(
     weight = linear.weight
     assert sum(t.data_ptr() == weight.qdata.data_ptr() for t in kept) == 1
     assert not [t for t in kept if t.numel() == 48 * 64]
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("with_dora", [True, False])
+def test_checkpointing_changes_no_bit(mode: str, with_dora: bool) -> None:
+    """Its small products are added into the large one's result, which selective checkpointing
+    keeps; full checkpointing does not compute the last one again."""
+    first, last = several(base("nf4", torch.float32)), several(base("nf4", torch.float32))
+    if not with_dora:
+        for linear in (first, last):
+            part = linear.part("dora")
+            assert part is not None
+            part.magnitude = part.weight_norm = None
+
+    def block(x: Tensor) -> Tensor:
+        return last(F.pad(F.silu(first(x)), (0, 16)))
+
+    x, target = torch.randn(6, 7, 64, requires_grad=True), torch.randn(6, 7, 48)
+    trained = [x, *(p for p in [*first.parameters(), *last.parameters()] if p.requires_grad)]
+    expected = torch.autograd.grad((block(x) - target).square().sum(), trained, allow_unused=True)
+    checked = checkpointed(block, mode, x)
+    found = torch.autograd.grad((checked - target).square().sum(), trained, allow_unused=True)
+    for own, other in zip(found, expected, strict=True):
+        assert (own is None) == (other is None) and (own is None or torch.equal(own, other))
 
 
 def test_errors_name_the_adapter_and_leave_paths_alone() -> None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.modules.low_rank.product import column_dots, scaled_b
+from qfsdp.modules.low_rank.product import column_dots, in_place_of, scaled_b, stand_in
 from qfsdp.tensor_subclasses.frozen_weight import bytes_of, frozen_weight
 
 
@@ -56,7 +56,36 @@ def several_adapters(
     held, metadata, format, first = bytes_of(weight)
     which = (format, weight.size(1), first)
     trained = [part for pair in pairs if pair for part in (pair.a, pair.b, pair.magnitude)]
-    return _SeveralAdapters.apply(x, held, metadata, which, pairs, tokens, *trained)
+    given = (x, held, metadata, which, pairs, tokens)
+    with torch.no_grad():
+        mine = zip(pairs, x.flatten(0, -2).split(list(tokens)), strict=True)
+        z = [part @ pair.a.to(x.dtype).t() for pair, part in mine if pair is not None]
+    y = _SeveralAdapters.apply(*given, z, *trained)
+    if any(pair is not None and pair.magnitude is not None for pair in pairs):
+        return y
+    with torch.no_grad():
+        made = _outputs(*given, z)
+    return in_place_of(y, made)
+
+
+def _outputs(
+    x: Tensor,
+    weight: Tensor,
+    metadata: Sequence[Tensor],
+    which: tuple[str, int, int],
+    pairs: Sequence[Pair | None],
+    tokens: Sequence[int],
+    z: Sequence[Tensor],
+) -> Tensor:
+    y = x.flatten(0, -2) @ frozen_weight(weight, metadata, *which, x.dtype).t()
+    of_pairs = iter(z)
+    for pair, into in zip(pairs, y.split(list(tokens)), strict=True):
+        if pair is None:
+            continue
+        into.addmm_(next(of_pairs), scaled_b(pair.b, None, pair.scaling, x.dtype).t())
+        if pair.magnitude is not None and pair.norm is not None:
+            into.mul_(pair.magnitude / pair.norm)
+    return y.view(*x.shape[:-1], -1)
 
 
 class _SeveralAdapters(torch.autograd.Function):
@@ -69,27 +98,21 @@ class _SeveralAdapters(torch.autograd.Function):
         which: tuple[str, int, int],  # format, cols, row_offset
         pairs: Sequence[Pair | None],
         tokens: Sequence[int],
+        z: Sequence[Tensor],
         *trained: Tensor | None,
     ) -> Tensor:
-        flat, sizes = x.flatten(0, -2), list(tokens)
-        y = flat @ frozen_weight(weight, metadata, *which, x.dtype).t()
-        kept: list[Tensor | None] = []
-        for pair, mine, into in zip(pairs, flat.split(sizes), y.split(sizes), strict=True):
-            if pair is None:
-                continue
-            z = mine @ pair.a.to(x.dtype).t()
-            into.addmm_(z, scaled_b(pair.b, None, pair.scaling, x.dtype).t())
-            ratio = None
-            if pair.magnitude is not None and pair.norm is not None:
-                ratio = pair.magnitude / pair.norm
-                into.mul_(ratio)
-            kept += [z, ratio]
-        y = y.view(*x.shape[:-1], -1)
-        ctx.which, ctx.tokens, ctx.count = which, sizes, len(metadata)
+        ratios = [
+            None if pair.magnitude is None or pair.norm is None else pair.magnitude / pair.norm
+            for pair in pairs
+            if pair is not None
+        ]
+        dora = any(ratio is not None for ratio in ratios)
+        y = _outputs(x, weight, metadata, which, pairs, tokens, z) if dora else None
+        kept = [tensor for both in zip(z, ratios, strict=True) for tensor in both]
+        ctx.which, ctx.tokens, ctx.count = which, list(tokens), len(metadata)
         ctx.scalings = [None if pair is None else pair.scaling for pair in pairs]
-        outputs = y if any(tensor is not None for tensor in kept[1::2]) else None
-        ctx.save_for_backward(x, outputs, weight, *metadata, *trained, *kept)
-        return y
+        ctx.save_for_backward(x, y, weight, *metadata, *trained, *kept)
+        return stand_in(x, weight.size(0)) if y is None else y
 
     @staticmethod
     @once_differentiable
@@ -126,4 +149,4 @@ class _SeveralAdapters(torch.autograd.Function):
             for part, of_z, a in through:
                 of_x[part].addmm_(of_z, a.to(dtype))
             of_x = of_x.view_as(x)
-        return of_x, None, None, None, None, None, *of_trained
+        return of_x, None, None, None, None, None, None, *of_trained
