@@ -3,6 +3,7 @@
     python benchmarks/train_step.py [--quick] [--json step.json] [--model FOLDER] [--device cuda]
                                     [--dtype fp32] [--only ours,peft_qlora] [--eager]
                                     [--steps 7] [--warmup 3] [--before FOLDER] [--kinds]
+                                    [--checkpointing full]
 
 Contestants, in groups that fit into memory together:
 
@@ -183,6 +184,7 @@ def job_of(name: str, model: Path, args: argparse.Namespace) -> Job:
         device=args.device,
         dtype=args.dtype,
         compile=not args.eager and library in ("ours", "before"),
+        checkpointing=args.checkpointing if library in ("ours", "before") else "none",
     )
 
 
@@ -318,6 +320,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--warmup", type=int, help="before them; default: 3, eager 2, quick 1")
     parser.add_argument("--before", type=Path, help="a checkout to compare with")
     parser.add_argument("--kinds", action="store_true", help="kinds of adapters, of ours alone")
+    modes = ("none", "selective", "full")
+    parser.add_argument("--checkpointing", choices=modes, default="none", help="of ours")
     parser.add_argument("--eager", action="store_true", help="do not compile our layers")
     args = parser.parse_args()
     if args.quick:

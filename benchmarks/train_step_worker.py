@@ -28,6 +28,7 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from benchmarks.memory import PeakMemory, private_bytes
 from qfsdp.distributed.gradients import trainable_parameters
+from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
@@ -58,6 +59,7 @@ class Job:
     device: str
     dtype: Literal["bf16", "fp32"] = "bf16"  # of products, and of the base if it is not quantized
     compile: bool = False  # ours only
+    checkpointing: Literal["none", "selective", "full"] = "none"  # ours only
 
 
 def ours(job: Job) -> Step:
@@ -76,6 +78,7 @@ def ours(job: Job) -> Step:
         optimizer=Component("torch.optim.AdamW", {"lr": LEARNING_RATE, "fused": True}),
         quantization=QuantizationConfig(job.base),
         adapter=adapter_of(job),
+        activation=ActivationConfig(job.checkpointing),
         compile=job.compile,
         seed=SEED,
     )
