@@ -13,7 +13,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from qfsdp.checkpoint.adapter_files import save_adapter
+from qfsdp.checkpoint.export.gguf_tensors import REORDERED, GgufTensor
 from qfsdp.checkpoint.export.gguf_tokenizer import read_gguf_tokenizer
+from qfsdp.checkpoint.weights.experts import StoredAs, of_length
+from qfsdp.checkpoint.weights.merge import MergedWeight
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
 from tests import hub_models
@@ -190,6 +193,24 @@ def test_a_quantized_base_with_an_adapter(name: str, tmp_path: Path) -> None:
     _, tensors = contents(exported(tmp_path / "model", tmp_path / "out", *words))
     expected = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).state_dict()
     check_same(as_in_transformers(ARCHITECTURES[name], tensors, "model"), expected)
+
+
+def test_rows_are_reordered_by_pieces() -> None:
+    """A tensor that is reordered as a whole is held once, not once more in its new order."""
+    shape = (2 * REORDERED + 100, 8)
+    numbers, rows = torch.randn(shape), torch.randperm(shape[0])
+    weight = MergedWeight("w", "w", shape, None, None, False, StoredAs({"w": shape}))
+    kind = gguf.GGMLQuantizationType.F32
+    tensor = GgufTensor("w", shape, weight, kind, rows=rows, length=len(rows))
+    made = [*tensor.arrays(iter(numbers.split(300)))]
+    assert [len(piece) for piece in made] == [REORDERED, REORDERED, 100]
+    assert np.array_equal(np.concatenate(made), numbers[rows].numpy())
+
+
+def test_rows_in_pieces_of_another_length() -> None:
+    rows = torch.arange(40).view(20, 2)
+    for sizes in ((20,), (3, 0, 7, 10), (5, 5, 5, 5), (1,) * 20):
+        assert [*map(Tensor.tolist, of_length(rows.split(sizes), 5))] == rows.view(4, 5, 2).tolist()
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "qwen3_5_moe", "qwen3_next"])

@@ -33,6 +33,7 @@ GgufType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0"]
 # Linears that stay in fp32. Rounding a router sends tokens to other experts, and rounding a decay
 # changes all later states. llama.cpp computes the convolution of recurrent layers in fp32 only.
 FP32 = ("gate", "shared_expert_gate", "conv1d", "in_proj_a", "in_proj_b", "in_proj_ba")
+REORDERED = 512  # rows that are reordered at once
 
 
 @dataclass(frozen=True)
@@ -68,14 +69,16 @@ class GgufTensor:
         """The weight's rows as the file has them. Raises ValueError: f16 has no such number.
 
         Rows are reordered after they are quantized: where a tensor is reordered as a whole, its
-        bytes in the file are held, not its numbers.
+        bytes in the file are held once (`in_proj_qkv` of Qwen3.5-9B in f32: 134 MB), not its
+        numbers.
         """
         made = self._quantized(rows)
         if self.rows is None:
             yield from made
         else:
             for block in of_length(map(torch.from_numpy, made), self.length):
-                yield block[self.rows].numpy()
+                for some in self.rows.split(REORDERED):
+                    yield block[some].numpy()
 
     def _quantized(self, rows: Iterator[Tensor]) -> Iterator[Any]:
         from gguf.quants import quantize

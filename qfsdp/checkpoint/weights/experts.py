@@ -224,15 +224,16 @@ class StoredAs:
 
 def of_length(pieces: Iterable[Tensor], length: int) -> Iterator[Tensor]:
     """The same rows in pieces of `length`."""
-    held: list[Tensor] = []
-    missing = length
+    row = 0
     for piece in pieces:
-        for part in (piece[:missing], *piece[missing:].split(length)):
-            held.append(part.clone())
-            missing -= len(part)
-            if not missing:
-                yield torch.cat(held)
-                held, missing = [], length
+        while len(piece):
+            if row == 0:
+                block = piece.new_empty(length, *piece.shape[1:])
+            part, piece = piece[: length - row], piece[length - row :]
+            block[row : row + len(part)] = part
+            row = (row + len(part)) % length
+            if row == 0:
+                yield block
 
 
 def stored_as(name: str, shape: tuple[int, ...], parts: DecoderParts) -> StoredAs:
