@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,6 +25,7 @@ from qfsdp.modules.experts.product import expert_product, takes_grouped
 from qfsdp.tensor_subclasses import few_rows, fp8, nf4, nf4_by_bitsandbytes
 from qfsdp.tensor_subclasses.plain import PlainRows
 from qfsdp.training import distillation
+from tests.json_lines import metric_lines
 from tests.pretended_gpu import GPU, Stream, pretend
 from tests.tiny import load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG
@@ -44,9 +44,7 @@ def losses(folder: Path, patch: pytest.MonkeyPatch, name: str, *words: str) -> l
     given = [f"output_dir={run}", "model.dtype=bf16", "max_steps=3", "report=false", *words]
     cfg = load_config(recipe.Config, ["--config", str(folder / "config.yaml"), *given])
     recipe.main(cfg)
-    lines: list[Any] = [
-        json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()
-    ]
+    lines = metric_lines(run)
     return [line["loss"] for line in lines]
 
 

@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from omegaconf import OmegaConf
 from safetensors.torch import load_file
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
+from tests.json_lines import metric_lines
 from tests.released.make import CONFIG, HERE, MODEL, STEP
 from tests.tiny import ROOT, load_recipe, run_recipe
 
@@ -24,7 +24,7 @@ STEPS = 7
 
 
 def logged(run: Path, name: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(run)
     return {line["step"]: line[name] for line in lines if name in line}
 
 

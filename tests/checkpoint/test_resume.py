@@ -26,6 +26,7 @@ from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
 from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.training.metrics import RunLog
+from tests.json_lines import json_lines, metric_lines
 from tests.models import adapted_model, build_meta_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, write_tiny_model
@@ -488,7 +489,7 @@ def test_a_resumed_run_truncates_the_log_to_its_step(tmp_path: Path) -> None:
     log = RunLog(tmp_path, None, 3, 8)
     log.log(4, {"loss": 0.25})
     log.close()
-    steps = [json.loads(line) for line in file.read_text().splitlines()]
+    steps = json_lines(file)
     assert [(entry["step"], entry["loss"]) for entry in steps] == [
         *((step, 0.5) for step in (1, 2, 3)),
         (4, 0.25),
@@ -515,8 +516,7 @@ def test_a_temporarily_full_disk_loses_no_log_line(tmp_path: Path) -> None:
     words = [sys.executable, "-c", FULL_LOG, str(tmp_path)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2, 3]
+    assert [line["step"] for line in metric_lines(tmp_path)] == [1, 2, 3]
 
 
 def test_a_checkpoint_from_before_fp8_was_trained_in_bf16(tmp_path: Path) -> None:

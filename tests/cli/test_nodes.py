@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import socket
 import subprocess
@@ -17,6 +16,7 @@ from qfsdp.launch import nodes
 from qfsdp.launch.nodes import WAIT_S, set_rendezvous, wait_for_master, wait_seconds
 from qfsdp.launch.ranks import numbers_of_nodes
 from tests.cli.stand_in import ROOT
+from tests.json_lines import metric_lines
 from tests.tiny import write_tiny_model
 from tests.toy_data import TOY_CONFIG
 from tests.waiting import LIMIT_S
@@ -119,8 +119,7 @@ def test_two_agents_train_like_one_with_two_ranks(tmp_path: Path) -> None:
     for agent in agents:
         _, err = agent.communicate(timeout=LIMIT_S)
         assert agent.returncode == 0, err
-    logs = [(tmp_path / out / "metrics.jsonl").read_text().splitlines() for out in ("one", "two")]
-    one, two = ([json.loads(line) for line in lines] for lines in logs)
+    one, two = (metric_lines(tmp_path / out) for out in ("one", "two"))
     assert len(one) == 3
     for key in ("loss", "grad_norm"):
         assert [step[key] for step in one] == [step[key] for step in two]

@@ -5,7 +5,6 @@ Needs root and Debian's iproute2.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from qfsdp.launch.lost_peers import LOST_PEER_STATUS
+from tests.json_lines import metric_lines
 from tests.tiny import write_tiny_model
 from tests.toy_data import TOY_CONFIG
 from tests.waiting import LIMIT_S, wait_until
@@ -79,7 +79,7 @@ def agents(hosts: list[str], words: list[str], **variables: str) -> list[subproc
 
 
 def logged(run: Path) -> dict[int, tuple[float, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(run)
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
 
 

@@ -5,7 +5,6 @@ Needs Debian's slurm-wlm, and root: slurmd runs jobs as their users.
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import socket
@@ -17,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.json_lines import metric_lines
 from tests.tiny import write_tiny_model
 from tests.toy_data import TOY_CONFIG
 from tests.waiting import LIMIT_S, wait_until
@@ -145,7 +145,7 @@ def nodes_are_idle(cluster: Slurm) -> bool:
 
 
 def logged(run: Path) -> dict[int, tuple[float, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(run)
     return {line["step"]: (line["loss"], line["grad_norm"]) for line in lines}
 
 

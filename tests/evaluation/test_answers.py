@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
 from qfsdp.evaluation.answers import parse_answer, same_answer
+from tests.json_lines import json_lines
 
 GSM8K = Path("../shared/data/gsm8k/test.jsonl")
 
@@ -130,7 +130,7 @@ def test_sameness_is_exact_and_no_answer_is_never_right() -> None:
 
 @pytest.mark.skipif(not GSM8K.exists(), reason=f"needs {GSM8K}")
 def test_every_gold_answer_of_gsm8k() -> None:
-    golds = [json.loads(line)["answer"] for line in GSM8K.read_text().splitlines()]
+    golds = [line["answer"] for line in json_lines(GSM8K)]
     assert len(golds) == 1319
     for gold in golds:
         stated = int(gold.rpartition("####")[2].replace(",", ""))

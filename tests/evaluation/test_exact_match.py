@@ -17,6 +17,7 @@ from qfsdp.evaluation import exact_match as module
 from qfsdp.evaluation.batching import batches_by_length, batches_of_rank
 from qfsdp.evaluation.exact_match import ExactMatchConfig, exact_match, read_questions
 from qfsdp.evaluation.intervals import wilson
+from tests.json_lines import json_lines
 from tests.models import cpu_world, load_model
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -59,7 +60,7 @@ def test_answers_are_compared_by_their_numbers(
     found = exact_match(model, questions, config, Words(), {2}, cpu_world(), 2, file)
     assert (found.right, found.rows, found.unanswered) == (2, 3, 1)
     assert found.accuracy == 2 / 3 and found.interval == wilson(2, 3)
-    lines = {line["row"]: line for line in map(json.loads, file.read_text().splitlines())}
+    lines = {line["row"]: line for line in json_lines(file)}
     assert [lines[row]["right"] for row in range(3)] == [True, True, False]
     assert lines[1]["number"] == "1000" and lines[2]["number"] is None
     assert lines[0]["question"] == ROWS[0]["question"] and lines[0]["gold"] == ROWS[0]["answer"]

@@ -13,6 +13,7 @@ from qfsdp.examples.judge.questions import generated_questions
 from qfsdp.examples.judge.verdicts import Turn, pair_messages, rating, single_messages, winner
 
 from examples.judge.rules import REFUSAL, verdict
+from tests.json_lines import json_lines
 
 QUESTIONS = generated_questions()
 ASKED = QUESTIONS[0]
@@ -49,8 +50,7 @@ def test_the_comparison_is_killed_and_goes_on(smollm2_dir: Path, tmp_path: Path)
     command += ["--updates", "1", "--questions", "2", "--tokens", "4", "--kill-after", "3"]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-2000:]
-    lines = (tmp_path / "exchanges.jsonl").read_text().splitlines()
-    keys = [json.loads(line)["key"] for line in lines]
+    keys = [line["key"] for line in json_lines(tmp_path / "exchanges.jsonl")]
     found = re.search(r"killed with (\d+) exchanges", done.stdout)
     assert found is not None
     known = int(found[1])

@@ -10,7 +10,6 @@ with free space. Needs the right to mount in a user namespace (`unshare -rm`); s
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import runpy
 import subprocess
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from qfsdp.common.files import PARTIAL
+from tests.json_lines import json_lines, metric_lines
 from tests.tiny import ROOT, write_tiny_model
 from tests.waiting import LIMIT_S
 
@@ -146,7 +146,7 @@ def check_left(run: Path) -> list[str]:
     assert all(any(folder.iterdir()) for folder in run.rglob("*") if folder.is_dir()), "empty"
     for file in files:
         if file.name == "metrics.jsonl":
-            [json.loads(line) for line in file.read_text().splitlines()]
+            json_lines(file)
         if file.name == "adapter_model.safetensors":
             read_adapter_config(file.parent)
         if file.name == "facts.json":
@@ -186,8 +186,7 @@ def show_on(disk: Path, moment: str, folder: Path) -> None:
         free(disk)
         done = start("none", disk, config)
         assert done.returncode == 0, done.stderr
-    lines = (disk / "run" / "metrics.jsonl").read_text().splitlines()
-    steps = [line["step"] for line in map(json.loads, lines) if "loss" in line]
+    steps = [line["step"] for line in metric_lines(disk / "run") if "loss" in line]
     assert steps == list(range(1, STEPS + 1)), steps
     check_left(disk / "run")
     assert (disk / "run/adapter/adapter_config.json").is_file()

@@ -41,6 +41,7 @@ from qfsdp.evaluation.prompts import prompt_tokens, stop_ids
 from qfsdp.launch.ranks import leave_process_group
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.data.test_tokenizer import CHATML, byte_level, write_folder
+from tests.json_lines import json_lines, metric_lines
 from tests.models import cpu_world
 from tests.modules.test_families import EXPERTS, GEMMA, GLM4_MOE, GPT_OSS, GRANITE, randomized
 from tests.tiny import ROOT, load_recipe, run_recipe
@@ -309,15 +310,11 @@ def same(found: Tensor, expected: Tensor, dtype: str, what: str) -> None:
     assert at <= bound, f"{what}: logits are {at:.2g} apart; expected at most {bound:.2g}"
 
 
-def metrics(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-
-
 # ---- actions ------------------------------------------------------------------------------------
 
 
 def train(run: Run) -> None:
-    losses = [line["loss"] for line in metrics(run.folder) if "loss" in line]
+    losses = [line["loss"] for line in metric_lines(run.folder) if "loss" in line]
     assert len(losses) == 2 and all(0 < loss < 20 for loss in losses), losses
 
 
@@ -338,7 +335,7 @@ def validate(run: Run) -> None:
     columns = "" if kind == "preference" else ", prompt_column: prompt, answer_column: answer"
     sets = f"validation.sets.held={{{held}{columns}}}"
     run.train(f"output_dir={folder}", sets, "validation.eval_every=1")
-    (*_, last) = (line for line in metrics(folder) if "validation/held/loss" in line)
+    (*_, last) = (line for line in metric_lines(folder) if "validation/held/loss" in line)
     if kind == "instruct" and run.comparable:
         (found,) = evaluated(run, "loss", f"loss.held={{{held}{columns}}}")
         assert abs(found - last["validation/held/loss"]) < 1e-4, (found, last)
@@ -369,7 +366,7 @@ def lm_eval_inside(run: Run) -> None:
     held += "" if kind == "preference" else ", prompt_column: prompt, answer_column: answer"
     inside = [f"validation.{word}" for word in words]
     run.train(f"output_dir={folder}", f"validation.sets.held={{{held}}}", *inside)
-    (*_, last) = (line for line in metrics(folder) if "validation/mmlu/acc" in line)
+    (*_, last) = (line for line in metric_lines(folder) if "validation/mmlu/acc" in line)
     if run.comparable:
         (found,) = evaluated(run, "mmlu", *words)
         assert abs(found - last["validation/mmlu/acc"]) < 1e-9, (found, last)
@@ -383,7 +380,7 @@ def generate(run: Run) -> None:
     words = [f"prompts={prompts}", f"output={output}", f"sampling.max_new_tokens={NEW}"]
     words += [f"tokenizer.path={run.model}", *run.words()]
     run_recipe("generate", [*of_config("generate"), *words])
-    found = [json.loads(line)["completion"] for line in output.read_text().splitlines()]
+    found = [line["completion"] for line in json_lines(output)]
     if run.case.dtype == "fp32":
         assert found == [greedy(run, text) for text in asked]
 

@@ -16,6 +16,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.data import hf_tokenizer
 from tests.data.test_tokenizer import CHAT, byte_level, write_folder
+from tests.json_lines import metric_lines
 from tests.tiny import ROOT, load_recipe, run_recipe, write_tiny_model
 
 CONFIG = """
@@ -66,7 +67,7 @@ def loss_of(run: Path, out: Path, *words: str) -> float:
 
 
 def test_evaluate_and_merge_compute_what_the_run_did(run: Path, tmp_path: Path) -> None:
-    lines = [json.loads(line) for line in (run / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(run / "run")
     measured = [line["validation/held/loss"] for line in lines if "validation/held/loss" in line]
     assert loss_of(run, tmp_path / "a") == pytest.approx(measured[-1], abs=1e-5)
     assert abs(measured[0] - measured[-1]) > 1e-3

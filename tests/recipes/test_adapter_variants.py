@@ -5,7 +5,6 @@ Losses and adapters are the same on 1, 2 and 3 ranks, and have the same bits in 
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -15,6 +14,7 @@ from safetensors.torch import load_file
 
 from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
 from qfsdp.common.errors import UserError
+from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
 from tests.tiny import run_recipe, write_tiny_model
 
@@ -101,8 +101,7 @@ def run_variants(folder: Path) -> None:
 
 
 def logged(run: Path, key: str) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line[key] for line in lines}
+    return {line["step"]: line[key] for line in metric_lines(run)}
 
 
 def adapter(run: Path) -> dict[str, torch.Tensor]:

@@ -19,6 +19,7 @@ from qfsdp.config.load import load_config
 from qfsdp.config.recipe_files import recipe_of_config
 from qfsdp.modules.adapters.config import AdapterConfig
 from tests import hub_models
+from tests.json_lines import metric_lines
 from tests.models import adapted_model, cpu_world
 from tests.tiny import (
     ROOT,
@@ -130,7 +131,7 @@ def test_two_updates(config: Path, smollm2_dir: Path, tmp_path: Path) -> None:
     cfg = load_config(recipe.Config, argv)
     recipe.check(cfg)
     recipe.main(cfg)
-    lines = [json.loads(x) for x in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(tmp_path / "run")
     assert len(lines) == 2 and lines[1]["loss"] < lines[0]["loss"]
     of_name = (f for end, f in FORMATS.items() if config.stem.endswith(end))
     assert cfg.quantization.format == next(of_name, "nf4")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +20,7 @@ from qfsdp.modules.hub_models.config import hub_config
 from qfsdp.modules.hub_models.refused import check_hub_run, check_shared
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests import hub_models
+from tests.json_lines import metric_lines
 from tests.models import cpu_world
 from tests.ranks import run_ranks
 from tests.recipes.test_sharded_equals_unsharded import assert_same, train
@@ -234,7 +234,7 @@ def run_commands(folder: Path, kind: str, words: list[str]) -> None:
 
 def numbers(run: Path) -> dict[int, dict[str, float]]:
     found: dict[int, dict[str, float]] = {}
-    for line in map(json.loads, (run / "metrics.jsonl").read_text().splitlines()):
+    for line in metric_lines(run):
         kept = {key: value for key, value in line.items() if key.startswith(KEPT)}
         found.setdefault(line["step"], {}).update(kept)
     return found

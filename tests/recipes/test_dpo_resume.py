@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -18,6 +17,7 @@ from qfsdp.checkpoint.resume import published
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.training.preference_losses import Answers, Loss, sigmoid
+from tests.json_lines import metric_lines
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
@@ -70,8 +70,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def losses(run: Path) -> list[tuple[int, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [(line["step"], line["loss"]) for line in lines]
+    return [(line["step"], line["loss"]) for line in metric_lines(run)]
 
 
 @pytest.mark.slow

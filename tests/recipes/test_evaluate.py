@@ -15,6 +15,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.compute_dtype import has_bf16_products
+from tests.json_lines import json_lines
 from tests.models import adapted_model, cpu_world, randomize_adapters
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model_with_tokenizer
@@ -93,11 +94,9 @@ def test_all_sections_with_and_without_an_adapter(
     assert text["interval"] is None or text["interval"][0] < text["value"] < text["interval"][1]
     match = by_name["exact_match", "arithmetic", "exact_match"]
     assert match["count"] == 5 and match["interval"][0] <= match["value"] <= match["interval"][1]
-    answers = (tmp_path / "out/x.exact_match.arithmetic.jsonl").read_text().splitlines()
-    assert sorted(json.loads(line)["row"] for line in answers) == list(range(5))
-    parts = list(
-        map(json.loads, (tmp_path / "out/x.loss.arithmetic.jsonl").read_text().split("\n")[:-1])
-    )
+    answers = json_lines(tmp_path / "out/x.exact_match.arithmetic.jsonl")
+    assert sorted(line["row"] for line in answers) == list(range(5))
+    parts = json_lines(tmp_path / "out/x.loss.arithmetic.jsonl")
     assert sum(part["targets"] for part in parts) == loss["count"] and len(parts) == 1
     mean = sum(part["loss"] for part in parts) / loss["count"]
     assert mean == pytest.approx(loss["value"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,6 +16,7 @@ from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE, load_adapter
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from tests import tiny
+from tests.json_lines import metric_lines
 from tests.models import load_model
 from tests.modules import test_families as families
 from tests.modules.test_families import max_difference
@@ -74,8 +74,7 @@ def run_recipe(name: str, runs: list[tuple[str, list[str]]]) -> None:
 
 
 def losses(run: Path) -> dict[int, float]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return {line["step"]: line["loss"] for line in map(json.loads, lines)}
+    return {line["step"]: line["loss"] for line in metric_lines(run)}
 
 
 def logits(model: nn.Module, tokens: Tensor) -> Tensor:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
@@ -16,6 +15,7 @@ from qfsdp.config.load import load_config
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests import tiny
+from tests.json_lines import metric_lines
 from tests.models import load_model
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
@@ -58,8 +58,7 @@ def run_recipe(folder: Path, runs: list[list[str]]) -> None:
 
 
 def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line["loss"] for line in lines}
+    return {line["step"]: line["loss"] for line in metric_lines(run)}
 
 
 def saved(run: Path) -> dict[str, Tensor]:

@@ -23,6 +23,7 @@ from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from tests import hub_models, tiny
 from tests.evaluation.test_hub_generation import PROMPTS, answers, theirs
 from tests.hub_models import MIXTURES, NAMES, OTHERS
+from tests.json_lines import metric_lines
 from tests.models import cpu_world
 from tests.peft_oracle import load_dequantized
 from tests.ranks import run_ranks
@@ -66,7 +67,7 @@ def run_recipe(runs: list[tuple[str, list[str]]]) -> None:
 
 
 def losses(run: Path) -> list[float]:
-    lines = map(json.loads, (run / "metrics.jsonl").read_text().splitlines())
+    lines = metric_lines(run)
     return [line["loss"] for line in lines]
 
 
@@ -258,7 +259,7 @@ def test_all_ways_to_shard_give_the_same_losses(
     run_ranks(2, run_recipe, runs)
     found = []
     for at in range(len(ways)):
-        lines = map(json.loads, (tmp_path / f"{at}" / "metrics.jsonl").read_text().splitlines())
+        lines = metric_lines(tmp_path / str(at))
         found.append([line.get("loss", line.get("validation/held/loss")) for line in lines])
     assert len(found[0]) == 3 and found[0][1] != found[0][0]
     for way, losses_of_way in zip(ways, found, strict=True):

@@ -30,6 +30,7 @@ from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.checkpoint.test_experts_in_files import reference, rows_of, with_blocks
+from tests.json_lines import json_lines
 from tests.models import adapted_model, cpu_world, load_model
 from tests.peft_oracle import run_peft
 from tests.ranks import run_ranks
@@ -74,7 +75,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Problems, their tokenizer, and the config that all runs share."""
     folder = tmp_path_factory.mktemp("mixtures")
     train, asked = write_splits(folder, train=400, heldout=4)
-    problems = [json.loads(line) for line in train.read_text().splitlines()]
+    problems = json_lines(train)
     backend = Tokenizer(models.BPE())
     backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     backend.decoder = decoders.ByteLevel()
@@ -110,7 +111,7 @@ def answers(folder: Path, model: Path, output: Path, *words: str) -> list[str]:
     words = (f"prompts={folder}/prompts.jsonl", f"output={output}", *words)
     words = (f"tokenizer.path={folder}", "sampling.max_new_tokens=24", *words)
     run_alone("generate", f"model.path={model}", "model.dtype=fp32", *words)
-    return [json.loads(line)["completion"] for line in output.read_text().splitlines()]
+    return [line["completion"] for line in json_lines(output)]
 
 
 def adapted(model: Path, adapter: Path) -> nn.Module:

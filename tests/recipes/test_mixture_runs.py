@@ -9,6 +9,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests import tiny
+from tests.json_lines import json_lines
 from tests.ranks import run_ranks
 from tests.recipes.test_resume import adapter_bytes, losses, run_recipe
 from tests.recipes.test_sharded_mixtures import MIXTURE
@@ -112,6 +113,6 @@ def test_greedy_answers_before_and_after_a_merge(
     for name, way in ways.items():
         output = tmp_path / f"{name}.jsonl"
         by_recipe("generate", [*config, *way, f"tokenizer.path={model}", f"output={output}"])
-        answers[name] = [json.loads(line)["completion"] for line in output.read_text().splitlines()]
+        answers[name] = [line["completion"] for line in json_lines(output)]
     assert answers["adapter"] == answers["merged"]
     assert answers["adapter"] != answers["base"], "the adapter changed nothing"

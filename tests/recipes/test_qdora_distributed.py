@@ -17,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from examples.demo.arithmetic import write_splits
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
+from tests.json_lines import metric_lines
 from tests.tiny import ROOT, load_recipe, needs_compiler, write_tiny_model_with_tokenizer
 from tests.waiting import LIMIT_S, without_waiting
 
@@ -67,7 +68,7 @@ def test_two_ranks_on_the_real_model(
     assert done.returncode == 0, done.stderr
     run = tmp_path / "run"
 
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(run)
     assert [line["step"] for line in lines] == [1, 2, 3]
     names = {"loss", "grad_norm", "lr", "tokens_per_second_per_rank", "peak_memory_gib"}
     names |= {"slot_efficiency", "seconds_per_step"}
@@ -134,7 +135,7 @@ def test_packed_compiled_and_recorded(smollm2_dir: Path, train_file: Path, tmp_p
     assert any((tmp_path / "cache").iterdir())
     traces = [file.name for file in (tmp_path / "run" / "profile").iterdir()]
     assert traces == ["step_00000002_rank1.json.gz"]
-    lines = [json.loads(s) for s in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(tmp_path / "run")
     assert sum(line["slot_efficiency"] for line in lines) > 3 * 0.7
     assert [line["lr"] for line in lines] == pytest.approx([1e-4, 2e-4, 3e-4])
 

@@ -6,7 +6,6 @@ break in the middle of the second epoch; the last step of an epoch is a short on
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import re
@@ -28,6 +27,7 @@ from qfsdp.checkpoint.resume import published
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from tests import tiny
+from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG
@@ -66,7 +66,7 @@ def run_recipe(folder: Path, runs: list[list[str]]) -> None:
 
 
 def losses(run: Path) -> dict[int, float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(run)
     steps = [line["step"] for line in lines]
     assert steps == sorted(set(steps)), f"{run}: {steps}"
     return {line["step"]: line["loss"] for line in lines}

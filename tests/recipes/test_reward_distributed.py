@@ -14,6 +14,7 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.config import AdapterConfig
+from tests.json_lines import json_lines, metric_lines
 from tests.models import adapted_model, cpu_world
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
@@ -43,7 +44,7 @@ def run_recipe(folder: Path, *runs: list[str]) -> None:
 
 
 def metrics(run: Path) -> dict[int, dict[str, float]]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(run)
     found: dict[int, dict[str, float]] = {}
     for line in lines:
         found.setdefault(line["step"], {}).update(line)
@@ -140,7 +141,7 @@ def test_rows_are_scored(smollm2_dir: Path, tmp_path: Path, capfd: pytest.Captur
     numbers = f"loss {held['validation/held/loss']:.4g}, "
     numbers += f"accuracy {held['validation/held/accuracy']:.4g}"
     assert f"4 rows: {numbers}" in capfd.readouterr().out
-    scored = [json.loads(line) for line in output.read_text().splitlines()]
+    scored = json_lines(output)
     assert [line["row"] for line in scored] == [0, 1, 2, 3]
     assert [line["label"] for line in scored] == [0, 1, 2, 0]
     assert all(len(line["scores"][0]) == 3 for line in scored)

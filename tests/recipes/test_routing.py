@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
 import pytest
 
+from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
 from tests.recipes.test_expert_adapters import CONFIG, train
 from tests.recipes.test_sharded_mixtures import MIXTURE
@@ -23,8 +23,7 @@ def test_one_and_two_ranks_balance_alike(tmp_path: Path) -> None:
         words = [f"model.router_aux_loss={factor}", f"output_dir={tmp_path / name}"]
         words += [f"batch_size={rows}", "global_batch_size=4", "max_steps=3", "preflight=false"]
         run_ranks(ranks, train, tmp_path, words)
-        lines = (tmp_path / name / "metrics.jsonl").read_text().splitlines()
-        runs[name] = [step for line in lines if "loss" in (step := json.loads(line))]
+        runs[name] = [line for line in metric_lines(tmp_path / name) if "loss" in line]
     assert [len(steps) for steps in runs.values()] == [3, 3, 3]
     for one, two, without in zip(*runs.values(), strict=True):
         for key in ("loss", "grad_norm", "routing/busiest_expert", "routing/entropy"):

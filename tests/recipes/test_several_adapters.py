@@ -18,6 +18,7 @@ from qfsdp.modules.adapters.linears import init_adapters
 from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.planning.estimate import estimate
 from tests import hub_models
+from tests.json_lines import metric_lines
 from tests.models import load_model
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
@@ -74,10 +75,6 @@ def run_all(folder: Path, runs: list[list[str]]) -> None:
         recipe.main(load_config(recipe.Config, words))
 
 
-def lines(run: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def adapter(run: Path) -> Path:
     return run / "adapter_model.safetensors"
 
@@ -98,9 +95,9 @@ def test_each_trains_as_in_a_run_of_its_own(ranks: int, tmp_path: Path) -> None:
     rest = [f"output_dir={tmp_path}/rest", f"resume={saved}", "sharding.wrap=linear"]
     runs.append([*config, *rest])
     run_ranks(ranks, run_all, tmp_path, runs)
-    several = lines(tmp_path / "run")
+    several = metric_lines(tmp_path / "run")
     for name in ADAPTERS:
-        both = lines(tmp_path / name)
+        both = metric_lines(tmp_path / name)
         single = [line for line in both if "loss" in line]
         mine = [line for line in several if f"{name}/loss" in line]
         key = "validation/held/loss"
@@ -231,7 +228,7 @@ def test_nan_of_one_adapter_is_its_own(
     whole = ["adapters={other: {rank: 2}}", f"output_dir={tmp_path}/one"]
     run_recipe("several_adapters", [*argv, *whole])
     run_recipe("several_adapters", [*argv, far, "on_nonfinite=skip", f"output_dir={tmp_path}/two"])
-    one, two = ([line["other/loss"] for line in lines(tmp_path / n)] for n in ("one", "two"))
+    one, two = ([line["other/loss"] for line in metric_lines(tmp_path / n)] for n in ("one", "two"))
     assert one == two and len(one) == 4
     assert "warning: adapters small: a loss or gradient is not finite" in capfd.readouterr().err
     with pytest.raises(UserError, match="step 2: loss nan.*there is no checkpoint yet; expected"):
@@ -252,8 +249,10 @@ def test_a_model_with_recurrent_layers(by: str, tmp_path: Path) -> None:
         recipe = "several_adapters" if run == "run" else "qdora_distributed"
         run_recipe(recipe, ["--config", f"{tmp_path}/c.yaml", f"model.implementation={by}"])
     for run in "ab":
-        mine = [line[f"{run}/loss"] for line in lines(tmp_path / "run")]
-        assert mine == pytest.approx([line["loss"] for line in lines(tmp_path / run)], abs=1e-5)
+        mine = [line[f"{run}/loss"] for line in metric_lines(tmp_path / "run")]
+        assert mine == pytest.approx(
+            [line["loss"] for line in metric_lines(tmp_path / run)], abs=1e-5
+        )
 
 
 @pytest.mark.long
@@ -265,7 +264,7 @@ def test_two_updates_of_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
     argv = ["--config", str(ROOT / "configs/smollm2_135m_several.yaml"), "max_steps=2"]
     argv += [f"output_dir={tmp_path}/run", f"model.path={model}", "lr_scheduler=null"]
     run_recipe("several_adapters", [*argv, f"dataset.source={tmp_path}/rows.jsonl"])
-    first, second = lines(tmp_path / "run")
+    first, second = metric_lines(tmp_path / "run")
     for name in ("small", "large", "dora"):
         assert second[f"{name}/loss"] < first[f"{name}/loss"]
         assert (tmp_path / "run/adapters" / name / "tokenizer.json").is_file()

@@ -30,6 +30,7 @@ from qfsdp.sweep.output import finished_sections, rows_of_table
 from qfsdp.sweep.prices import costs
 from qfsdp.sweep.results import best_of, ranked
 from qfsdp.training.report.charts import number
+from tests.json_lines import json_lines, metric_lines
 from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
 from tests.waiting import LIMIT_S
 
@@ -68,8 +69,7 @@ def config(tmp_path: Path, **keys: Any) -> Any:
 def run(cfg: Any) -> list[dict[str, Any]]:
     sweep.check(cfg)
     sweep.main(cfg)
-    lines = (Path(cfg.output_dir) / "cells.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
+    return json_lines(Path(cfg.output_dir) / "cells.jsonl")
 
 
 # ---- estimates -----------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def test_measured_steps(measured: dict[str, Any], tmp_path: Path) -> None:
     assert large["status"] == "does not fit" and "per rank" in large["reason"]
     folder = tmp_path / "out/cells" / good["key"]
     assert not (folder / "adapter").exists() and not (folder / "checkpoints").exists()
-    assert len((folder / "metrics.jsonl").read_text().splitlines()) == 3
+    assert len(metric_lines(folder)) == 3
 
 
 @pytest.mark.long
@@ -484,7 +484,7 @@ def test_a_whole_run_and_its_evaluation(
     value, low, high = row["scores"]["exact_match.arithmetic exact_match"]
     assert 0 <= low <= value <= high <= 1
     folder = tmp_path / "out/cells" / row["key"]
-    steps = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    steps = metric_lines(folder)
     assert row["run_seconds"] == pytest.approx(sum(step["seconds_per_step"] for step in steps))
     dollars = 0.36 / 3600 * row["run_seconds"]
     assert f"| {number(dollars)} |" in (tmp_path / "out/table.md").read_text()
@@ -507,7 +507,7 @@ def test_cells_in_one_run(measured: dict[str, Any], tmp_path: Path) -> None:
     cfg.together = True
     rows = run(cfg)
     (folder,) = (tmp_path / "out/cells").glob("together-*")
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    lines = metric_lines(folder)
     last = {name: value for line in lines for name, value in line.items()}
     for row, rank in zip(rows, (2, 4), strict=True):
         assert (row["status"], row["steps"], row["point"]["adapter.rank"]) == ("measured", 2, rank)

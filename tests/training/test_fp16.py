@@ -6,7 +6,6 @@ A CPU computes fp16 here, with PyTorch's own kernels; nothing is emulated.
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import random
 import re
@@ -27,6 +26,7 @@ from qfsdp.modules import compute_dtype as dtypes
 from qfsdp.training import loss_scale
 from qfsdp.training.loss_scale import start_loss_scale, update_loss_scale
 from qfsdp.training.steps import clip_grad_norm
+from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 
@@ -120,10 +120,6 @@ def spoiled(model: nn.Module, call: int) -> Iterator[None]:
     hook.remove()
 
 
-def lines(output: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
-
-
 def numbers(of_run: list[dict[str, Any]]) -> list[Any]:
     names = ("step", "loss", "grad_norm", "lr", "loss_scale", "skipped_steps")
     return [[line.get(name) for name in names] for line in of_run]
@@ -157,13 +153,13 @@ def test_losses_are_those_of_fp32(
     first, second = run_ranks(2, run, folder, name, [*words, *at], [4], scale)
     assert not isinstance(first, str), first
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
-    of_fp16 = lines(fp16)
+    of_fp16 = metric_lines(fp16)
     skipped = left_out(of_fp16)
     assert {1, 4} <= {*skipped} and len(skipped) <= 8
     assert of_fp16[-1]["loss_scale"] == scale / 2 ** len(skipped)
     words += ["model.dtype=fp32", "on_nonfinite=skip", f"output_dir={fp32}"]
     (_, _) = run_ranks(2, run, folder, name, words, skipped)
-    of_fp32 = lines(fp32)
+    of_fp32 = metric_lines(fp32)
     assert left_out(of_fp32) == skipped
     apart = [abs(a["loss"] - b["loss"]) for a, b in zip(of_fp16, of_fp32, strict=True)]
     print(f"{steps} steps, {len(skipped)} left out: losses at most {max(apart):.1e} apart")
@@ -197,7 +193,7 @@ def test_every_part_computes_in_fp16(folder: Path, tmp_path: Path, variant: str)
         trained = run_ranks(2, run, folder, name, words + more, hit)
         assert not isinstance(trained[0], str), trained[0]
         assert all(torch.equal(a, b) for a, b in zip(*trained, strict=True))
-        found.append(lines(tmp_path / dtype))
+        found.append(metric_lines(tmp_path / dtype))
     assert [left_out(of_run) for of_run in found] == [hit, hit]
     for half, whole in zip(*found, strict=True):
         assert half["loss"] == pytest.approx(whole["loss"], abs=TOLERANCE)
@@ -215,8 +211,8 @@ def test_a_resumed_run_has_the_same_bits(folder: Path, tmp_path: Path, name: str
     words = ["max_steps=6", "resume=auto", f"output_dir={again}"]
     ((*found,),) = run_ranks(1, run, folder, name, words, poison, 1.0, 4)
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-    assert numbers(lines(again)) == numbers(lines(whole))[4:]
-    assert {2, 5} <= {*left_out(lines(whole))}
+    assert numbers(metric_lines(again)) == numbers(metric_lines(whole))[4:]
+    assert {2, 5} <= {*left_out(metric_lines(whole))}
 
 
 @pytest.mark.long
@@ -225,7 +221,7 @@ def test_gradients_that_no_scale_helps(folder: Path, tmp_path: Path) -> None:
     (message,) = run_ranks(1, run, folder, QDORA, words, range(1, 99), 2.0**6)
     assert message.startswith("step 7: grad_norm nan at loss scale 1; ")
     assert "fp16 holds numbers up to 65,504" in message and "model.dtype=fp32" in message
-    assert [line["loss_scale"] for line in lines(tmp_path / "run")] == [
+    assert [line["loss_scale"] for line in metric_lines(tmp_path / "run")] == [
         2.0**n for n in range(6, 0, -1)
     ]
 

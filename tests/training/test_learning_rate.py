@@ -14,6 +14,7 @@ from qfsdp.config.load import load_config
 from qfsdp.launch.start import validate_config
 from qfsdp.training import learning_rate
 from qfsdp.training.learning_rate import choose_lr
+from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 
@@ -131,5 +132,4 @@ def test_a_run_keeps_its_number(folder: Path) -> None:
     run_ranks(1, run, folder, ["resume=auto"])
     lr = f"{5e-4 * (2000 / 192) ** 0.781:.3g}"
     assert f"lr: {float(lr)}" in (folder / "run/config.yaml").read_text()
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    assert [json.loads(line)["lr"] for line in lines] == [float(lr)] * 2
+    assert [line["lr"] for line in metric_lines(folder / "run")] == [float(lr)] * 2

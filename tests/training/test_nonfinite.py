@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -24,6 +23,7 @@ from qfsdp.training.memory_usage import plain_tensors
 from qfsdp.training.nonfinite import MAX_SKIPPED
 from qfsdp.training.steps import StepClock, decides_on_device
 from tests.host_waits import waits_for
+from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, needs_compiler, write_tiny_model
 from tests.toy_data import TOY_CONFIG, Samples
@@ -169,7 +169,7 @@ def test_the_run_stops_and_its_checkpoint_resumes(folder: Path, ranks: int, tmp_
         assert steps(output) == ["step_00000001"]
         assert_finite(output / "checkpoints/step_00000001", tmp_path)
         assert not (output / "adapter").exists() and not (output / "model").exists()
-        lines = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+        lines = metric_lines(output)
         assert [line["step"] for line in lines] == [1]
 
 
@@ -337,8 +337,7 @@ def test_skipping(folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str
         f"model.layers.1.mlp.down_proj, rank 0, sample {index}; the update is skipped"
     )
     assert len(warnings) == 2 + MAX_SKIPPED
-    text = (tmp_path / "sample/metrics.jsonl").read_text().splitlines()
-    skipped = [json.loads(line).get("skipped_steps", 0) for line in text]
+    skipped = [line.get("skipped_steps", 0) for line in metric_lines(tmp_path / "sample")]
     assert skipped == sorted(skipped) and skipped[0] == 0 and skipped[-1] == 2
     adapter = load_file(tmp_path / "sample/adapter/adapter_model.safetensors")
     assert all(torch.isfinite(tensor).all() for tensor in adapter.values())

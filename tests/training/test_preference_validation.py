@@ -12,6 +12,7 @@ import torch
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.training.preference_losses import Answers, Loss
+from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
 from tests.tiny import load_recipe, write_tiny_model
 from tests.toy_data import TOY_CONFIG
@@ -54,8 +55,7 @@ def run(folder: Path, out: Path, size: int, *words: str) -> dict[int, dict[str, 
     """Step -> metrics of it and of its evaluation, without those of speed."""
     run_ranks(size, train, folder, [f"output_dir={out}", *words])
     found: dict[int, dict[str, float]] = {}
-    for line in (out / "metrics.jsonl").read_text().splitlines():
-        metrics = json.loads(line)
+    for metrics in metric_lines(out):
         of_step = found.setdefault(metrics.pop("step"), {})
         kept = ("loss", "grad_norm", "rewards/", "logps/", "kl", "validation/")
         of_step.update({name: x for name, x in metrics.items() if name.startswith(kept)})

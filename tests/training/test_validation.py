@@ -23,6 +23,7 @@ from qfsdp.distributed.gradients import trainable_parameters
 from qfsdp.distributed.sharding import ShardingConfig
 from qfsdp.training import validation
 from qfsdp.training.validation import Validation, ValidationConfig
+from tests.json_lines import metric_lines
 from tests.models import cpu_world
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
@@ -81,15 +82,14 @@ def run_recipe(folder: Path, *words: str) -> None:
 
 def curves(run: Path) -> dict[int, dict[str, float]]:
     """Step -> metrics of its evaluation."""
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    lines = metric_lines(run)
     found = [(line.pop("step"), line) for line in lines if "validation/seen/loss" in line]
     assert len(dict(found)) == len(found), "a step was evaluated twice"
     return dict(found)
 
 
 def training_losses(run: Path) -> list[float]:
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if "loss" in line]
+    return [line["loss"] for line in metric_lines(run) if "loss" in line]
 
 
 # ---- losses against transformers and PEFT -----------------------------------------------------
@@ -601,9 +601,7 @@ def test_the_example_in_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
     words += [f"validation.sets.heldout.source={tmp_path}/rows.jsonl", "compile=false"]
     run_recipe(tmp_path, *words, f"output_dir={tmp_path}/run", "validation.sets.heldout.max_rows=9")
     (step,) = [
-        line["step"]
-        for line in map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
-        if "validation/heldout/loss" in line
+        line["step"] for line in metric_lines(tmp_path / "run") if "validation/heldout/loss" in line
     ]
     assert step == 2
     recipe = load_recipe()
@@ -679,7 +677,7 @@ def test_tasks_of_lm_eval_during_training(
     cfg = load_config(recipe.Config, argv)
     recipe.check(cfg)
     recipe.main(cfg)
-    lines = map(json.loads, (tmp_path / "run/metrics.jsonl").read_text().splitlines())
+    lines = metric_lines(tmp_path / "run")
     found = {line["step"]: line for line in lines if "validation/mmlu/acc" in line}
     assert set(found) == {0, 2, 3}
     assert found[0]["validation/mmlu_astronomy/acc"] == found[0]["validation/mmlu/acc"]
