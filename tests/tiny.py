@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -78,6 +79,13 @@ def write_tiny_model(folder: Path, shards: int = 1, seed: int = 0, **changes: ob
     return folder
 
 
+def write_tiny_run(folder: Path, config: str, **changes: object) -> Path:
+    """A folder with a random model and `config.yaml`, in which `{folder}` is this folder."""
+    write_tiny_model(folder / "model", **changes)
+    (folder / "config.yaml").write_text(config.format(folder=folder))
+    return folder
+
+
 def write_tiny_model_with_tokenizer(folder: Path, tokenizer: Path, **changes: object) -> Path:
     """A random model folder with the tokenizer of another folder: SmolLM2's 49,152 tokens."""
     write_tiny_model(folder, vocab_size=49152, **changes)
@@ -102,3 +110,9 @@ def run_recipe(name: str, argv: list[str]) -> None:
     if os.environ.get("RANK", "0") == "0":
         recipe.check(cfg)
     recipe.main(cfg)
+
+
+def run_in_turn(name: str, folder: Path, *runs: Sequence[str]) -> None:
+    """Runs a recipe with the config of a folder and the words of each run, as `run_recipe` does."""
+    for words in runs:
+        run_recipe(name, ["--config", f"{folder}/config.yaml", *words])

@@ -21,6 +21,7 @@ max_seq_len: 64
 preflight: false
 report: false
 """
+TOY_PAIRS = TOY_CONFIG.replace("tests.toy_data.Samples", "tests.preferences.preferences")
 
 
 class Tokenizer:

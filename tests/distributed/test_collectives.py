@@ -21,7 +21,7 @@ from qfsdp.planning.estimate import estimate
 from qfsdp.planning.tracker import MemoryTracker
 from tests.memory.test_estimate import load, read_config
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import load_recipe, write_tiny_model, write_tiny_run
 from tests.toy_data import TOY_CONFIG
 
 HIDDEN, VOCABULARY, LAYERS, RANKS = 192, 2048, 2, 8
@@ -297,8 +297,7 @@ def host_numbers(config: Path) -> list[Collective]:
 def test_numbers_of_the_hosts_are_exchanged_once_per_update(tmp_path: Path) -> None:
     """Stop signals, failed and late checkpoints, tokens, slots, and three peaks of memory: they
     were four all-reduces on a CPU, and five on GPUs, each of which waited for the device."""
-    write_tiny_model(tmp_path / "model")
     words = "output_dir: {folder}/run\nadapter: {{rank: 4}}\nmax_steps: 4\n"
-    (tmp_path / "config.yaml").write_text((TOY_CONFIG + words).format(folder=tmp_path))
+    write_tiny_run(tmp_path, TOY_CONFIG + words)
     for seen in run_ranks(2, host_numbers, tmp_path / "config.yaml"):
         assert seen == [("", "gather", FP64, 8 * 8)]

@@ -16,7 +16,7 @@ from pathlib import Path
 from tests.faults.damage import interrupted
 from tests.faults.runs import Outcome, Setup, Trial, Workshop, losses
 from tests.flips import flip
-from tests.toy_data import TOY_CONFIG
+from tests.toy_data import TOY_PAIRS
 
 SETUP = Setup(ranks=1)
 PREFERENCES = Setup("dpo_distributed", ranks=1)
@@ -121,8 +121,7 @@ def write_rows(shop: Workshop) -> Path:
 
 
 def write_preferences_config(shop: Workshop) -> None:
-    config = (TOY_CONFIG + "adapter: {{rank: 5, alpha: 7}}\n").format(folder=shop.folder)
-    config = config.replace("tests.toy_data.Samples", "tests.preferences.preferences")
+    config = (TOY_PAIRS + "adapter: {{rank: 5, alpha: 7}}\n").format(folder=shop.folder)
     for recipe in (PREFERENCES.recipe, "reward_distributed"):
         (shop.folder / f"{recipe}.yaml").write_text(config)
 

@@ -16,24 +16,21 @@ from qfsdp.checkpoint.adapter_files import WEIGHTS_FILE
 from qfsdp.common.errors import UserError
 from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
-from tests.tiny import run_recipe, write_tiny_model
+from tests.tiny import run_recipe, write_tiny_run
+from tests.toy_data import TOY_CONFIG
 
-CONFIG = """
+CONFIG = (
+    TOY_CONFIG
+    + """\
 output_dir: {folder}/run
-model: {{path: {folder}/model, dtype: fp32}}
-tokenizer: {{_component_: tests.toy_data.tokenizer}}
-dataset: {{_component_: tests.toy_data.Samples}}
 adapter: {{rank: 5, alpha: 7}}
-optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
 lr_scheduler:
   _component_: torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup
   num_warmup_steps: 0
-max_seq_len: 64
 max_steps: 3
-report: false
-preflight: false
 checkpoint: {{every_n_steps: 2, keep_last: 99}}
 """
+)
 VARIANTS = {
     "lora": ["adapter.method=lora"],
     "rslora": ["adapter.method=lora", "adapter.rslora=true"],
@@ -68,10 +65,7 @@ RESUMED["lora_plus_8bit"] = [*VARIANTS["lora_plus"], *EIGHT_BIT]
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("variants")
-    write_tiny_model(folder / "model")
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    return folder
+    return write_tiny_run(tmp_path_factory.mktemp("variants"), CONFIG)
 
 
 def run(folder: Path, *words: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -20,7 +21,13 @@ from qfsdp.planning.extrapolate import estimate_fast
 from qfsdp.planning.predict import step_load
 from tests.ranks import run_ranks
 from tests.recipes.test_reward_distributed import metrics
-from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
+from tests.tiny import (
+    ROOT,
+    load_recipe,
+    run_in_turn,
+    write_tiny_model,
+    write_tiny_model_with_tokenizer,
+)
 from tests.toy_data import TOY_CONFIG
 
 CONFIG = """
@@ -38,11 +45,7 @@ validation: {{eval_every: 2, sets: {{held: {{_component_: tests.toy_data.Samples
 NAME = "distill_distributed"
 
 
-def run_recipe(folder: Path, *runs: list[str]) -> None:
-    """Runs the recipe with each command line in turn; runs on every rank."""
-    recipe = load_recipe(NAME)
-    for words in runs:
-        recipe.main(load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words]))
+run_recipe = partial(run_in_turn, NAME)
 
 
 def write_models(folder: Path) -> None:

@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,8 +21,8 @@ from qfsdp.training.preference_losses import Answers, Loss, sigmoid
 from tests.json_lines import metric_lines
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, write_tiny_model
-from tests.toy_data import TOY_CONFIG
+from tests.tiny import ROOT, load_recipe, run_in_turn, write_tiny_run
+from tests.toy_data import TOY_PAIRS
 from tests.waiting import LIMIT_S
 
 TUNE = Path(sys.executable).with_name("tune")
@@ -48,21 +49,14 @@ def deadly(answers: Answers, beta: float = 0.1) -> Loss:
     return sigmoid(answers, beta)
 
 
-def run_recipe(folder: Path, *runs: list[str]) -> None:
-    """Runs the recipe with each command line in turn; runs on every rank."""
-    recipe = load_recipe("dpo_distributed")
-    for words in runs:
-        recipe.main(load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words]))
+run_recipe = partial(run_in_turn, "dpo_distributed")
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model, the config, `start` (a short run) and `whole` (a run of two ranks)."""
     folder = tmp_path_factory.mktemp("dpo_resume")
-    write_tiny_model(folder / "model")
-    text = (TOY_CONFIG + CONFIG).format(folder=folder)
-    text = text.replace("tests.toy_data.Samples", "tests.preferences.preferences")
-    (folder / "config.yaml").write_text(text)
+    write_tiny_run(folder, TOY_PAIRS + CONFIG)
     start = ["reference=base", "adapter.start_from=null", "adapter.dropout=0", "max_steps=3"]
     start += ["optimizer.lr=1e-2", "checkpoint.every_n_steps=null", f"output_dir={folder}/start"]
     run_ranks(2, run_recipe, folder, start, [f"output_dir={folder}/whole"])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.models import adapted_model, cpu_world
 from tests.ranks import run_ranks
 from tests.recipes.test_sharded_mixtures import MIXTURE
-from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, run_in_turn, write_tiny_run
 from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -41,18 +42,10 @@ TOKENS = torch.randint(1, 577, (2, 40), generator=torch.Generator().manual_seed(
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("experts")
-    write_tiny_model(folder / "model", **MIXTURE)
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    return folder
+    return write_tiny_run(tmp_path_factory.mktemp("experts"), CONFIG, **MIXTURE)
 
 
-def train(folder: Path, words: list[str]) -> None:
-    """Runs the recipe. Runs on every rank."""
-    recipe = load_recipe("qdora_distributed")
-    cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
-    recipe.check(cfg)
-    recipe.main(cfg)
+train = partial(run_in_turn, "qdora_distributed")
 
 
 def check_trained(folder: Path, run: Path, config: AdapterConfig) -> nn.Module:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -14,11 +15,10 @@ from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
 from qfsdp.tensor_subclasses.dtensor import local_part
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from tests import tiny
 from tests.json_lines import metric_lines
 from tests.models import load_model
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, run_in_turn, write_tiny_model, write_tiny_run
 from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -51,10 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def run_recipe(folder: Path, runs: list[list[str]]) -> None:
-    """Runs the recipe with each command line in turn; runs on every rank."""
-    for words in runs:
-        tiny.run_recipe(RECIPE, ["--config", f"{folder}/config.yaml", *words])
+run_recipe = partial(run_in_turn, RECIPE)
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -97,7 +94,7 @@ def runs(folder: Path) -> dict[str, tuple[Path, Path]]:
     packed = [f"model.path={folder}/packed", f"output_dir={folder}/over_packed"]
     lines[2].append([*PRO_OVER_PACKED, *packed])
     for ranks in (2, 1):
-        run_ranks(ranks, run_recipe, folder, lines[ranks])
+        run_ranks(ranks, run_recipe, folder, *lines[ranks])
     return pairs
 
 
@@ -267,7 +264,6 @@ def test_mistakes(folder: Path, words: list[str], message: str) -> None:
 
 
 def test_a_model_that_was_not_expanded(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model")
-    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    write_tiny_run(tmp_path, CONFIG)
     told = f"expanded_layers in {tmp_path}/model/config.json is None; expected a model that reci"
     test_mistakes(tmp_path, ["trainable.layers=expanded"], told)

@@ -13,7 +13,7 @@ from tests.json_lines import json_lines
 from tests.ranks import run_ranks
 from tests.recipes.test_resume import adapter_bytes, losses, run_recipe
 from tests.recipes.test_sharded_mixtures import MIXTURE
-from tests.tiny import ROOT, write_tiny_model, write_tiny_model_with_tokenizer
+from tests.tiny import ROOT, write_tiny_model_with_tokenizer, write_tiny_run
 from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.slow
@@ -31,10 +31,7 @@ checkpoint: {{every_n_steps: 5, keep_last: 99}}
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("mixture_runs")
-    write_tiny_model(folder / "model", **MIXTURE)
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    return folder
+    return write_tiny_run(tmp_path_factory.mktemp("mixture_runs"), CONFIG, **MIXTURE)
 
 
 DIVIDED, WHOLE = (4, 2), (2, 1)  # ranks, parts of experts
@@ -51,9 +48,9 @@ def test_resumed_with_experts_divided_otherwise(
         return [*divided, f"output_dir={run}"]
 
     run, rest = folder / f"from_{before[0]}", folder / f"to_{after[0]}"
-    run_ranks(before[0], run_recipe, folder, [words(*before, run)])
+    run_ranks(before[0], run_recipe, folder, words(*before, run))
     resume = f"resume={run}/checkpoints/step_00000005"
-    run_ranks(after[0], run_recipe, folder, [[*words(*after, rest), resume]])
+    run_ranks(after[0], run_recipe, folder, [*words(*after, rest), resume])
     expected = losses(run)
     assert losses(rest) == pytest.approx({s: expected[s] for s in range(6, 10)}, abs=1e-5)
     trained, resumed = (load_file(r / "adapter/adapter_model.safetensors") for r in (run, rest))
@@ -71,7 +68,7 @@ def test_resumed_and_started_from_an_adapter(folder: Path) -> None:
         [f"output_dir={start}", f"adapter.start_from={whole}/adapter", "max_steps=1"]
         + ["optimizer.lr=1e-12", "sharding.offload_base=cpu"]
     )
-    run_ranks(1, run_recipe, folder, runs)
+    run_ranks(1, run_recipe, folder, *runs)
     expected = losses(whole)
     assert losses(rest) == {step: expected[step] for step in range(6, 10)}
     assert adapter_bytes(rest) == adapter_bytes(whole)
@@ -95,7 +92,7 @@ def test_greedy_answers_before_and_after_a_merge(
     (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
     run, merged = tmp_path / "run", tmp_path / "merged"
     words = [f"adapter.method={method}", "max_steps=4", "optimizer.lr=1e-2"]
-    run_ranks(1, run_recipe, tmp_path, [[*words, "sharding.offload_base=cpu"]])
+    run_ranks(1, run_recipe, tmp_path, [*words, "sharding.offload_base=cpu"])
     base = [f"model.path={model}", "model.dtype=fp32"]
     into = [f"adapter={run}/adapter", f"output_dir={merged}", "dtype=fp32"]
     by_recipe("merge", ["--config", str(ROOT / "configs/merge.yaml"), *base, *into])

@@ -15,6 +15,7 @@ import socket
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -26,10 +27,9 @@ from qfsdp.checkpoint.compatibility import read_settings
 from qfsdp.checkpoint.resume import published
 from qfsdp.common.errors import UserError
 from qfsdp.config.load import load_config
-from tests import tiny
 from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, run_in_turn, write_tiny_model, write_tiny_run
 from tests.toy_data import TOY_CONFIG
 from tests.waiting import LIMIT_S, wait_until
 
@@ -53,16 +53,10 @@ STEPS = 9  # 26 samples, 12 a step: 12, 12 and 2, three times
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("resume")
-    write_tiny_model(folder / "model")
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    return folder
+    return write_tiny_run(tmp_path_factory.mktemp("resume"), CONFIG)
 
 
-def run_recipe(folder: Path, runs: list[list[str]]) -> None:
-    """Runs the recipe with each command line in turn; runs on every rank."""
-    for words in runs:
-        tiny.run_recipe("qdora_distributed", ["--config", f"{folder}/config.yaml", *words])
+run_recipe = partial(run_in_turn, "qdora_distributed")
 
 
 def losses(run: Path) -> dict[int, float]:
@@ -91,7 +85,7 @@ def test_the_same_bits_as_without_the_break(folder: Path, ranks: int) -> None:
             resume = f"resume={whole}/checkpoints/step_00000005"
             runs += [words, [*words, f"output_dir={rest}", resume]]
             pairs.append((whole, rest))
-    run_ranks(ranks, run_recipe, folder, runs)
+    run_ranks(ranks, run_recipe, folder, *runs)
     seen = set()
     for whole, rest in pairs:
         expected = losses(whole)
@@ -107,9 +101,9 @@ def test_another_number_of_ranks_resumes(folder: Path, before: int, after: int) 
     """Global batches are the same. No dropout, because each rank draws its own."""
     whole, rest = folder / f"from_{before}", folder / f"to_{after}"
     words = ["adapter.dropout=0", f"batch_size={12 // before}", f"output_dir={whole}"]
-    run_ranks(before, run_recipe, folder, [words])
+    run_ranks(before, run_recipe, folder, words)
     words = ["adapter.dropout=0", f"batch_size={12 // after}", f"output_dir={rest}"]
-    run_ranks(after, run_recipe, folder, [[*words, f"resume={whole}/checkpoints/step_00000005"]])
+    run_ranks(after, run_recipe, folder, [*words, f"resume={whole}/checkpoints/step_00000005"])
     expected = losses(whole)
     assert losses(rest) == pytest.approx({s: expected[s] for s in range(6, STEPS + 1)}, abs=1e-5)
 
@@ -122,7 +116,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     """The run goes on from the one before, with the losses and the adapter that it had."""
     run = folder / f"damaged_{ranks}"
     words = [f"batch_size={12 // ranks}", f"output_dir={run}"]
-    run_ranks(ranks, run_recipe, folder, [words])
+    run_ranks(ranks, run_recipe, folder, words)
     expected, adapter = losses(run), adapter_bytes(run)
     older, newest = published(run)
     file = max((newest / "state").iterdir(), key=lambda path: path.stat().st_size)
@@ -130,7 +124,7 @@ def test_a_damaged_checkpoint_is_passed_over(
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
     capfd.readouterr()
-    run_ranks(ranks, run_recipe, folder, [[*words, "resume=auto"]])
+    run_ranks(ranks, run_recipe, folder, [*words, "resume=auto"])
     assert losses(run) == expected
     assert adapter_bytes(run) == adapter
     assert [path.name for path in published(run)] == [older.name, newest.name]
@@ -148,7 +142,7 @@ def test_a_damaged_checkpoint_is_passed_over(
 @pytest.fixture(scope="module")
 def finished(folder: Path) -> Path:
     """A complete run of one process."""
-    run_ranks(1, run_recipe, folder, [[f"output_dir={folder}/finished"]])
+    run_ranks(1, run_recipe, folder, [f"output_dir={folder}/finished"])
     return folder / "finished"
 
 
@@ -231,7 +225,7 @@ def test_the_rest_may_change(folder: Path, finished: Path, tmp_path: Path) -> No
     words += ["checkpoint.keep_last=1", "checkpoint.every_n_steps=null", "batch_size=6"]
     words += ["global_batch_size=12", "sharding.wrap=linear", "clip_grad_norm=2.0"]
     check(folder, *words)
-    run_ranks(1, run_recipe, folder, [words])
+    run_ranks(1, run_recipe, folder, words)
     assert list(losses(tmp_path / "more")) == [10, 11]
     assert [path.name for path in published(tmp_path / "more")] == ["step_00000011"]
 
@@ -240,7 +234,7 @@ def test_a_folder_with_checkpoints_is_not_started_over(folder: Path, finished: P
     with pytest.raises(UserError, match="up to step 9; expected resume=auto to continue it, or an"):
         check(folder, f"output_dir={finished}")
     before = losses(finished)
-    run_ranks(1, run_recipe, folder, [[f"output_dir={finished}", "resume=auto"]])
+    run_ranks(1, run_recipe, folder, [f"output_dir={finished}", "resume=auto"])
     assert losses(finished) == before, "a run that was complete was trained further"
 
 
@@ -286,7 +280,7 @@ def rank_pids(agent: int) -> list[int]:
 @pytest.fixture(scope="module")
 def reference(folder: Path) -> dict[int, float]:
     """Losses of two ranks without a break."""
-    run_ranks(2, run_recipe, folder, [["batch_size=6", f"output_dir={folder}/reference"]])
+    run_ranks(2, run_recipe, folder, ["batch_size=6", f"output_dir={folder}/reference"])
     return losses(folder / "reference")
 
 

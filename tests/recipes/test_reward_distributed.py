@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -17,9 +18,14 @@ from qfsdp.modules.adapters.config import AdapterConfig
 from tests.json_lines import json_lines, metric_lines
 from tests.models import adapted_model, cpu_world
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model, write_tiny_model_with_tokenizer
+from tests.tiny import (
+    load_recipe,
+    run_in_turn,
+    write_tiny_model_with_tokenizer,
+    write_tiny_run,
+)
 from tests.tiny import run_recipe as run_recipe_here
-from tests.toy_data import TOY_CONFIG
+from tests.toy_data import TOY_PAIRS
 
 CONFIG = """
 output_dir: {folder}/run
@@ -36,11 +42,7 @@ validation:
 """
 
 
-def run_recipe(folder: Path, *runs: list[str]) -> None:
-    """Runs the recipe with each command line in turn; runs on every rank."""
-    recipe = load_recipe("reward_distributed")
-    for words in runs:
-        recipe.main(load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words]))
+run_recipe = partial(run_in_turn, "reward_distributed")
 
 
 def metrics(run: Path) -> dict[int, dict[str, float]]:
@@ -53,10 +55,7 @@ def metrics(run: Path) -> dict[int, dict[str, float]]:
 
 @pytest.mark.long
 def test_the_same_on_two_ranks_and_after_a_stop(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model", hidden_size=96)
-    text = (TOY_CONFIG + CONFIG).format(folder=tmp_path)
-    text = text.replace("tests.toy_data.Samples", "tests.preferences.preferences")
-    (tmp_path / "config.yaml").write_text(text)
+    write_tiny_run(tmp_path, TOY_PAIRS + CONFIG, hidden_size=96)
     one, two, part = (f"output_dir={tmp_path}/{name}" for name in ("one", "two", "part"))
     words = [part, "batch_size=2"]
     run_ranks(

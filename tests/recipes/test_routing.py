@@ -10,14 +10,13 @@ from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
 from tests.recipes.test_expert_adapters import CONFIG, train
 from tests.recipes.test_sharded_mixtures import MIXTURE
-from tests.tiny import write_tiny_model
+from tests.tiny import write_tiny_run
 
 pytestmark = [pytest.mark.usefixtures("eager"), pytest.mark.long]
 
 
 def test_one_and_two_ranks_balance_alike(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model", **MIXTURE)
-    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    write_tiny_run(tmp_path, CONFIG, **MIXTURE)
     runs: dict[str, list[dict[str, float]]] = {}
     for name, ranks, rows, factor in (("one", 1, 4, 0.5), ("two", 2, 1, 0.5), ("without", 1, 4, 0)):
         words = [f"model.router_aux_loss={factor}", f"output_dir={tmp_path / name}"]

@@ -9,7 +9,7 @@ import pytest
 
 from tests.ranks import run_ranks
 from tests.recipes.test_resume import run_recipe
-from tests.tiny import write_tiny_model
+from tests.tiny import write_tiny_run
 from tests.toy_data import TOY_CONFIG
 
 SECRETS = ("sk-of-the-environment", "key-of-the-logger", "token-in-a-word")
@@ -59,12 +59,11 @@ class Logger:
 def test_no_file_of_a_run_has_a_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    write_tiny_model(tmp_path / "model")
-    (tmp_path / "config.yaml").write_text(CONFIG.format(folder=tmp_path))
+    write_tiny_run(tmp_path, CONFIG)
     monkeypatch.setenv("QFSDP_SECRET", SECRETS[0])
     run, words = tmp_path / "run", ["metric_logger.access_token=token-in-a-word", "report=true"]
     rest = [f"output_dir={tmp_path}/run/rest", f"resume={run}/checkpoints/step_00000002"]
-    run_ranks(1, run_recipe, tmp_path, [words, [*words, *rest]])
+    run_ranks(1, run_recipe, tmp_path, words, [*words, *rest])
     files = [path for path in run.rglob("*") if path.is_file()]
     names = {path.name for path in files}
     assert {"config.yaml", "metrics.jsonl", "report.html", "logged"} <= names

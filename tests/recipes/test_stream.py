@@ -11,7 +11,7 @@ import pytest
 from qfsdp.common.errors import UserError
 from tests.ranks import run_ranks
 from tests.recipes.test_resume import losses, run_recipe
-from tests.tiny import write_tiny_model
+from tests.tiny import write_tiny_run
 from tests.toy_data import TOY_CONFIG
 
 CONFIG = (
@@ -35,8 +35,7 @@ STEPS = 9  # 108 samples: more than an epoch of 70
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("stream")
-    write_tiny_model(folder / "model")
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
+    write_tiny_run(folder, CONFIG)
     numbers = random.Random(0)
     rows = [
         {"input_ids": [numbers.randrange(1, 500) for _ in range(numbers.randint(5, 30))]}
@@ -54,7 +53,7 @@ def whole_and_rest(folder: Path, ranks: int, packed: bool) -> dict[int, float]:
     batch = (6 if packed else 12) // ranks
     words = [f"packed={packed}", f"batch_size={batch}", f"output_dir={whole}"]
     resumed = [*words, f"output_dir={rest}", f"resume={whole}/checkpoints/step_00000005"]
-    run_ranks(ranks, run_recipe, folder, [words, resumed])
+    run_ranks(ranks, run_recipe, folder, words, resumed)
     expected = losses(whole)
     assert len(expected) == STEPS
     assert losses(rest) == {step: expected[step] for step in range(6, STEPS + 1)}
@@ -76,4 +75,4 @@ def test_resumed_on_several_ranks(folder: Path, packed: bool) -> None:
 
 def test_max_steps_is_required(folder: Path) -> None:
     with pytest.raises(UserError, match="^max_steps: None is not valid; expected an integer: the"):
-        run_recipe(folder, [["max_steps=null"]])
+        run_recipe(folder, ["max_steps=null"])

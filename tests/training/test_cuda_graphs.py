@@ -28,7 +28,7 @@ from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not
 from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, randomize_adapters
 from tests.ranks import run_ranks
-from tests.tiny import DELTA, load_recipe, write_tiny_model
+from tests.tiny import DELTA, load_recipe, write_tiny_model, write_tiny_run
 from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -258,9 +258,8 @@ def test_norms_of_two_ranks_are_replayed(folder: Path, strategy: str) -> None:
 
 def test_graphs_are_freed_before_the_group_ends(tmp_path: Path) -> None:
     """Also by a run that fails: a graph with a collective would keep its group from ending."""
-    write_tiny_model(tmp_path / "model")
     words = "output_dir: {folder}/run\nadapter: {{method: dora, rank: 4}}\n"
-    (tmp_path / "config.yaml").write_text((TOY_CONFIG + words).format(folder=tmp_path))
+    write_tiny_run(tmp_path, TOY_CONFIG + words)
     recipe, made, steps = load_recipe(), [], []
     update = recipe.train_step
 

@@ -16,7 +16,7 @@ from qfsdp.training import learning_rate
 from qfsdp.training.learning_rate import choose_lr
 from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, write_tiny_model, write_tiny_run
 
 pytestmark = pytest.mark.usefixtures("eager")
 QDORA, FULL = "qdora_distributed", "full_finetune_distributed"
@@ -35,10 +35,7 @@ preflight: false
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("learning_rate")
-    write_tiny_model(folder / "model")
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    return folder
+    return write_tiny_run(tmp_path_factory.mktemp("learning_rate"), CONFIG)
 
 
 @pytest.fixture(autouse=True)

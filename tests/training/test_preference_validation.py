@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +15,8 @@ from qfsdp.config.load import load_config
 from qfsdp.training.preference_losses import Answers, Loss
 from tests.json_lines import metric_lines
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
-from tests.toy_data import TOY_CONFIG
+from tests.tiny import load_recipe, run_in_turn, write_tiny_run
+from tests.toy_data import TOY_PAIRS
 
 pytestmark = pytest.mark.usefixtures("eager")
 LN_2 = float(torch.tensor(2.0).log())
@@ -36,19 +37,10 @@ validation:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("preference_validation")
-    write_tiny_model(folder / "model")
-    text = (TOY_CONFIG + CONFIG).format(folder=folder)
-    text = text.replace("tests.toy_data.Samples", "tests.preferences.preferences")
-    (folder / "config.yaml").write_text(text)
-    return folder
+    return write_tiny_run(tmp_path_factory.mktemp("preference_validation"), TOY_PAIRS + CONFIG)
 
 
-def train(folder: Path, words: list[str]) -> None:
-    recipe = load_recipe("dpo_distributed")
-    cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
-    recipe.check(cfg)
-    recipe.main(cfg)
+train = partial(run_in_turn, "dpo_distributed")
 
 
 def run(folder: Path, out: Path, size: int, *words: str) -> dict[int, dict[str, float]]:

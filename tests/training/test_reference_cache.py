@@ -10,8 +10,8 @@ import torch
 
 from qfsdp.config.load import load_config
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
-from tests.toy_data import TOY_CONFIG
+from tests.tiny import load_recipe, write_tiny_run
+from tests.toy_data import TOY_PAIRS
 
 CONFIG = """
 output_dir: {folder}/run
@@ -22,12 +22,7 @@ batch_size: 2
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("reference")
-    write_tiny_model(folder / "model")
-    text = (TOY_CONFIG + CONFIG).format(folder=folder)
-    text = text.replace("tests.toy_data.Samples", "tests.preferences.preferences")
-    (folder / "config.yaml").write_text(text)
-    return folder
+    return write_tiny_run(tmp_path_factory.mktemp("reference"), TOY_PAIRS + CONFIG)
 
 
 def compute(folder: Path, cases: list[dict[str, Any]]) -> list[dict[str, Any]]:

@@ -31,27 +31,23 @@ from tests.tiny import (
     ROOT,
     load_recipe,
     needs_compiler,
-    write_tiny_model,
+    run_in_turn,
     write_tiny_model_with_tokenizer,
+    write_tiny_run,
 )
-from tests.toy_data import Samples
+from tests.toy_data import TOY_CONFIG, Samples
 
-CONFIG = """
+CONFIG = (
+    TOY_CONFIG
+    + """\
 output_dir: {folder}/run
-model: {{path: {folder}/model, dtype: fp32}}
-tokenizer: {{_component_: tests.toy_data.tokenizer}}
-dataset: {{_component_: tests.toy_data.Samples}}
 adapter: {{rank: 5, alpha: 7}}
-optimizer: {{_component_: torch.optim.AdamW, lr: 1e-3, eps: 1e-6, fused: true}}
 metric_logger:
   _component_: torchtune.training.metric_logging.TensorBoardLogger
   log_dir: ${{output_dir}}/tensorboard
   organize_logs: false
 batch_size: 12
-max_seq_len: 64
 epochs: 3
-report: false
-preflight: false
 validation:
   eval_every: 2
   at_start: true
@@ -61,23 +57,18 @@ validation:
     seen: {{_component_: tests.toy_data.Samples}}
     other: {{_component_: tests.toy_data.Samples, size: 7, seed: 5}}
 """
+)
 SHARED = ROOT / "../shared/data"
 SETS = {"seen": Samples(None), "other": Samples(None, size=7, seed=5)}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("validation")
-    write_tiny_model(folder / "model")
-    (folder / "config.yaml").write_text(CONFIG.format(folder=folder))
-    return folder
+    return write_tiny_run(tmp_path_factory.mktemp("validation"), CONFIG)
 
 
 def run_recipe(folder: Path, *words: str) -> None:
-    recipe = load_recipe()
-    cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
-    recipe.check(cfg)
-    recipe.main(cfg)
+    run_in_turn("qdora_distributed", folder, words)
 
 
 def curves(run: Path) -> dict[int, dict[str, float]]:
