@@ -99,6 +99,15 @@ def load_recipe(name: str = "qdora_distributed") -> ModuleType:
     return recipes.load_recipe(ROOT / f"recipes/{name}.py")
 
 
+def recipe_config(
+    recipe: Any, folder: Path, dtype: str = "fp32", implementation: str = "auto", **fields: Any
+) -> Any:
+    """The config of a recipe whose functions are called one by one, without data and optimizer."""
+    model = recipe.ModelConfig(str(folder), dtype=dtype, implementation=implementation)
+    unused = {"output_dir": "unused", "tokenizer": None, "dataset": None, "optimizer": None}
+    return recipe.Config(**unused | {"model": model} | fields)
+
+
 def run_recipe(name: str, argv: list[str]) -> None:
     """Runs a recipe in this process, or on each rank that calls it.
 

@@ -33,7 +33,7 @@ from tests.checkpoint import test_expert_adapter_files as experts
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
-from tests.tiny import ROOT, load_recipe, run_recipe, write_tiny_model
+from tests.tiny import ROOT, load_recipe, recipe_config, run_recipe, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -122,14 +122,8 @@ def ten_updates(
     """Losses of ten updates, then logits, the adapters, and the trained numbers."""
     recipe, results = load_recipe(), {}
     for name, section in sections.items():
-        cfg = recipe.Config(
-            output_dir="unused",
-            model=recipe.ModelConfig(str(model_dir), dtype="fp32"),
-            tokenizer=None,
-            dataset=None,
-            optimizer=None,
-            quantization=recipe.QuantizationConfig(format),
-            adapter=section,
+        cfg = recipe_config(
+            recipe, model_dir, quantization=recipe.QuantizationConfig(format), adapter=section
         )
         world = cpu_world()
         model = recipe.load_model(cfg, world)

@@ -29,7 +29,7 @@ from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, build_meta_model, cpu_world, load_model, randomize_adapters
 from tests.peft_oracle import dequantized_base, run_peft
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import load_recipe, recipe_config, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -114,12 +114,9 @@ def started_runs(
 
     results = {}
     for name, section in sections.items():
-        cfg = recipe.Config(
-            output_dir="unused",
-            model=recipe.ModelConfig(str(model_dir), dtype="fp32"),
-            tokenizer=None,
-            dataset=None,
-            optimizer=None,
+        cfg = recipe_config(
+            recipe,
+            model_dir,
             quantization=recipe.QuantizationConfig("nf4", quantized),
             adapter=section,
         )

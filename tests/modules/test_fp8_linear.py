@@ -17,7 +17,7 @@ from qfsdp.modules.low_rank.linear import LowRankLinear, low_rank_linears
 from qfsdp.modules.quantized_linear import QuantizationConfig, QuantizedLinear, quantize_linears
 from qfsdp.tensor_subclasses import fp8, nf4
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import load_recipe, recipe_config, write_tiny_model
 
 ROWS, COLS, TOKENS = 96, 128, 40
 SIZES = {"vocab_size": 512, "intermediate_size": 384}  # 16 divides them
@@ -138,12 +138,10 @@ def train(folder: Path, cases: list[dict[str, Any]]) -> list[tuple[list[float], 
     for case in cases:
         sharding = ShardingConfig(wrap=case.get("wrap", "decoder_layer"))
         world = recipe.init_world(sharding)
-        cfg = recipe.Config(
-            output_dir="unused",
-            model=recipe.ModelConfig(str(folder), dtype=case.get("dtype", "fp32")),
-            tokenizer=None,
-            dataset=None,
-            optimizer=None,
+        cfg = recipe_config(
+            recipe,
+            folder,
+            dtype=case.get("dtype", "fp32"),
             quantization=QuantizationConfig(compute=case["compute"]),
             adapter=AdapterConfig(case.get("method", "dora"), 8, 16),
             sharding=sharding,
@@ -200,11 +198,10 @@ def test_the_estimate_of_a_gpu(tmp_path: Path) -> None:
 
     recipe: Any = load_recipe()
     folder = write_tiny_model(tmp_path, **SIZES | {"hidden_size": 384, "num_hidden_layers": 1})
-    cfg = recipe.Config(
-        output_dir="unused",
-        model=recipe.ModelConfig(str(folder)),
-        tokenizer=None,
-        dataset=None,
+    cfg = recipe_config(
+        recipe,
+        folder,
+        dtype="bf16",
         optimizer=recipe.Component("torch.optim.AdamW", {"lr": 1e-3}),
         max_seq_len=64,
     )

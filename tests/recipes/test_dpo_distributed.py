@@ -11,7 +11,7 @@ import torch
 
 from tests.preferences import Sample, preference_batch, random_samples
 from tests.ranks import run_ranks
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import load_recipe, recipe_config, write_tiny_model
 
 PAIRS, STEPS, TOLERANCE = 6, 4, 1e-5
 
@@ -50,12 +50,9 @@ def train(model_dir: Path, cases: list[dict[str, Any]], steps: int = STEPS) -> l
     for case in cases:
         sharding = ShardingConfig(wrap=case.get("wrap", "decoder_layer"))
         world = init_world(sharding)
-        cfg = recipe.Config(
-            output_dir="unused",
-            model=recipe.ModelConfig(str(model_dir), dtype="fp32"),
-            tokenizer=None,
-            dataset=None,
-            optimizer=None,
+        cfg = recipe_config(
+            recipe,
+            model_dir,
             loss=case.get("loss", Component("sigmoid")),
             reference=case.get("reference", "base"),
             quantization=recipe.QuantizationConfig("nf4", ["all-linear", "lm_head"]),

@@ -23,21 +23,14 @@ from tests import hub_models
 from tests.models import cpu_world
 from tests.peft_oracle import dequantized_base
 from tests.preferences import Sample, preference_batch, random_samples
-from tests.tiny import load_recipe
+from tests.tiny import load_recipe, recipe_config
 
 PAIRS, STEPS, BETA = 3, 3, 0.1
 ADAPTER = AdapterConfig("dora", rank=4, alpha=8)
 
 
 def config(recipe: Any, folder: Path, implementation: Any = "transformers") -> Any:
-    return recipe.Config(
-        output_dir="unused",
-        model=recipe.ModelConfig(str(folder), dtype="fp32", implementation=implementation),
-        tokenizer=None,
-        dataset=None,
-        optimizer=None,
-        adapter=ADAPTER,
-    )
+    return recipe_config(recipe, folder, implementation=implementation, adapter=ADAPTER)
 
 
 def logprobs(model: Any, samples: list[Sample]) -> Tensor:

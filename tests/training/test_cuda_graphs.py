@@ -28,7 +28,7 @@ from qfsdp.training.cuda_graphs import WARM_UP, Obstacle, StepGraphs, why_not
 from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, randomize_adapters
 from tests.ranks import run_ranks
-from tests.tiny import DELTA, load_recipe, write_tiny_model, write_tiny_run
+from tests.tiny import DELTA, load_recipe, recipe_config, write_tiny_model, write_tiny_run
 from tests.toy_data import TOY_CONFIG
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -227,15 +227,7 @@ def train_sharded(folder: Path, strategy: Any) -> tuple[list[float], list[float]
     for graphed in (False, True):
         sharding = ShardingConfig(strategy)
         world = recipe.init_world(sharding)
-        cfg = recipe.Config(
-            output_dir="unused",
-            model=recipe.ModelConfig(str(folder), dtype="fp32"),
-            tokenizer=None,
-            dataset=None,
-            optimizer=None,
-            adapter=AdapterConfig("dora", 4, 8),
-            sharding=sharding,
-        )
+        cfg = recipe_config(recipe, folder, adapter=AdapterConfig("dora", 4, 8), sharding=sharding)
         model = recipe.load_model(cfg, world)
         optimizer = torch.optim.AdamW(trainable_parameters(model), lr=1e-3)
         graphs = None

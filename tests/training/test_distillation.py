@@ -22,7 +22,7 @@ from qfsdp.training.distillation import TeacherConfig, load_teacher
 from qfsdp.training.optimizer import build_optimizer
 from qfsdp.training.steps import StepClock
 from tests.models import cpu_world
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import load_recipe, recipe_config, write_tiny_model
 from tests.toy_data import Samples, tokenizer
 
 pytestmark = pytest.mark.usefixtures("eager")
@@ -90,15 +90,13 @@ def config_of(
 ) -> Any:
     recipe = load_recipe("distill_distributed")
     plain = recipe.QuantizationConfig("none")
-    return recipe.Config(
-        output_dir="unused",
-        model=recipe.ModelConfig(str(models[0]), dtype="fp32"),
+    return recipe_config(
+        recipe,
+        models[0],
         teacher=TeacherConfig(
             recipe.ModelConfig(str(models[1]), dtype="fp32"), plain, logprobs=logprobs
         ),
         tokenizer=Component("tests.toy_data.tokenizer", {}),
-        dataset=None,
-        optimizer=None,
         distillation=distillation,
         quantization=plain,
         adapter=AdapterConfig("lora", rank=4, alpha=8.0),

@@ -23,7 +23,7 @@ from qfsdp.training.scores import ScoreObjective, last_scores
 from qfsdp.training.steps import StepClock
 from tests.models import adapted_model, cpu_world
 from tests.preferences import pack_of, random_samples
-from tests.tiny import load_recipe, write_tiny_model
+from tests.tiny import load_recipe, recipe_config, write_tiny_model
 
 pytestmark = pytest.mark.usefixtures("eager")
 
@@ -40,12 +40,9 @@ def model_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def scored_model(folder: Path, head: HeadConfig, method: str = "lora", **quantized: Any) -> Any:
     """A model as the recipe builds it."""
     recipe = load_recipe("reward_distributed")
-    cfg = recipe.Config(
-        output_dir="unused",
-        model=recipe.ModelConfig(str(folder), dtype="fp32"),
-        tokenizer=None,
-        dataset=None,
-        optimizer=None,
+    cfg = recipe_config(
+        recipe,
+        folder,
         head=head,
         quantization=recipe.QuantizationConfig(**quantized or {"format": "none"}),
         adapter=AdapterConfig(method, rank=4, alpha=8.0),
