@@ -21,11 +21,13 @@ from qfsdp.distributed.world import World, init_world
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.modules.adapters.linears import add_adapters, init_adapters
 from qfsdp.modules.compute_dtype import COMPUTE_DTYPES
+from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.low_rank.linear import refresh_dora_norms
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses.dtensor import local_part, local_rows
+from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, local_rows, whole_tensor
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
 def cpu_world() -> World:
@@ -71,6 +73,18 @@ def load_model(
     shard_model(model, config, init_world(config) if config.cpu_offload else cpu_world())
     load_base(model, ModelWeights(folder), torch.device("cpu"), config)
     return model
+
+
+def loaded(folder: Path, **build: Any) -> dict[str, list[Tensor]]:
+    """Every parameter of the loaded model, gathered; bytes and metadata of quantized ones."""
+    found = {}
+    for name, param in base_parameters(load_model(folder, **build)):
+        local = local_part(param)
+        if isinstance(local, QuantizedTensor):
+            found[name] = [gather_rows(param, local.qdata), *local.metadata]
+        else:
+            found[name] = [whole_tensor(param)]
+    return found
 
 
 def adapted_model(folder: Path, config: AdapterConfig, **build: Any) -> Decoder:

@@ -17,11 +17,8 @@ from qfsdp.checkpoint.weights.qfsdp_layout import MANIFEST
 from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
-from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from tests.models import cpu_world, load_model
+from tests.models import cpu_world, load_model, loaded
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 
@@ -50,12 +47,7 @@ def their_model(folder: Path, nested: bool | None = None) -> Any:
 
 def quantized_rows(folder: Path) -> dict[str, list[Tensor]]:
     """Bytes and metadata of every quantized weight of the loaded model, gathered."""
-    found = {}
-    for name, param in base_parameters(load_model(folder)):
-        local = local_part(param)
-        if isinstance(local, QuantizedTensor):
-            found[name] = [gather_rows(param, local.qdata), *local.metadata]
-    return found
+    return {k: parts for k, parts in loaded(folder).items() if parts[0].dtype == torch.uint8}
 
 
 def assert_bytes_of(found: dict[str, list[Tensor]], tensors: dict[str, Tensor]) -> None:

@@ -19,13 +19,11 @@ from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.common.errors import UserError
-from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
 from qfsdp.modules.transformer import Decoder
-from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from tests.models import cpu_world, load_model
+from tests.models import cpu_world, load_model, loaded
 from tests.ranks import run_ranks
 
 SIZES = {"hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 131}
@@ -128,20 +126,8 @@ def test_one_tensor_for_all_experts_is_the_same(folders: dict[str, Path], tmp_pa
     assert all(torch.equal(both[0][name], both[1][name]) for name in both[0])
 
 
-def loaded(folder: Path, format: str) -> dict[str, list[Tensor]]:
-    """The loaded parameters, gathered: bytes and metadata, or values."""
-    found = {}
-    for name, param in base_parameters(load_model(folder, format=format)):
-        local = local_part(param)
-        if isinstance(local, QuantizedTensor):
-            found[name] = [gather_rows(param, local.qdata), *local.metadata]
-        else:
-            found[name] = [whole_tensor(param)]
-    return found
-
-
 def load_all(builds: list[tuple[Path, str]]) -> list[dict[str, list[Tensor]]]:
-    return [loaded(folder, format) for folder, format in builds]
+    return [loaded(folder, format=format) for folder, format in builds]
 
 
 @pytest.mark.long

@@ -27,9 +27,8 @@ from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.modules.transformer import Decoder
 from qfsdp.tensor_subclasses import nf4
-from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from tests.models import build_meta_model, cpu_world, load_model
+from tests.models import build_meta_model, cpu_world, load_model, loaded
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
 
@@ -48,19 +47,6 @@ MODELS: dict[str, dict[str, Any]] = {
 pytestmark = pytest.mark.usefixtures("eager")
 
 
-def loaded_tensors(folder: Path, build: dict[str, Any]) -> dict[str, Any]:
-    """The loaded parameters, gathered: the values of plain ones, the bytes and metadata of
-    quantized ones."""
-    found: dict[str, Any] = {}
-    for name, param in base_parameters(load_model(folder, **build)):
-        local = local_part(param)
-        if isinstance(local, QuantizedTensor):
-            found[name] = [gather_rows(param, local.qdata), *local.metadata]
-        else:
-            found[name] = whole_tensor(param)
-    return found
-
-
 def checkpoint(folder: Path) -> dict[str, Tensor]:
     tensors: dict[str, Tensor] = {}
     for file in folder.glob("*.safetensors"):
@@ -68,18 +54,18 @@ def checkpoint(folder: Path) -> dict[str, Tensor]:
     return tensors
 
 
-def assert_loaded(found: dict[str, Any], folder: Path, dtype: torch.dtype) -> None:
+def assert_loaded(found: dict[str, list[Tensor]], folder: Path, dtype: torch.dtype) -> None:
     """Plain parameters equal the file bit for bit; quantized ones equal the NF4 of the whole."""
     tensors = checkpoint(folder)
     assert found.keys() == tensors.keys()
     quantized = 0
-    for name, value in found.items():
-        if isinstance(value, Tensor):
+    for name, (value, *metadata) in found.items():
+        if value.dtype != torch.uint8:
             assert value.dtype == dtype
             assert torch.equal(value, tensors[name].to(dtype)), name
             continue
         whole = nf4.quantize(tensors[name])
-        for mine, theirs in zip(value, (whole.qdata, *whole.metadata), strict=True):
+        for mine, theirs in zip((value, *metadata), (whole.qdata, *whole.metadata), strict=True):
             assert torch.equal(mine, theirs), name
         quantized += 1
     assert quantized == sum(name.endswith(("_proj.weight", "lm_head.weight")) for name in tensors)
@@ -98,13 +84,13 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.mark.parametrize("model", MODELS)
 def test_one_process_loads_the_checkpoint(model: str, folders: dict[str, Path]) -> None:
-    assert_loaded(loaded_tensors(folders[model], {}), folders[model], torch.float32)
+    assert_loaded(loaded(folders[model]), folders[model], torch.float32)
 
 
 def load_all(
     folders: dict[str, Path], builds: list[dict[str, Any]]
 ) -> list[tuple[str, dict[str, Any]]]:
-    return [(name, loaded_tensors(folders[name], b)) for name in folders for b in builds]
+    return [(name, loaded(folders[name], **b)) for name in folders for b in builds]
 
 
 def test_three_ranks_load_the_checkpoint(folders: dict[str, Path]) -> None:
@@ -123,7 +109,7 @@ def test_one_file_is_as_good_as_an_index(folders: dict[str, Path], tmp_path: Pat
     assert not (single / INDEX).exists()
     assert len(list(folders["llama"].glob("model-0000?-of-00003.safetensors"))) == 3
     assert checkpoint(single).keys() == checkpoint(folders["llama"]).keys()
-    assert_loaded(loaded_tensors(single, {}), folders["llama"], torch.float32)
+    assert_loaded(loaded(single), folders["llama"], torch.float32)
 
 
 STORED = COMPUTE_DTYPES | {"fp16": torch.float16}
@@ -137,7 +123,7 @@ def test_any_stored_dtype_serves_any_compute_dtype(
     tensors = {k: v.to(STORED[stored]) for k, v in checkpoint(folders["qwen2"]).items()}
     save_file(tensors, tmp_path / SINGLE)
     (tmp_path / "config.json").write_text((folders["qwen2"] / "config.json").read_text())
-    assert_loaded(loaded_tensors(tmp_path, {"dtype": held}), tmp_path, COMPUTE_DTYPES[held])
+    assert_loaded(loaded(tmp_path, dtype=held), tmp_path, COMPUTE_DTYPES[held])
 
 
 @pytest.mark.parametrize("adapted", [False, True])
@@ -212,9 +198,9 @@ def test_other_ways_to_write_a_model_are_read_as_transformers_does(
         expected = theirs(tokens).logits
         found = load_plain(tmp_path)(tokens)
     assert (found - expected).abs().max() < 1e-4
-    base = loaded_tensors(folders[model], {})
-    for name, value in loaded_tensors(tmp_path, {}).items():
-        for part, same in zip([*value], [*base[name]], strict=True):
+    base = loaded(folders[model])
+    for name, value in loaded(tmp_path).items():
+        for part, same in zip(value, base[name], strict=True):
             assert torch.equal(part, same), name
 
 

@@ -26,12 +26,9 @@ from qfsdp.checkpoint.weights.write import PlannedFile
 from qfsdp.common.errors import UserError
 from qfsdp.common.files import PARTIAL, sha256, xxh3
 from qfsdp.config.load import load_config
-from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_config import DecoderConfig
 from qfsdp.modules.quantized_linear import QuantizationConfig
-from qfsdp.tensor_subclasses.dtensor import gather_rows, local_part, whole_tensor
-from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from tests.models import cpu_world, load_model
+from tests.models import cpu_world, load_model, loaded
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, load_recipe, write_tiny_model
 from tests.waiting import wait_until
@@ -39,18 +36,6 @@ from tests.waiting import wait_until
 pytestmark = pytest.mark.usefixtures("eager")
 
 NF4 = QuantizationConfig("nf4", ["all-linear", "lm_head"])
-
-
-def loaded(folder: Path, **build: Any) -> dict[str, list[Tensor]]:
-    """Every parameter of the loaded model, gathered; bytes and metadata of quantized ones."""
-    found = {}
-    for name, param in base_parameters(load_model(folder, **build)):
-        local = local_part(param)
-        if isinstance(local, QuantizedTensor):
-            found[name] = [gather_rows(param, local.qdata), *local.metadata]
-        else:
-            found[name] = [whole_tensor(param)]
-    return found
 
 
 def assert_same(found: dict[str, list[Tensor]], expected: dict[str, list[Tensor]]) -> None:

@@ -22,8 +22,7 @@ from qfsdp.tensor_subclasses.dtensor import gather_rows, local_rows
 from qfsdp.tensor_subclasses.four_bit import BLOCK
 from qfsdp.tensor_subclasses.hqq import HQQTensor
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
-from tests.checkpoint.test_quantize import loaded
-from tests.models import adapted_model, cpu_world, randomize_adapters
+from tests.models import adapted_model, cpu_world, loaded, randomize_adapters
 from tests.modules.test_adapters import loss_and_gradients
 from tests.ranks import run_ranks
 from tests.recipes.test_sharded_equals_unsharded import train
