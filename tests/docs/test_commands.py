@@ -36,3 +36,9 @@ def test_a_script_of_docs_refuses_unknown_words(file: Path) -> None:
             [sys.executable, file, word], cwd=ROOT, capture_output=True, text=True, check=False
         )
         assert done.returncode == status and says in done.stdout + done.stderr
+
+
+def test_estimates_of_no_config() -> None:
+    words = [sys.executable, "docs/estimates.py", "llama3_8b_qdor"]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 2 and "error: llama3_8b_qdor: no config that names" in done.stderr
