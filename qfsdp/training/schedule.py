@@ -1,4 +1,4 @@
-"""Learning rate schedules that configs name."""
+"""Learning rate schedules that configs name, and whether one is as long as the run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,14 @@ import math
 
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+
+from qfsdp.common.errors import UserError
+from qfsdp.common.terminal import warn
+from qfsdp.config.component import Component
+
+LENGTHS = ("num_training_steps", "T_max")
+"""Arguments that say after how many updates a schedule ends. A cosine rises again after that, and
+a line stays at 0: a run that is made longer would go on so."""
 
 
 def cosine_with_warmup(
@@ -43,3 +51,24 @@ def cosine_with_warmup(
         return (1 + math.cos(math.pi * min(progress, 1.0))) / 2
 
     return LambdaLR(optimizer, share)
+
+
+def check_length(scheduler: Component | None, total_steps: int) -> None:
+    """Warns of a schedule that ends before the run, of `total_steps` updates, does.
+
+    Raises UserError: it is OneCycleLR, which refuses every further step.
+    """
+    given = {} if scheduler is None else scheduler.kwargs
+    for key in LENGTHS:
+        if isinstance(length := given.get(key), int) and length < total_steps:
+            past = f"rates after update {length} are past the schedule's end"
+            told = f"lr_scheduler.{key}: {length}, and the run has {total_steps} updates"
+            warn(f"{told}: {past}; expected {total_steps}")
+    if scheduler is None or not scheduler.path.endswith(".OneCycleLR"):
+        return
+    length = given.get("total_steps")
+    if length is None:
+        length = given["epochs"] * given["steps_per_epoch"]
+    if length < total_steps:
+        told = f"lr_scheduler: {scheduler.path} takes {length} updates, and the run has"
+        raise UserError(f"{told} {total_steps}; expected lr_scheduler.total_steps={total_steps}")

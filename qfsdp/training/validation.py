@@ -32,6 +32,7 @@ from qfsdp.evaluation.heldout_loss import held_out_batches, held_out_loss
 from qfsdp.evaluation.lm_harness import LMEvalConfig, load_likelihood_tasks, run_tasks
 from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.training.metrics import RunLog
+from qfsdp.training.schedule import check_length
 from qfsdp.training.throughput import Meter
 
 FOLDER = "best"
@@ -89,7 +90,8 @@ class Validation:
     Args:
         cfg: a recipe's config: section `validation`, and the keys that shape batches.
         output_dir: of the run.
-        total_steps: of the run.
+        total_steps: of the run; a learning rate schedule is compared with it (`check_length`), as
+            this is the first that knows it.
 
     Attributes:
         sets: name -> samples, or packs.
@@ -108,6 +110,7 @@ class Validation:
         self._cfg = cfg
         self.sets: dict[str, MapDataset] = {}
         self._total_steps = total_steps
+        check_length(getattr(cfg, "lr_scheduler", None), total_steps)
         self.progress: dict[str, Any] = {"step": None} | _NO_EVALUATION
         if not self._config.sets:
             return

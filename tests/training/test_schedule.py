@@ -1,4 +1,4 @@
-"""The schedule that shipped configs name, against torchtune's."""
+"""The schedule that shipped configs name, against torchtune's; schedules that end before a run."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ import torch
 from torch import nn
 from torchtune.training.lr_schedulers import get_cosine_schedule_with_warmup
 
+from qfsdp.common.errors import UserError
+from qfsdp.config.component import Component
 from qfsdp.training import cosine_with_warmup
+from qfsdp.training.schedule import check_length
 
 PEAK = 0.5
 
@@ -44,3 +47,36 @@ def test_a_share_of_the_run(given: int | None, ratio: float, total: int, warmup:
     assert rates(shared, 0, total) == pytest.approx(rates(cosine_with_warmup, warmup, total))
     with pytest.raises(ValueError, match="from 0 to 1"):
         rates(lambda optimizer, *_: cosine_with_warmup(optimizer, 1, 9, warmup_ratio=3.0), 0, 9)
+
+
+TORCH = "torch.optim.lr_scheduler"
+
+
+@pytest.mark.parametrize(
+    ("path", "length"),
+    [
+        (f"{TORCH}.CosineAnnealingLR", {"T_max": 9}),
+        ("qfsdp.training.cosine_with_warmup", {"num_warmup_steps": 0, "num_training_steps": 9}),
+    ],
+)
+def test_a_schedule_that_ends_before_the_run(
+    path: str, length: dict[str, int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    check_length(None, 15)
+    check_length(Component(path, length), 9)
+    assert capsys.readouterr().err == ""
+    check_length(Component(path, length), 15)
+    key = list(length)[-1]
+    assert capsys.readouterr().err == (
+        f"warning: lr_scheduler.{key}: 9, and the run has 15 updates: rates after update 9 are "
+        "past the schedule's end; expected 15\n"
+    )
+
+
+@pytest.mark.parametrize("length", [{"total_steps": 9}, {"epochs": 3, "steps_per_epoch": 3}])
+def test_a_schedule_that_refuses_further_steps(length: dict[str, int]) -> None:
+    """It raised a ValueError in the middle of the run."""
+    one_cycle = Component(f"{TORCH}.OneCycleLR", {"max_lr": 1e-3, **length})
+    check_length(one_cycle, 9)
+    with pytest.raises(UserError, match=r"takes 9 updates, and the run has 15; expected .*=15$"):
+        check_length(one_cycle, 15)

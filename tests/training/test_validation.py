@@ -645,6 +645,15 @@ def test_no_sets_is_off(folder: Path) -> None:
     assert list(off.steps(1)) == [2, 3]
 
 
+def test_a_schedule_that_is_too_short_is_told_before_the_model_loads(folder: Path) -> None:
+    recipe = load_recipe()
+    one_cycle = ["lr_scheduler._component_=torch.optim.lr_scheduler.OneCycleLR"]
+    words = [*one_cycle, "lr_scheduler.max_lr=1e-3", "lr_scheduler.total_steps=2"]
+    cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
+    with pytest.raises(UserError, match="takes 2 updates, and the run has 3"):
+        Validation(cfg, cpu_world(), folder, 3)
+
+
 @pytest.mark.long
 @pytest.mark.skipif(importlib.util.find_spec("lm_eval") is None, reason="needs lm-eval")
 def test_tasks_of_lm_eval_during_training(
