@@ -317,28 +317,26 @@ class Update:
 
         loss                      exactly, for the sum of the ranks' parts is rounded
         rewards/chosen, rewards/rejected, rewards/margin
-                                  means over answers, of the first loss
+                                  means over answers, of the first loss. Answers with labels may
+                                  all be good or all be bad: there is no mean of the others then
         rewards/accuracy          share of pairs whose chosen answer has the larger reward
         logps/chosen, logps/rejected
                                   mean log-probability of an answer, the sum over its tokens
         kl                        mean per token of the log-probability over the reference's: an
-                                  estimate from the data's answers, not from the model's own. KTO:
-                                  its estimate, per answer
+                                  estimate from the data's answers, not from the model's own
         """
         sums = self._world.sum_of(self._sums).tolist()
         loss, right, *counts = sums[:4]
         good, bad = sums[4:8], sums[8:12]
-        n, m = (max(count, 1) for count in counts)
-        metrics = {
-            "loss": loss / self._units,
-            "rewards/chosen": good[0] / n,
-            "rewards/rejected": bad[0] / m,
-            "rewards/margin": good[0] / n - bad[0] / m,
-            "logps/chosen": good[1] / n,
-            "logps/rejected": bad[1] / m,
-        }
+        metrics = {"loss": loss / self._units}
+        for at, name in enumerate(("rewards", "logps")):
+            kinds = (("chosen", good, counts[0]), ("rejected", bad, counts[1]))
+            means = {kind: sums[at] / count for kind, sums, count in kinds if count}
+            metrics |= {f"{name}/{kind}": mean for kind, mean in means.items()}
+            if name == "rewards" and len(means) == 2:
+                metrics["rewards/margin"] = means["chosen"] - means["rejected"]
         if self._has_pairs:
-            metrics["rewards/accuracy"] = right / n
+            metrics["rewards/accuracy"] = right / max(counts[0], 1)
         if self._has_reference:
             metrics["kl"] = (good[2] + bad[2]) / max(good[3] + bad[3], 1)
         return metrics

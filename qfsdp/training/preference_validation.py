@@ -50,6 +50,10 @@ class PreferenceValidation(Validation):
             Objective(self._cfg.loss, self._cfg.reference, is_paired(dataset))
         except UserError as error:
             raise UserError(f"{key}: {error}") from None
+        name = key.rpartition(".")[2]
+        if not is_paired(dataset) and self.metric == f"{name}/rewards/accuracy":
+            found = f"validation.metric: '{self.metric}', and {key} has labels, not pairs"
+            raise UserError(f"{found}; expected {name}, {name}/rewards/margin or null")
         return dataset
 
     def _loader(self, name: str, model: nn.Module) -> PreferenceLoader:
@@ -85,9 +89,9 @@ class PreferenceValidation(Validation):
             return update.metrics()
 
     def _words(self, numbers: dict[str, float]) -> str:
-        accuracy = numbers.get("rewards/accuracy")
-        words = "" if accuracy is None else f"accuracy {accuracy:.4g}, "
-        return f"loss {numbers['loss']:.4g} ({words}margin {numbers['rewards/margin']:.4g})"
+        known = {name: numbers.get(f"rewards/{name}") for name in ("accuracy", "margin")}
+        words = [f"{name} {value:.4g}" for name, value in known.items() if value is not None]
+        return f"loss {numbers['loss']:.4g}" + (f" ({', '.join(words)})" if words else "")
 
 
 class ScoreValidation(PreferenceValidation):

@@ -223,7 +223,7 @@ class Validation:
             self.progress.update(_NO_EVALUATION, metric=self.metric)
         earlier = {key: self.progress[key] for key in ("best", "best_step")}
         name, _, number = self.metric.partition("/")
-        value = numbers[name][number or "loss"]
+        value = numbers[name].get(number or "loss", math.nan)  # no margin of good answers alone
         better = self._update_progress(step, value, -1 if number else 1)
         metrics = {
             f"validation/{name}/{number}": value

@@ -96,6 +96,39 @@ def test_the_same_cached_and_on_other_ranks(
     assert (tmp_path / "run/reference_logprobs").is_dir() == ("cache" in words[-1])
 
 
+LABELS = ["loss=kto", "batch_size=6", "dataset.labels=true", "validation.sets.held_out.labels=true"]
+LABELS += ["validation.sets.seen.labels=true"]
+
+
+def test_no_mean_of_answers_that_a_batch_does_not_have(folder: Path, tmp_path: Path) -> None:
+    """Of answers with labels a batch may have good ones only. Their log-probability was logged as
+    0, which is certainty, and the margin as the reward of the good ones."""
+    alone = ["validation.sets.held_out.size=1", "max_steps=2", "global_batch_size=1"]
+    margin = ["validation.metric=held_out/rewards/margin", "validation.sets.held_out.seed=5"]
+    words = [*LABELS[:1], "batch_size=1", *LABELS[2:], *alone, *margin]
+    found = run(folder, tmp_path / "run", 1, *words)
+    for of_step in (0, 2):
+        numbers = found[of_step]
+        held_out = {name for name in numbers if name.startswith("validation/held_out/")}
+        kinds = ("loss", "rewards/chosen", "logps/chosen", "kl")
+        assert held_out == {f"validation/held_out/{kind}" for kind in kinds}
+        means = (numbers[f"validation/seen/rewards/{kind}"] for kind in ("chosen", "rejected"))
+        good, bad = means
+        assert numbers["validation/seen/rewards/margin"] == pytest.approx(good - bad)
+    for of_step in (1, 2):  # one answer each
+        kinds = {name.rpartition("/")[2] for name in found[of_step] if name.startswith("logps/")}
+        assert len(kinds) == 1 and "rewards/margin" not in found[of_step]
+    assert not (tmp_path / "run/best").exists()
+
+
+def test_accuracy_of_answers_with_labels_is_no_metric(folder: Path, tmp_path: Path) -> None:
+    """It was a KeyError after the first evaluation."""
+    recipe = load_recipe("dpo_distributed")
+    words = ["--config", f"{folder}/config.yaml", *LABELS, f"output_dir={tmp_path}/run"]
+    with pytest.raises(UserError, match="held_out has labels, not pairs; expected held_out, held"):
+        recipe.main(load_config(recipe.Config, words))
+
+
 def faulty(answers: Answers, at: str) -> Loss:
     """A loss of a user's own that is NaN, or has such a gradient, once training has begun."""
     rewards = answers.ratios
