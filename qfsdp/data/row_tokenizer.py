@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from array import array
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from qfsdp.common.errors import UserError, speaks_for_all
+from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.chat.special_tokens import texts_of
 from qfsdp.data.encode import TooSlow, naming
 from qfsdp.data.files.rows import Row, Rows, read_each, where
@@ -22,6 +23,7 @@ Sample = tuple[list[int], list[int]]
 """Tokens and labels of equal length. Labels are -100 where not trained, and *not* shifted."""
 
 ROWS_AT_ONCE = 128  # of one piece of work; also how often the bar moves
+SAMPLES_AT_ONCE = 4096  # whose targets are looked for
 
 log = logging.getLogger("qfsdp")
 
@@ -58,6 +60,21 @@ class TokenizedDataset:
         """Tokens of every sample."""
         lengths: list[int] = np.diff(np.asarray(self.ends), prepend=0).tolist()
         return lengths
+
+    def have_targets(self, max_seq_len: int) -> Iterator[Any]:
+        """Whether each sample has a target within `max_seq_len`: bool arrays, of some samples each.
+
+        A long prompt leaves none. The first token is never a target, as nothing predicts it.
+        """
+        ends = np.asarray(self.ends)
+        begins = np.concatenate([[0], ends[:-1]])
+        for first in range(0, len(ends), SAMPLES_AT_ONCE):
+            some = slice(first, first + SAMPLES_AT_ONCE)
+            begin, end = begins[some], ends[some]
+            labels = np.asarray(self.labels[int(begin[0]) : int(end[-1])])
+            counts = np.concatenate([[0], np.cumsum(labels != IGNORE_INDEX)])
+            last = np.minimum(end, begin + max_seq_len) - begin[0]
+            yield counts[last] > counts[np.minimum(begin - begin[0] + 1, last)]
 
     def __getitem__(self, index: int) -> dict[str, list[int]]:
         index = range(len(self))[index]  # negative indices, and IndexError

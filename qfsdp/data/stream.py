@@ -278,10 +278,15 @@ def step_loader(dataset: Any, **options: Any) -> Loader:
         options: as in `StepLoader`.
 
     Raises:
-        UserError: as in both.
+        UserError: as in both; or no row has a target within `max_seq_len`.
     """
     if isinstance(dataset, StreamedDataset):
         return StreamLoader(dataset, **options)
+    samples, limit = getattr(dataset, "dataset", dataset), options.get("max_seq_len")
+    counted = isinstance(samples, TokenizedDataset) and limit is not None and len(samples) > 0
+    if counted and not any(some.any() for some in samples.have_targets(limit)):
+        found = f"none of {len(samples):,} rows has a target within max_seq_len {limit}"
+        raise UserError(f"dataset: {found}; expected a larger max_seq_len, or shorter prompts")
     return StepLoader(dataset, **options)
 
 

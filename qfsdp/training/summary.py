@@ -31,6 +31,7 @@ from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset
 from qfsdp.data.batch import IGNORE_INDEX, Batch
 from qfsdp.data.loader import MapDataset, StepLoader
+from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.data.stream import Loader, StreamedDataset
 from qfsdp.distributed.world import World
 from qfsdp.launch.preflight_findings import estimated_memory, estimated_step_seconds
@@ -140,6 +141,10 @@ def _data(dataset: MapDataset | StreamedDataset, max_seq_len: int) -> str:
         parts[0] += f", {sum(min(length, max_seq_len) for length in lengths):,} tokens"
         if full := sum(length >= max_seq_len for length in lengths):
             parts.append(f"{full:,} reach max_seq_len {max_seq_len:,}, where longer ones are cut")
+    if isinstance(samples, TokenizedDataset):
+        learned = sum(int(some.sum()) for some in samples.have_targets(max_seq_len))
+        if none := len(samples) - learned:
+            parts.append(f"{none:,} have no target within it: nothing is learned from these")
     if isinstance(dataset, PackedDataset):
         parts.append(f"{len(dataset):,} packs, {dataset.efficiency:.0%} full")
     return "; ".join(parts)

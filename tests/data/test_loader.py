@@ -6,13 +6,17 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from examples.demo.arithmetic import write_splits
+from qfsdp.common.errors import UserError
 from qfsdp.data.batch import IGNORE_INDEX, Batch
 from qfsdp.data.conversations import instruct_dataset
-from qfsdp.data.loader import StepLoader, collate
+from qfsdp.data.loader import StepLoader, collate, tokens_and_labels
+from qfsdp.data.row_tokenizer import TokenizedDataset
+from qfsdp.data.stream import step_loader
 from qfsdp.data.tokenizer import hf_tokenizer
 
 PAD = 0
@@ -246,3 +250,25 @@ def test_torchtune_builders(smollm2_dir: Path, tmp_path: Path) -> None:
         for want, got in zip(expected.step(0), theirs.step(0), strict=True):
             assert torch.equal(got.tokens, want.tokens)
             assert torch.equal(got.labels, want.labels)
+
+
+def test_rows_whose_prompt_leaves_no_target(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where all are such rows, every loss was 0 until the end of the run."""
+    monkeypatch.setattr("qfsdp.data.row_tokenizer.SAMPLES_AT_ONCE", 2)
+    dataset = TokenizedDataset()
+    for prompt, length in ((3, 6), (4, 6), (5, 6), (0, 1), (0, 2)):
+        dataset.append(range(length), [-100] * prompt + [7] * (length - prompt))
+
+    def learned(max_seq_len: int) -> list[bool]:
+        return np.concatenate(list(dataset.have_targets(max_seq_len))).tolist()
+
+    assert learned(6) == learned(100) == [True, True, True, False, True]
+    assert learned(4) == [True, False, False, False, True]
+    for limit in (1, 2, 3, 4, 5, 6):
+        rows = [tokens_and_labels(dataset[at], limit)[1][1:] for at in range(len(dataset))]
+        assert learned(limit) == [any(label != -100 for label in row) for row in rows]
+    options = {"batch_size": 1, "gradient_accumulation_steps": 1, "rank": 0, "world_size": 1}
+    options |= {"seed": 0, "pad_id": 0}
+    assert step_loader(dataset, max_seq_len=2, **options).steps_per_epoch == 5
+    with pytest.raises(UserError, match="none of 5 rows has a target within max_seq_len 1; expect"):
+        step_loader(dataset, max_seq_len=1, **options)

@@ -15,11 +15,20 @@ import qfsdp.training.summary as of_summary
 from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.config.component import Component
 from qfsdp.data import PackedDataset, StepLoader
+from qfsdp.data.row_tokenizer import TokenizedDataset
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.launch.preflight_findings import MEMORY, STEP_SECONDS, note_estimates
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.training.summary import COLOUR, PLAIN, sample_pieces, shortened, summary, wrapped
+from qfsdp.training.summary import (
+    COLOUR,
+    PLAIN,
+    _data,
+    sample_pieces,
+    shortened,
+    summary,
+    wrapped,
+)
 from tests.models import build_meta_model
 from tests.tiny import write_tiny_model
 
@@ -122,6 +131,16 @@ def test_a_warm_up_that_is_longer_than_the_run(tmp_path: Path, steps: int, told:
     text = summary(cfg, model, loader(Texts(*["aA"] * 30)), WORLD, first=0, total=9)
     line = f"warm-up   {steps} steps (lr_scheduler.num_warmup_steps), so the learning rate ends at"
     assert (f"{line} about 0.75 of optimizer.lr; " in text) is told
+
+
+def test_rows_that_teach_nothing_are_told() -> None:
+    """Their loss was logged as 0, and no line said why."""
+    dataset = TokenizedDataset()
+    for prompt in (4, 15, 16, 30):
+        dataset.append([7] * 32, [-100] * prompt + [7] * (32 - prompt))
+    told = "; 2 have no target within it: nothing is learned from these"
+    assert _data(dataset, 16).endswith(f"4 reach max_seq_len 16, where longer ones are cut{told}")
+    assert "no target" not in _data(dataset, 32)
 
 
 def test_packed_data_and_no_estimate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
