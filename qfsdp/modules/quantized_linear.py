@@ -15,7 +15,7 @@ from qfsdp.common.errors import InvalidField, UserError
 from qfsdp.common.sizes import parse_size
 from qfsdp.modules.compute_dtype import check_fp8_products
 from qfsdp.modules.experts.stacked import ExpertLinear
-from qfsdp.modules.low_rank.product import in_place_of, stand_in
+from qfsdp.modules.low_rank.product import stand_in
 from qfsdp.modules.targets import (
     ALL_LINEAR,
     check_present,
@@ -235,6 +235,20 @@ class _Gradient(torch.autograd.Function):
         return grad_x, None, None, None
 
 
+class _Product(torch.autograd.Function):
+    """`x @ weight.T`, whose gradient is the stand-in's."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, _: Tensor, x: Tensor, qdata: Tensor, metadata: Sequence[Tensor], which: Any
+    ) -> Tensor:
+        return _packed_linear(x, qdata, metadata, *which)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, None, None, None, None
+
+
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: bool = False) -> Tensor:
     """`x @ weight.T + bias` for a plain or a quantized frozen weight.
 
@@ -256,7 +270,5 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None, fp8: bool = Fa
     qdata, metadata, format, first = bytes_of(weight)
     which = (format, weight.size(1), first, fp8)
     before = _Gradient.apply(x, qdata, metadata, which)
-    with torch.no_grad():
-        y = _packed_linear(x, qdata, metadata, *which)
-    y = in_place_of(before, y)
+    y = _Product.apply(before, x.detach(), qdata, metadata, which)
     return y if bias is None else y + bias

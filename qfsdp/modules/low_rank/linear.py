@@ -141,7 +141,7 @@ def low_rank_outputs(x: Tensor, linears: Sequence[Any]) -> list[Tensor]:
     given = [linear._adapter() for linear in linears]
     a, b, (scaling, *_), ratios = zip(*given, strict=True)
     ready = None if linears[0].copies is None else ready_copies(linears, x.dtype)
-    trained = [None if linear.is_reference else linear.magnitude for linear in linears]
+    trained = [m.magnitude for m in linears if m.magnitude is not None and not m.is_reference]
     made = product.adapted_linears(
         x,
         [linear.weight for linear in linears],

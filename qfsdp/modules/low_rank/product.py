@@ -199,33 +199,38 @@ class _Gradients(torch.autograd.Function):
 
 def stand_in(x: Tensor, rows: int) -> Tensor:
     """`[..., rows]` without numbers: the result of a node of autograd that keeps what backward
-    needs, before the product itself runs, whose result comes `in_place_of` it.
+    needs. The product runs in a node after it.
 
     A checkpointed layer is computed again up to the last tensor that was kept. So it leaves out a
     product at its end, a quarter of Llama 3's weights, unless DoRA keeps the result.
     """
-    return x.new_empty(1).expand(*x.shape[:-1], rows)
+    return x.new_empty_strided((*x.shape[:-1], rows), (0,) * x.dim())
 
 
-class _InPlaceOf(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, stand_in: Tensor, y: Tensor, factor: Tensor | None) -> Tensor:
-        if factor is not None:
-            ctx.save_for_backward(y, factor)
-        return y.view_as(y)
+class _Outputs(torch.autograd.Function):
+    """The outputs, whose gradients are those of the stand-ins y; with gradients for the factors m
+    of their rows that they contain, DoRA's magnitudes."""
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, Tensor | None]:
-        if not ctx.needs_input_grad[2]:
-            return grad, None, None
-        y, factor = ctx.saved_tensors
-        return grad, None, column_dots(grad.flatten(0, -2), y.flatten(0, -2)) / factor
+    def forward(
+        ctx: Any, x: Any, z: Any, given: Any, y0: Any, y1: Any, y2: Any, m0: Any, m1: Any, m2: Any
+    ) -> tuple[Tensor, ...]:
+        outputs = forward_op(x, z, *given)
+        if m0 is not None:
+            ctx.save_for_backward(*outputs, *(m for m in (m0, m1, m2) if m is not None))
+        return tuple(outputs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        saved = ctx.saved_tensors
+        each = zip(grads, saved, saved[len(grads) :], strict=False)
+        of_m = [column_dots(g.flatten(0, -2), y.flatten(0, -2)) / m for g, y, m in each]
+        return None, None, None, *_three(grads), *_three(of_m)
 
 
-def in_place_of(stand_in: Tensor, y: Tensor, factor: Tensor | None = None) -> Tensor:
-    """y, which gives its gradient to the stand-in; and one to `factor`, fp32 `[out]`, of y's rows,
-    that y contains already, such as DoRA's magnitude."""
-    return _InPlaceOf.apply(stand_in, y, factor) if torch.is_grad_enabled() else y
+def _three(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    return [*tensors, *[None] * (MOST_TOGETHER - len(tensors))]
 
 
 def column_dots(g: Tensor, y: Tensor) -> Tensor:
@@ -266,7 +271,7 @@ def adapted_linears(
     b: Sequence[Tensor],
     scaling: float,
     ratios: Sequence[Tensor] = (),
-    magnitudes: Sequence[Tensor | None] = (None, None, None),
+    magnitudes: Sequence[Tensor] = (),
     dropped: Tensor | None = None,
     ready: Ready | None = None,
     fp8: bool = False,
@@ -297,17 +302,13 @@ def adapted_linears(
         which = (scaling, format, first, fp8 and bool(format))
         metadata += of_weight
         plain.append(held)
+    held_a, held_b = a, b
     if ready is not None:
-        ratios = ready.ratios
-    factors: list[Tensor | None] = []
-    for pair in zip(a, b, strict=True):
-        factors += pair
+        held_a, held_b, ratios = [ready.a], ready.b, ready.ratios
+    factors: list[Tensor | None] = [f for pair in zip(a, b, strict=True) for f in pair]
     factors += [None] * (2 * MOST_TOGETHER - len(factors))
-    of_a, of_b = (a, b) if ready is None else ([ready.a], ready.b)
     with torch.no_grad():
-        z = (x if dropped is None else dropped).flatten(0, -2) @ _stacked(of_a, x.dtype).t()
-    given = (plain, metadata, ready, ratios, which)
-    stand_ins = _Gradients.apply(x, dropped, z, *given, *factors)
-    with torch.no_grad():
-        made = forward_op(x, z, plain, metadata, of_b, ratios, *which, ready is not None)
-    return [in_place_of(*each) for each in zip(stand_ins, made, magnitudes, strict=False)]
+        z = (x if dropped is None else dropped).flatten(0, -2) @ _stacked(held_a, x.dtype).t()
+    stand_ins = _Gradients.apply(x, dropped, z, plain, metadata, ready, ratios, which, *factors)
+    of_op = (plain, metadata, held_b, ratios, *which, ready is not None)
+    return list(_Outputs.apply(x.detach(), z, of_op, *_three(stand_ins), *_three(magnitudes)))

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from qfsdp.modules.low_rank.product import column_dots, in_place_of, scaled_b, stand_in
+from qfsdp.modules.low_rank.product import column_dots, scaled_b, stand_in
 from qfsdp.tensor_subclasses.frozen_weight import bytes_of, frozen_weight
 
 
@@ -63,9 +63,7 @@ def several_adapters(
     y = _SeveralAdapters.apply(*given, z, *trained)
     if any(pair is not None and pair.magnitude is not None for pair in pairs):
         return y
-    with torch.no_grad():
-        made = _outputs(*given, z)
-    return in_place_of(y, made)
+    return _Outputs.apply(y, x.detach(), *given[1:], z)
 
 
 def _outputs(
@@ -86,6 +84,18 @@ def _outputs(
         if pair.magnitude is not None and pair.norm is not None:
             into.mul_(pair.magnitude / pair.norm)
     return y.view(*x.shape[:-1], -1)
+
+
+class _Outputs(torch.autograd.Function):
+    """`_outputs`, whose gradient is the stand-in's."""
+
+    @staticmethod
+    def forward(ctx: Any, _: Tensor, *given: Any) -> Tensor:
+        return _outputs(*given)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
+        return grad, *[None] * 7
 
 
 class _SeveralAdapters(torch.autograd.Function):
