@@ -38,6 +38,8 @@ from qfsdp.modules.delta_net import DeltaNet
 from qfsdp.modules.experts.routing import routing_metrics
 from qfsdp.modules.hub_models.decoder import HubDecoder
 from qfsdp.modules.low_rank.linear import LowRankLinear, low_rank_linears
+from qfsdp.modules.mlp import MLP
+from qfsdp.modules.quantized_linear import QuantizedLinear
 from qfsdp.modules.transformer import Decoder, DecoderLayer
 from qfsdp.training.memory_usage import MemoryUsage
 from qfsdp.training.profiler import Profiler as Profiler
@@ -123,10 +125,23 @@ def step_flops(
         for share, linears in mlp.stages():
             work.linears(tokens, *linears, share=share)
         if layer.checkpointing == "full" and work.trained:
-            work.again += work.forward - forward
+            work.again += work.forward - forward - _spared(layer, tokens)
     work.linears(targets, model.parts.output)
     both = work.forward + work.backward
     return StepFlops(both, both + work.again, work.forward)
+
+
+def _spared(layer: DecoderLayer, tokens: int) -> int:
+    """FLOPs of a layer's last product, where backward computes the layer again but not that."""
+    mlp = layer.feed_forward
+    if layer.tile_tokens is not None or layer.norms.after_mlp or not isinstance(mlp, MLP):
+        return 0
+    last = mlp.get_submodule(mlp.outer)
+    if isinstance(last, LowRankLinear):
+        of_b = 2 * tokens * last.lora_B.numel()
+        return 0 if last.magnitude is not None else 2 * tokens * last.weight.numel() + of_b
+    ends = (nn.Linear, QuantizedLinear, ScaledLinear, RotatedLinear)
+    return 2 * tokens * cast(Tensor, last.weight).numel() if isinstance(last, ends) else 0
 
 
 def _flops_of_linears(model: HubDecoder, tokens: int, targets: int) -> StepFlops:
