@@ -56,7 +56,7 @@ def cosine_with_warmup(
 def check_length(scheduler: Component | None, total_steps: int) -> None:
     """Warns of a schedule that ends before the run, of `total_steps` updates, does.
 
-    Raises UserError: it is OneCycleLR, which refuses every further step.
+    Raises UserError: it is OneCycleLR, which refuses every further step, or has no length.
     """
     given = {} if scheduler is None else scheduler.kwargs
     for key in LENGTHS:
@@ -66,9 +66,9 @@ def check_length(scheduler: Component | None, total_steps: int) -> None:
             warn(f"{told}: {past}; expected {total_steps}")
     if scheduler is None or not scheduler.path.endswith(".OneCycleLR"):
         return
-    length = given.get("total_steps")
-    if length is None:
-        length = given["epochs"] * given["steps_per_epoch"]
-    if length < total_steps:
-        told = f"lr_scheduler: {scheduler.path} takes {length} updates, and the run has"
+    length, epochs, updates = map(given.get, ("total_steps", "epochs", "steps_per_epoch"))
+    if length is None and isinstance(epochs, int) and isinstance(updates, int):
+        length = epochs * updates
+    if not isinstance(length, int) or length < total_steps:
+        told = f"lr_scheduler: {scheduler.path} has total_steps {length}, and the run"
         raise UserError(f"{told} {total_steps}; expected lr_scheduler.total_steps={total_steps}")

@@ -650,7 +650,7 @@ def test_a_schedule_that_is_too_short_is_told_before_the_model_loads(folder: Pat
     one_cycle = ["lr_scheduler._component_=torch.optim.lr_scheduler.OneCycleLR"]
     words = [*one_cycle, "lr_scheduler.max_lr=1e-3", "lr_scheduler.total_steps=2"]
     cfg = load_config(recipe.Config, ["--config", f"{folder}/config.yaml", *words])
-    with pytest.raises(UserError, match="takes 2 updates, and the run has 3"):
+    with pytest.raises(UserError, match="has total_steps 2, and the run 3;"):
         Validation(cfg, cpu_world(), folder, 3)
 
 
