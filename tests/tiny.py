@@ -102,7 +102,7 @@ def load_recipe(name: str = "qdora_distributed") -> ModuleType:
 def recipe_config(
     recipe: Any, folder: Path, dtype: str = "fp32", implementation: str = "auto", **fields: Any
 ) -> Any:
-    """The config of a recipe whose functions are called one by one, without data and optimizer."""
+    """A recipe's config without data and optimizer, for tests that call the recipe's functions."""
     model = recipe.ModelConfig(str(folder), dtype=dtype, implementation=implementation)
     unused = {"output_dir": "unused", "tokenizer": None, "dataset": None, "optimizer": None}
     return recipe.Config(**unused | {"model": model} | fields)

@@ -108,13 +108,20 @@ def _written(op: torch._ops.OpOverload, args: Any, kwargs: Any) -> set[int]:
     for at, argument in enumerate(op._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             written.append(args[at] if at < len(args) else (kwargs or {}).get(argument.name))
-    tensors = (leaf for leaf in tree_leaves(written) if isinstance(leaf, Tensor))
-    return {tensor.untyped_storage()._cdata for tensor in tensors}
+    return _storages(written)
+
+
+def _storages(tree: Any) -> set[int]:
+    """The storages of the tensors in nested lists, tuples and dicts."""
+    leaves = (leaf for leaf in tree_leaves(tree) if isinstance(leaf, Tensor))
+    return {leaf.untyped_storage()._cdata for leaf in leaves}
 
 
 class _Keep(TorchDispatchMode):
-    """Collects the results of expensive operations, in order, each with whether an operation wrote
-    to it later. That operation runs again, so a copy from before it is kept, and a copy is given.
+    """Collects the results of expensive operations, in order, and whether each was written to.
+
+    An operation that writes to a result runs again in backward. So a copy from before the write is
+    kept, and backward gets a copy of that.
     """
 
     def __init__(self) -> None:
@@ -151,8 +158,7 @@ class _Keep(TorchDispatchMode):
         if func._schema.is_mutable:
             written = _written(func, args, kwargs)
             for at, (result, _) in enumerate(self._results):
-                leaves = (leaf for leaf in tree_leaves(result) if isinstance(leaf, Tensor))
-                if any(leaf.untyped_storage()._cdata in written for leaf in leaves):
+                if written & _storages(result):
                     self._results[at] = tree_map_only(Tensor, torch.clone, result), True
         result = func(*args, **(kwargs or {}))
         if _is_expensive(func):

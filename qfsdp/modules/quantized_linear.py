@@ -236,7 +236,7 @@ class _Gradient(torch.autograd.Function):
 
 
 class _Product(torch.autograd.Function):
-    """`x @ weight.T`, whose gradient is the stand-in's."""
+    """`x @ weight.T`. Its gradient goes to the stand-in, `_`."""
 
     @staticmethod
     def forward(

@@ -329,12 +329,11 @@ class Update:
         loss, right, *counts = sums[:4]
         good, bad = sums[4:8], sums[8:12]
         metrics = {"loss": loss / self._units}
-        for at, name in enumerate(("rewards", "logps")):
-            kinds = (("chosen", good, counts[0]), ("rejected", bad, counts[1]))
-            means = {kind: sums[at] / count for kind, sums, count in kinds if count}
-            metrics |= {f"{name}/{kind}": mean for kind, mean in means.items()}
-            if name == "rewards" and len(means) == 2:
-                metrics["rewards/margin"] = means["chosen"] - means["rejected"]
+        for kind, of, count in zip(("chosen", "rejected"), (good, bad), counts, strict=True):
+            if count:
+                metrics |= {f"rewards/{kind}": of[0] / count, f"logps/{kind}": of[1] / count}
+        if all(counts):
+            metrics["rewards/margin"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         if self._has_pairs:
             metrics["rewards/accuracy"] = right / max(counts[0], 1)
         if self._has_reference:

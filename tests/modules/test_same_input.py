@@ -261,8 +261,8 @@ def test_launches_of_copies(
 def test_launches_of_a_layer(
     folder: Path, monkeypatch: pytest.MonkeyPatch, method: str, backward: int
 ) -> None:
-    """Of its 7 linears, each weight dequantized by one kernel: 21 forward, 3 a linear, after a
-    product with A for each of 4 inputs; and 48 backward, 6.9 a linear."""
+    """Of the operations of its 7 linears, where one kernel dequantizes a weight. Forward takes 21
+    launches, 3 a linear; the products with A come before it. Backward takes 48, 6.9 a linear."""
     model = model_of(folder, method)
     step(model)  # writes the copies
     original = adapted_linear.frozen_weight

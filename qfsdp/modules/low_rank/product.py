@@ -208,8 +208,8 @@ def stand_in(x: Tensor, rows: int) -> Tensor:
 
 
 class _Outputs(torch.autograd.Function):
-    """The outputs, whose gradients are those of the stand-ins y; with gradients for the factors m
-    of their rows that they contain, DoRA's magnitudes."""
+    """The outputs. Their gradients go to the stand-ins y0 to y2. DoRA's magnitudes m0 to m2, which
+    the outputs contain as factors of rows, get gradients too."""
 
     @staticmethod
     def forward(

@@ -37,6 +37,13 @@ class Pair(NamedTuple):
     magnitude: Tensor | None = None
     norm: Tensor | None = None
 
+    @property
+    def ratio(self) -> Tensor | None:
+        """fp32 `[out]`, DoRA's factors of rows; None with LoRA."""
+        if self.magnitude is None or self.norm is None:
+            return None
+        return self.magnitude / self.norm
+
 
 def several_adapters(
     x: Tensor, weight: Tensor, pairs: Sequence[Pair | None], tokens: Sequence[int]
@@ -59,11 +66,19 @@ def several_adapters(
     given = (x, held, metadata, which, pairs, tokens)
     with torch.no_grad():
         mine = zip(pairs, x.flatten(0, -2).split(list(tokens)), strict=True)
-        z = [part @ pair.a.to(x.dtype).t() for pair, part in mine if pair is not None]
-    y = _SeveralAdapters.apply(*given, z, *trained)
-    if any(pair is not None and pair.magnitude is not None for pair in pairs):
+        small = [(part @ pair.a.to(x.dtype).t(), pair.ratio) for pair, part in mine if pair]
+    y = _SeveralAdapters.apply(*given, small, *trained)
+    if _has_dora(small):
         return y
-    return _Outputs.apply(y, x.detach(), *given[1:], z)
+    return _Outputs.apply(y, x.detach(), *given[1:], small)
+
+
+Small = Sequence[tuple[Tensor, Tensor | None]]
+"""Of each adapter: its tokens times A, and DoRA's factors of rows."""
+
+
+def _has_dora(small: Small) -> bool:
+    return any(ratio is not None for _, ratio in small)
 
 
 def _outputs(
@@ -73,21 +88,22 @@ def _outputs(
     which: tuple[str, int, int],
     pairs: Sequence[Pair | None],
     tokens: Sequence[int],
-    z: Sequence[Tensor],
+    small: Small,
 ) -> Tensor:
     y = x.flatten(0, -2) @ frozen_weight(weight, metadata, *which, x.dtype).t()
-    of_pairs = iter(z)
+    of_pairs = iter(small)
     for pair, into in zip(pairs, y.split(list(tokens)), strict=True):
         if pair is None:
             continue
-        into.addmm_(next(of_pairs), scaled_b(pair.b, None, pair.scaling, x.dtype).t())
-        if pair.magnitude is not None and pair.norm is not None:
-            into.mul_(pair.magnitude / pair.norm)
+        z, ratio = next(of_pairs)
+        into.addmm_(z, scaled_b(pair.b, None, pair.scaling, x.dtype).t())
+        if ratio is not None:
+            into.mul_(ratio)
     return y.view(*x.shape[:-1], -1)
 
 
 class _Outputs(torch.autograd.Function):
-    """`_outputs`, whose gradient is the stand-in's."""
+    """The result of `_outputs`. Its gradient goes to the stand-in, `_`."""
 
     @staticmethod
     def forward(ctx: Any, _: Tensor, *given: Any) -> Tensor:
@@ -108,17 +124,13 @@ class _SeveralAdapters(torch.autograd.Function):
         which: tuple[str, int, int],  # format, cols, row_offset
         pairs: Sequence[Pair | None],
         tokens: Sequence[int],
-        z: Sequence[Tensor],
+        small: Small,
         *trained: Tensor | None,
     ) -> Tensor:
-        ratios = [
-            None if pair.magnitude is None or pair.norm is None else pair.magnitude / pair.norm
-            for pair in pairs
-            if pair is not None
-        ]
-        dora = any(ratio is not None for ratio in ratios)
-        y = _outputs(x, weight, metadata, which, pairs, tokens, z) if dora else None
-        kept = [tensor for both in zip(z, ratios, strict=True) for tensor in both]
+        y = None
+        if _has_dora(small):
+            y = _outputs(x, weight, metadata, which, pairs, tokens, small)
+        kept = [tensor for both in small for tensor in both]
         ctx.which, ctx.tokens, ctx.count = which, list(tokens), len(metadata)
         ctx.scalings = [None if pair is None else pair.scaling for pair in pairs]
         ctx.save_for_backward(x, y, weight, *metadata, *trained, *kept)
