@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -20,6 +21,19 @@ def test_every_recipe_that_writes_is_killed() -> None:
     killed = {command.recipe for command in COMMANDS.values()}
     assert not killed & set(NOTHING_WRITTEN)
     assert killed | set(NOTHING_WRITTEN) == {path.stem for path in (ROOT / "recipes").glob("*.py")}
+
+
+@pytest.mark.long
+def test_every_killed_command_succeeds_when_nothing_kills_it(tmp_path: Path) -> None:
+    """`kill_any` draws one of them at random, so a key that no longer exists could stay unseen."""
+    from tests.faults.commands import COMMANDS, prepare, run
+    from tests.faults.runs import Workshop
+
+    shop = Workshop(tmp_path)
+    prepare(shop)
+    for name, command in COMMANDS.items():
+        status, text, operations = run(shop, command, shop.fresh())
+        assert status == 0 and operations > 0, f"{name}: status {status}\n{text[-3000:]}"
 
 
 @pytest.mark.long

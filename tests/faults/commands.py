@@ -118,7 +118,7 @@ COMMANDS = {
     "evaluate": Command(
         "evaluate",
         (
-            *("model.path={shop}/even", *ADAPTED, LETTERS, "~tokenizer.path"),
+            *("model.path={shop}/even", *ADAPTED, LETTERS),
             *("~loss.arithmetic", "~exact_match.arithmetic", f"loss.rows={ROWS % ''}"),
             *("text.rows={{file: {shop}/rows.jsonl, window: 32}}", "max_seq_len=64"),
             "output={work}/out/measured.json",
@@ -127,7 +127,7 @@ COMMANDS = {
     "generate": Command(
         "generate",
         (
-            *("model.path={shop}/even", *ADAPTED, LETTERS, "~tokenizer.path"),
+            *("model.path={shop}/even", *ADAPTED, LETTERS),
             *("chat_template=false", "prompts={shop}/rows.jsonl", "prompt_column=text"),
             *("sampling.max_new_tokens=2", "output={work}/out/answers.jsonl", "batch_size=60"),
         ),

@@ -303,10 +303,12 @@ class Workshop:
                 process.join()
 
     def keep(self, name: str) -> Path:
-        """Keeps the folder and the output of this trial's run; returns where."""
+        """Keeps what this trial's run has written, and its output; returns where."""
         kept = self.folder / name
-        shutil.copytree(self.folder / "run", kept / "run", dirs_exist_ok=True)
+        kept.mkdir(exist_ok=True)
         shutil.copy(self.folder / "run.out", kept)
+        if (run := self.folder / "run").exists():  # not if it failed before it wrote
+            shutil.copytree(run, kept / "run", dirs_exist_ok=True)
         return kept
 
 
