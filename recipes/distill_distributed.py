@@ -22,7 +22,7 @@ from qfsdp.checkpoint.adapter_files import adapter_export, save_adapter
 from qfsdp.checkpoint.adapter_start import adapter_texts, check_start, start_adapters
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk, load_base
+from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.config.component import Component
 from qfsdp.data import Batch, Loader, build_dataset, check_data, packed, step_loader
@@ -40,7 +40,7 @@ from qfsdp.training.distillation import Teacher, TeacherConfig, check_teacher, l
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_scale
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
-from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
+from qfsdp.training.run_config import check_model, check_run_config, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
 from qfsdp.training.teacher_cache import shared_tokens
 from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
@@ -100,10 +100,7 @@ def check(cfg: Config) -> None:
     check_global_batch(cfg)
     weights = cfg.model.weights()
     model = build_model(cfg, weights)
-    weights.check(model)
-    check_with_model(cfg, model.config)
-    if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
-        check_disk(model, weights)
+    check_model(cfg, model, weights)
     check_start(cfg.adapter, model, weights)
     data = (cfg.tokenizer, cfg.dataset, cfg.validation.sets, model.config.vocab_size)
     check_teacher(cfg, model.config, tokenizer=check_data(*data))

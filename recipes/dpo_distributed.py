@@ -21,7 +21,7 @@ from qfsdp.checkpoint.adapter_files import adapter_export, save_adapter
 from qfsdp.checkpoint.adapter_start import adapter_texts, check_start, start_adapters
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk, load_base
+from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.config.component import Component
 from qfsdp.data import check_data
@@ -41,12 +41,7 @@ from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_opt
 from qfsdp.training.preference import Losses, Objective, Reference, check_packed, sequence_logprobs
 from qfsdp.training.preference_validation import PreferenceValidation, ValidationConfig
 from qfsdp.training.reference_cache import cached_logprobs
-from qfsdp.training.run_config import (
-    add_new_tokens,
-    check_run_config,
-    check_with_model,
-    use_cache_dir,
-)
+from qfsdp.training.run_config import add_new_tokens, check_model, check_run_config, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
 from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 
@@ -107,10 +102,7 @@ def check(cfg: Config) -> None:
     check_global_batch(cfg)
     weights = cfg.model.weights()
     model = build_model(cfg, weights)
-    weights.check(model)
-    check_with_model(cfg, model.config)
-    if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
-        check_disk(model, weights)
+    check_model(cfg, model, weights)
     check_start(cfg.adapter, model, weights)
     check_packed(cfg.packed, cfg.max_seq_len, model.config)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
@@ -168,8 +160,7 @@ def train_step(
     clock: StepClock,
     objective: Objective,
 ) -> dict[str, float]:
-    """One update from this rank's micro-batches. The loss is the mean over the pairs of all ranks
-    and micro-batches, so it does not depend on how samples are split over them."""
+    """One update. The loss is a mean over all pairs, however ranks and micro-batches split them."""
     update = objective.begin(model, batches, world)
 
     def loss_of(b: PairBatch) -> Tensor:

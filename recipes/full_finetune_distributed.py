@@ -24,7 +24,7 @@ from qfsdp.checkpoint.adapter_base import whole_model
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
 from qfsdp.checkpoint.saved_template import adapter_template, model_template
-from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk, load_base
+from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, load_base
 from qfsdp.checkpoint.weights.save import save_model
 from qfsdp.config.component import Component
 from qfsdp.data import Batch, Loader, build_dataset, check_data, packed, step_loader
@@ -42,7 +42,7 @@ from qfsdp.planning.preflight import Run, check_memory, explain_out_of_memory, m
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_scale
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
-from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
+from qfsdp.training.run_config import check_model, check_run_config, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
 from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 from qfsdp.training.validation import Validation, ValidationConfig
@@ -103,10 +103,7 @@ def check(cfg: Config) -> None:
     check_global_batch(cfg)
     weights = cfg.model.weights()
     model = build_model(cfg, weights)
-    weights.check(model)
-    check_with_model(cfg, model.config)
-    if cfg.sharding.offload_base == "disk":
-        check_disk(model, weights)
+    check_model(cfg, model, weights)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_logger(cfg.metric_logger)  # imports torchtune: over a second
     check_memory(cfg, build_model, train_step)

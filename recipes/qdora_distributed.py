@@ -22,7 +22,7 @@ from qfsdp.checkpoint.adapter_files import adapter_export, save_adapter
 from qfsdp.checkpoint.adapter_start import adapter_texts, check_start, start_adapters
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk, load_base
+from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.config.component import Component
 from qfsdp.data import Batch, Loader, build_dataset, check_data, packed, step_loader
@@ -39,12 +39,7 @@ from qfsdp.training.cuda_graphs import CudaGraphs, StepGraphs, why_not
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_scale
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
-from qfsdp.training.run_config import (
-    add_new_tokens,
-    check_run_config,
-    check_with_model,
-    use_cache_dir,
-)
+from qfsdp.training.run_config import add_new_tokens, check_model, check_run_config, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
 from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 from qfsdp.training.validation import Validation, ValidationConfig
@@ -104,10 +99,7 @@ def check(cfg: Config) -> None:
     check_global_batch(cfg)
     weights = cfg.model.weights()
     model = build_model(cfg, weights)
-    weights.check(model)
-    check_with_model(cfg, model.config)
-    if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
-        check_disk(model, weights)
+    check_model(cfg, model, weights)
     check_start(cfg.adapter, model, weights)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))
     check_logger(cfg.metric_logger)  # imports torchtune: over a second
@@ -177,9 +169,7 @@ def train_step(
         return summed / targets
 
     loss = forward_backward(loss_of, batches, optimizer, world, clock, model, graphs)
-    return optim_step(
-        model, optimizer, loss, world, clip=clip, scheduler=scheduler, clock=clock, graphs=graphs
-    )
+    return optim_step(model, optimizer, loss, world, clip, scheduler, clock, graphs)
 
 
 @explain_out_of_memory

@@ -23,7 +23,7 @@ from qfsdp.checkpoint.adapter_files import adapter_export, save_adapter
 from qfsdp.checkpoint.adapter_start import adapter_texts, check_start, start_adapters
 from qfsdp.checkpoint.compatibility import config_settings, data_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk, load_base
+from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.config.component import Component
 from qfsdp.data import check_data
@@ -43,7 +43,7 @@ from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite, start_loss_sca
 from qfsdp.training.optimizer import build_optimizer, build_scheduler, check_optimizer, choose_lr
 from qfsdp.training.preference import ScoreObjective, check_packed, last_scores
 from qfsdp.training.preference_validation import ScoreValidation, ValidationConfig
-from qfsdp.training.run_config import check_run_config, check_with_model, use_cache_dir
+from qfsdp.training.run_config import check_model, check_run_config, use_cache_dir
 from qfsdp.training.steps import forward_backward, optim_step
 from qfsdp.training.throughput import Meter, Profiler, ProfilerConfig, StepClock
 
@@ -101,10 +101,7 @@ def check(cfg: Config) -> None:
     check_global_batch(cfg)
     weights = cfg.model.weights()
     model = build_model(cfg, weights)
-    weights.check(model)
-    check_with_model(cfg, model.config)
-    if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
-        check_disk(model, weights)
+    check_model(cfg, model, weights)
     check_start(cfg.adapter, model, weights)
     check_packed(cfg.packed, cfg.max_seq_len, model.config)
     check_resume(cfg.resume, cfg.output_dir, lambda: config_settings(cfg))

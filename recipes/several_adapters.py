@@ -21,7 +21,7 @@ from qfsdp.checkpoint.adapter_files import check_adapter
 from qfsdp.checkpoint.adapter_start import start_adapters
 from qfsdp.checkpoint.compatibility import config_settings
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer, TrainState, check_resume
-from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, check_disk, load_base
+from qfsdp.checkpoint.weights.load import ModelConfig, ModelWeights, load_base
 from qfsdp.checkpoint.weights.quantize import open_weights
 from qfsdp.common.progress import at_step
 from qfsdp.config.component import Component
@@ -40,7 +40,7 @@ from qfsdp.training import several
 from qfsdp.training.metrics import RunLog, build_logger, check_logger, write_run_files
 from qfsdp.training.nonfinite import NonFiniteWatch, OnNonFinite
 from qfsdp.training.optimizer import check_optimizer, choose_lr
-from qfsdp.training.run_config import check_run_config, check_with_model
+from qfsdp.training.run_config import check_model, check_run_config
 from qfsdp.training.several_validation import SeveralValidation
 from qfsdp.training.steps import forward_backward
 from qfsdp.training.throughput import Meter, StepClock
@@ -96,10 +96,7 @@ def check(cfg: Config) -> None:
     check_global_batch(cfg)
     weights = cfg.model.weights()
     model = build_model(cfg, weights)
-    weights.check(model)
-    check_with_model(cfg, model.config)
-    if cfg.sharding.offload_base == "disk" and cfg.model.quantize_cache is None:
-        check_disk(model, weights)
+    check_model(cfg, model, weights)
     for name in cfg.adapters:
         with named(name):
             one = several.single(cfg, name)

@@ -17,10 +17,8 @@ figures/*.png and report.html to `output_dir`. Costs come from a file of prices 
 
 from __future__ import annotations
 
-import queue
 import time
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -31,8 +29,9 @@ from qfsdp.config.tool_config import Training, read_training
 from qfsdp.launch.start import launch_alone
 from qfsdp.planning.hardware import Hardware, HardwareConfig, device_memory_of, known_name
 from qfsdp.sweep.cells import Cell, config_file, make_cells
+from qfsdp.sweep.devices import check_devices, groups_of, on_free_groups, visible_devices
 from qfsdp.sweep.estimate_cell import estimate_cell
-from qfsdp.sweep.measure_cell import Runs, check_devices, check_evaluation, visible_devices
+from qfsdp.sweep.measure_cell import Runs, check_evaluation
 from qfsdp.sweep.output import write_output
 from qfsdp.sweep.prices import Price, costs, read_prices
 from qfsdp.sweep.published import beside, read_published
@@ -163,19 +162,10 @@ def runs_on(cfg: Config, sweep: Sweep, devices: list[str]) -> Runs:
 
 def run_cells(cfg: Config, sweep: Sweep, results: Results, show: Callable[[Cell], None]) -> None:
     """Runs the cells that have no result yet, as many at once as there are groups of devices."""
-    devices = [] if cfg.mode == "estimate" else visible_devices()
-    size = cfg.world_size
-    groups = [devices[at : at + size] for at in range(0, len(devices) - size + 1, size)] or [[]]
-    free: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
-    for group in groups:
-        free.put(group)
+    groups = groups_of([] if cfg.mode == "estimate" else visible_devices(), cfg.world_size)
 
-    def run(cell: Cell) -> None:
-        group = free.get()
-        try:
-            add(cell, fill_in(cfg, sweep, cell, group))
-        finally:
-            free.put(group)
+    def run(cell: Cell, group: list[str]) -> None:
+        add(cell, fill_in(cfg, sweep, cell, group))
 
     def add(cell: Cell, row: dict[str, Any]) -> None:
         about: dict[str, Any] = {"key": cell.key, "point": cell.point, "in_grid": cell.in_grid}
@@ -194,12 +184,8 @@ def run_cells(cfg: Config, sweep: Sweep, results: Results, show: Callable[[Cell]
         rows = train_together(runs_on(cfg, sweep, groups[0]), open_cells)
         for cell, row in zip(open_cells, rows, strict=True):
             add(cell, row)
-    elif len(groups) == 1:
-        for cell in open_cells:
-            run(cell)
     else:
-        with ThreadPoolExecutor(len(groups)) as pool:
-            list(pool.map(run, open_cells))
+        on_free_groups(run, open_cells, groups)
 
 
 def write(cfg: Config, sweep: Sweep, results: Results) -> list[Path]:

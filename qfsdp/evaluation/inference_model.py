@@ -17,8 +17,8 @@ from qfsdp.checkpoint.adapter_files import (
     read_adapter_config,
     read_adapter_header,
 )
-from qfsdp.checkpoint.weights.load import ModelConfig, check_disk, load_base
-from qfsdp.checkpoint.weights.quantize import open_weights
+from qfsdp.checkpoint.weights.load import ModelConfig, load_base
+from qfsdp.checkpoint.weights.quantize import check_weights, open_weights
 from qfsdp.common.errors import UserError
 from qfsdp.distributed.sharding import reshard, shard_model
 from qfsdp.distributed.strategy import ShardingConfig
@@ -62,9 +62,7 @@ def check_for_inference(
         raise UserError(f"sharding.context_parallel: {parts}; expected 1, as nothing is trained")
     weights = model.weights()
     decoder = build_frozen(model, quantization, adapter, weights, head)
-    weights.check(decoder)
-    if sharding.offload_base == "disk" and model.quantize_cache is None:
-        check_disk(decoder, weights)
+    check_weights(decoder, weights, model, quantization, sharding)
     if adapter is not None:
         check_adapter(read_adapter_config(adapter), adapter, decoder)
     return decoder

@@ -19,7 +19,6 @@ from pathlib import Path
 from statistics import median_high as median
 from typing import Any
 
-from qfsdp.common.devices import accelerator_count
 from qfsdp.common.errors import UserError, shortened
 from qfsdp.common.files import json_object
 from qfsdp.config.recipe_files import find_recipe, recipe_file_of
@@ -38,7 +37,6 @@ FEW_STEPS = (
     *("checkpoint.every_minutes=null", "report=false", "epochs=1000000"),
 )
 LARGE = ("checkpoints", "adapter", "model", "best")  # folders of a few steps that nobody needs
-MOST_ON_A_CPU = 8  # ranks, or one for each core
 SAVES_S = 60.0  # a run that is ended needs at most this long to save its state
 # The run dies with the sweep, however that ends: else the same command, started again, would meet
 # its lock. `prctl(PR_SET_PDEATHSIG)` outlives `exec`; other systems than Linux do not have it.
@@ -285,20 +283,3 @@ def gpu_of(folder: Path) -> dict[str, str]:
     with suppress(UserError):
         return {"gpu": known_name(str(json_object(folder / MACHINE).get("device", "")))}
     return {}
-
-
-def visible_devices() -> list[str]:
-    """The names of the accelerators that this process may use, for CUDA_VISIBLE_DEVICES."""
-    named = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if named:
-        return named.split(",")
-    return [str(at) for at in range(accelerator_count())]
-
-
-def check_devices(devices: Sequence[str], ranks: int) -> None:
-    """Raises UserError if a cell has more ranks than devices, or than a machine without any runs:
-    64 ranks on two cores took 19 GB and did not come to their first step."""
-    if devices and len(devices) < ranks:
-        raise UserError(f"world_size: {ranks}; expected at most the {len(devices)} visible devices")
-    if not devices and ranks > (most := max(MOST_ON_A_CPU, os.cpu_count() or 1)):
-        raise UserError(f"world_size: {ranks}; expected at most {most} ranks without accelerators")

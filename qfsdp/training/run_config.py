@@ -5,10 +5,13 @@ from __future__ import annotations
 from typing import Any
 
 from qfsdp.checkpoint.weights.add_tokens import rows_for
+from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.mean_rows import MULTIPLE
+from qfsdp.checkpoint.weights.quantize import check_weights
 from qfsdp.common.errors import InvalidField, UserError, check_bounds
 from qfsdp.config.load import get_key
 from qfsdp.modules.hub_models.config import HubConfig
+from qfsdp.modules.hub_models.decoder import AnyDecoder
 from qfsdp.modules.hub_models.refused import check_hub_run
 from qfsdp.tensor_subclasses.kernels.ability import check_compile
 from qfsdp.tensor_subclasses.kernels.ability import use_cache_dir as use_cache_dir
@@ -82,6 +85,15 @@ def not_with_tiles(cfg: Any) -> list[str]:
         "several adapters": get_key(cfg, "adapters"),
     }
     return [other for other, given in others.items() if given]
+
+
+def check_model(cfg: Any, model: AnyDecoder, weights: ModelWeights) -> None:
+    """Checks a run's config against the model that is built, and the model against its weights.
+
+    Raises UserError: see `check_with_model` and `check_weights`.
+    """
+    check_weights(model, weights, cfg.model, cfg.quantization, cfg.sharding)
+    check_with_model(cfg, model.config)
 
 
 def check_with_model(cfg: Any, model: Any) -> None:

@@ -118,7 +118,6 @@ def optim_step(
     optimizer: Optimizer,
     loss: Tensor,
     world: World,
-    *,
     clip: float | None = None,
     scheduler: LRScheduler | None = None,
     clock: StepClock | None = None,

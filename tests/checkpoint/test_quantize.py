@@ -322,3 +322,23 @@ def test_mistakes_are_reported_before_anything_is_read(
     with pytest.raises(UserError) as error:
         recipe.check(load_config(recipe.Config, [*argv, f"output_dir={tmp_path}/x", *words]))
     assert message in str(error.value)
+
+
+def test_what_stays_on_disk_is_what_a_cache_will_hold_or_the_folder_holds(tmp_path: Path) -> None:
+    recipe, model = load_recipe(), write_tiny_model(tmp_path / "model")
+    yaml = ROOT / "configs/smollm2_135m_qdora.yaml"
+
+    def checked(*words: str) -> None:
+        given = (f"model.path={model}", "sharding.offload_base=disk", *words)
+        cfg = load_config(recipe.Config, ["--config", str(yaml), *given])
+        weights = cfg.model.weights()
+        recipe.check_model(cfg, recipe.build_model(cfg, weights), weights)
+
+    cache = f"model.quantize_cache={tmp_path / 'cache'}"
+    checked(cache)
+    checked("quantization.format=none", "model.dtype=fp32")  # as the folder holds them
+    with pytest.raises(UserError, match=r"does not have them for .*model\.quantize_cache"):
+        checked()
+    # A cache holds nothing of a run that quantizes nothing.
+    with pytest.raises(UserError, match=r"expected the stored dtype as model\.dtype"):
+        checked(cache, "quantization.format=none", "model.dtype=bf16")

@@ -27,6 +27,7 @@ from qfsdp.checkpoint.weights.convert import (
 from qfsdp.checkpoint.weights.experts import PARAMETER, stored_as
 from qfsdp.checkpoint.weights.folder import ModelWeights
 from qfsdp.checkpoint.weights.load import ModelConfig
+from qfsdp.checkpoint.weights.on_disk import check_disk
 from qfsdp.checkpoint.weights.output_folder import ResumableFolder
 from qfsdp.checkpoint.weights.qfsdp_layout import (
     MANIFEST,
@@ -39,12 +40,13 @@ from qfsdp.checkpoint.weights.verify import changed_settings
 from qfsdp.checkpoint.weights.write import MAX_FILE_BYTES, SafetensorsFile
 from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
+from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.hub_models.config import model_config
-from qfsdp.modules.hub_models.decoder import build_decoder
+from qfsdp.modules.hub_models.decoder import AnyDecoder, build_decoder
 from qfsdp.modules.quantized_linear import QuantizationConfig, quantize_linears
 from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
@@ -172,6 +174,30 @@ def _source_dtype(weights: ModelWeights, name: str) -> torch.dtype:
     return STORED_DTYPES[weights.plain[name].dtype] if name in weights.plain else torch.bfloat16
 
 
+def check_weights(
+    model: AnyDecoder,
+    weights: ModelWeights,
+    config: ModelConfig,
+    quantization: QuantizationConfig,
+    sharding: ShardingConfig,
+) -> None:
+    """Raises UserError: a folder does not fit a model, or weights cannot stay on disk as they are.
+
+    Those of `model.quantize_cache` can, and are perhaps not written yet.
+    """
+    weights.check(model)
+    if sharding.offload_base == "disk" and not _takes_cache(config, quantization, weights):
+        check_disk(model, weights)
+
+
+def _takes_cache(
+    config: ModelConfig, quantization: QuantizationConfig, weights: ModelWeights
+) -> bool:
+    """Whether a run quantizes weights, and keeps them in `model.quantize_cache`."""
+    quantizes = quantization.format != "none" and not weights.quantized
+    return config.quantize_cache is not None and quantizes
+
+
 def open_weights(
     config: ModelConfig, quantization: QuantizationConfig, world: World
 ) -> ModelWeights:
@@ -181,8 +207,9 @@ def open_weights(
     Every rank must call it.
     """
     weights = config.weights()
-    if config.quantize_cache is None or quantization.format == "none" or weights.quantized:
+    if not _takes_cache(config, quantization, weights):
         return weights
+    assert config.quantize_cache is not None
     base = world.broadcast(weights.digest if world.rank == 0 else None)  # hashed once
     targets = json.dumps([base, quantization.targets])
     digest = hashlib.sha256(targets.encode()).hexdigest()[:12]
