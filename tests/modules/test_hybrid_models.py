@@ -141,7 +141,8 @@ def test_gradients_do_not_depend_on_what_is_kept(kept: ActivationConfig, tmp_pat
         loss_and_gradients(native(tmp_path, LORA, one), given.tokens, given.positions, **more)
         for one in (None, kept)
     ]
-    check_same(found[1], found[0], 1e-6)
+    # What is computed again has the same bits. Tiles add up in another order: 1.1e-6 with AMX.
+    check_same(found[1], found[0], 0 if kept.tile_tokens is None else 4e-6)
 
 
 def test_flash_linear_attention_gets_the_borders(
