@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from tokenizers import Tokenizer
 
 
+FLAGS = ("special", "normalized", "lstrip", "rstrip", "single_word")  # of an added token
+
+
 def texts_in(folder: Path, names: Iterable[str]) -> dict[str, str]:
     """Name -> text, of those of the files that are there. Raises UserError: see `read_text`."""
     return {name: read_text(folder / name) for name in names if (folder / name).is_file()}
@@ -50,12 +53,40 @@ class TokenizerFolder:
         file = self.path / "tokenizer.json"
         check_normalizer(file)  # before it is loaded, which normalizes the added tokens
         try:
-            return Tokenizer.from_file(str(file))
+            backend = Tokenizer.from_file(str(file))
         except BaseException as error:  # Exception itself, or a panic of Rust code
             if isinstance(error, KeyboardInterrupt | SystemExit):
                 raise
             reason = " ".join(str(error).split())[:200]
             raise UserError(f"{file}: {reason}; expected the JSON of `tokenizers`") from None
+        self._add_those_beside(backend)
+        return backend
+
+    def _add_those_beside(self, backend: Tokenizer) -> None:
+        """Adds the tokens that only the files beside `tokenizer.json` name, as transformers does:
+        edited by hand, or written by a program that left that file as it was. One that is named
+        and listed nowhere is none; `HFTokenizer` refuses it."""
+        from tokenizers import AddedToken
+
+        listed, older = self._config.get("added_tokens_decoder"), self.path / "added_tokens.json"
+        if listed is None and older.is_file():
+            listed = {str(index): {"content": text} for text, index in read_json(older).items()}
+        by_id = listed.items() if isinstance(listed, dict) else ()
+        entries = [entry for _, entry in sorted(by_id, key=lambda item: (len(item[0]), item[0]))]
+        named: list[Any] = list(self.token_names().values())
+        named = [text for text in named if backend.token_to_id(text) is not None]
+        for name in ("extra_special_tokens", "additional_special_tokens"):
+            more = self._config.get(name)
+            more = list(more.values()) if isinstance(more, dict) else more
+            named += map(_text_of, more if isinstance(more, list) else ())
+        known = {token.content for token in backend.get_added_tokens_decoder().values()}
+        for entry in [*entries, *named]:
+            text = _text_of(entry)
+            if isinstance(text, str) and text and text not in known:
+                flags = {flag: isinstance(entry, dict) and bool(entry.get(flag)) for flag in FLAGS}
+                flags["special"] |= text in named
+                backend.add_tokens([AddedToken(text, **flags)])
+                known.add(text)
 
     def texts_with(self, backend: Tokenizer, ids: dict[str, int], special: bool) -> dict[str, str]:
         """The files of the tokenizer with the new tokens that `backend` has: name -> text."""
@@ -80,7 +111,7 @@ class TokenizerFolder:
         for name, value in given.items():
             if not name.endswith("_token"):
                 continue
-            text = value.get("content") if isinstance(value, dict) else value
+            text = _text_of(value)
             if isinstance(text, str):
                 names[name] = text
             elif text is not None and not isinstance(text, bool):  # add_bos_token is a bool
@@ -125,6 +156,11 @@ class TokenizerFolder:
             if text is not None and not text.strip():
                 raise UserError(f"{self.path}: chat_template is empty; expected a template or none")
         return template, with_tools
+
+
+def _text_of(entry: Any) -> Any:
+    """The text of a token, which files write as such or with its flags."""
+    return entry.get("content") if isinstance(entry, dict) else entry
 
 
 def add_new_tokens(

@@ -283,6 +283,39 @@ def test_files_beside_the_config_as_transformers_reads_them(tmp_path: Path) -> N
     assert theirs == "f"
 
 
+LISTED = {"content": "<x>", "special": False, "normalized": False}
+
+
+@pytest.mark.parametrize(
+    ("config", "older"),
+    [
+        ({"added_tokens_decoder": {"9": LISTED | {"content": "<y>"}, "10": LISTED}}, {}),
+        ({"extra_special_tokens": ["<x>", "<y>"]}, {}),
+        ({"extra_special_tokens": {"image_token": "<x>"}}, {}),
+        ({"additional_special_tokens": ["<x>"]}, {}),
+        ({"extra_special_tokens": 5, "additional_special_tokens": "<x>"}, {}),
+        ({}, {"<y>": 10, "<x>": 9}),
+        ({"eos_token": "ab"}, {}),
+    ],
+)
+def test_tokens_that_only_other_files_name(tmp_path: Path, config: Any, older: Any) -> None:
+    """Read as text they would have other ids than at inference."""
+    transformers = pytest.importorskip("transformers")
+    file = write_folder(tmp_path, byte_level(), **config) / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["model"]["vocab"]["ab"] = len(content["model"]["vocab"]) + 100  # by no merge
+    file.write_text(json.dumps(content | {"padding": None}))
+    if older:
+        (tmp_path / "added_tokens.json").write_text(json.dumps(older))
+    tokenizer = hf_tokenizer(str(tmp_path))
+    if config.get("extra_special_tokens") == 5:  # transformers raises
+        return
+    oracle = transformers.AutoTokenizer.from_pretrained(str(tmp_path))
+    assert tokenizer.vocabulary == oracle.get_vocab()
+    for text in ("a <x> <y>", "aab"):
+        assert tokenizer.encode(text, add_bos=False, add_eos=False) == oracle.encode(text)
+
+
 @pytest.mark.parametrize(
     ("config", "message"),
     [
