@@ -70,6 +70,11 @@ QWEN3 = (
     "{% if loop.last or messages[loop.index0 + 1].role != 'tool' %}{{ '<|im_end|>\n' }}{% endif %}"
     "{% endif %}{% endfor %}{% if add_generation_prompt %}" + CHATML_PROMPT + "{% endif %}"
 )
+_THINKS = "{% if loop.index0 > ns.last %}"
+QWEN3_5 = QWEN3.replace(
+    G + "{% if loop.index0 > ns.last and (loop.last or thought) %}{{ '<think>\n' + ",
+    _THINKS + "{{ '<think>\n' }}{% endif %}" + G + _THINKS + "{{ ",
+).replace("prompt %}" + CHATML_PROMPT, "prompt %}{{ '<|im_start|>assistant\n<think>\n' }}")
 R1 = (
     "{% set ns = namespace(system='') %}{% for m in messages %}{% if m.role == 'system' %}"
     "{% set ns.system = m.content %}{% endif %}{% endfor %}{{ bos_token + ns.system }}"
@@ -182,6 +187,7 @@ FAMILIES = {
         "{% if loop.last and add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}{% endfor %}"
     ),
     "qwen3": QWEN3,
+    "qwen3.5": QWEN3_5,
     "r1": R1,
     "gpt-oss": GPT_OSS,
     "granite": simple(

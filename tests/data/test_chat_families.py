@@ -121,6 +121,7 @@ LEARNT = {
     "smollm2": ["b<|im_end|>", "d<|im_end|>"],
     "phi3": ["b<|end|>", "d<|end|>"],
     "qwen3": ["b<|im_end|>", "<think>\n\n</think>\n\nd<|im_end|>"],
+    "qwen3.5": ["b<|im_end|>", "\n</think>\n\nd<|im_end|>"],
     "r1": ["b<｜end▁of▁sentence｜>", "d<｜end▁of▁sentence｜>"],
     "gpt-oss": ["<|channel|>final<|message|>b<|end|>", "<|channel|>final<|message|>d<|return|>"],
 }
@@ -132,6 +133,7 @@ REMARKS = {
     "eos-once": "ends an answer with no special token",
     "r1": "writes '<think>\\n', which it does not write in conversations: answers are trained with",
 }
+REMARKS["qwen3.5"] = REMARKS["r1"]
 
 
 @pytest.mark.parametrize("name", FAMILIES)
@@ -146,7 +148,7 @@ def test_the_last_trained_token_ends_an_answer(tmp_path: Path, name: str, caplog
     assert found == LEARNT.get(name, found) and len(found) == 2
     if name in REMARKS:
         assert caplog.text.count(REMARKS[name]) == 1 and "row 1" in caplog.text
-        if name != "r1":
+        if name not in ("r1", "qwen3.5"):
             return
     else:
         assert "chat template" not in caplog.text

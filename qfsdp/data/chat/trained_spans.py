@@ -26,7 +26,7 @@ from qfsdp.data.chat.messages import function_name
 if TYPE_CHECKING:
     from qfsdp.data.chat.chat_tokenizer import ChatTokenizer
 
-TRAINED_AS = 2  # goes up when other tokens are trained: cached ones are then made again
+TRAINED_AS = 3  # goes up when other tokens are trained: cached ones are then made again
 BEFORE_THINK = "the text before </think>"
 
 
@@ -234,7 +234,8 @@ class AnswerForm:
 
     Fields:
         headers: the header that asks the model for an answer, without white space at its start.
-            Then its beginnings that end with a token, the longest first.
+            Then its beginnings up to and with each token, the longest first: a <think> at its end
+            is not before every answer.
         end: the special token that follows an answer, or None.
         of_next_turn: `end` is the first token of the next message. So no token follows the last
             answer (GLM).
@@ -266,7 +267,7 @@ class AnswerForm:
         texts = [found.text if isinstance(found, Rendered) else "" for found in asked]
         question, header, answered, continued, developed = texts
         header = _new_part(question, header).lstrip()
-        cuts = [found.end() for found in _TOKEN.finditer(header)]
+        cuts = [at for found in _TOKEN.finditer(header) for at in found.span() if at]
         headers = tuple(dict.fromkeys([header, *(header[:cut] for cut in reversed(cuts))]))
         ends = [_token_after(text, tokens) for text in (answered, continued)]
         ends[1] = None if ends[1] == bos else ends[1]
