@@ -96,7 +96,7 @@ def check(cfg: Config) -> None:
     check_resume(cfg.resume, cfg.output_dir)  # whether it is there
     check_logger(cfg.metric_logger)
     choose_lr(cfg)
-    check_optimizer(cfg.optimizer, cfg.lr_scheduler)
+    check_optimizer(cfg.optimizer, cfg.lr_scheduler, cfg.adapter.lora_plus_ratio)
     check_global_batch(cfg)
     weights = cfg.model.weights()
     model = build_model(cfg, weights)

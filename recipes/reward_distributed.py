@@ -97,7 +97,7 @@ def check(cfg: Config) -> None:
     rows = cfg.model.any_config().vocab_size
     check_data(cfg.tokenizer, cfg.dataset, cfg.validation.sets, rows)
     choose_lr(cfg)
-    check_optimizer(cfg.optimizer, cfg.lr_scheduler)
+    check_optimizer(cfg.optimizer, cfg.lr_scheduler, cfg.adapter.lora_plus_ratio)
     check_global_batch(cfg)
     weights = cfg.model.weights()
     model = build_model(cfg, weights)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -26,9 +27,12 @@ from qfsdp.training.steps_in_backward import StepsInBackward
 log = logging.getLogger("qfsdp")
 
 TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a schedule
+MANY = 2**20  # steps of a schedule that is tried: more than those of any warm-up
 
 # They update each element by itself, and their state in place: so local rows can be updated alone.
-ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD)
+ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
+ELEMENTWISE += (torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
+ELEMENTWISE += (torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop)
 
 
 def build_optimizer(
@@ -39,8 +43,11 @@ def build_optimizer(
     Args:
         parameters: or groups of them; `lr_ratio` of a group multiplies its learning rate.
         in_backward: update each parameter as soon as its gradient exists (`StepsInBackward`).
+
+    Raises:
+        UserError: it refuses its arguments or these parameters. A dry run builds it too.
     """
-    optimizer = component.call(list(parameters))
+    optimizer: Optimizer = _tried("optimizer", component, lambda: component.call(list(parameters)))
     if type(optimizer).__module__.startswith("torchao.") and not has_compiler():
         log.warning("the optimizer runs uncompiled and slower: %s", why_not())
         torch.compiler.set_stance("force_eager")
@@ -48,8 +55,12 @@ def build_optimizer(
         if "lr_ratio" in group:
             group["lr"] = group["lr"] * group.pop("lr_ratio")
     every = [param for group in optimizer.param_groups for param in group["params"]]
-    if any(isinstance(param, DTensor) for param in every) and _is_elementwise(optimizer):
-        LocalSteps(optimizer)
+    if any(isinstance(param, DTensor) for param in every):
+        if isinstance(optimizer, torch.optim.Adafactor):  # raises on DTensors
+            found = f"{component.path} needs all rows of a weight, and ranks share them"
+            raise UserError(f"optimizer: {found}; expected one rank, or such as torch.optim.AdamW")
+        if _is_elementwise(optimizer):
+            LocalSteps(optimizer)
     return StepsInBackward(optimizer) if in_backward else optimizer
 
 
@@ -77,10 +88,19 @@ def build_scheduler(
     return component.call(optimizer)
 
 
-def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
-    """Builds both for a dummy parameter, to find mistakes before anything is loaded. Raises
-    UserError: an unknown name or argument, a value that they refuse (a negative lr), or a `step`
-    that needs an argument, such as the closure of L-BFGS."""
+def check_optimizer(
+    optimizer: Component, scheduler: Component | None, lr_ratio: float | None = None
+) -> None:
+    """Builds both for a dummy parameter and steps, to find mistakes before anything is loaded.
+
+    Args:
+        lr_ratio: of a second group of parameters; None: there is one group.
+
+    Raises:
+        UserError: an unknown name or argument, a value that they refuse (a negative lr, a period
+            of 0 steps), a `step` that needs an argument, such as the closure of L-BFGS, or a
+            schedule that gives both groups the same rate.
+    """
     optimizer.check("optimizer", provided=["params"])
     lr = optimizer.kwargs.get("lr", 0.0)
     if isinstance(lr, int | float) and not lr >= 0:  # told 0.7 s sooner than by the optimizer
@@ -88,8 +108,13 @@ def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
     import_dynamo()  # an optimizer needs it
     dummy = torch.nn.Parameter(torch.zeros(1, 1))
 
+    groups: list[Any] = [dummy]
+    if lr_ratio is not None:
+        other = torch.nn.Parameter(torch.zeros(1, 1))
+        groups = [{"params": [dummy]}, {"params": [other], "lr_ratio": lr_ratio}]
+
     def build() -> Optimizer:
-        built = build_optimizer(optimizer, [dummy])
+        built = build_optimizer(optimizer, groups)
         if type(built).__module__.startswith("torch.optim") and "closure" not in _needed(built):
             dummy.grad = torch.zeros_like(dummy)
             built.step()  # SparseAdam refuses every gradient that is not sparse
@@ -100,7 +125,20 @@ def check_optimizer(optimizer: Component, scheduler: Component | None) -> None:
         return
     provided = ["optimizer"] if TOTAL_STEPS in scheduler.kwargs else ["optimizer", TOTAL_STEPS]
     scheduler.check("lr_scheduler", provided=provided)
-    _tried("lr_scheduler", scheduler, lambda: build_scheduler(scheduler, built, total_steps=1))
+
+
+    def schedule() -> LRScheduler | None:
+        begun = build_scheduler(scheduler, built, total_steps=MANY)
+        if begun is not None and not _needed(begun):
+            with warnings.catch_warnings(action="ignore"):  # not every optimizer has made a step
+                begun.step()
+        return begun
+
+    _tried("lr_scheduler", scheduler, schedule)
+    first, *more = [float(group["lr"]) for group in built.param_groups]
+    if more == [first] and first > 0 and lr_ratio != 1:
+        found = f"{scheduler.path} sets the rate of B itself, and adapter.lora_plus_ratio is lost"
+        raise UserError(f"lr_scheduler: {found}; expected a schedule of factors of optimizer.lr")
 
 
 def _tried(key: str, component: Component, build: Callable[[], Any]) -> Any:

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from qfsdp.common.errors import UserError
 from qfsdp.config.component import Component
-from qfsdp.training.optimizer import build_optimizer, check_optimizer
+from qfsdp.training.optimizer import ELEMENTWISE, build_optimizer, check_optimizer
 from tests.ranks import run_ranks
 
 OPTIMIZERS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -84,6 +84,26 @@ def test_a_step_over_rows_is_a_step_over_dtensors(name: str) -> None:
                     assert same.all() if isinstance(same, Tensor) else same, field
 
 
+def rows_and_whole_steps() -> None:
+    for kind in ELEMENTWISE:
+        params = parameters()
+        whole = [nn.Parameter(param.full_tensor()) for param in params]  # type: ignore[attr-defined]
+        steps(build_optimizer(Component(f"torch.optim.{kind.__name__}"), params), params, 0)
+        alone = kind(whole)
+        for step in range(3):
+            generator = torch.Generator().manual_seed(step)
+            for index, param in enumerate(whole):
+                grad = torch.randn(param.shape, generator=generator)
+                param.grad = grad if index < 2 or step % 2 else None
+            alone.step()
+        for mine, param in zip(params, whole, strict=True):
+            assert torch.equal(mine.full_tensor(), param), kind  # type: ignore[attr-defined]
+
+
+def test_steps_over_rows_are_those_over_whole_parameters() -> None:
+    run_ranks(2, rows_and_whole_steps)
+
+
 def test_only_sharded_parameters_are_swapped(monkeypatch: pytest.MonkeyPatch) -> None:
     made = []
     monkeypatch.setattr(
@@ -117,3 +137,40 @@ def test_a_constructor_that_fails() -> None:
     adamw = Component("torch.optim.AdamW", {"betas": [0.9]})
     with pytest.raises(UserError, match="torch.optim.AdamW refuses its arguments: list index out"):
         check_optimizer(adamw, None)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kwargs"),
+    [("StepLR", {"step_size": 0}), ("CosineAnnealingLR", {"T_max": 0})],
+)
+def test_a_schedule_that_fails_in_its_first_step(schedule: str, kwargs: dict[str, Any]) -> None:
+    sgd = Component("torch.optim.SGD", {"lr": 0.1})
+    path = f"torch.optim.lr_scheduler.{schedule}"
+    with pytest.raises(UserError, match=f"lr_scheduler: {path} refuses its arguments: .* zero"):
+        check_optimizer(sgd, Component(path, kwargs))
+
+
+def test_a_schedule_that_sets_both_rates_of_lora_plus() -> None:
+    sgd = Component("torch.optim.SGD", {"lr": 0.1})
+    cycle = {"max_lr": 0.1, "total_steps": 9}
+    one_rate = Component("torch.optim.lr_scheduler.OneCycleLR", cycle)
+    check_optimizer(sgd, one_rate)
+    with pytest.raises(UserError, match="OneCycleLR sets the rate of B itself"):
+        check_optimizer(sgd, one_rate, 16.0)
+    check_optimizer(sgd, Component(one_rate.path, cycle | {"max_lr": [0.1, 1.6]}), 16.0)
+    check_optimizer(sgd, Component("torch.optim.lr_scheduler.StepLR", {"step_size": 2}), 16.0)
+
+
+def test_an_optimizer_that_refuses_the_parameters() -> None:
+    muon = Component("torch.optim.Muon", {})
+    with pytest.raises(UserError, match="optimizer: torch.optim.Muon refuses .* 2D parameters"):
+        build_optimizer(muon, [nn.Parameter(torch.zeros(3))])
+
+
+def refused() -> None:
+    with pytest.raises(UserError, match="Adafactor needs all rows of a weight"):
+        build_optimizer(Component("torch.optim.Adafactor", {}), parameters())
+
+
+def test_an_optimizer_of_whole_matrices_refuses_shards() -> None:
+    run_ranks(2, refused)
