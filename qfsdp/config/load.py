@@ -177,8 +177,13 @@ def read_yaml(path: str) -> dict[str, Any]:
 def _count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
     """The values of a YAML document once every reference (`*name`) is replaced by a copy.
 
-    Twelve lines of ten references each stand for 10**11 values.
+    Twelve lines of ten references each stand for 10**11 values. Raises MarkedYAMLError: a number
+    is octal or of base 60 in YAML (010 is 8, 1:30 is 90), which nobody means.
     """
+    if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")):
+        if re.fullmatch(r"[-+]?(0[0-7_]+|[\d_]+(:\d+)+[\d_.]*)", node.value):
+            problem = f"{node.value} is no decimal number; expected one, or quotes"
+            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     if node is not None and node not in known:
         inner = node.value if isinstance(node.value, list) else []
         flat = [
@@ -235,6 +240,7 @@ def as_text(word: str, text: str) -> str:
 
 def _parse_value(word: str, text: str) -> Any:
     try:
+        _count(yaml.compose(text, Loader=yaml.SafeLoader), {})
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: over 4300 digits
         raise UserError(f"'{shortened(masked_word(word))}': the value is not valid YAML") from None

@@ -255,6 +255,7 @@ def test_to_yaml_comes_back_equal(load: Any, text: str) -> None:
         ("--resume", "'--resume' is not understood; overrides are written key=value"),
         ("=4", "'=4' is not understood; overrides are written key=value"),
         ("names=[a", "'names=[a': the value is not valid YAML"),
+        ("steps=010", "'steps=010': the value is not valid YAML"),  # 8
         ("~batch_size", "~batch_size: the config file has no such key to remove"),
         ("~model.path.x", "~model.path.x: the config file has no such key to remove"),
     ],
@@ -285,6 +286,8 @@ def test_mistakes_on_the_command_line(error: Any, word: str, message: str) -> No
         ("- a\n- b", "c.yaml: expected keys and values, not a list"),
         ("a: 1\nb: c: d", "c.yaml, line 2: not valid YAML: mapping values are not allowed .*"),
         ("a: 1\na: 2", "c.yaml, line 2: not valid YAML: found duplicate key a"),
+        ("a: {b: 010}", "c.yaml, line 1: not valid YAML: 010 is no decimal number; .*"),  # 8
+        ("a: 1\nb: [1:30]", "c.yaml, line 2: not valid YAML: 1:30 is no decimal number; .*"),  # 90
         ("a: ${b", "c.yaml: a: no viable alternative at input '${b'"),
     ],
 )
