@@ -174,16 +174,19 @@ def read_yaml(path: str) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
+_NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+|[\d_]+(:\d+)+[\d_.]*)")
+
+
 def _count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
     """The values of a YAML document once every reference (`*name`) is replaced by a copy.
 
     Twelve lines of ten references each stand for 10**11 values. Raises MarkedYAMLError: a number
     is octal or of base 60 in YAML (010 is 8, 1:30 is 90), which nobody means.
     """
-    if isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float")):
-        if re.fullmatch(r"[-+]?(0[0-7_]+|[\d_]+(:\d+)+[\d_.]*)", node.value):
-            problem = f"{node.value} is no decimal number; expected one, or quotes"
-            raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
+    if number and node is not None and _NOT_DECIMAL.fullmatch(node.value):
+        problem = f"{node.value} is no decimal number; expected one, or quotes"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
     if node is not None and node not in known:
         inner = node.value if isinstance(node.value, list) else []
         flat = [
