@@ -126,7 +126,6 @@ def check_optimizer(
     provided = ["optimizer"] if TOTAL_STEPS in scheduler.kwargs else ["optimizer", TOTAL_STEPS]
     scheduler.check("lr_scheduler", provided=provided)
 
-
     def schedule() -> LRScheduler | None:
         begun = build_scheduler(scheduler, built, total_steps=MANY)
         if begun is not None and not _needed(begun):
