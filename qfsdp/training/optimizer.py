@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, optim
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -30,9 +30,9 @@ TOTAL_STEPS = "num_training_steps"  # torchtune's name for the length of a sched
 MANY = 2**20  # steps of a schedule that is tried: more than those of any warm-up
 
 # They update each element by itself, and their state in place: so local rows can be updated alone.
-ELEMENTWISE = (torch.optim.Adam, torch.optim.AdamW, torch.optim.SGD, torch.optim.Adagrad)
-ELEMENTWISE += (torch.optim.Adadelta, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam)
-ELEMENTWISE += (torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop)
+ELEMENTWISE: tuple[type[Optimizer], ...] = (optim.Adam, optim.AdamW, optim.SGD, optim.Adagrad)
+ELEMENTWISE += (optim.Adadelta, optim.Adamax, optim.NAdam, optim.RAdam, optim.ASGD, optim.RMSprop)
+ELEMENTWISE += (optim.Rprop,)
 
 
 def build_optimizer(
@@ -56,7 +56,7 @@ def build_optimizer(
             group["lr"] = group["lr"] * group.pop("lr_ratio")
     every = [param for group in optimizer.param_groups for param in group["params"]]
     if any(isinstance(param, DTensor) for param in every):
-        if isinstance(optimizer, torch.optim.Adafactor):  # raises on DTensors
+        if isinstance(optimizer, optim.Adafactor):  # raises on DTensors
             found = f"{component.path} needs all rows of a weight, and ranks share them"
             raise UserError(f"optimizer: {found}; expected one rank, or such as torch.optim.AdamW")
         if _is_elementwise(optimizer):
