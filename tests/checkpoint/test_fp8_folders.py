@@ -131,6 +131,10 @@ def layer(folder: Path, weight: Tensor, scale: Tensor, suffix: str, **quantizati
     return folder
 
 
+# Blocks that a grid's shape alone does not tell: 80 and 48 rows of 128, not 64 and 64.
+IN_BLOCKS = {"config_groups": {"FP8": {"weights": {"block_structure": [80, 80]}}}}
+
+
 @pytest.mark.parametrize(
     ("shape", "kind", "suffix", "section"),
     [
@@ -140,6 +144,7 @@ def layer(folder: Path, weight: Tensor, scale: Tensor, suffix: str, **quantizati
         ((), torch.bfloat16, "_scale_inv", {"weight_block_size": None}),  # Mistral
         ((128, 1), torch.float32, "_scale", {"format": "float-quantized"}),
         ((1,), torch.bfloat16, "_scale", {"format": "float-quantized"}),
+        ((2, 2), torch.float32, "_scale", {"format": "float-quantized"} | IN_BLOCKS),
     ],
 )
 def test_every_form_of_factors(
@@ -152,6 +157,8 @@ def test_every_form_of_factors(
         scale = (torch.rand(shape) / 50).to(kind)
     folder = layer(tmp_path, codes, scale, suffix, quant_method=method, **section)
     high, wide = section.get("weight_block_size") or (64, 64)
+    if "config_groups" in section:
+        high, wide = IN_BLOCKS["config_groups"]["FP8"]["weights"]["block_structure"]
     if len(shape) < 2:
         high = wide = 128
     elif shape[1] == 1:
@@ -206,6 +213,16 @@ def test_factors_of_stacked_experts(tmp_path: Path) -> None:
             "_scale",
             {"quant_method": "compressed-tensors", "format": "pack-quantized"},
             "quant_method 'compressed-tensors'; .* compressed-tensors with format float-quantized",
+        ),
+        (
+            (128, 1),
+            "_scale",
+            {
+                "quant_method": "compressed-tensors",
+                "format": "float-quantized",
+                "transform_config": {"config_groups": {"R4": {"type": "hadamard"}}},
+            },
+            "expected .* compressed-tensors with format float-quantized without transform_config",
         ),
     ],
 )

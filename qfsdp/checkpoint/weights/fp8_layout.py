@@ -5,7 +5,7 @@ A weight NAME is F8_E4M3 `[.., rows, cols]`, with factors beside it:
     NAME_scale_inv   "fp8": DeepSeek-V3, Qwen, Mistral. Blocks of `weight_block_size` of a matrix
                      `[.., ceil(rows / 128), ceil(cols / 128)]`, or one factor of the whole tensor
     NAME_scale       "compressed-tensors" (llm-compressor) and "fbgemm_fp8": a factor of each row
-                     `[rows, 1]`, or one
+                     `[rows, 1]`, one, or blocks of `block_structure`
 
 The weight is the product in fp32, rounded to bf16, as transformers dequantizes it. Factors are F32,
 BF16 or powers of two (E8M0). Rows are read and multiplied some at a time; nothing else is held.
@@ -13,7 +13,7 @@ BF16 or powers of two (E8M0). Rows are read and multiplied some at a time; nothi
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any
@@ -25,7 +25,10 @@ from qfsdp.checkpoint.weights.read import STORED_DTYPES, ComputedTensor, OpenFil
 
 SCALES = {"fp8": "_scale_inv", "compressed-tensors": "_scale", "fbgemm_fp8": "_scale"}
 """`quant_method` of config.json -> what follows a weight's name in that of its factors."""
-FP8_METHODS = "fp8, fbgemm_fp8, compressed-tensors with format float-quantized"  # for messages
+ROTATED = "transform_config"  # inputs are turned while the model runs
+FP8_METHODS = (  # for messages
+    f"fp8, fbgemm_fp8, compressed-tensors with format float-quantized without {ROTATED}"
+)
 # Factors of inputs and of cached keys and values, which training does not round.
 UNUSED = (".input_scale", ".activation_scale", ".input_scale_ub", ".k_scale", ".v_scale")
 CHUNK = 1 << 15  # numbers that are multiplied at a time: in a cache, and by one thread
@@ -101,7 +104,9 @@ def quantization_of(config: dict[str, Any]) -> Any:
 def is_fp8(quantization: Any) -> bool:
     """Whether a `quantization_config` is of FP8 weights."""
     method = quantization.get("quant_method") if isinstance(quantization, dict) else None
-    packed = method == "compressed-tensors" and quantization.get("format") != "float-quantized"
+    packed = method == "compressed-tensors" and (
+        quantization.get("format") != "float-quantized" or bool(quantization.get(ROTATED))
+    )
     return method in SCALES and not packed
 
 
@@ -111,6 +116,7 @@ def without_scales(
     """The same tensors, where those in FP8 are read times their factors, and those are left out.
     Raises UserError: a weight in FP8 has no factors, or they do not fit it."""
     suffix = SCALES[quantization["quant_method"]]
+    sizes = list(_sizes(quantization))
     found = {name: tensor for name, tensor in tensors.items() if not name.endswith(UNUSED)}
     for name, stored in tensors.items():
         if stored.dtype not in ("F8_E4M3", "F8_E5M2"):
@@ -119,7 +125,7 @@ def without_scales(
         if scale is None:
             missing = f"{name + suffix!r} with its factors is missing"
             raise stored.wrong(f"is {stored.dtype}, and {missing}", name)
-        block = _block(stored, scale, quantization.get("weight_block_size"))
+        block = _block(stored, scale, sizes)
         if block is None or scale.dtype not in ("F32", "BF16", "F16", "U8", "F8_E8M0"):
             what = f"no factors of {name!r} {list(stored.shape)}"
             raise scale.wrong(f"is {scale.dtype} {list(scale.shape)}, which are {what}")
@@ -135,7 +141,19 @@ def without_scales(
     return found
 
 
-def _block(stored: StoredTensor, scale: StoredTensor, size: Any) -> tuple[int, int] | None:
+def _sizes(value: Any) -> Iterator[tuple[int, int]]:
+    """The sizes of blocks that a `quantization_config` names, also for groups of its linears."""
+    for key, inner in value.items():
+        if isinstance(inner, dict):
+            yield from _sizes(inner)
+        pair = isinstance(inner, list | tuple) and [type(size) for size in inner] == [int, int]
+        if pair and key in ("weight_block_size", "block_structure"):
+            yield inner[0], inner[1]
+
+
+def _block(
+    stored: StoredTensor, scale: StoredTensor, sizes: list[tuple[int, int]]
+) -> tuple[int, int] | None:
     """Rows and columns of a weight that share a factor; None: the shapes do not fit."""
     if len(stored.shape) < 2:
         return None
@@ -145,10 +163,8 @@ def _block(stored: StoredTensor, scale: StoredTensor, size: Any) -> tuple[int, i
     grid = scale.shape if len(scale.shape) > 1 else (scale.rows, 1)
     if grid[:-2] != stored.shape[:-2]:
         return None
-    blocks = [(rows // max(1, grid[-2]), cols // max(1, grid[-1]))]
-    if isinstance(size, list | tuple) and len(size) == 2:
-        blocks.insert(0, (int(size[0]), int(size[1])))
-    for high, wide in blocks:
-        if high and wide and (-(-rows // high), -(-cols // wide)) == tuple(grid[-2:]):
+    of_all = rows // max(1, grid[-2]), cols // max(1, grid[-1])
+    for high, wide in (*sizes, of_all):
+        if high > 0 < wide and (-(-rows // high), -(-cols // wide)) == tuple(grid[-2:]):
             return high, wide
     return None
