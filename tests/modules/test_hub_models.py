@@ -14,6 +14,7 @@ from torch import nn
 
 from qfsdp.checkpoint.adapter_files import adapter_parameters, save_adapter
 from qfsdp.checkpoint.expert_adapter_files import to_peft
+from qfsdp.checkpoint.weights.load import ModelConfig
 from qfsdp.common.errors import UserError
 from qfsdp.modules.activations import ActivationConfig
 from qfsdp.modules.adapters.config import AdapterConfig
@@ -172,6 +173,17 @@ def test_an_output_layer_that_files_hold_is_not_the_embeddings(tmp_path: Path) -
     tokens, _ = batch()
     with torch.no_grad():
         assert torch.equal(built(tmp_path)(tokens), reference(tokens, use_cache=False).logits)
+
+
+def test_an_output_layer_that_differs_from_the_tied_embeddings_is_refused(tmp_path: Path) -> None:
+    """Gemma 3's file has the output layer under another name than the model."""
+    hub_models.save_hub_model("gemma3", tmp_path, tie_word_embeddings=False)
+    content = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    content["text_config"]["tie_word_embeddings"] = True
+    (tmp_path / "config.json").write_text(json.dumps(content))
+    config = ModelConfig(str(tmp_path))
+    with pytest.raises(UserError, match="'lm_head.weight' differs from .*; expected tie_word_emb"):
+        config.weights().check(config.build())
 
 
 def test_linears_that_peft_would_not_find_are_quantized_only() -> None:

@@ -172,9 +172,9 @@ def _check_tied(source: ModelWeights) -> None:
     name = next((n for n in source.plain if n.endswith(f".{ends}")), EMBEDDINGS)
     head, embeddings = source.plain.get(HEAD), source.plain.get(name)
     if head is None or embeddings is None or not same_values(head, embeddings):
-        file = source.files.tensors[HEAD].file
+        stored = head or source.quantized[HEAD].columns[0]
         raise UserError(
-            f"{file}: {HEAD!r} differs from {EMBEDDINGS!r}, which tie_word_embeddings makes "
+            f"{stored.file}: {HEAD!r} differs from {EMBEDDINGS!r}, which tie_word_embeddings makes "
             "the output layer; expected tie_word_embeddings: false in config.json"
         )
 
