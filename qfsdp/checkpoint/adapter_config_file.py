@@ -41,7 +41,7 @@ SHARED_FIELDS = {"method": "use_dora", "rank": "r", "alpha": "lora_alpha", "rslo
 IGNORED_KEYS = {
     *("auto_mapping", "inference_mode", "runtime_config", "velora_config"),
     *("target_modules", "target_parameters", "exclude_modules"),
-    *("layers_to_transform", "layers_pattern"),
+    *("layers_to_transform", "layers_pattern", "fan_in_fan_out"),
     *("feedforward_modules", "init_ia3_weights", "use_cayley_neumann", "modules_to_save"),
     *("loftq_config", "eva_config", "corda_config", "lora_ga_config"),  # see UNCHANGED_BASE_INIT
 }
@@ -166,16 +166,6 @@ def config_of(written: Mapping[str, Any], modules: Iterable[str] | None = None) 
         alpha_pattern=numbers("alpha_pattern", float),
         rslora=bool(written.get("use_rslora")),
     )
-
-
-def selects_some(written: Mapping[str, Any]) -> bool:
-    """Whether some linears of a name may have an adapter and others none."""
-    if written.get("layers_to_transform") is not None or written.get("exclude_modules"):
-        return True
-    named = [written.get(key) or [] for key in ("target_modules", "target_parameters")]
-    targets = [str(t) for some in named for t in (some if isinstance(some, list) else [some])]
-    usual = re.compile(r"(experts\.)?\w+(\.weight)?|all-linear")
-    return not all(map(usual.fullmatch, targets))
 
 
 def _check_types(file: Path, written: dict[str, Any]) -> None:

@@ -39,7 +39,6 @@ from qfsdp.checkpoint.adapter_config_file import (
     peft_config,
     read_peft_config,
     row_ids,
-    selects_some,
     whole_names,
     why_unread,
 )
@@ -58,7 +57,7 @@ from qfsdp.common.files import check_no_pointer, not_written, to_json, whole_fil
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.config import AdapterConfig
-from qfsdp.modules.adapters.linears import LowRankExpertLinear
+from qfsdp.modules.adapters.linears import LowRankExpertLinear, add_adapters
 from qfsdp.modules.adapters.trained_rows import DELTA, row_parameters, ties_rows
 from qfsdp.modules.adapters.whole import (
     EMBEDDING,
@@ -203,9 +202,8 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
     modules = _adapted_modules(tensors)
     if not modules:
         raise UserError(f"{folder / WEIGHTS_FILE}: no tensor of an adapter of linears")
-    targets = modules if selects_some(written) else _last_names(modules)
     config = config_of(written, modules)
-    config.targets = targets
+    config.targets = modules
     config.modules_to_save = whole_names(folder / CONFIG_FILE, written, tensors)
     config.trainable_token_indices = row_ids(folder / CONFIG_FILE, written, tensors)
     if not config.is_low_rank:
@@ -220,6 +218,17 @@ def read_adapter_config(folder: str | Path) -> AdapterConfig:
                 f"{folder / CONFIG_FILE}: {key} {rank}, but tensor {stored.name!r} has "
                 f"shape {shape}; expected [{rank}, in]"
             )
+    return config
+
+
+def add_read_adapters(model: nn.Module, folder: str | Path) -> AdapterConfig:
+    """Adds the adapters of a folder to `model`, unset; returns their config. Raises UserError: see
+    `read_adapter_config`; or one of them belongs to no linear of the model."""
+    config = read_adapter_config(folder)
+    try:
+        add_adapters(model, config)
+    except UserError as error:
+        raise UserError(f"{folder}: {error}") from None
     return config
 
 

@@ -12,6 +12,7 @@ from torch import nn
 
 from qfsdp.checkpoint.adapter_config_file import HEAD_KEY
 from qfsdp.checkpoint.adapter_files import (
+    add_read_adapters,
     check_adapter,
     load_adapter,
     read_adapter_config,
@@ -25,7 +26,6 @@ from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
 from qfsdp.hub.download import local_folder
 from qfsdp.modules.adapters.folded import fold_adapters
-from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.adapters.whole import keep_computed
 from qfsdp.modules.hub_models.decoder import AnyDecoder, share_base
 from qfsdp.modules.low_rank.linear import refresh_dora_norms
@@ -174,7 +174,7 @@ def build_frozen(
     decoder = model.build()
     quantize_linears(decoder, quantization, weights.formats)
     if adapter is not None:
-        add_adapters(decoder, read_adapter_config(adapter))
+        add_read_adapters(decoder, adapter)
         keep_computed(decoder)
     if head is not None:
         add_score_head(decoder, head)

@@ -354,7 +354,6 @@ REFUSED: dict[str, tuple[Spoil, str]] = {
     **{
         key: (says(**{key: value}), f"{key} {value!r}: qfsdp does not have this option")
         for key, value in {
-            "fan_in_fan_out": True,
             "lora_bias": True,
             "layer_replication": [[0, 2], [1, 2]],
             "alora_invocation_tokens": [7, 8],
@@ -423,6 +422,7 @@ def test_adapters_that_qfsdp_would_load_wrongly_are_refused(
         ),
         says(target_modules=r".*_proj", exclude_modules=["lm_head"], layers_to_transform=[0, 1]),
         says(init_lora_weights="eva", eva_config={"rho": 2.0}),
+        says(fan_in_fan_out=True),  # of GPT-2's linears; A and B are as of others
         tensors(lambda found: found.update({"m.lm_head.base_layer.weight": torch.zeros(577, 192)})),
     ],
 )

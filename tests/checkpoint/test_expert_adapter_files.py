@@ -17,6 +17,7 @@ from qfsdp.checkpoint.adapter_files import (
     CONFIG_FILE,
     WEIGHTS_FILE,
     adapter_parameters,
+    add_read_adapters,
     check_adapter,
     load_adapter,
     read_adapter_config,
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.usefixtures("eager")
 
 FAMILY = "qwen3-moe-dense-layers"
 ALL = ["all-linear"]
+EXPERTS = ["experts.gate_up_proj", "experts.down_proj"]
 # Family, targets, adapter.expert_rank.
 CASES: list[tuple[str, list[str], Any]] = [
     (FAMILY, ALL, None),
@@ -143,6 +145,22 @@ def test_files_are_read_as_they_were_written(tmp_path: Path) -> None:
         top_k = model.config.experts.top_k if model.config.experts else 0
         experts = "model.layers.1.mlp.experts.down_proj"
         assert again.of(experts).rank == config.of_experts(top_k).rank
+
+
+def test_experts_alone_beside_other_linears_of_their_name(tmp_path: Path) -> None:
+    """As PEFT writes `target_parameters` of a mixture with shared experts or dense layers."""
+    model, config = adapted("qwen2-moe", ["q_proj", *EXPERTS], None)
+    save_adapter(model, config, "base", tmp_path, cpu_world())
+    settings = json.loads((tmp_path / CONFIG_FILE).read_text())
+    settings |= {"target_modules": ["q_proj"], "target_parameters": EXPERTS}
+    (tmp_path / CONFIG_FILE).write_text(json.dumps(settings))
+    again = ours(reference("qwen2-moe"))
+    check_adapter(add_read_adapters(again, tmp_path), tmp_path, again)
+    load_adapter(again, tmp_path)
+    tokens = random_tokens()
+    assert (again(tokens) - model(tokens)).abs().max() < 1e-5
+    with pytest.raises(UserError, match=f"{tmp_path}: .* 'model.layers.0.self_attn.q_proj' mat"):
+        add_read_adapters(ours(reference("qwen3-5")), tmp_path)
 
 
 @pytest.mark.parametrize("method", ["lora", "dora"])

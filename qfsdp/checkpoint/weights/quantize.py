@@ -14,7 +14,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from qfsdp.checkpoint.adapter_files import check_adapter, read_adapter_config
+from qfsdp.checkpoint.adapter_files import add_read_adapters, check_adapter
 from qfsdp.checkpoint.weights.bnb_layout import bnb_config, bnb_group, write_bnb
 from qfsdp.checkpoint.weights.convert import (
     CPU,
@@ -42,7 +42,6 @@ from qfsdp.common.errors import UserError
 from qfsdp.common.terminal import warn
 from qfsdp.distributed.strategy import ShardingConfig
 from qfsdp.distributed.world import World
-from qfsdp.modules.adapters.linears import add_adapters
 from qfsdp.modules.decoder_base import base_parameters
 from qfsdp.modules.decoder_parts import DecoderParts
 from qfsdp.modules.hub_models.config import model_config
@@ -131,10 +130,9 @@ def adapted_model(
 ) -> Any:
     """As `quantized_model`, with an adapter. Reads headers of the base, and the adapter. Raises
     UserError: one of them is broken, or they belong to different models."""
-    config, model = read_adapter_config(adapter), quantized_model(weights, quantization)
+    model = quantized_model(weights, quantization)
     weights.check(model)
-    add_adapters(model, config)
-    check_adapter(config, adapter, model)
+    check_adapter(add_read_adapters(model, adapter), adapter, model)
     return model
 
 
