@@ -101,7 +101,8 @@ def quantize_linears(
 
     Args:
         stored: weight name -> format, of weights that are stored quantized. They keep their
-            format, targeted or not.
+            format, targeted or not. "none": stored plain beside others that bitsandbytes has
+            quantized; only a target that names such a linear quantizes it.
         plain: names of linears that are trained. They stay plain, even if targeted or stored
             quantized.
 
@@ -111,6 +112,8 @@ def quantize_linears(
             `config.format` and it is not mxfp4.
     """
     stored = {n: f for n, f in (stored or {}).items() if n.removesuffix(".weight") not in plain}
+    kept = {n.removesuffix(".weight") for n in stored if stored[n] == "none"}
+    stored = {n: f for n, f in stored.items() if f != "none"}
     for name, quantized_as in stored.items():
         # gpt-oss is published with experts in MXFP4 and other weights in bf16, which take `format`.
         if quantized_as == "mxfp4" and config.format != "none":
@@ -123,7 +126,7 @@ def quantize_linears(
             )
     if config.compute == "fp8":
         check_fp8_products()
-    targeted = [] if config.format == "none" else _targeted(model, config)
+    targeted = [] if config.format == "none" else _targeted(model, config, kept)
     formats: dict[str, str] = {name: config.format for name in targeted}
     formats |= {name.removesuffix(".weight"): quantized_as for name, quantized_as in stored.items()}
     for name, module in list(model.named_modules()):
@@ -149,8 +152,9 @@ def _check_fp8_shape(name: str, format: str, rows: int, cols: int) -> None:
         raise UserError(f"quantization.compute: 'fp8', but {shape}; expected bf16")
 
 
-def _targeted(model: nn.Module, config: QuantizationConfig) -> Iterator[str]:
-    """Names of the linears that `config.targets` selects."""
+def _targeted(model: nn.Module, config: QuantizationConfig, kept: set[str]) -> Iterator[str]:
+    """Names of the linears that `config.targets` selects; those of `kept` by their own name, or if
+    they are experts, which bitsandbytes does not quantize."""
     check_present("quantization.targets", config.targets, model)
     embeddings = {id(m.weight) for m in model.modules() if isinstance(m, nn.Embedding)}
     for name, module in target_modules(model, config.targets, LINEARS):
@@ -159,7 +163,9 @@ def _targeted(model: nn.Module, config: QuantizationConfig) -> Iterator[str]:
                 f"quantization.targets: {name!r} is tied to the token embeddings in this model "
                 "and cannot be quantized; expected targets without it"
             )
-        yield name
+        by_name = config.targets != ALL_LINEAR and name.rpartition(".")[2] in config.targets
+        if name not in kept or by_name or isinstance(module, ExpertLinear):
+            yield name
 
 
 # ---- the quantized linear ------------------------------------------------------------------

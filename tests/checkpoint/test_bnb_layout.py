@@ -18,6 +18,7 @@ from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.safetensors_folder import SINGLE
 from qfsdp.common.errors import UserError
 from qfsdp.modules.quantized_linear import QuantizationConfig
+from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 from tests.models import cpu_world, load_model, loaded
 from tests.ranks import run_ranks
 from tests.tiny import write_tiny_model
@@ -85,7 +86,7 @@ def theirs(request: Any, smollm2_dir: Path, tmp_path_factory: pytest.TempPathFac
 
 def test_their_checkpoint_of_a_real_model_loads_as_it_is(theirs: Any) -> None:
     nested, folder, expected = theirs
-    assert set(ModelWeights(folder).formats.values()) == {ABSMAX[nested]}
+    assert set(ModelWeights(folder).formats.values()) == {ABSMAX[nested], "none"}
     tensors = load_file(folder / SINGLE)
     assert_bytes_of(quantized_rows(folder), tensors)
     difference = (logits(load_model(folder)) - expected).abs().max().item()
@@ -123,6 +124,37 @@ def test_their_checkpoint_can_be_quantized_into_our_layout(theirs: Any, tmp_path
     assert_bytes_of(quantized_rows(tmp_path), load_file(folder / SINGLE))
 
 
+KEPT = "model.layers.1.self_attn.q_proj"
+
+
+def test_what_their_checkpoint_keeps_plain_stays_so(tmp_path: Path) -> None:
+    """Unsloth's dynamic folders keep linears that lose most. One that a target names is
+    quantized."""
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig
+
+    source, folder = write_tiny_model(tmp_path / "source", **EVEN), tmp_path / "theirs"
+    given = BitsAndBytesConfig(
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", llm_int8_skip_modules=["lm_head", KEPT]
+    )
+    AutoModelForCausalLM.from_pretrained(source, quantization_config=given).save_pretrained(folder)
+    ours, theirs = load_model(folder, targets=["all-linear"]), their_model(folder)
+    assert not isinstance(ours.get_parameter(f"{KEPT}.weight"), QuantizedTensor)
+    assert (logits(ours) - logits(theirs)).abs().max() < 1e-4
+    named = load_model(folder, targets=["q_proj"]).get_parameter(f"{KEPT}.weight")
+    assert isinstance(named, QuantizedTensor)
+
+
+def test_codes_in_other_numbers_than_bytes(tmp_path: Path) -> None:
+    """`bnb_4bit_quant_storage`, which peers need to shard with FSDP."""
+    source, folder = write_tiny_model(tmp_path / "source", **EVEN), tmp_path / "bytes"
+    quantize_folder(ModelWeights(source), QuantizationConfig(), folder, cpu_world(), layout="bnb")
+    (folder / MANIFEST).unlink()
+    expected = quantized_rows(folder)
+    as_numbers = load_file(folder / SINGLE)[GATE].flatten().view(torch.bfloat16).unsqueeze(1)
+    edit(folder, lambda tensors: tensors.update({GATE: as_numbers}))
+    assert all(map(torch.equal, quantized_rows(folder)[GATE], expected[GATE]))
+
+
 # ---- broken checkpoints ------------------------------------------------------------------------
 
 
@@ -158,7 +190,7 @@ MISTAKES: dict[str, tuple[Callable[[Path], Any], str]] = {
     "another method": (
         lambda f: method(f, quant_method="gptq"),
         "config.json: quant_method 'gptq'; expected qfsdp, bitsandbytes, mxfp4, fp8, fbgemm_fp8, "
-        "compressed-tensors with format float-quantized, or weights",
+        "compressed-tensors with format float-quantized without transform_config, or weights",
     ),
     "another block size": (
         lambda f: edit(f, state_with(blocksize=128)),

@@ -60,6 +60,8 @@ def _read_weight(files: SafetensorsFolder, state_name: str) -> StoredQuantizedWe
     if nested:
         scales = -(-rows * cols // (BLOCK * SCALE_BLOCK))
         fields |= {".nested_absmax": (scales,), ".nested_quant_map": (256,)}
+    if name in files.tensors and files.tensors[name].dtype != "U8":  # bnb_4bit_quant_storage
+        files.tensors[name] = files.tensors[name].as_bytes(rows * cols // 2)
     for field, shape in fields.items():
         _check_tensor(files, name + field, shape)
     _check_levels(files, f"{name}.quant_map", NF4_LEVELS)

@@ -97,11 +97,12 @@ def _of_decoder(
     conversions = {}
     frozen = Merge(weights, QuantizationConfig("none"), dtype, adapter=None, dtype=dtype)
     for name, param in base_parameters(model):
-        shape, held = tuple(param.shape), weights.formats.get(name)
+        shape = tuple(param.shape)
         target = stored_as(name, shape, model.config)
         if param.requires_grad:
             conversions[name] = _trained([(name, param)], dtype, target)
         else:
+            held = weights.quantized[name].format if name in weights.quantized else None
             weight = MergedWeight(name, name, shape, held, None, False, target)
             conversions[name] = frozen.conversion(weight, CPU)
     return conversions | copies_beside(weights, ())
