@@ -81,7 +81,8 @@ def test_outputs_and_gradients_of_whole_rows(method: str, offload: bool, folder:
     with torch.no_grad():
         logits = model(given()["tokens"])
         model.set_activations(WHOLE)
-        torch.testing.assert_close(logits, model(given()["tokens"]), rtol=1e-5, atol=1e-6)
+        # Products of other rows round otherwise: 1.8e-6 by torch 2.11 with AMX.
+        torch.testing.assert_close(logits, model(given()["tokens"]), rtol=1e-5, atol=4e-6)
 
 
 @pytest.mark.parametrize("format", ["none", "hqq"])
