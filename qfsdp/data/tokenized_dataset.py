@@ -130,6 +130,8 @@ def _tokenize_into(
                 counts.add(found)
                 progress.advance(found.rows)
                 moved()
+        if not counts.rows:
+            raise UserError(f"dataset.split: no row of {work.source}; expected a larger part")
         if not counts.samples:
             raise UserError(
                 f"dataset.source: {work.source}: none of {len(rows)} rows can be used: "

@@ -157,6 +157,9 @@ def _steps(cfg: Any, loader: Loader, ranks: int, first: int, total: int) -> str:
     steps = f"{total:,} in all"
     if isinstance(loader, StepLoader):
         steps = f"{loader.steps_per_epoch:,} per epoch, {steps}"
+        if total < (cfg.max_steps or 0):
+            enough = -(-cfg.max_steps // loader.steps_per_epoch)
+            steps += f" (epochs={enough} for max_steps {cfg.max_steps:,})"
     if first:
         steps += f", {first:,} of them done"
     split = f"batch_size {cfg.batch_size} x accumulation {micro_batches} x {who}"

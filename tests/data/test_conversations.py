@@ -14,6 +14,8 @@ from typing import Any
 import pytest
 
 from qfsdp.common.errors import UserError
+from qfsdp.config.convert import as_component
+from qfsdp.data.components import build_dataset
 from qfsdp.data.conversations import chat_dataset, instruct_dataset
 from qfsdp.data.files.rows import check_source
 from qfsdp.data.loader import StepLoader
@@ -130,6 +132,10 @@ def test_unusable_rows_are_counted(smollm2_dir: Path, tmp_path: Path, caplog: An
     assert "1 reach max_seq_len 64" in record.getMessage()
     with pytest.raises(UserError, match="none of 2 rows can be used: 2 with an empty answer"):
         instruct_dataset(tokenizer, source=write(tmp_path / "none.jsonl", rows[6:8]))
+    part = {"_component_": "qfsdp.data.instruct_dataset", "split": "train[:1%]"}
+    held_out = as_component(part | {"source": str(tmp_path / "rows.jsonl")}, "validation.sets.a")
+    with pytest.raises(UserError, match=r"^validation\.sets\.a\.split: no row of .*rows\.jsonl"):
+        build_dataset("validation.sets.a", held_out, tokenizer)
 
 
 @pytest.mark.parametrize("form", ["openai", "sharegpt", "parts"])

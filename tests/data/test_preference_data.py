@@ -61,6 +61,12 @@ LAYOUTS: dict[str, tuple[Any, dict[str, Any], list[Any]]] = {
         {"prompt": [*BEFORE, ASK], "chosen": [GOOD], "rejected": [BAD]},
         [*BEFORE, ASK],
     ),
+    "cells with JSON": (
+        preference_dataset,
+        {"prompt": json.dumps([*BEFORE, ASK]), "chosen": f"[\n  {json.dumps(GOOD)}\n]"}
+        | {"rejected": json.dumps([BAD])},
+        [*BEFORE, ASK],
+    ),
     "ultrafeedback": (
         ultrafeedback_dataset,
         {"prompt": "2 + 2?", "chosen": [ASK, GOOD], "rejected": [ASK, BAD]},
@@ -369,6 +375,7 @@ BAD_DATA = {
     "empty answer": (TEXTS | {"rejected": "  "}, "1 with an empty answer"),
     "empty prompt": (TEXTS | {"prompt": None}, "1 with an empty prompt"),
     "not a list": (TEXTS | {"chosen": {"text": "a"}}, "row 1: a message with role None"),
+    "pandas' text": (TEXTS | {"chosen": str([GOOD])}, ": not valid JSON: Expecting property name"),
     "nested": (TEXTS | {"chosen": [[["a"]]]}, "row 1: a message that is a list"),
     "roles": (
         TEXTS | {"prompt": [ASK, ASK], "chosen": [GOOD], "rejected": [BAD]},

@@ -84,6 +84,15 @@ def config(folder: Path) -> Any:
     )
 
 
+def test_a_run_that_ends_before_max_steps(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path / "tiny")
+    model = build_meta_model(folder, adapter=AdapterConfig(rank=4), dtype="bf16")
+    texts = Texts(*["question ANSWER"] * 31)
+    for total, more in ((6, " (epochs=3 for max_steps 9)"), (9, "")):
+        lines = summary(config(folder), model, loader(texts), WORLD, first=0, total=total)
+        assert f"3 per epoch, {total} in all{more}; global batch 12" in lines
+
+
 def test_every_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write_tiny_model(tmp_path / "tiny")
     model = build_meta_model(folder, adapter=AdapterConfig(rank=4), dtype="bf16")

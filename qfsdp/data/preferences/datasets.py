@@ -51,10 +51,10 @@ def preference_dataset(
 ) -> Preferences:
     """Prompts with a better and a worse answer.
 
-    An answer is text, or a list of messages in a format of `chat_dataset`: the answer alone or the
-    whole dialogue. Of whole dialogues the common beginning is the prompt. Skips rows with an empty
-    or without a prompt, with equal answers, with prompts that differ, or with roles that do not
-    alternate. One log line counts them.
+    An answer is text, or a list of messages in a format of `chat_dataset`, also as JSON text: the
+    answer alone or the whole dialogue. Of whole dialogues the common beginning is the prompt. Skips
+    rows with an empty or without a prompt, with equal answers, with prompts that differ, or with
+    roles that do not alternate. One log line counts them.
 
     Args:
         tokenizer, source, split, subset, data_files, max_rows: as in `instruct_dataset`.

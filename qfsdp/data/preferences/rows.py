@@ -16,13 +16,23 @@ from typing import Any
 
 from qfsdp.common.errors import UserError
 from qfsdp.data.chat.context_columns import check_text_alone, history_of, system_of, with_system
-from qfsdp.data.chat.messages import as_message, as_tools, may_train, text_of, unfilled
+from qfsdp.data.chat.messages import (
+    as_message,
+    as_tools,
+    from_json,
+    may_train,
+    text_of,
+    unfilled,
+)
 from qfsdp.data.conversations import Chat, ChatRows, Tokenizer, check_answer
 from qfsdp.data.files.rows import Row
 from qfsdp.data.row_forms import TRUTH
 from qfsdp.data.row_tokenizer import TokenizedRow, Unusable
 
 Messages = list[dict[str, Any]]
+
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
+"""How messages begin that a cell has as text."""
 
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -154,7 +164,7 @@ def pair_of(row: Row, columns: Columns, chosen_column: str, rejected_column: str
     """
     prompt = _prompt(row, columns)
     chosen, rejected = (
-        _turns(row[column], column, columns.prompt is not None)
+        _turns(_cell(row, column), column, columns.prompt is not None)
         for column in (chosen_column, rejected_column)
     )
     if chosen == rejected:
@@ -178,7 +188,7 @@ def labelled(row: Row, columns: Columns, answer_column: str, label_column: str) 
     """
     is_true(row, label_column)
     prompt = _prompt(row, columns)
-    turns = _turns(row[answer_column], answer_column, columns.prompt is not None)
+    turns = _turns(_cell(row, answer_column), answer_column, columns.prompt is not None)
     if turns[0]["role"] != "assistant":
         _check_prompt(prompt, turns)
         prompt, turns = turns[:-1], turns[-1:]
@@ -200,8 +210,15 @@ def dialogue(text: str) -> Messages:
     return [{"role": _SPEAKERS[who], "content": words.strip()} for who, words in said]
 
 
+def _cell(row: Row, column: str) -> Any:
+    """The value of a cell; messages that it has as JSON text as messages."""
+    value = row[column]
+    is_json = isinstance(value, str) and _MESSAGES.match(value) is not None
+    return from_json(column, value) if is_json else value
+
+
 def _prompt(row: Row, columns: Columns) -> Messages:
-    value = row[columns.prompt] if columns.prompt is not None else []
+    value = _cell(row, columns.prompt) if columns.prompt is not None else []
     if isinstance(value, list):
         return [_message(turn) for turn in value]
     if not text_of(value).strip():
