@@ -4,6 +4,7 @@ are, and plain text, cut into windows with every token trained."""
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import pairwise
 from typing import Any
 
 from qfsdp.common.errors import UserError
@@ -11,6 +12,7 @@ from qfsdp.data.batch import IGNORE_INDEX
 from qfsdp.data.chat.messages import text_of
 from qfsdp.data.files.rows import Row, load_rows, require_column
 from qfsdp.data.reading import current, reads_rows
+from qfsdp.data.row_forms import MASKS
 from qfsdp.data.tokenized_dataset import (
     Sample,
     TokenizedDataset,
@@ -39,10 +41,12 @@ def pretokenized_dataset(
 
         input_ids or tokens    the ids
         labels                 the id, or -100 where not trained; not shifted (optional)
-        loss_mask              1 where trained (optional, instead of labels)
+        loss_mask              1 where trained (optional, instead of labels); TRL's
+                               completion_mask and assistant_masks likewise: 1 in all that are there
         attention_mask         0 for padding, before or after the ids (optional)
+        position_ids           only looked at: a row is one sample (optional)
 
-    Without labels and loss_mask every token is trained. Rows are cut to the tokenizer's
+    Without labels and masks every token is trained. Rows are cut to the tokenizer's
     `max_seq_len`. Rows without a trained token are skipped; one log line counts them.
 
     Args:
@@ -60,9 +64,10 @@ def pretokenized_dataset(
     names = list(rows.column_names)
     ids_column = tokens_column or next((n for n in TOKEN_COLUMNS if n in names), TOKEN_COLUMNS[0])
     require_column("tokens_column", ids_column, rows, source)
-    if {"labels", "loss_mask"} <= set(names):
+    mask = next((name for name in MASKS if name in names), None)
+    if mask and "labels" in names:
         raise UserError(
-            f"dataset.source: {source} has the columns labels and loss_mask; expected one of them"
+            f"dataset.source: {source} has the columns labels and {mask}; expected one of them"
         )
     limit: int | None = getattr(tokenizer, "max_seq_len", None)
     most = current().embedding_rows
@@ -83,13 +88,18 @@ def _sample(row: Row, ids_column: str, most: int | None) -> Sample:
     labels = tokens
     if row.get("labels") is not None:
         labels = _integers(row, "labels", IGNORE_INDEX, most, len(tokens))
-    elif row.get("loss_mask") is not None:
-        mask = _integers(row, "loss_mask", 0, 2, len(tokens))
-        labels = [t if flag else IGNORE_INDEX for t, flag in zip(tokens, mask, strict=True)]
+    for name in (name for name in MASKS if row.get(name) is not None):
+        mask = _integers(row, name, 0, 2, len(tokens))
+        labels = [a if flag else IGNORE_INDEX for a, flag in zip(labels, mask, strict=True)]
+    kept = slice(None)
     if row.get("attention_mask") is not None:
         kept = _without_padding(_integers(row, "attention_mask", 0, 2, len(tokens)))
-        tokens, labels = tokens[kept], labels[kept]
-    return tokens, labels
+    if row.get("position_ids") is not None:
+        places = _integers(row, "position_ids", 0, None, len(tokens))[kept]
+        if any(after != before + 1 for before, after in pairwise(places)):
+            found = f"position_ids: {str(places)[:60]}: several samples"
+            raise UserError(f"{found}; expected one a row, and packed=true to join them")
+    return tokens[kept], labels[kept]
 
 
 def _integers(
@@ -104,7 +114,7 @@ def _integers(
     if length is not None and len(values) != length:
         raise UserError(f"{column}: {len(values)} values; expected {length}, one for each token")
     for at, value in enumerate(values):
-        if column in ("attention_mask", "loss_mask") and isinstance(value, bool):
+        if column in ("attention_mask", *MASKS) and isinstance(value, bool):
             continue
         if type(value) is not int:
             raise UserError(f"{column}[{at}]: {value!r}; expected an integer")

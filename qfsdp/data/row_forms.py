@@ -36,7 +36,8 @@ CHATS = ("messages", "conversations", "conversation", "chat", "turns", "dialog",
 EMPTY: tuple[Any, ...] = (None, "", [])
 TEXTS = (str, int, float, Decimal, date, time)  # what `text_of` writes as text
 TRUTH = {"true": True, "false": False, "1": True, "0": False}  # labels of answers
-IDS = ("input_ids", "labels", "loss_mask", "attention_mask")
+MASKS = ("loss_mask", "completion_mask", "assistant_masks")  # which ids are trained
+IDS = ("input_ids", "labels", *MASKS, "attention_mask", "position_ids")
 _REQUIRED = (
     *("messages_column", "text_column", "chosen_column", "rejected_column", "completion_column"),
     *("label_column", "answer_column"),

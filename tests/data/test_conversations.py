@@ -422,7 +422,7 @@ def test_unread_columns_of_alpaca_are_named(
 def test_unread_columns_of_other_projects_are_named(
     tokenizer: HFTokenizer, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    extra = {"system": "s", "history": [], "functions": [], "tools": []}
+    extra = {"system": "s", "history": [], "functions": [], "tools": [], "loss_mask": [1]}
     pairs = write(tmp_path / "pairs.jsonl", [PAIRS[0] | extra])
     instruct_dataset(tokenizer, source=pairs, system_column="system")
     said = [record.getMessage() for record in caplog.records]
@@ -438,4 +438,5 @@ def test_unread_columns_of_other_projects_are_named(
     assert (
         f"{chats}: column 'functions' is not read; dataset.tools_column=functions reads it" in said
     )
+    assert f"{chats}: column 'loss_mask' is not read" in said
     assert not any("'tools'" in line for line in said)

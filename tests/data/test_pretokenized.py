@@ -57,6 +57,16 @@ def test_masks_and_names(tmp_path: Path) -> None:
     assert build(write(tmp_path, plain), tokens_column="ids") == [([1, 2, 3], [1, 2, 3])]
 
 
+def test_masks_and_places_of_trl(tmp_path: Path) -> None:
+    ids = {"input_ids": [7, 8, 9], "position_ids": [0, 1, 2]}
+    masks = {"completion_mask": [0, 1, 1], "assistant_masks": [1, 1, 0]}
+    assert build(write(tmp_path, [ids | masks])) == [([7, 8, 9], [-100, 8, -100])]
+    padded = {"attention_mask": [0, 1, 1], "position_ids": [1, 0, 1]}
+    assert build(write(tmp_path, [ids | padded])) == [([8, 9], [8, 9])]
+    with pytest.raises(UserError, match=r"row 1: position_ids: \[0, 1, 0\]: several samples; exp"):
+        build(write(tmp_path, [ids | {"position_ids": [0, 1, 0]}]))
+
+
 class Limited:
     max_seq_len = 2
 

@@ -21,7 +21,7 @@ _OF_OTHERS = {
     "instruction": "prompt_template",
     "input": "prompt_template",
     "context": "prompt_template",
-    **dict.fromkeys(("documents", "chat_template_kwargs")),
+    **dict.fromkeys(("documents", "chat_template_kwargs", "loss_mask")),
 }
 """Columns that hold parts of conversations in data of other projects -> the key that names them.
 None: nothing reads them. The columns of Alpaca's and Dolly's rows are named only where a prompt is
