@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import re
+import socket
 import sys
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
@@ -16,6 +17,7 @@ from qfsdp.launch.lost_peers import LOST_PEER_STATUS
 from qfsdp.launch.signals import forwarded_to_ranks
 from qfsdp.launch.watchdog import HANG_STATUS
 
+INTERFACES = "GLOO_SOCKET_IFNAME"
 NODES = "QFSDP_NNODES"  # torchrun's --nnodes, while a config is checked
 MOST_NODES = 1000  # of "1:1000000", the numbers that are checked
 RANK_WORDS = ("cpu", "gpu", "auto", "xpu")  # of torchrun's --nproc_per_node
@@ -52,12 +54,17 @@ def planned_ranks() -> tuple[int, int]:
 
 
 def check_environment() -> None:
-    """Raises UserError if a variable of torchrun is no number; sbatch scripts set them too."""
+    """Raises UserError if a variable of torchrun is no number, which sbatch scripts set too, or if
+    several ranks are to use a network interface that this machine does not have."""
     for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
         text = os.environ.get(name)
         if text is not None and not (text.isascii() and text.isdigit() and int(text) >= least):
             expected = f"an integer of at least {least}, or `unset {name}`"
             raise UserError(f"{name}: {text!r} in the environment; expected {expected}")
+    given, here = os.environ.get(INTERFACES, ""), [name for _, name in socket.if_nameindex()]
+    if int(os.environ.get("WORLD_SIZE", 1)) > 1 and given and not {*given.split(",")} <= {*here}:
+        expected = f"expected some of {', '.join(here)}, or `unset {INTERFACES}`"
+        raise UserError(f"{INTERFACES}: {given!r} in the environment; {expected}")
 
 
 def check_one_process() -> None:

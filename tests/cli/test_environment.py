@@ -29,6 +29,16 @@ def test_variables_of_torchrun(name: str, value: str, monkeypatch: pytest.Monkey
         check_environment()
 
 
+def test_an_interface_of_another_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo,nope0")
+    check_environment()  # one rank has no network
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    with pytest.raises(UserError, match="GLOO_SOCKET_IFNAME: 'lo,nope0' in the environment; exp"):
+        check_environment()
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
+    check_environment()
+
+
 def test_a_port_in_use() -> None:
     said = "The server socket has failed to listen. port: 29500, useIpv6: false, code: -98, name: "
     with pytest.raises(UserError, match="port 29500 of this machine is in use"), rank_failures():
