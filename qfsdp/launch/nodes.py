@@ -31,9 +31,12 @@ def set_rendezvous(args: Namespace, nodes: range) -> None:
         nodes: the numbers of machines that --nnodes allows.
 
     Raises:
-        UserError: --node_rank is not below --nnodes, or --nnodes is a range without an endpoint.
+        UserError: --node_rank is not below --nnodes, --nnodes is a range without an endpoint, or
+            --standalone, which looks for no other machine, is to have several.
     """
     rank, most = int(args.node_rank), nodes[-1]
+    if args.standalone and most > 1:
+        raise UserError(f"--standalone: with --nnodes {args.nnodes}; expected one of the two")
     if args.rdzv_endpoint:
         return
     if not 0 <= rank < most:

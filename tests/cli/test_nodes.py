@@ -66,6 +66,11 @@ def test_mistakes_in_the_flags(nnodes: str, rank: int, message: str) -> None:
     assert str(error.value).startswith(message)
 
 
+def test_one_machine_that_is_to_be_several() -> None:
+    with pytest.raises(UserError, match="--standalone: with --nnodes 2; expected one of the two"):
+        flags("2", standalone=True)  # it waited ten minutes for the other
+
+
 def test_a_machine_that_cannot_be_reached() -> None:
     port = free_port()
     away = flags(node_rank=1, master_port=port, rdzv_conf="timeout=0")
