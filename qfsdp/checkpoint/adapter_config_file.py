@@ -235,7 +235,8 @@ def whole_names(file: Path, written: Mapping[str, Any], keys: Iterable[str]) -> 
         expected = f"expected some of {', '.join(WHOLE)}"
         raise UserError(f"{file}: modules_to_save {names!r:.80}; {expected}")
     if missing := sorted(last - {*found}):
-        raise UserError(f"{file}: modules_to_save {names}, but {missing[0]!r} is not in the folder")
+        place = WHOLE[missing[0]]
+        raise UserError(f"{file}: modules_to_save {names}, but {place!r} is not in the folder")
     return found if last else None
 
 

@@ -389,5 +389,5 @@ def _check_coverage(folder: Path, missing: str, found: Iterable[str]) -> None:
         some, others = ("other linears", "experts")[:: -1 if True in of_experts else 1]
         raise UserError(
             f"{folder / WEIGHTS_FILE}: {name!r} is adapted in {some} and not in {others} of that "
-            "name; expected both"
+            f"name; expected both, or adapter.targets with longer names, as experts.{name}"
         )

@@ -101,8 +101,8 @@ def quantize_linears(
 
     Args:
         stored: weight name -> format, of weights that are stored quantized. They keep their
-            format, targeted or not. "none": stored plain beside others that bitsandbytes has
-            quantized; only a target that names such a linear quantizes it.
+            format, targeted or not. "none": stored plain in a quantized folder; only a
+            target that names such a linear quantizes it.
         plain: names of linears that are trained. They stay plain, even if targeted or stored
             quantized.
 

@@ -184,7 +184,7 @@ class Choices:
             cfg = self.config()
         stored = {name.partition("_")[0] for name in cfg.model.weights().formats.values()}
         check_optimizer(cfg.optimizer, cfg.lr_scheduler)
-        formats = [min(stored - {"mxfp4"}, default="nf4")] if stored else ["none", "nf4"]
+        formats = [min(stored - {"mxfp4", "none"}, default="nf4")] if stored else ["none", "nf4"]
         if self._is_given("quantization.format"):
             formats = [cfg.quantization.format]
         changes, why = first_fit(self.recipe, cfg, formats, _samples(cfg, ranks))

@@ -140,6 +140,10 @@ def test_what_their_checkpoint_keeps_plain_stays_so(tmp_path: Path) -> None:
     ours, theirs = load_model(folder, targets=["all-linear"]), their_model(folder)
     assert not isinstance(ours.get_parameter(f"{KEPT}.weight"), QuantizedTensor)
     assert (logits(ours) - logits(theirs)).abs().max() < 1e-4
+    config = QuantizationConfig("nf4_fp32_absmax")
+    quantize_folder(ModelWeights(folder), config, tmp_path / "again", cpu_world())
+    again = load_model(tmp_path / "again", targets=["all-linear"])
+    assert torch.equal(logits(again), logits(ours))
     named = load_model(folder, targets=["q_proj"]).get_parameter(f"{KEPT}.weight")
     assert isinstance(named, QuantizedTensor)
 

@@ -66,7 +66,8 @@ def test_any_ranks_load_what_they_would_have_quantized(
     for found in run_ranks(3, loaded, tmp_path / "quantized"):
         assert_same(found, expected)
     weights = ModelWeights(tmp_path / "quantized")
-    assert set(weights.formats.values()) == {format} and len(weights.formats) == 15
+    assert {w.format for w in weights.quantized.values()} == {format}
+    assert len(weights.quantized) == 15
     assert weights.fingerprint == ModelWeights(source).fingerprint
 
 
@@ -256,7 +257,7 @@ def test_a_pipe_in_place_of_a_config(source: Path, tmp_path: Path) -> None:
 def cached(source: Path, cache: Path, config: QuantizationConfig) -> tuple[Path, list[str]]:
     model = ModelConfig(str(source), quantize_cache=str(cache))
     weights = open_weights(model, config, cpu_world())
-    return weights.folder, sorted(set(weights.formats.values()))
+    return weights.folder, sorted({weight.format for weight in weights.quantized.values()})
 
 
 def test_the_first_run_fills_the_cache_and_later_ones_load_it(source: Path, tmp_path: Path) -> None:

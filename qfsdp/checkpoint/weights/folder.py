@@ -47,7 +47,7 @@ class ModelWeights:
         quantized: name -> weight, of the weights that are stored quantized.
         write_again: where the folder is a cache: `write_again(damage)` writes what is damaged anew
             and returns the weights; every rank must call it.
-        of_bnb: whether bitsandbytes quantized it.
+        keeps_plain: whether what is stored plain was to be so: bitsandbytes or we quantized it.
         mean_rows: of `model.mean_rows`, which the embedding and the output layer have.
         config: what the folder says of the model that is built; None if it is faulty.
         plain: name -> tensor, of all others. Experts are stacked, see `experts.py`. Layers that
@@ -59,7 +59,7 @@ class ModelWeights:
 
     write_again: Callable[[str], ModelWeights] | None = None
     mean_rows: list[int] | None = None
-    of_bnb = False
+    keeps_plain = False
 
     def __init__(
         self,
@@ -94,7 +94,7 @@ class ModelWeights:
                     f"{', '.join(_LAYOUTS)}, {FP8_METHODS}, or weights that are not quantized"
                 )
             self.quantized = _LAYOUTS[method](self.files, config)
-            self.of_bnb = method == "bitsandbytes"
+            self.keeps_plain = method != "mxfp4"
         used = {name for weight in self.quantized.values() for name in weight.tensor_names}
         self.plain = {n: tensor for n, tensor in self.tensors.items() if n not in used}
         if single := next((name for name in self.quantized if OF_SINGLE.search(name)), None):
@@ -126,9 +126,9 @@ class ModelWeights:
 
     @property
     def formats(self) -> dict[str, str]:
-        """Weight name -> format, of the weights that are stored quantized; "none" of the others in
-        a folder of bitsandbytes, which says so which linears it keeps."""
-        plain = self.plain if self.of_bnb else ()
+        """Weight name -> format, of the weights that are stored quantized; "none" of those that a
+        quantized folder keeps plain."""
+        plain = self.plain if self.keeps_plain else ()
         return dict.fromkeys(plain, "none") | {n: w.format for n, w in self.quantized.items()}
 
     @property
