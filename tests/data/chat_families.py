@@ -128,11 +128,22 @@ LLAMA2 = (
     "{% else %}" + G + "{{ ' ' + m.content.strip() + ' ' + eos_token }}" + E + "{% endif %}"
     "{% endfor %}"
 )
-GLM_ANSWER = "{{ '<|assistant|>' }}" + G + "{{ '\n' + m.content }}" + E
+_AFTER_AN_ANSWER = "{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}"
+
+
+def _begins(token: str) -> str:
+    """A message that begins with a token, which ends the answer before it."""
+    written = f"{{{{ '{token}' }}}}"
+    text = _AFTER_AN_ANSWER + G + written + E + "{% else %}" + written + "{% endif %}"
+    return text + "{{ '\n' + m.content }}"
+
+
 GLM = simple(
-    "{% if not loop.first and messages[loop.index0 - 1].role == 'assistant' %}"
-    + G + "{{ '<|user|>' }}" + E + "{% else %}{{ '<|user|>' }}{% endif %}{{ '\n' + m.content }}",
-    GLM_ANSWER, "<|assistant|>", "{{ '<|' + m.role + '|>\n' + m.content }}",
+    _begins("<|user|>"),
+    "{{ '<|assistant|>' }}" + G + "{{ '\n' + m.content }}" + CALLS + E,
+    "<|assistant|>",
+    "{% if m.role == 'tool' %}" + _begins("<|observation|>")
+    + "{% else %}{{ '<|' + m.role + '|>\n' + m.content }}{% endif %}",
     "[gMASK]<sop>",
 )  # fmt: skip
 

@@ -108,7 +108,10 @@ def test_spans_of_generation_marks(tmp_path: Path, name: str) -> None:
         for tokenizer in (marked, bare):
             tokens, mask = tokenizer.tokenize_messages(chat)
             # The token that begins the next turn ends an answer; after the last one it is added.
-            added = [tokenizer.end_of_turn_id] if name == "glm" else []
+            called = (
+                tokenizer.special_tokens["<|observation|>"] if "tool_calls" in chat[-1] else None
+            )
+            added = [called or tokenizer.end_of_turn_id] if name == "glm" else []
             assert tokens == ids + added, kind
             shown = trained_texts(tokenizer, tokens, mask)
             assert [not masked for masked in mask] == flags + [True] * len(added), (kind, shown)

@@ -64,7 +64,7 @@ class ChatTokenizer:
         """The special tokens at which generation stops."""
         ids = {self.eos_id, *eos_ids(self.source)}
         stops = [text for text, index in self.special.ids.items() if index in ids]
-        return stops if self.form.end is None else [*stops, self.form.end]
+        return [*stops, *filter(None, (self.form.end, self.form.end_of_call))]
 
     def tokenize(self, asked: Sequence[Conversation]) -> list[TokenizedChat | UserError]:
         """Tokens of each conversation, not cut; or an error, which all have after one that took too
@@ -117,8 +117,9 @@ class ChatTokenizer:
             raise found
         last = len(messages) - 1
         answered = last in conversation.trained and conversation.is_answer(last)
-        if answered and self.form.of_next_turn and not messages[last].get("tool_calls"):
-            found.text += self.form.end or ""
+        if answered and self.form.of_next_turn:
+            calls = bool(messages[last].get("tool_calls"))
+            found.text += (self.form.end_of_call if calls else self.form.end) or ""
         spans = TrainedSpans(self, conversation, found)
         spans.check_whole()
         return found.text, *spans.find()

@@ -223,6 +223,11 @@ class TokenizedChat:
 
 _USER = {"role": "user", "content": "A question."}
 _ANSWER = {"role": "assistant", "content": "An answer."}
+_CALL = {
+    **{"role": "assistant", "content": ""},
+    "tool_calls": [{"type": "function", "function": {"name": "act", "arguments": {}}}],
+}
+_RESULT = {"role": "tool", "content": "A result."}
 _DEVELOPER = {"role": "developer", "content": "An instruction."}
 _TOKEN = re.compile(r"<[^<>\s]*>|\[[^\[\]\s]*\]")
 _OPEN_TOKEN = re.compile(r"[<\[][^<>\[\]\s]*\Z")
@@ -230,7 +235,7 @@ _OPEN_TOKEN = re.compile(r"[<\[][^<>\[\]\s]*\Z")
 
 @dataclass(frozen=True)
 class AnswerForm:
-    """What a chat template writes around answers, found by rendering five small conversations.
+    """What a chat template writes around answers, found by rendering six small conversations.
 
     Fields:
         headers: the header that asks the model for an answer, without white space at its start.
@@ -240,12 +245,14 @@ class AnswerForm:
         of_next_turn: `end` is the first token of the next message. So no token follows the last
             answer (GLM).
         knows_developer: it writes messages with the role developer.
+        end_of_call: likewise the first token of the results of a call, which follows a call.
     """
 
     headers: tuple[str, ...] = ("",)
     end: str | None = None
     of_next_turn: bool = False
     knows_developer: bool = True
+    end_of_call: str | None = None
 
     @classmethod
     def of(cls, template: ChatTemplate, tokens: Mapping[str, int], bos: str | None) -> AnswerForm:
@@ -262,17 +269,21 @@ class AnswerForm:
                 Conversation([_USER, _ANSWER]),
                 Conversation([_USER, _ANSWER, _USER]),
                 Conversation([_DEVELOPER, _USER], add_generation_prompt=True),
+                Conversation([_USER, _CALL, _RESULT]),
             ]
         )
         texts = [found.text if isinstance(found, Rendered) else "" for found in asked]
-        question, header, answered, continued, developed = texts
+        question, header, answered, continued, developed, called = texts
         header = _new_part(question, header).lstrip()
         cuts = [at for found in _TOKEN.finditer(header) for at in found.span() if at]
         headers = tuple(dict.fromkeys([header, *(header[:cut] for cut in reversed(cuts))]))
         ends = [_token_after(text, tokens) for text in (answered, continued)]
         ends[1] = None if ends[1] == bos else ends[1]
         knows_developer = _DEVELOPER["content"] in developed
-        return cls(headers, ends[0] or ends[1], ends[0] is None, knows_developer)
+        results = asked[5].turns.get(2) if isinstance(asked[5], Rendered) else None
+        of_call = _token_at(called, results[0], tokens) if results and ends[1] else None
+        of_call = None if ends[0] else of_call
+        return cls(headers, ends[0] or ends[1], ends[0] is None, knows_developer, of_call)
 
 
 def _new_part(before: str, after: str) -> str:
@@ -286,4 +297,10 @@ def _new_part(before: str, after: str) -> str:
 def _token_after(text: str, tokens: Mapping[str, int]) -> str | None:
     """The longest special token that follows the answer, or None."""
     after = text.rpartition(_ANSWER["content"])[2].lstrip()
-    return max(filter(after.startswith, tokens), key=len, default=None)
+    return _token_at(after, 0, tokens)
+
+
+def _token_at(text: str, at: int, tokens: Mapping[str, int]) -> str | None:
+    """The longest special token that begins there, or None."""
+    found = (token for token in tokens if text.startswith(token, at))
+    return max(found, key=len, default=None)
