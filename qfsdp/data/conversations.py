@@ -25,7 +25,15 @@ from qfsdp.data.chat.context_columns import (
     system_of,
     with_system,
 )
-from qfsdp.data.chat.messages import as_message, as_tools, from_json, may_train, text_of, unfilled
+from qfsdp.data.chat.messages import (
+    as_message,
+    as_tools,
+    from_json,
+    holds_messages,
+    may_train,
+    text_of,
+    unfilled,
+)
 from qfsdp.data.chat.trained_spans import TokenizedChat
 from qfsdp.data.files.rows import Row, Rows, load_rows, require_column
 from qfsdp.data.reading import reads_rows
@@ -226,6 +234,9 @@ def _prompt(row: Row, template: str | None, columns: Sequence[str]) -> str:
         prompt = text_of(row[columns[0]])
         if not prompt and not isinstance(row[columns[0]], str):
             raise UserError(f"nothing in column {columns[0]!r}; expected text")
+        if holds_messages(prompt):
+            text = f"column {columns[0]!r}: {prompt[:60]!r}: messages"
+            raise UserError(f"{text}; expected text, or rows for qfsdp.data.chat_dataset")
         return prompt
     values = {name: _formatted(name, row[name]) for name in columns}
     try:

@@ -219,6 +219,9 @@ def test_faulty_files(tokenizer: HFTokenizer, tmp_path: Path) -> None:
     nested = write(tmp_path / "nested.jsonl", [{"prompt": {"a": 1}, "answer": "x"}])
     with pytest.raises(UserError, match="row 1: a dict: .*; expected text"):
         instruct_dataset(tokenizer, source=nested)
+    messages = [{"prompt": json.dumps(CHAT[:1]), "answer": "x"}]
+    with pytest.raises(UserError, match="row 1: column 'prompt': .*: messages; expected text, or"):
+        instruct_dataset(tokenizer, source=write(tmp_path / "messages.jsonl", messages))
 
 
 def test_check_source(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -118,8 +118,8 @@ class ChatTokenizer:
         last = len(messages) - 1
         answered = last in conversation.trained and conversation.is_answer(last)
         if answered and self.form.of_next_turn:
-            calls = bool(messages[last].get("tool_calls"))
-            found.text += (self.form.end_of_call if calls else self.form.end) or ""
+            ends = self.form.end_of_call if messages[last].get("tool_calls") else self.form.end
+            found.text += ends or ""
         spans = TrainedSpans(self, conversation, found)
         spans.check_whole()
         return found.text, *spans.find()

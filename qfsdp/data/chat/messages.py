@@ -12,6 +12,7 @@ keys that any row has, with None for those that are missing: `unfilled` removes 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from datetime import date, time
 from decimal import Decimal
@@ -44,6 +45,7 @@ _OWN_KEYS = ("role", "content", "from", "value", "function_call", "tool_calls")
 _CHOOSES = ("weight", "train", "training", "loss")
 """Keys that say whether a message is trained: OpenAI's, ours, Axolotl's, ms-swift's."""
 
+_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
 _CHOOSES_PARTS = ("train_detail", "loss_scale")
 
 
@@ -184,6 +186,11 @@ def from_json(place: str, value: Any) -> Any:
         return value_of(value)
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: {value[:60]!r}: not valid JSON: {error}") from None
+
+
+def holds_messages(value: Any) -> bool:
+    """Whether a cell is text that begins as messages do: JSON, or what pandas wrote."""
+    return isinstance(value, str) and _MESSAGES.match(value) is not None
 
 
 def _content(content: Any) -> str | None:

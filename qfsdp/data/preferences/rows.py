@@ -20,6 +20,7 @@ from qfsdp.data.chat.messages import (
     as_message,
     as_tools,
     from_json,
+    holds_messages,
     may_train,
     text_of,
     unfilled,
@@ -30,9 +31,6 @@ from qfsdp.data.row_forms import TRUTH
 from qfsdp.data.row_tokenizer import TokenizedRow, Unusable
 
 Messages = list[dict[str, Any]]
-
-_MESSAGES = re.compile(r"""\s*\[\s*\{\s*["'](role|content|from|value)["']\s*:""")
-"""How messages begin that a cell has as text."""
 
 _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
@@ -213,8 +211,7 @@ def dialogue(text: str) -> Messages:
 def _cell(row: Row, column: str) -> Any:
     """The value of a cell; messages that it has as JSON text as messages."""
     value = row[column]
-    is_json = isinstance(value, str) and _MESSAGES.match(value) is not None
-    return from_json(column, value) if is_json else value
+    return from_json(column, value) if holds_messages(value) else value
 
 
 def _prompt(row: Row, columns: Columns) -> Messages:
