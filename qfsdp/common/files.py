@@ -232,7 +232,11 @@ def warn_of_space(key: str, path: Path, size: int) -> None:
 
 def check_folder(key: str, folder: Path) -> None:
     """Raises UserError if files cannot be written to a folder, which config `key` names, or to the
-    folder in which it would be made. Makes no folder: other machines may try the same one."""
+    folder in which it would be made, or if it would be named after a variable, as "$HOME/run" is.
+    Makes no folder: other machines may try the same one."""
+    if variable := re.match(r"\$\{?(\w+)\}?(/|$)", str(folder)):
+        expected = f"expected ${{oc.env:{variable[1]}}} in its place, which reads it"
+        raise UserError(f"{key}: '{folder}' begins with a variable that stays text; {expected}")
     with writing(key, folder):
         paths = (folder, *folder.parents)
         there = next(path for path in paths if path.exists() or path.is_symlink())

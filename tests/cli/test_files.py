@@ -77,3 +77,7 @@ def test_a_folder_is_tried_and_left_as_it_was(tmp_path: Path) -> None:
     for folder in ("/proc/x", str(tmp_path / "file"), str(tmp_path / "file/x"), f"/{'a' * 300}/x"):
         with pytest.raises(UserError, match=f"^output_dir: '{folder}' cannot be written: "):
             check_folder("output_dir", Path(folder))
+    for name in ("$HOME/x", "${HOME}/x", "$HOME"):  # files went to a folder of that name
+        with pytest.raises(UserError, match=r"stays text; expected \$\{oc.env:HOME\} in its place"):
+            check_folder("output_dir", Path(name))
+    check_folder("output_dir", tmp_path / "$HOME/x")
