@@ -14,8 +14,10 @@ from qfsdp.common.files import why, writing
 from qfsdp.common.long_waits import long_wait
 from qfsdp.common.progress import moved
 from qfsdp.common.terminal import say, warn
+from qfsdp.distributed.exchange import World
 
 LOCK_FILE = ".lock"
+SEEN_S = 90  # a network file system may remember for a minute that something was not there
 _LOOK_S = 0.2
 
 
@@ -98,3 +100,25 @@ def _changes(folder: Path) -> list[tuple[str, int, int]]:
             status = entry.stat()
             found.append((entry.name, status.st_blocks, status.st_mtime_ns))
     return sorted(found)
+
+
+def check_shared(folder: Path, key: str, world: World) -> None:
+    """Raises UserError, on every rank, if a machine does not see what rank 0 writes to a folder:
+    else the first checkpoint would fail, after a quarter of an hour of work."""
+    if world.size == world.local_size:
+        return
+    mark = folder / world.broadcast(f".seen-{os.getpid()}-{time.time_ns()}")
+    if world.rank == 0:
+        with writing(key, folder):
+            mark.touch()
+    world.sum(0)  # a barrier
+    ended = time.monotonic() + SEEN_S
+    with long_wait(f"{key}: waiting until this machine sees the file {mark.name} of rank 0"):
+        while not mark.exists() and time.monotonic() < ended:
+            time.sleep(_LOOK_S)
+    seen = world.exchange(mark.exists())[0]
+    if world.rank == 0:
+        mark.unlink(missing_ok=True)
+    if 0 in seen:
+        other = f"is another folder on the machine of rank {seen.index(0)} than on that of rank 0"
+        raise UserError(f"{key}: '{folder}' {other}; expected storage that all machines see")

@@ -40,7 +40,7 @@ from qfsdp.checkpoint.choose import (
 )
 from qfsdp.checkpoint.compatibility import write_settings
 from qfsdp.checkpoint.digests import describe_file
-from qfsdp.checkpoint.lock import FolderLock
+from qfsdp.checkpoint.lock import FolderLock, check_shared
 from qfsdp.checkpoint.model_card import publish
 from qfsdp.checkpoint.publish import Publisher
 from qfsdp.checkpoint.state import (
@@ -119,8 +119,8 @@ class CheckpointConfig:
 class Checkpointer:
     """Saves and loads the checkpoints of one run. Every rank creates one and calls its methods.
 
-    Rank 0 creates and locks `output_dir` (`FolderLock`), and removes incomplete checkpoints of
-    killed runs.
+    Rank 0 creates and locks `output_dir` (`FolderLock`), which all machines must see, and removes
+    incomplete checkpoints of killed runs.
 
     Args:
         export: writes more files into every checkpoint (`adapter_export`), or None.
@@ -142,6 +142,7 @@ class Checkpointer:
                 self._publisher = Publisher(Path(config.publish).expanduser(), config.publish_last)
             for path in self._folder.glob(f"step_*{PARTIAL}"):
                 shutil.rmtree(path, ignore_errors=True)
+        check_shared(output_dir, "output_dir", world)
         # A separate group: on the training group, background collectives would interleave with
         # those of the loop in a different order on every rank. gloo, as the copies are on the CPU.
         self._group = None

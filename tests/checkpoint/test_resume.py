@@ -18,12 +18,15 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
+from qfsdp.checkpoint import lock
 from qfsdp.checkpoint.adapter_files import adapter_export
 from qfsdp.checkpoint.choose import find_checkpoints, published
 from qfsdp.checkpoint.compatibility import write_settings
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
+from qfsdp.checkpoint.state_files import HashingFileSystem
 from qfsdp.common.errors import InvalidField, UserError
+from qfsdp.distributed.world import init_world
 from qfsdp.modules.adapters.config import AdapterConfig
 from qfsdp.training.metrics import RunLog
 from tests.json_lines import json_lines, metric_lines
@@ -527,3 +530,34 @@ def test_a_checkpoint_from_before_fp8_was_trained_in_bf16(tmp_path: Path) -> Non
     check_settings(before | {"quantization.compute": "bf16"}, tmp_path)
     with pytest.raises(UserError, match="quantization.compute: was bf16, is fp8; expected"):
         check_settings(before | {"quantization.compute": "fp8"}, tmp_path)
+
+
+def on_two_machines(folder: Path, shared: bool) -> list[str]:
+    """What two ranks say of output_dir, each on a machine of its own."""
+    os.environ["LOCAL_WORLD_SIZE"] = "1"
+    world = init_world()
+    own = folder if shared else folder / str(world.rank)
+    own.mkdir(exist_ok=True)
+    lock.SEEN_S = 0 if not shared else 60
+    try:
+        Checkpointer(CheckpointConfig(), own, world)
+    except UserError as error:
+        return [str(error)]
+    return sorted(path.name for path in own.iterdir() if path.name != LOCK_FILE)
+
+
+@pytest.mark.parametrize("shared", [True, False])
+def test_machines_that_do_not_share_the_folder(tmp_path: Path, shared: bool) -> None:
+    """The first save failed with "No such file", 15 minutes later."""
+    for found in run_ranks(2, on_two_machines, tmp_path, shared):
+        if shared:
+            assert found == []
+        else:
+            assert "is another folder on the machine of rank 1 than on that of rank 0" in found[0]
+
+
+def test_a_folder_that_another_rank_has_made_and_this_one_does_not_see_yet(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Path, "is_dir", lambda _: False)
+    HashingFileSystem().mkdir(tmp_path)
