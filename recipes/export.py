@@ -65,9 +65,6 @@ class Config(OfAdapter):
             raise InvalidField("group_size", self.group_size, f"one of {sizes}")
         if self.max_file_bytes < 1:
             raise InvalidField("max_file_bytes", self.max_file_bytes, "a number of bytes above 0")
-        if self.format != "lora" and self.adapter is None and self.quantization.format != "none":
-            expected = "none without adapter: it would only round plain weights"
-            raise InvalidField("quantization.format", self.quantization.format, expected)
         if self.format == "lora" and self.adapter is None:
             raise InvalidField("adapter", self.adapter, "the folder of an adapter, for format=lora")
 

@@ -444,7 +444,7 @@ def test_the_template_of_the_adapter(tmp_path: Path) -> None:
         (
             {},
             ["quantization.format=nf4"],
-            "quantization.format: 'nf4' is not valid; expected none without adapter",
+            "quantization.format: 'nf4'; expected none without adapter",
         ),
     ],
 )

@@ -14,10 +14,15 @@ from torch import Tensor
 
 from qfsdp.checkpoint.export.w4a16 import integers
 from qfsdp.checkpoint.saved_template import TEMPLATE_FILE
+from qfsdp.checkpoint.weights.folder import ModelWeights
+from qfsdp.checkpoint.weights.quantize import quantize_folder
 from qfsdp.checkpoint.weights.safetensors_folder import INDEX
 from qfsdp.common.errors import UserError
 from qfsdp.modules.adapters.config import AdapterConfig
+from qfsdp.modules.quantized_linear import QuantizationConfig
 from tests.checkpoint.test_merge import HEAD_TOO, logits, merged, plain_model, trained
+from tests.models import cpu_world, load_model
+from tests.peft_oracle import dequantized_base
 from tests.ranks import run_ranks
 from tests.tiny import ROOT, run_recipe, write_tiny_model
 
@@ -100,6 +105,19 @@ def test_transformers_loads_it(
     assert torch.equal(logits(theirs), logits(expected))
     config = json.loads((folder / "config.json").read_text())
     assert config["tie_word_embeddings"] is False and config["torch_dtype"] == "bfloat16"
+
+
+def test_a_base_that_is_stored_quantized_needs_no_adapter(tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    model = write_tiny_model(tmp_path / "model", **EVEN)
+    quantize_folder(ModelWeights(model), QuantizationConfig(), tmp_path / "nf4", cpu_world(), "bnb")
+    folder = exported(tmp_path / "nf4", tmp_path / "out", "quantization.format=nf4")
+    found = dequantized(load_file(folder / "model.safetensors"))
+    held = dequantized_base(load_model(tmp_path / "nf4", targets=["all-linear"]))
+    for name, value in held.items():
+        assert (found[name] - value).norm() < 0.15 * value.norm(), name
+    with pytest.raises(UserError, match="^quantization.format: 'nf4'; expected none without ada"):
+        exported(model, tmp_path / "again", "quantization.format=nf4")
 
 
 def test_what_is_described(tmp_path: Path) -> None:
