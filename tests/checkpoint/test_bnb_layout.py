@@ -148,6 +148,14 @@ def test_what_their_checkpoint_keeps_plain_stays_so(tmp_path: Path) -> None:
     assert isinstance(named, QuantizedTensor)
 
 
+def test_a_section_that_a_merge_has_left_behind_keeps_nothing_plain(tmp_path: Path) -> None:
+    folder = write_tiny_model(tmp_path, **EVEN)
+    config = json.loads((folder / "config.json").read_text())
+    section = {"quant_method": "bitsandbytes", "load_in_4bit": True}
+    (folder / "config.json").write_text(json.dumps(config | {"quantization_config": section}))
+    assert len(quantized_rows(folder)) == 15
+
+
 def test_codes_in_other_numbers_than_bytes(tmp_path: Path) -> None:
     """`bnb_4bit_quant_storage`, which peers need to shard with FSDP."""
     source, folder = write_tiny_model(tmp_path / "source", **EVEN), tmp_path / "bytes"

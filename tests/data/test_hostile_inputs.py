@@ -242,8 +242,10 @@ def test_a_pointer_of_git_lfs_is_named(tmp_path: Path) -> None:
         (tmp_path / name).write_text(pointer)
         with pytest.raises(UserError, match=f"{name}: a pointer of Git LFS, .* `git lfs pull`$"):
             check_source("dataset.source", str(tmp_path / name))
-    (tmp_path / "pytorch_model.bin").write_bytes(b"PK")
-    with pytest.raises(UserError, match="does not exist; .*a pickle, pytorch_model.bin, can run"):
+    (tmp_path / "pytorch_model-00001-of-00002.bin").write_bytes(b"PK")
+    with pytest.raises(
+        UserError, match="does not exist; .*a pickle, pytorch_model-00001-of.*, can run"
+    ):
         SafetensorsFolder(tmp_path)
     (tmp_path / "model.safetensors").write_text(pointer)
     with pytest.raises(UserError, match="model.safetensors: a pointer of Git LFS"):

@@ -94,7 +94,7 @@ class ModelWeights:
                     f"{', '.join(_LAYOUTS)}, {FP8_METHODS}, or weights that are not quantized"
                 )
             self.quantized = _LAYOUTS[method](self.files, config)
-            self.keeps_plain = method != "mxfp4"
+            self.keeps_plain = method != "mxfp4" and bool(self.quantized)
         used = {name for weight in self.quantized.values() for name in weight.tensor_names}
         self.plain = {n: tensor for n, tensor in self.tensors.items() if n not in used}
         if single := next((name for name in self.quantized if OF_SINGLE.search(name)), None):

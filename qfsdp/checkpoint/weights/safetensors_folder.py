@@ -78,9 +78,9 @@ class SafetensorsFolder:
     def _read_header(self, file: Path) -> None:
         if not file.is_file():
             told = f"{file} does not exist; the model's weights are read from it"
-            if (file.parent / "pytorch_model.bin").exists():
+            if pickle := min(file.parent.glob("pytorch_model*.bin"), default=None):
                 change = "AutoModelForCausalLM.from_pretrained(OLD).save_pretrained(NEW)"
-                why_not = "a pickle, pytorch_model.bin, can run code"
+                why_not = f"a pickle, {pickle.name}, can run code"
                 told += f"; {why_not}: transformers makes safetensors of it: {change}"
             raise UserError(told)
         check_no_pointer(file)
