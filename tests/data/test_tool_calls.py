@@ -384,3 +384,25 @@ def test_a_template_that_does_not_exist(tmp_path: Path, setting: str) -> None:
         UserError, match=r"broken\.jinja: chat template, line 1: .*expected a Jinja"
     ):
         hf_tokenizer(folder, f"{tmp_path}/broken.jinja")
+
+
+AROUND = (  # as Gemma 4's: the results of calls stand in the answer, before its text
+    "{% for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content }}"
+    "{% elif m.role == 'assistant' %}{{ '<|assistant|>' }}"
+    "{% for c in m.tool_calls or [] %}{{ '[' + c.function.name + ']' }}{% endfor %}"
+    "{% if m.tool_calls %}{% for k in range(loop.index0 + 1, messages | length + 1) %}"
+    "{% if k < messages | length %}{% set r = messages[k] %}{{ '(' + r.content + ')' }}{% endif %}"
+    "{% endfor %}{% endif %}"
+    "{{ m.content + '</s>' }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("text", ["Ok.", "It is warm there, as I can tell you."])
+def test_a_text_after_the_results_is_trained_too(tmp_path: Path, text: str) -> None:
+    tokenizer = hf_tokenizer(str(write_folder(tmp_path, byte_level(), chat_template=AROUND)))
+    answer = {"role": "assistant", "content": text, "tool_calls": [call("weather", city="Rome")]}
+    chat = [{"role": "user", "content": "?"}, answer, {"role": "tool", "content": "18"}]
+    tokens, mask = tokenizer.tokenize_messages(chat)
+    assert tokenizer.decode(tokens, False).endswith(f"<|assistant|>[weather](18){text}</s>")
+    assert trained_texts(tokenizer, tokens, mask) == ["[weather]", f"{text}</s>"]

@@ -102,7 +102,8 @@ class Rendered:
         text: the text.
         framed: whether `contents` has all messages whose content is in the text, except those
             with a <think>.
-        turns: message -> what the template writes when its loop has come to the message.
+        turns: message -> what the template writes when its loop has come to the message: in
+            order the parts that are not joined, as where results of its calls stand between.
         contents: message -> its content without white space around it.
         marked: what the template itself calls trained, in `{% generation %}`.
     """
@@ -111,7 +112,7 @@ class Rendered:
         self, text: str, marks: Sequence[tuple[int, str, int]] = (), framed: bool = False
     ) -> None:
         self.text, self.framed = text, framed
-        self.turns: dict[int, Range] = {}
+        self.turns: dict[int, list[Range]] = {}
         self.contents: dict[int, Range] = {}
         self.marked: list[Range] = []
         begun: dict[int, int] = {}
@@ -131,14 +132,13 @@ class Rendered:
         self._add_turn(current, since, len(text))
 
     def _add_turn(self, message: int, start: int, stop: int) -> None:
-        """Adds a part. Of several that are not joined, the longest counts."""
+        """Adds a part of a message."""
         if message < 0 or start == stop:
             return
-        old = self.turns.get(message, (start, start))
-        if old[1] == start:
-            self.turns[message] = (old[0], stop)
-        elif stop - start > old[1] - old[0]:
-            self.turns[message] = (start, stop)
+        parts = self.turns.setdefault(message, [])
+        if parts and parts[-1][1] == start:
+            start = parts.pop()[0]
+        parts.append((start, stop))
 
 
 class ChatTemplate:

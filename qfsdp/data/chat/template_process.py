@@ -90,8 +90,8 @@ class Turns:
 
     def item(self, value: Any) -> str:
         """Called at the start of each round of a loop."""
-        self._loops[-1] = -1
-        return self.assigned(value)
+        left, self._loops[-1] = self._loops[-1], -1
+        return self.assigned(value) or self._back(left)
 
     def assigned(self, value: Any) -> str:
         """Called after `set name = list[index]`, for loops over indices of messages."""
@@ -103,10 +103,12 @@ class Turns:
 
     def leave(self) -> str:
         """Called after a loop."""
-        if self._loops.pop() < 0:
-            return ""
+        return self._back(self._loops.pop())
+
+    def _back(self, left: int) -> str:
+        """After a message: what follows belongs to that of an outer loop, or to none."""
         outer = [number for number in self._loops if number >= 0]
-        return self.mark("at", outer[-1] if outer else -1)
+        return "" if left < 0 else self.mark("at", outer[-1] if outer else -1)
 
     def take_marks(self, text: str) -> tuple[str, list[tuple[int, str, int]]]:
         """The text without marks; and the place, kind and number of each."""

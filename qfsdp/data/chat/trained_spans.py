@@ -56,12 +56,11 @@ class TrainedSpans:
             if not self.conversation.is_answer(index):
                 spans.append(self._up_to_the_next(index))
                 continue
-            start, header = self._start(index)
-            stop = self._stop(start, self._turn(index)[1])
-            inside = [(max(start, a), min(stop, b)) for a, b in self.rendered.marked]
-            found = [(a, b) for a, b in inside if a < b] or [(start, stop)]
+            parts, header = self._parts(index)
+            marks = [(max(a, c), min(b, d)) for a, b in parts for c, d in self.rendered.marked]
+            found = [(a, b) for a, b in marks if a < b] or parts
             if self.chats.form.of_next_turn:
-                found[-1] = (found[-1][0], stop)
+                found[-1] = (found[-1][0], parts[-1][1])
             spans += found
             if remark is None and not self.rendered.text.endswith(
                 tuple(self.chats.stops), *found[-1]
@@ -71,10 +70,11 @@ class TrainedSpans:
                 remark = self._differs(header)
         return spans, remark
 
-    def _turn(self, index: int) -> Range:
+    def _turn(self, index: int) -> list[Range]:
         """What the template wrote of a message; of one without loops over messages its content."""
-        found = self.rendered.turns.get(index) or self.rendered.contents.get(index)
-        if found is None:
+        content = self.rendered.contents.get(index)
+        found = self.rendered.turns.get(index) or ([content] if content else [])
+        if not found:
             raise UserError(
                 f"{self.chats.source}: message {index + 1} of {len(self.conversation.messages)} "
                 "cannot be found in what the chat template writes; expected a template with a loop "
@@ -82,10 +82,18 @@ class TrainedSpans:
             )
         return found
 
+    def _parts(self, index: int) -> tuple[list[Range], str]:
+        """The parts of an answer, and the header that stands before it."""
+        (_, stop), *others = self._turn(index)
+        start, header = self._start(index)
+        parts = [(start, stop), *(p for p in others if self.rendered.text[slice(*p)].strip())]
+        parts[-1] = (parts[-1][0], self._stop(*parts[-1]))
+        return parts, header
+
     def _start(self, index: int) -> tuple[int, str]:
         """Where an answer begins, and the header that stands before it."""
-        start, stop = self._turn(index)
-        until = self.rendered.contents.get(index, (stop, stop))[0]
+        start, stop = self._turn(index)[0]
+        until = min(stop, self.rendered.contents.get(index, (stop, stop))[0])
         for header in self.chats.form.headers:
             at = self.rendered.text.find(header, start, until)
             if at >= 0:
@@ -107,12 +115,12 @@ class TrainedSpans:
         """A message that is no answer: all up to the next message, or to an answer's text."""
         turns, last = self.rendered.turns, len(self.conversation.messages)
         places = [at for at in range(index, last) if at in turns]
-        start = turns[places[0]][0] if places and index else 0
+        start = turns[places[0]][0][0] if places and index else 0
         following = next((at for at in places if at > index), last)
         if self.conversation.is_answer(following):
             stop = self._start(following)[0]
         else:
-            stop = turns[following][0] if following < last else len(self.rendered.text)
+            stop = turns[following][0][0] if following < last else len(self.rendered.text)
         ended = start + len(self.rendered.text[start:stop].rstrip())
         has_end = self.rendered.text.endswith(tuple(self.chats.special.ids), start, ended)
         return start, ended if has_end else stop
@@ -161,8 +169,7 @@ class TrainedSpans:
                 raise left_out(self.chats.source, f"tools ({name})")
 
     def _missing(self, index: int, message: Mapping[str, Any]) -> Iterator[str]:
-        start, stop = self.rendered.turns.get(index, (0, 0))
-        turn = self.rendered.text[start:stop]
+        turn = "".join(self.rendered.text[slice(*p)] for p in self.rendered.turns.get(index, ()))
         for call in message.get("tool_calls") or ():
             name = function_name(call)
             if name and not _written(name, turn or self.rendered.text):
@@ -281,7 +288,7 @@ class AnswerForm:
         ends[1] = None if ends[1] == bos else ends[1]
         knows_developer = _DEVELOPER["content"] in developed
         results = asked[5].turns.get(2) if isinstance(asked[5], Rendered) else None
-        of_call = _token_at(called, results[0], tokens) if results and ends[1] else None
+        of_call = _token_at(called, results[0][0], tokens) if results and ends[1] else None
         of_call = None if ends[0] else of_call
         return cls(headers, ends[0] or ends[1], ends[0] is None, knows_developer, of_call)
 
