@@ -92,8 +92,8 @@ def check_model(cfg: Any, model: AnyDecoder, weights: ModelWeights) -> None:
 
     Raises UserError: see `check_with_model` and `check_weights`.
     """
-    check_weights(model, weights, cfg.model, cfg.quantization, cfg.sharding)
     check_with_model(cfg, model.config)
+    check_weights(model, weights, cfg.model, cfg.quantization, cfg.sharding)
 
 
 def check_with_model(cfg: Any, model: Any) -> None:
