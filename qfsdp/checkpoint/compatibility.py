@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
+import os
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import fields
 from pathlib import Path
@@ -32,6 +33,7 @@ from qfsdp.config.load import kept_places, resolved_yaml
 from qfsdp.data import StepLoader, StreamLoader
 from qfsdp.data.files.rows import content_digest
 from qfsdp.data.row_tokenizer import TokenizedDataset
+from qfsdp.distributed.exchange import World
 from qfsdp.hub.download import SMALL_FILES, hub_name, local_folder
 from qfsdp.modules.decoder_config import read_config
 
@@ -106,6 +108,30 @@ def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
             whole.update(memoryview(array).cast("B") if len(array) else b"")
         settings["dataset (its tokens)" + WHOLE] = whole.hexdigest()[:32]
     return settings | split
+
+
+def settings_of_machines(settings: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:
+    """The settings of this run on rank 0, compared with those of every other machine; every rank
+    must call it. Ranks with another learning rate or other weights would train without a word, and
+    with fewer rows wait for each other.
+
+    Args:
+        settings: computes them, on one rank of each machine.
+
+    Raises:
+        UserError: machines differ; on every rank.
+    """
+    several = world.size > world.local_size
+    asked = world.rank == 0 or (several and os.environ.get("LOCAL_RANK") == "0")
+    mine = settings() if asked else {}
+    of_ranks = world.gather(mine) if several else [mine]
+    for rank, theirs in enumerate(of_ranks):
+        for key in sorted(of_ranks[0].keys() | theirs.keys()) if theirs else ():
+            first, other = of_ranks[0].get(key), theirs.get(key)
+            if first != other and not (key.endswith(WHOLE) and None in (first, other)):
+                found = f"{key}: {first} on rank 0, and {other} on the machine of rank {rank}"
+                raise UserError(f"{found}; expected the same config and files on all machines")
+    return mine
 
 
 def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:

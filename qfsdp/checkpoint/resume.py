@@ -38,7 +38,7 @@ from qfsdp.checkpoint.choose import (
     set_aside,
     step_of,
 )
-from qfsdp.checkpoint.compatibility import write_settings
+from qfsdp.checkpoint.compatibility import settings_of_machines, write_settings
 from qfsdp.checkpoint.digests import describe_file
 from qfsdp.checkpoint.lock import FolderLock, check_shared
 from qfsdp.checkpoint.model_card import publish
@@ -162,13 +162,13 @@ class Checkpointer:
 
         Args:
             settings: computes the settings of this run, which its checkpoints record; called on
-                rank 0 only.
+                rank 0, and once on every other machine.
 
         Raises:
-            UserError: see `find_checkpoints` and `check_settings`.
+            UserError: see `settings_of_machines`, `find_checkpoints` and `check_settings`.
         """
+        self._settings = settings_of_machines(settings, self._world)
         if self._world.rank == 0:
-            self._settings = settings()
             self._choice = find_checkpoints(resume, self._output_dir)
             for line in self._choice.check(self._settings):
                 say(f"resume: {line}")

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from qfsdp.checkpoint import lock
 from qfsdp.checkpoint.adapter_files import adapter_export
 from qfsdp.checkpoint.choose import find_checkpoints, published
-from qfsdp.checkpoint.compatibility import write_settings
+from qfsdp.checkpoint.compatibility import settings_of_machines, write_settings
 from qfsdp.checkpoint.lock import LOCK_FILE, FolderLock
 from qfsdp.checkpoint.resume import CheckpointConfig, Checkpointer
 from qfsdp.checkpoint.state_files import HashingFileSystem
@@ -454,7 +454,7 @@ def test_a_full_disk(model_dir: Path, tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from qfsdp.checkpoint.compatibility import write_settings
+from qfsdp.checkpoint.compatibility import settings_of_machines, write_settings
 from qfsdp.checkpoint.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "output_dir")
 print("held", flush=True)
@@ -554,6 +554,25 @@ def test_machines_that_do_not_share_the_folder(tmp_path: Path, shared: bool) -> 
             assert found == []
         else:
             assert "is another folder on the machine of rank 1 than on that of rank 0" in found[0]
+
+
+def with_settings(of_ranks: list[dict[str, Any]]) -> str:
+    """What a rank says of the settings of three machines."""
+    os.environ.update(LOCAL_WORLD_SIZE="1", LOCAL_RANK="0")
+    world = init_world()
+    try:
+        return str(settings_of_machines(lambda: of_ranks[world.rank], world))
+    except UserError as error:
+        return str(error)
+
+
+def test_machines_with_other_settings() -> None:
+    """Each trained its rows with its own learning rate; with fewer rows they hung."""
+    same = {"optimizer.lr": 1e-3, "dataset (its length)": 26}
+    assert run_ranks(3, with_settings, [same] * 3) == [str(same)] * 3
+    for found in run_ranks(3, with_settings, [same, same, same | {"dataset (its length)": 20}]):
+        where = "dataset (its length): 26 on rank 0, and 20 on the machine of rank 2"
+        assert found == f"{where}; expected the same config and files on all machines"
 
 
 def test_a_folder_that_another_rank_has_made_and_this_one_does_not_see_yet(
