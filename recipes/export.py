@@ -73,7 +73,11 @@ def merge_of(cfg: Config) -> Merge:
     """The base, the adapter and the dtype of weights that are not quantized."""
     adapter = None if cfg.adapter is None else local_folder(cfg.adapter)
     base_dtype, dtype = COMPUTE_DTYPES[cfg.model.dtype], COMPUTE_DTYPES[cfg.dtype]
-    return Merge(cfg.model.weights(), cfg.quantization, base_dtype, adapter, dtype)
+    weights, format = cfg.model.weights(), cfg.quantization.format
+    if adapter is None and format != "none" and not weights.quantized:
+        expected = "expected none without adapter: it would only round plain weights"
+        raise UserError(f"quantization.format: {format!r}; {expected}")
+    return Merge(weights, cfg.quantization, base_dtype, adapter, dtype)
 
 
 def gguf_file(cfg: Config) -> Path:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from qfsdp.common.devices import accelerator_count
 from qfsdp.common.errors import UserError
 from qfsdp.common.messages import first_line
 from qfsdp.config.component import Component
@@ -59,6 +60,12 @@ def build_optimizer(
         if isinstance(optimizer, optim.Adafactor):  # raises on DTensors
             found = f"{component.path} needs all rows of a weight, and ranks share them"
             raise UserError(f"optimizer: {found}; expected one rank, or such as torch.optim.AdamW")
+        if isinstance(optimizer, optim.Muon):
+            log.warning(
+                "%s adds up products of shards in bf16: an update of several ranks differs from "
+                "that of one by about 2 %%",
+                component.path,
+            )
         if _is_elementwise(optimizer):
             LocalSteps(optimizer)
     return StepsInBackward(optimizer) if in_backward else optimizer
@@ -115,7 +122,9 @@ def check_optimizer(
 
     def build() -> Optimizer:
         built = build_optimizer(optimizer, groups)
-        if type(built).__module__.startswith("torch.optim") and "closure" not in _needed(built):
+        on_gpu = optimizer.kwargs.get("capturable") and accelerator_count()  # steps only there
+        of_torch = type(built).__module__.startswith("torch.optim")
+        if of_torch and not on_gpu and "closure" not in _needed(built):
             dummy.grad = torch.zeros_like(dummy)
             built.step()  # SparseAdam refuses every gradient that is not sparse
         return built

@@ -157,14 +157,11 @@ class Merge:
                 takes more than text.
 
         Raises:
-            UserError: the base or the adapter is broken, they belong to different models, a weight
-                cannot be written as `requantize` asks, or `quantization` would only round.
+            UserError: the base or the adapter is broken, they belong to different models, or a
+                weight cannot be written as `requantize` asks.
         """
         if self.adapter is not None:
             model = adapted_model(self.weights, self.quantization, self.adapter)
-        elif self.quantization.format != "none" and not self.weights.quantized:
-            expected = "expected none without adapter: it would only round plain weights"
-            raise UserError(f"quantization.format: {self.quantization.format!r}; {expected}")
         else:
             model = quantized_model(self.weights, self.quantization)
             self.weights.check(model)
