@@ -454,7 +454,6 @@ def test_a_full_disk(model_dir: Path, tmp_path: Path) -> None:
 HOLD = """
 import sys, time
 from pathlib import Path
-from qfsdp.checkpoint.compatibility import settings_of_machines, write_settings
 from qfsdp.checkpoint.lock import FolderLock
 lock = FolderLock(Path(sys.argv[1]), "output_dir")
 print("held", flush=True)
