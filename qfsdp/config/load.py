@@ -245,8 +245,10 @@ def _parse_value(word: str, text: str) -> Any:
     try:
         _count(yaml.compose(text, Loader=yaml.SafeLoader), {})
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
-    except (yaml.YAMLError, RecursionError, ValueError):  # ValueError: over 4300 digits
-        raise UserError(f"'{shortened(masked_word(word))}': the value is not valid YAML") from None
+    except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: over 4300 digits
+        problem = getattr(error, "problem", None)
+        found = "the value is not valid YAML" + (f": {problem}" if problem else "")
+        raise UserError(f"'{shortened(masked_word(word))}': {found}") from None
     except OmegaConfBaseException as error:
         raise UserError(f"'{masked_word(word)}': {first_line(error)}") from None
     return None if text == "None" else parsed["value"]

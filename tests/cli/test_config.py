@@ -254,8 +254,15 @@ def test_to_yaml_comes_back_equal(load: Any, text: str) -> None:
         ("batch_size", "'batch_size' is not understood; overrides are written key=value"),
         ("--resume", "'--resume' is not understood; overrides are written key=value"),
         ("=4", "'=4' is not understood; overrides are written key=value"),
-        ("names=[a", "'names=[a': the value is not valid YAML"),
-        ("steps=010", "'steps=010': the value is not valid YAML"),  # 8
+        (
+            "names=[a",
+            "'names=[a': the value is not valid YAML: expected ',' or ']', but got '<stream end>'",
+        ),
+        (
+            "steps=010",  # 8
+            "'steps=010': the value is not valid YAML: 010 is no decimal number; expected one, or "
+            "quotes",
+        ),
         ("~batch_size", "~batch_size: the config file has no such key to remove"),
         ("~model.path.x", "~model.path.x: the config file has no such key to remove"),
     ],
