@@ -149,7 +149,7 @@ def read_yaml(path: str) -> dict[str, Any]:
             text = file.read(MOST_CHARACTERS + 1)
         if len(text) > MOST_CHARACTERS:
             raise UserError(f"{path}: expected a config of at most {MOST_CHARACTERS:,} characters")
-        if _count(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MOST_CHARACTERS:
+        if _check_and_count(yaml.compose(text, Loader=yaml.SafeLoader), {}) > MOST_CHARACTERS:
             raise UserError(f"{path}: its references (*name) multiply; expected fewer of them")
         tree = OmegaConf.to_container(OmegaConf.load(io.StringIO(text)), resolve=False)
     except FileNotFoundError:
@@ -177,11 +177,12 @@ def read_yaml(path: str) -> dict[str, Any]:
 _NOT_DECIMAL = re.compile(r"[-+]?(0[0-7_]+|[\d_]+(:\d+)+[\d_.]*)")
 
 
-def _count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
-    """The values of a YAML document once every reference (`*name`) is replaced by a copy.
+def _check_and_count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
+    """Checks the numbers of a YAML document, and counts its values once every reference (`*name`)
+    is replaced by a copy: twelve lines of ten references each stand for 10**11 values.
 
-    Twelve lines of ten references each stand for 10**11 values. Raises MarkedYAMLError: a number
-    is octal or of base 60 in YAML (010 is 8, 1:30 is 90), which nobody means.
+    Raises MarkedYAMLError: a number is octal or of base 60 in YAML (010 is 8, 1:30 is 90), which
+    nobody means.
     """
     number = isinstance(node, yaml.ScalarNode) and node.tag.endswith((":int", ":float"))
     if number and node is not None and _NOT_DECIMAL.fullmatch(node.value):
@@ -192,7 +193,7 @@ def _count(node: yaml.Node | None, known: dict[yaml.Node, int]) -> int:
         flat = [
             part for entry in inner for part in (entry if isinstance(entry, tuple) else [entry])
         ]
-        known[node] = 1 + sum(_count(part, known) for part in flat)
+        known[node] = 1 + sum(_check_and_count(part, known) for part in flat)
     return known.get(node, 0) if node is not None else 0
 
 
@@ -243,7 +244,7 @@ def as_text(word: str, text: str) -> str:
 
 def _parse_value(word: str, text: str) -> Any:
     try:
-        _count(yaml.compose(text, Loader=yaml.SafeLoader), {})
+        _check_and_count(yaml.compose(text, Loader=yaml.SafeLoader), {})
         parsed: Any = OmegaConf.to_container(OmegaConf.from_dotlist([f"value={text}"]))
     except (yaml.YAMLError, RecursionError, ValueError) as error:  # ValueError: over 4300 digits
         problem = getattr(error, "problem", None)

@@ -54,7 +54,7 @@ def planned_ranks() -> tuple[int, int]:
 
 
 def check_environment() -> None:
-    """Raises UserError if a variable of torchrun is no number, which sbatch scripts set too, or if
+    """Checks variables that torchrun and sbatch scripts set. Raises UserError: one is no number, or
     several ranks are to use a network interface that this machine does not have."""
     for name, least in (("WORLD_SIZE", 1), ("LOCAL_WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)):
         text = os.environ.get(name)

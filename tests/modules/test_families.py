@@ -318,8 +318,8 @@ def test_logits_and_all_gradients_match_transformers(name: str) -> None:
         gradient, want = parameter.grad, of_theirs[key]
         assert gradient is not None and want is not None
         # Without positions a bias of keys changes no softmax: its gradient is rounding alone.
-        # 7.5e-6 at most on a Zen 4 (OLMo 2); other CPUs add in another order: 2.2e-5 on a Xeon with
-        # AMX (A_log of Qwen3.5, where both are 1.7e-5 off the same in fp64).
+        # 7.5e-6 at most on a Zen 4 (OLMo 2). Other CPUs add in another order. On a Xeon with AMX it
+        # is 2.2e-5 for A_log of Qwen3.5: either is 1.7e-5 off the gradient in fp64.
         size = max(want.abs().max().item(), 1e-2 * largest)
         assert max_difference(gradient, want) < 5e-5 * size, key
 

@@ -102,8 +102,8 @@ class Rendered:
         text: the text.
         framed: whether `contents` has all messages whose content is in the text, except those
             with a <think>.
-        turns: message -> what the template writes when its loop has come to the message: in
-            order the parts that are not joined, as where results of its calls stand between.
+        turns: message -> what the template writes when its loop has come to the message. It is
+            several parts, in order, if results of its calls stand between them.
         contents: message -> its content without white space around it.
         marked: what the template itself calls trained, in `{% generation %}`.
     """
