@@ -100,14 +100,9 @@ def peft_config(
 
 
 def excluded_modules(keys: Iterable[str]) -> dict[str, str]:
-    """PEFT's `exclude_modules` for an adapter of the text model in a larger one: a pattern of all
-    names but those of its layers, since a vision model may have linears of the same last names.
-
-    Empty if layers stand right below the body ("model.layers").
-
-    Args:
-        keys: of the adapters' tensors.
-    """
+    """PEFT's `exclude_modules` for an adapter, with tensors of these `keys`, of the text model in a
+    larger one: a pattern of all names but those of its layers, since a vision model may have
+    linears of the same last names. Empty if layers stand right below the body ("model.layers")."""
     names = [key.removeprefix("base_model.model.") for key in keys]
     deep = {match[1] for name in names if (match := _IN_DEEP_LAYER.match(name))}
     if len(deep) != 1:
@@ -141,11 +136,8 @@ def read_peft_config(folder: Path) -> dict[str, Any]:
 
 
 def config_of(written: Mapping[str, Any], modules: Iterable[str] | None = None) -> AdapterConfig:
-    """The section `adapter` of a checked config, without `targets`.
-
-    Args:
-        modules: names of the adapted linears; patterns that match none are left out.
-    """
+    """The section `adapter` of a checked config, without `targets`, and without patterns that match
+    none of `modules`, the names of the adapted linears."""
     if written["peft_type"] == "IA3":
         return AdapterConfig("ia3")
     if written["peft_type"] == "MISS":

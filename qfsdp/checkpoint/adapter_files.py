@@ -297,8 +297,7 @@ def load_adapter(model: nn.Module, folder: str | Path) -> None:
 
 @contextmanager
 def _opened(file: Path) -> Iterator[Any]:
-    """A safetensors file that is read within a `with` block. Raises UserError: it cannot be read,
-    or is damaged."""
+    """A safetensors file that is read within a `with` block; its faults are UserErrors."""
     try:
         with safe_open(file, framework="pt") as tensors:
             yield tensors
@@ -343,8 +342,7 @@ def read_adapter_header(folder: Path) -> dict[str, StoredTensor]:
 
 
 def _matching_tensors(model: nn.Module, folder: Path) -> dict[str, StoredTensor]:
-    """Key -> tensor in the file, of every adapter tensor of `model`. Raises UserError: the file
-    lacks a tensor, has another one, or a tensor has another shape."""
+    """Key -> tensor in the file, which fits, of every adapter tensor of `model`."""
     file = folder / WEIGHTS_FILE
     params, found = adapter_parameters(model), read_adapter_header(folder)
     if missing := params.keys() - found.keys():

@@ -87,11 +87,7 @@ def init_from_base(
 
 
 def _set_orthonormal(module: LowRankLinear, weight: Tensor) -> None:
-    """Sets B to the first columns of Q, and A to the first rows of R, of W = Q R.
-
-    Args:
-        weight: `[rows, in]`, those of this rank's B.
-    """
+    """Sets B to the first columns of Q, A to the first rows of R; W = Q R has the rows of B."""
     rank, b, held = module.lora_B.size(1), local_part(module.lora_B), local_rows(module.lora_A)
     b.copy_(weight[:, :rank])
     q = torch.linalg.qr(whole_tensor(module.lora_B).double())[0]
@@ -105,11 +101,7 @@ def _set_orthonormal(module: LowRankLinear, weight: Tensor) -> None:
 
 
 def _take_away(module: LowRankLinear, weight: Tensor, name: str) -> None:
-    """Writes W - s B A over the frozen weight, quantized if that is.
-
-    Args:
-        weight: `[rows, in]`, this rank's rows of W.
-    """
+    """Writes W - s B A over the frozen weight, quantized if that is; W: this rank's rows."""
     held = local_rows(module.weight)
     a, b = whole_tensor(module.lora_A).double(), whole_tensor(module.lora_B)[held].double()
     local = local_part(module.weight)

@@ -54,14 +54,10 @@ checkpoints of earlier versions are compared; a key of one side only is not comp
 
 
 def config_settings(cfg: Any) -> dict[str, Any]:
-    """Key -> value of the settings in a config whose class is not "free" (`key_classes`).
+    """Key -> value of the settings in a recipe's config whose class is not "free" (`key_classes`).
 
-    Reads all bytes of the base, of data files and of the tokenizer, if they are not known from an
-    earlier start (`qfsdp.common.file_digests`).
-
-    Args:
-        cfg: a recipe's config; `model.folder` is a Hugging Face model folder.
-    """
+    Reads all bytes of the base (`model.folder`), of data files and of the tokenizer, if they are
+    not known from an earlier start (`qfsdp.common.file_digests`)."""
     keys = flat(masked(OmegaConf.to_container(OmegaConf.create(resolved_yaml(cfg)), resolve=True)))
     settings = {k: v for k, v in keys.items() if class_of(k) != "free" and v != SECRET}
     for key in [key for key in settings if names_a_file(key, keys)]:
@@ -189,11 +185,7 @@ def check_settings(mine: Mapping[str, Any], folder: Path) -> list[str]:
 
 
 def _value(settings: Mapping[str, Any], other: Mapping[str, Any], key: str) -> Any:
-    """The value of a key; where a component's argument is absent, its default.
-
-    Args:
-        other: has the key; of the same component.
-    """
+    """A key's value; an argument's default, if it is absent and `other` has that component."""
     if key in settings or key in ABSENT:
         return settings.get(key, ABSENT.get(key))
     parent, _, name = key.rpartition(".")

@@ -127,13 +127,9 @@ def class_of(key: str) -> Class:
 
 def names_a_file(key: str, settings: dict[str, Any]) -> bool:
     """Whether a key's value, a text, is the path of a file or folder. Any other text is compared as
-    it is, whatever lies in the working directory.
+    it is, whatever lies in the working directory. `settings` are all keys, with their values.
 
-    Of components these are the arguments with a path's name, such as `source` or `merges_file`.
-
-    Args:
-        settings: all keys, with their values.
-    """
+    Of components these are the arguments with a path's name, such as `source` or `merges_file`."""
     value, (parent, _, name) = settings[key], key.rpartition(".")
     key = _of_one(key)
     if not isinstance(value, str) or not value:

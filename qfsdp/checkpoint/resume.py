@@ -334,11 +334,7 @@ class Checkpointer:
 
     def _complete(self, step: int, partial: Path, final: Path, written: dict[str, Any]) -> None:
         """Completes and renames the checkpoint, and deletes old ones; on rank 0, after all ranks
-        have written.
-
-        Args:
-            written: size and digest of the files that are hashed already.
-        """
+        have written. The files of `written` are hashed already."""
         try:
             # Read from the files, not gathered from other ranks: this also checks the files.
             if self._export is not None:

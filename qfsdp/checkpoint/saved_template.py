@@ -69,11 +69,7 @@ def model_template(template: dict[str, str], folder: Path) -> dict[str, str]:
 
 
 def chat_tokenizer(template: dict[str, str], folder: Path) -> HFTokenizer | None:
-    """The model's tokenizer; None if it has none, or none with a chat template.
-
-    Args:
-        template, folder: as in `model_template`.
-    """
+    """The tokenizer of a model (see `model_template`); None if it has none, or no template."""
     if not (folder / "tokenizer.json").is_file():
         return None
     try:
@@ -86,11 +82,8 @@ def chat_tokenizer(template: dict[str, str], folder: Path) -> HFTokenizer | None
 
 
 def read_template(adapter: Path | None, tokenizer: bool = False) -> dict[str, str]:
-    """The template in an adapter's folder, as `adapter_template` returns it; empty without one.
-
-    Args:
-        tokenizer: the files of the tokenizer too.
-    """
+    """The template in an adapter's folder, as `adapter_template` returns it, with the files of the
+    `tokenizer` if asked for; empty without one."""
     if adapter is None:
         return {}
     return texts_in(adapter, (TEMPLATE_FILE, *(TOKENIZER_FILES if tokenizer else ())))

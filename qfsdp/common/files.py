@@ -40,10 +40,7 @@ def check_no_pointer(file: Path) -> None:
 
 def to_json(content: Any, **options: Any) -> str:
     """Strict JSON (RFC 8259), which has no NaN and no infinity: these are written as null.
-
-    Args:
-        options: of `json.dumps`.
-    """
+    `options` are those of `json.dumps`."""
     try:
         return json.dumps(content, allow_nan=False, **options)
     except ValueError:
@@ -182,11 +179,8 @@ def why(error: BaseException) -> str:
 
 
 def not_written(path: Path, error: BaseException, size: int | None = None) -> str:
-    """The message about a file or folder that cannot be written.
-
-    Args:
-        size: bytes that it needs, if they are known; the message then tells the free space.
-    """
+    """The message about a file or folder that cannot be written; with the free space if `size`, the
+    bytes that it needs, is known."""
     text = f"'{path}' cannot be written: {why(error)}"
     if size is not None and (free := free_bytes(path)) is not None and free < size:
         text += f"; expected {format_size(size)} of free space, found {format_size(free)}"

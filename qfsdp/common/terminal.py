@@ -121,12 +121,8 @@ class LinesAbove:
 
 
 def keep_below(bar: tqdm[Any] | None) -> None:
-    """Sends the text of this process above `bar` until `close_bar`.
-
-    Args:
-        bar: drawn on `screen()`; None on other ranks than the one that draws it. There each piece
-            of text clears the line first.
-    """
+    """Sends the text of this process above `bar`, drawn on `screen()`, until `close_bar`. None: on
+    other ranks than the one that draws it, where each piece of text clears the line first."""
     global _close
     close_bar()
     if bar is None and not is_terminal():

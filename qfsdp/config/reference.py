@@ -180,10 +180,8 @@ def component_keys(component: Component, place: str) -> Iterator[Key]:
 
 
 def _argument_sentences(target: Any) -> dict[str, str]:
-    """Names of arguments -> their sentences; "as in `other`." is what `other` says of it.
-
-    `other` is a function that the module of `target` has, or a package that it is in.
-    """
+    """Names of arguments -> their sentences; "as in `other`." is what `other` says of it, a
+    function that the module of `target` has, or a package that it is in."""
     text = target.__doc__ or ""
     said = entries(text, "Arguments:") | entries(text, "Args:")
     module = sys.modules.get(str(getattr(target, "__module__", None)))

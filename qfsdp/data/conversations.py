@@ -169,11 +169,8 @@ def tokenize_conversations(
     tools_column: str | None = None,
     system_column: str | None = None,
 ) -> TokenizedDataset:
-    """Tokenizes rows that `turns_of` turns into lists of messages; see `chat_dataset`.
-
-    Args:
-        turns_of: returns the messages of a row in one of the two formats of `chat_dataset`.
-    """
+    """Tokenizes rows that `turns_of` turns into lists of messages, in one of the two formats of
+    `chat_dataset`, which says the rest."""
     if train_on_input and train_on_last_turn_only:
         raise UserError(
             "dataset.train_on_last_turn_only: true together with train_on_input; "

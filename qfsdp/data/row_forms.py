@@ -82,11 +82,8 @@ class Form:
 
 
 def form_of(row: Mapping[str, Any]) -> Form | None:
-    """The form of a row, by the names of its columns and the kinds of their values.
-
-    Args:
-        row: a row, or the `typical` one of several.
-    """
+    """The form of a row, or of the `typical` one of several, by the names of its columns and the
+    kinds of their values."""
     if _of_a_service(row):
         return None
     lower = {name.strip().lower(): name for name in row}

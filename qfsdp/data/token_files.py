@@ -53,11 +53,8 @@ Arrays = dict[str, Any]
 
 
 def cache_key(builder: Mapping[str, Any], tokenizer: Any, rows: Rows, source: str) -> str:
-    """The name of a tokenized dataset. Reads the data files once, at 1 GB/s or more.
-
-    Args:
-        builder: `_component_` and the arguments.
-    """
+    """The name of a tokenized dataset; `builder` is its `_component_` and the arguments. Reads the
+    data files once, at 1 GB/s or more."""
     arguments = {name: value for name, value in builder.items() if name != "source"}
     parts = {
         "builder": arguments,
@@ -166,11 +163,8 @@ class ArrayWriter:
 
 
 def read_arrays(folder: Path, tell: bool = False) -> tuple[Arrays, dict[str, Any]] | None:
-    """The mapped arrays and the summary of a complete dataset; None if it is missing or damaged.
-
-    Args:
-        tell: warn of a damaged one.
-    """
+    """The mapped arrays and the summary of a complete dataset; None if it is missing or damaged,
+    with a warning of damage if `tell`."""
     if not folder.exists():
         return None
     try:

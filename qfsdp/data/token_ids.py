@@ -46,11 +46,7 @@ def check_tokenizer_ids(
 
 
 def check_ids(place: str, ids: Any, rows: int, tokenizer: Any = None) -> None:
-    """Raises UserError if one of `ids` has no row in an embedding of `rows`.
-
-    Args:
-        place: of the ids, for the message.
-    """
+    """Raises UserError (with `place`) if one of `ids` has no row in an embedding of `rows`."""
     found = np.asarray(ids)
     if found.size and not (found.min() >= 0 and found.max() < rows):
         index = int(found[(found < 0) | (found >= rows)][0])

@@ -114,11 +114,7 @@ def _without_main() -> Iterator[None]:
 
 
 class Background:
-    """One process that does one piece of work after the other, on request.
-
-    Args:
-        work: what it does; must be picklable by dill.
-    """
+    """One process that does one piece of work after the other, on request. dill must pickle it."""
 
     def __init__(self, work: Any) -> None:
         import dill

@@ -63,13 +63,11 @@ class _Entry:
 
 @dataclass(eq=False)
 class _Slot:
-    """One buffer of the ring.
+    """One buffer of the ring, uint8, pinned where there is an accelerator.
 
     Fields:
-        buffer: uint8, pinned where there is an accelerator.
-        unit: the unit that it holds or is being filled with; None at the start.
-        ready: set after the read has succeeded or failed.
-        error: why the read failed, or None.
+        unit: that it holds or is being filled with; None at the start.
+        ready: set after the read has succeeded or failed (`error`).
         copied: events of copies to the device; the buffer is not refilled before they finish.
     """
 
@@ -155,12 +153,10 @@ class DiskRing:
         return slot
 
     def _read_ahead(self) -> None:
-        """Requests the predicted units, as many as there are buffers.
-
-        The unit that was read last stays: its other weights are read next, also where the order
-        is already ahead of it. Without this, two buffers took each other's place at every weight:
-        the second step of six layers read 27 units instead of 9.
-        """
+        """Requests the predicted units, as many as there are buffers. The unit that was read last
+        stays: its other weights are read next, also where the order is already ahead of it. Without
+        this, two buffers took each other's place at every weight: the second step of six layers
+        read 27 units instead of 9."""
         units = self.order.next(len(self._slots))
         last = self._slots[-1].unit
         for at, unit in enumerate(units):

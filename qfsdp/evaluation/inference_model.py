@@ -167,10 +167,7 @@ def build_frozen(
     head: HeadConfig | None = None,
 ) -> AnyDecoder:
     """The decoder on the meta device, with quantized linears and adapters, without gradients.
-
-    Args:
-        weights: `ModelWeights` or, for a dry run, what else has their `formats`.
-    """
+    `weights` are `ModelWeights` or, for a dry run, what else has their `formats`."""
     decoder = model.build()
     quantize_linears(decoder, quantization, weights.formats)
     if adapter is not None:

@@ -78,13 +78,10 @@ def _shorten(context: Sequence[int], continuation: Sequence[int], positions: int
 
 
 def _longest_row(model: AnyDecoder) -> int:
-    """Longest row with several continuations.
-
-    Each continuation has a row of its own where there is no mask (attention with sinks, recurrent
-    layers, models of transformers), and where a rotary embedding depends on the row's length. A
-    sliding window counts the other continuations of a row too, so a row is no longer than the
-    window.
-    """
+    """Longest row with several continuations. Each continuation has a row of its own where there is
+    no mask (attention with sinks, recurrent layers, models of transformers), and where a rotary
+    embedding depends on the row's length. A sliding window counts the other continuations of a row
+    too, so a row is no longer than the window."""
     if isinstance(model, HubDecoder):
         return 0
     config = model.config
@@ -94,11 +91,9 @@ def _longest_row(model: AnyDecoder) -> int:
 
 
 def _rows(pairs: list[Pair], longest: int) -> list[_Row]:
-    """Groups the pairs by context into rows, each pair once.
-
-    A row with several continuations has at most max(512, twice its context) and at most `longest`
-    tokens, because the cost of attention grows with the square of the row's length.
-    """
+    """Groups the pairs by context into rows, each pair once. A row with several continuations has
+    at most max(512, twice its context) and at most `longest` tokens, because the cost of attention
+    grows with the square of the row's length."""
     by_context: dict[tuple[int, ...], dict[tuple[int, ...], None]] = {}
     for context, continuation in pairs:
         if continuation:

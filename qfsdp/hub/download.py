@@ -331,8 +331,7 @@ def cache_folder() -> Path:
 
 
 def _find(key: str, name: str, kind: Kind) -> Repository:
-    """Asks the hub for the repository's files; takes the cache's if it cannot be reached. Raises
-    UserError: neither has it."""
+    """Asks the hub for the repository's files; takes the cache's if it cannot be reached."""
     from huggingface_hub import HfApi, try_to_load_from_cache
 
     repo, revision = split_name(name) or (name, None)

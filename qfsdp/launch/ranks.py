@@ -169,13 +169,10 @@ def share_cores(count: int) -> None:
 
 @contextmanager
 def rank_failures(elastic: bool = False) -> Iterator[None]:
-    """Exits with the status of the first failed rank, or 128 + signal if it was killed.
+    """Exits with the status of the first failed rank, or 128 + signal if it was killed. If
+    `elastic`, all ranks may start again, after a failure or with another number of machines.
 
-    torchrun would raise. The signals that ask a run to end are passed on (`forwarded_to_ranks`).
-
-    Args:
-        elastic: all ranks may start again, after a failure or with another number of machines.
-    """
+    torchrun would raise. The signals that ask a run to end are passed on (`forwarded_to_ranks`)."""
     from torch.distributed import DistNetworkError
     from torch.distributed.elastic.multiprocessing.api import SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError

@@ -133,8 +133,7 @@ def _started(recipe_file: str, words: str) -> Iterator[list[str] | None]:
 
 
 def _typed_words(argv: Sequence[str], key: str) -> list[str]:
-    """The words of a command line with those that are no `key=value` as a list in `key`. Raises
-    UserError for bytes that are no text."""
+    """The words of a command line with those that are no `key=value` as a list in `key`."""
     kept, typed = list[str](), list[str]()
     for at, word in enumerate(argv):
         option = word.startswith(("-", "~")) or (at > 0 and argv[at - 1] == "--config")

@@ -367,12 +367,8 @@ def _state(look: Look) -> str:
 
 @contextmanager
 def watched(config: Any) -> Iterator[None]:
-    """Watches a recipe's `main` within a `with` block.
-
-    Args:
-        config: the recipe's; its section `distributed` if it has one. Other recipes are watched
-            with the defaults where there are several ranks.
-    """
+    """Watches a recipe's `main` within a `with` block, as the section `distributed` of its config
+    says. Recipes without one are watched with the defaults where there are several ranks."""
     size = int(os.environ.get("WORLD_SIZE", 1))
     section = getattr(config, "distributed", None)
     if section is None and size == 1:

@@ -151,12 +151,7 @@ class Taught:
         weights: Tensor | None = None,
     ) -> tuple[Tensor, Tensor]:
         """The losses of tokens, fp32 `[n]`, and the gradient of their sum, which overwrites the
-        student's logits `[n, vocab]`.
-
-        Args:
-            of_labels: gives the same of the labels' loss.
-            weights: fp32 `[n]`, factors of the gradient's rows.
-        """
+        student's logits `[n, vocab]`, rows times `weights`; `of_labels` is the labels' loss."""
         config, both = self._config, self._tokens
         weight = config.weight
         if self._logits is None:

@@ -170,13 +170,9 @@ def _in_chunks(
     taught: Any = None,
     rows: Any = None,
 ) -> tuple[list[Tensor], Tensor | None, list[Tensor]]:
-    """Runs the output layer and the loss over `hidden` `[n, hidden]`, all of whose rows count.
-
-    Args:
-        trained: parameters of `head` that get gradients, then those of `rows`.
-        wanted: whether to compute gradients.
-        weights: fp32 `[n]`, factors of the gradients; None: ones.
-        taught, rows: as of `head_loss`.
+    """Runs the output layer and the loss over `hidden` `[n, hidden]`, all of whose rows count, with
+    gradients if `wanted`. `trained` are parameters of `head` that get some, then those of `rows`;
+    `weights`, fp32 `[n]` or ones, are factors of the gradients. See `head_loss`.
 
     Returns:
         fp32 losses of the tokens, by chunk; the gradient of `hidden` or None; the gradients of

@@ -52,15 +52,10 @@ def sent_by(func: Any, args: Any, local_size: int) -> Sent | None:
 
 
 def _between(name: str, sent: float, ranks: int, here: int, local_size: int) -> float:
-    """Bytes that leave the machine where each rank of a group sends `sent`.
-
-    A ring over all ranks of a group crosses the border of a machine once. There are as many such
-    groups as ranks of the machine in different places. In an all-to-all every rank sends to every
-    other.
-
-    Args:
-        ranks, here: of the group, and those of them on this machine.
-    """
+    """Bytes that leave the machine where each rank of a group sends `sent`; the group has `ranks`,
+    of which `here` are on this machine. A ring over all ranks of a group crosses the border of a
+    machine once. There are as many such groups as ranks of the machine in different places. In an
+    all-to-all every rank sends to every other."""
     if here == ranks:
         return 0.0
     if name == "all_to_all":

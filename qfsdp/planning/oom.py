@@ -188,8 +188,7 @@ def _holds_memory(tensor: Tensor) -> bool:
 
 
 def _write(cfg: Any, details: dict[str, Any], device: torch.device) -> Path | None:
-    """The file with the details; None if the config has no folder or the folder cannot be written,
-    as the disk may be full too."""
+    """The file with the details; None if the config has no folder or it cannot be written."""
     if not hasattr(cfg, "output_dir"):
         return None
     folder = Path(cfg.output_dir).expanduser() / FOLDER

@@ -158,15 +158,8 @@ class Runs:
         return {"scores": {s.name: [s.value, *(s.interval or (None, None))] for s in scores}}
 
     def _run(self, words: Sequence[str], log: Path, end: signal.Signals, what: str = "") -> Row:
-        """Runs `qfsdp run WORDS`, its output in `log`.
-
-        Args:
-            end: the signal that ends the run if this process ends.
-            what: begins the reason of a failure.
-
-        Returns:
-            {}, or "status" and "reason" of a run that has failed.
-        """
+        """Runs `qfsdp run WORDS`, its output in `log`; the signal `end` ends it with this process.
+        Returns {}, or "status" and "reason", which begins with `what`, of a run that has failed."""
         environment = dict(os.environ)
         if self.devices:
             environment["CUDA_VISIBLE_DEVICES"] = ",".join(self.devices)

@@ -108,10 +108,8 @@ def _levels(groups: Tensor, inverse: Tensor, zero: Tensor) -> Tensor:
 
 def _sums(values: Tensor) -> Tensor:
     """Row sums, fp64 `[n]`, of fp32 `[n, 64]` with absolute values up to 15; equal in any order.
-
     Computed as two sums of integers below 2^24, which fp32 holds exactly. (Sums in fp64 or int32
-    do not vectorize: 0.2 instead of 1.2 G weights/s per core.)
-    """
+    do not vectorize: 0.2 instead of 1.2 G weights/s per core.)"""
     scaled = values * 2.0**10
     high = scaled.round()
     low = ((scaled - high) * 2.0**17).round()

@@ -132,17 +132,11 @@ def check_teacher(cfg: Any, student: AnyConfig, tokenizer: Any) -> None:
 
 
 def _check_tokens(tokenizer: Any, folder: Path, rows: int, equal: bool) -> None:
-    """Checks that both models have the same tokens.
+    """Checks that the student's tokenizer and the teacher in `folder` have the same tokens.
 
     A padded vocabulary has more rows than tokens, and models of a family are padded differently
-    (Qwen2.5-7B has 152,064 rows, Qwen2.5-3B 151,936). So tokens are compared, not rows.
-
-    Args:
-        tokenizer: the student's.
-        folder: of the teacher.
-        rows: that both have.
-        equal: whether both have as many.
-    """
+    (Qwen2.5-7B has 152,064 rows, Qwen2.5-3B 151,936). So tokens are compared, not rows; `rows` are
+    those that both have, and `equal` says whether both have as many."""
     from tokenizers import Tokenizer
 
     mine, where = getattr(tokenizer, "vocabulary", None), f"teacher.model.path: '{folder}'"
@@ -289,11 +283,8 @@ class CachedTeacher(Teacher):
 
 
 class Update:
-    """The losses of one update's micro-batches, and what is logged of them.
-
-    Args:
-        targets: `[]`, target tokens of all ranks.
-    """
+    """The losses of one update's micro-batches, and what is logged of them. `targets`, `[]`, are
+    the target tokens of all ranks."""
 
     def __init__(self, teacher: Teacher, targets: Tensor) -> None:
         self._teacher, self._targets, device = teacher, targets, teacher.world.device

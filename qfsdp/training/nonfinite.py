@@ -134,8 +134,7 @@ class NonFiniteWatch:
         return f"{expected}, or {resume}on_nonfinite=skip"
 
     def _save(self, step: int) -> str:
-        """Saves the state of the step before, unless it is saved or damaged. Returns words for the
-        last step that is saved."""
+        """Saves the state of the step before, unless it is saved or damaged; names the last one."""
         before, checkpoints = step - 1, self._checkpoints
         optimizer = self._state.optimizer
         damaged = isinstance(optimizer, StepsInBackward) and bool(optimizer.grad_norms)

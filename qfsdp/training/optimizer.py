@@ -72,11 +72,9 @@ def build_optimizer(
 
 
 def _is_elementwise(optimizer: Optimizer) -> bool:
-    """Whether a step on local rows equals a step on the whole parameters.
-
-    torchao's optimizers count too: a block of 8-bit state lies on one rank. On DTensors their
-    stochastic rounding raises, as it compares them with plain random numbers.
-    """
+    """Whether a step on local rows equals a step on the whole parameters. torchao's optimizers
+    count too: a block of 8-bit state lies on one rank. On DTensors their stochastic rounding
+    raises, as it compares them with plain random numbers."""
     return type(optimizer) in ELEMENTWISE or type(optimizer).__module__ == "torchao.optim.adam"
 
 

@@ -198,11 +198,8 @@ class Objective:
             return sequence_logprobs(model, batch)
 
     def begin(self, model: nn.Module, batches: Sequence[PairBatch], world: World) -> Update:
-        """Sums over all ranks what the losses of an update share. Every rank must call it.
-
-        Args:
-            batches: this rank's micro-batches; all are pairs, or all have labels.
-        """
+        """Sums over all ranks what the losses of an update share. Every rank must call it with its
+        micro-batches, all of pairs or all of labelled rows."""
         units = good = kl = 0.0
         for batch in batches:
             tokens, labels = batch.targets_of_samples(), batch.desirable
@@ -342,8 +339,7 @@ class Update:
 
 
 def _check_arguments(term: Term) -> None:
-    """Checks the arguments of a loss by its signature, and the range of those that all losses
-    share."""
+    """Checks the arguments of a loss by its signature, and the range of those that all share."""
     component = term.component
     component.check(term.key, provided=["answers"])
     given = component.kwargs

@@ -209,11 +209,8 @@ class Schedules(LRScheduler):
 def build_optimizers(
     cfg: Any, model: nn.Module, steps: Mapping[str, int]
 ) -> tuple[Optimizers, Schedules]:
-    """The optimizer and the schedule of each adapter, as its own run has them.
-
-    Args:
-        steps: the updates of each, by name.
-    """
+    """The optimizer and the schedule of each adapter, as its own run has them; `steps` are the
+    updates of each, by name."""
     optimizers, schedules = [], []
     for name in cfg.adapters:
         one = single(cfg, name)

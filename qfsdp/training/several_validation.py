@@ -48,11 +48,7 @@ class SeveralValidation:
         saves: Mapping[str, Callable[[Path], None]],
     ) -> None:
         """As `Validation.run`, for every adapter that is trained in this step. Metrics are
-        `NAME/validation/...`.
-
-        Args:
-            saves: by name, writes the adapter to a folder.
-        """
+        `NAME/validation/...`; `saves` writes the adapter NAME to a folder."""
         rows = cast(AdapterRows, model.adapter_rows)
         for name, one in self._each.items():
             if step <= self._steps[name]:

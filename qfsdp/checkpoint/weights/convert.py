@@ -116,11 +116,8 @@ def _write_all(
     world: World,
     progress: bool,
 ) -> None:
-    """Writes everything to the folder that rank 0 has begun.
-
-    Args:
-        known: file name -> SHA-256, of files that an earlier conversion wrote.
-    """
+    """Writes everything to the folder that rank 0 has begun, but the files that an earlier one
+    wrote: `known` has their SHA-256."""
     folder = output.path
     mine = files[world.rank :: world.size]
     todo = [file for file in mine if not output.is_done(file, known.get(file.name))]
@@ -170,8 +167,7 @@ def _write_weights(
     done: set[str],
     progress: bool,
 ) -> None:
-    """Writes the files named in `mine`, and joins the conversions in the others. Adds the name of
-    every weight to `done` as its turn comes."""
+    """Writes the files `mine`, and joins in the others' conversions; `done` names those begun."""
     names = [name for file in files if file.name in mine for name in file.groups]
     reads = [read for name in names for read in conversions[name].reads]
 

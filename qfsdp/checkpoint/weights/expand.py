@@ -125,11 +125,8 @@ def check_plain(
     weights: ModelWeights, what: str = "expand the model that it was quantized from"
 ) -> int:
     """Checks that a model can be expanded, and returns its number of blocks. Reads headers only.
-    Raises UserError: its weights are quantized, or do not match its config.json.
-
-    Args:
-        what: what is to be done before quantizing, for the message.
-    """
+    Raises UserError: its weights are quantized (and `what` is to be done before), or do not match
+    its config.json."""
     if weights.quantized:
         raise UserError(
             f"model.path: '{weights.folder}' holds quantized weights; expected plain ones: {what}, "
@@ -172,8 +169,7 @@ def zeros(name: str, like: StoredTensor, parts: DecoderParts) -> WeightConversio
 
 
 def _tensor_sources(config: dict[str, Any], new_blocks: int) -> dict[str, tuple[str, bool]]:
-    """Name of every tensor of the expanded model -> name of the old one, and whether the new one is
-    zero."""
+    """Tensor of the expanded model -> name of the old one, and whether the new one is zero."""
     depth = int(config["num_hidden_layers"])
     sources = block_sources(depth, new_blocks)
     new = set(expanded_positions(depth, new_blocks))

@@ -101,14 +101,8 @@ def _fill_verified(
     device: torch.device,
     progress: bool,
 ) -> str | None:
-    """Fills the parameters while the digests of the files are compared.
-
-    Returns:
-        How a file is damaged, or None; the same on every rank.
-
-    Raises:
-        UserError: the files are as they were written, and cannot be used.
-    """
+    """Fills the parameters while the digests of the files are compared. Returns how a file is
+    damaged, or None, on every rank. Raises UserError: they are as written, and cannot be used."""
     files = sorted({tensor.file for tensor in source.files.tensors.values()})
     damage_of, problem = compare_digests(source.folder, files), None
     reads = [read for name, param in params for read in _reads(source, name, param, device)]
@@ -139,10 +133,7 @@ def _exchanges(source: ModelWeights, name: str, param: nn.Parameter) -> bool:
 def _reads(
     source: ModelWeights, name: str, param: nn.Parameter, device: torch.device
 ) -> list[Read]:
-    """The reads for this rank's rows of a parameter.
-
-    Bytes that the shard holds unchanged are read straight into a shard on the CPU.
-    """
+    """The reads for this rank's rows of a parameter, unchanged bytes straight into a CPU shard."""
     local, held = local_part(param), local_rows(param)
     rows = range(held.start, held.stop)
     if isinstance(local, QuantizedTensor) and isinstance(local.store, DiskStore):

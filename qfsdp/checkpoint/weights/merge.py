@@ -97,11 +97,8 @@ def merged_rows(
 
 
 def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
-    """Rows of a weight `[n, in]` or of a bias `[n]` merged with IA3's factors, fp32.
-
-    Args:
-        factors: fp32; `[n, 1]` for the same rows, or `[1, in]` for the inputs.
-    """
+    """Rows of a weight `[n, in]` or of a bias `[n]` merged with IA3's factors, all fp32: `[n, 1]`
+    for the same rows, or `[1, in]` for the inputs."""
     return rows.float() * (factors if rows.dim() == 2 else factors.squeeze(1))
 
 
@@ -257,11 +254,7 @@ class Merge:
         return whole_reads(self.weights, weight.source, device)
 
     def rows(self, weight: MergedWeight, device: torch.device, pieces: Pieces) -> Iterator[Tensor]:
-        """All rows of a merged weight in chunks, not yet rounded to `dtype`.
-
-        Args:
-            pieces: of `reads`.
-        """
+        """All rows of a merged weight in chunks, not yet rounded, from the pieces of `reads`."""
         return self._rows(weight, self._held(weight, device, pieces), device)
 
     def _held(self, weight: MergedWeight, device: torch.device, pieces: Pieces) -> Held:

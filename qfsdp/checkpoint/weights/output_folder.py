@@ -27,11 +27,8 @@ LEFT_BY_A_KILL = {LOCK_FILE, BEGUN + PARTIAL, RESUMABLE_BEGUN + PARTIAL}
 
 
 def check_output(folder: Path, unfinished: Collection[str] = ()) -> None:
-    """Raises `UserError` if the folder holds anything but an unfinished result.
-
-    Args:
-        unfinished: files that a killed command may leave, besides those of a model.
-    """
+    """Raises `UserError` if the folder holds anything but an unfinished result: files of a model,
+    or those that a killed command may leave (`unfinished`)."""
     if folder.exists() and not folder.is_dir():
         raise UserError(f"output_dir: '{folder}' is a file; expected a new folder")
     files = {file.name for file in folder.iterdir()} if folder.is_dir() else set()

@@ -87,8 +87,7 @@ class ChatTokenizer:
     def _made_safe(
         self, conversation: Conversation
     ) -> tuple[Conversation, Mapping[str, str], str | None]:
-        """A conversation for the template, what `SpecialTokens.hide` has hidden in it, and what a
-        user must know of that."""
+        """A conversation for the template, what `SpecialTokens.hide` hid, and a warning of that."""
         messages, tools = conversation.messages, conversation.tools
         if any(m["role"] == "developer" for m in messages) and not self.form.knows_developer:
             messages = [
@@ -104,10 +103,8 @@ class ChatTokenizer:
     def _spans(
         self, conversation: Conversation, found: Rendered | UserError
     ) -> tuple[str, list[Range], str | None]:
-        """A rendered conversation, its trained ranges and what a user must know; raises UserError.
-
-        Where an answer ends with the first token of the next turn (GLM), the text gets one.
-        """
+        """A rendered conversation, its trained ranges and a warning; raises UserError. Where an
+        answer ends with the first token of the next turn (GLM), the text gets one."""
         messages = conversation.messages
         if isinstance(found, UserError):
             # A template without tools may fail because the content of a call is None.

@@ -68,10 +68,8 @@ class Turns:
         self._numbers = {id(message): index for index, message in enumerate(messages)}
 
     def _framed(self, index: int, message: dict[str, Any]) -> dict[str, Any]:
-        """The message with marks around its content, within the white space that templates trim.
-
-        A template may cut a content at its <think>, and with it a mark.
-        """
+        """The message with marks around its content, within the white space that templates trim. A
+        template may cut a content at its <think>, and with it a mark."""
         content = message["content"]
         inner = content.strip()
         if not inner or "think>" in inner:

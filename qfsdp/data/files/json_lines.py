@@ -137,8 +137,7 @@ def check_regular(key: str, path: Path, expected: str) -> None:
 
 
 def _json_values(path: Path) -> Iterator[tuple[int, Any]]:
-    """Line number and value of every line of a .jsonl file that is not blank. Raises UserError: a
-    line is not UTF-8, not JSON or longer than 256 MiB. The message names it."""
+    """Line number and value of every line of a .jsonl file that is not blank, to 256 MiB each."""
     with path.open("rb") as stream:
         for number in count(1):
             line = stream.readline(MAX_LINE + 1)

@@ -254,12 +254,8 @@ def _check_prompt(given: Messages, found: Messages) -> None:
 
 
 def _chat(row: Row, columns: Columns, prompt: Messages, answer: Messages) -> Chat:
-    """A conversation in which the assistant's messages of `answer` are trained.
-
-    Raises:
-        Unusable: roles do not alternate, an answer is empty, or none may be trained.
-        UserError: the history is no list of pairs or messages.
-    """
+    """A conversation in which the assistant's messages of `answer` are trained. Raises Unusable:
+    roles do not alternate, an answer is empty, or none may be trained."""
     check_text_alone(row)
     prompt = [*(_message(turn) for turn in history_of(row, columns.history)), *prompt]
     prompt = with_system(system_of(row, columns.system) or columns.system_prompt, prompt)

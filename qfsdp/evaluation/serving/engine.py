@@ -272,8 +272,8 @@ class Engine:
         self._guarded(batch, lambda: batch.join(row, cache, logits), row)
 
     def _guarded(self, batch: _Batch, work: Callable[[], None], row: _Row | None = None) -> None:
-        """Works on a batch. After an error its requests (and that of `row`) fail, and the engine
-        goes on: the cache may be half written."""
+        """Works on a batch. An error fails its requests and `row`, as half the cache may be
+        written."""
         try:
             work()
         except Exception:
