@@ -19,16 +19,9 @@ from qfsdp.modules.low_rank.linear import refresh_dora_norms
 
 
 def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights) -> None:
-    """The preflight of `start_adapters`; reads settings and headers, no tensors.
-
-    Args:
-        model: adapted as `config` says; may be on the meta device.
-        weights: of `model.path`.
-
-    Raises:
-        UserError: see `check_adapter`, `check_loftq` and `check_base_start`; or a rank of experts
-            without experts.
-    """
+    """The preflight of `start_adapters`, for a model that may be on the meta device, and the
+    weights of `model.path`; reads settings and headers, no tensors. Raises UserError: see
+    `check_adapter`, `check_loftq` and `check_base_start`; or a rank of experts without experts."""
     if config.expert_rank is not None and model.config.experts_per_token is None:
         raise UserError(
             f"adapter.expert_rank: {config.expert_rank!r}, but this model has no mixture of "

@@ -107,16 +107,9 @@ def data_settings(loader: StepLoader | StreamLoader) -> dict[str, Any]:
 
 
 def settings_of_machines(settings: Callable[[], dict[str, Any]], world: World) -> dict[str, Any]:
-    """The settings of this run on rank 0, compared with those of every other machine; every rank
-    must call it. Ranks with another learning rate or other weights would train without a word, and
-    with fewer rows wait for each other.
-
-    Args:
-        settings: computes them, on one rank of each machine.
-
-    Raises:
-        UserError: machines differ; on every rank.
-    """
+    """The settings of this run on rank 0, computed on one rank of each machine and compared; every
+    rank must call it. Ranks with another learning rate or other weights would train without a word,
+    and with fewer rows wait for each other. Raises UserError on every rank: machines differ."""
     several = world.size > world.local_size
     asked = world.rank == 0 or (several and os.environ.get("LOCAL_RANK") == "0")
     mine = settings() if asked else {}

@@ -49,11 +49,9 @@ TAKEN_FOR_EXPERTS = ("gate_proj", "up_proj", "down_proj")
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of an adapter's file.
+    """A tensor of an adapter's file: its name there, and its shape in a model.
 
     Fields:
-        name: in the file.
-        shape: as a model has it.
         experts: A or B of that many experts; 0: any other tensor.
         columns: whether it is B, in PEFT's order of columns.
     """

@@ -29,15 +29,9 @@ TOKENIZER_FILES = (
 
 
 def adapter_template(tokenizer: Component, dataset: Component) -> dict[str, str]:
-    """The files that a run writes beside its adapter: name -> text.
-
-    Args:
-        tokenizer, dataset: of the run's config.
-
-    Returns:
-        `chat_template.jinja`; or nothing if the template is the model's own, or `plain` because the
-        model has none and the run has no conversations.
-    """
+    """The files that a run with this tokenizer and dataset writes beside its adapter, name -> text:
+    `chat_template.jinja`; or nothing if the template is the model's own, or `plain` because the
+    model has none and the run has no conversations."""
     built = tokenizer.build()
     if not isinstance(built, HFTokenizer) or built.chat_template.of_model:
         return {}

@@ -281,12 +281,8 @@ def _tokenize(
 
 @dataclass(frozen=True)
 class ChatRows:
-    """Turns rows into one sample each, several rows at once.
-
-    Fields:
-        tokenizer: of the conversations.
-        to_chat: makes a conversation of a row. Raises `Unusable` or UserError.
-    """
+    """Turns rows into one sample each, several rows at once; `to_chat` makes a conversation of a
+    row, and raises `Unusable` or UserError."""
 
     tokenizer: Tokenizer
     to_chat: Callable[[Row], Chat]

@@ -27,13 +27,7 @@ class MixtureDataset:
     they are the same on every rank. How often two samples of a dataset are chosen differs by at
     most one.
 
-    Args:
-        parts: name -> dataset.
-        counts: name -> number of samples to choose. Samples repeat if the dataset has fewer.
-        seed: seed of the choice and of the order.
-
-    Attributes:
-        parts: as given.
+    `counts` is name -> number of samples to choose. Samples repeat if the dataset has fewer.
     """
 
     def __init__(

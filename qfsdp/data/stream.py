@@ -272,14 +272,8 @@ Loader = StepLoader | StreamLoader
 
 
 def step_loader(dataset: Any, **options: Any) -> Loader:
-    """The loader of a dataset: a `StepLoader`, or a `StreamLoader` of a stream.
-
-    Args:
-        options: as in `StepLoader`.
-
-    Raises:
-        UserError: as in both; or no row has a target within `max_seq_len`.
-    """
+    """The loader of a dataset, with the options of `StepLoader`: one, or a `StreamLoader` of a
+    stream. Raises UserError: as in both; or no row has a target within `max_seq_len`."""
     if isinstance(dataset, StreamedDataset):
         return StreamLoader(dataset, **options)
     samples, limit = getattr(dataset, "dataset", dataset), options.get("max_seq_len")

@@ -265,15 +265,9 @@ class HFTokenizer:
         return found.tokens, found.mask
 
     def tokenize_chats(self, chats: Sequence[Mapping[str, Any]]) -> list[TokenizedChat | UserError]:
-        """Tokenizes several conversations at once, which is faster.
-
-        Args:
-            chats: "messages" and maybe "tools", as in `tokenize_messages`.
-
-        Returns:
-            For each of them what `tokenize_messages` returns, or the error that it raises. After a
-            template or the tokenizer has exceeded its time, the rest have that error.
-        """
+        """Tokenizes several conversations ("messages" and maybe "tools") at once, which is faster:
+        for each what `tokenize_messages` returns, or the error that it raises. After a template or
+        the tokenizer has exceeded its time, the rest have that error."""
         asked = [Conversation.of(chat["messages"], chat.get("tools")) for chat in chats]
         return [self._cut(found) for found in self._tokenize(asked)]
 

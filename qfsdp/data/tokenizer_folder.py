@@ -188,14 +188,8 @@ def add_new_tokens(
 
 
 def given_template(given: str) -> tuple[str, Path]:
-    """A template from the config, and its place for messages.
-
-    Args:
-        given: the path of a file, or a Jinja template itself.
-
-    Raises:
-        UserError: the file does not exist or cannot be read.
-    """
+    """A template from the config, the path of a file or a Jinja template itself, and its place for
+    messages. Raises UserError: the file does not exist or cannot be read."""
     file = Path(given).expanduser()
     if os.path.isfile(file):  # Path.is_file raises OSError if the text is too long for a path
         return read_text(file), file

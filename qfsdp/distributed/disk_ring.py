@@ -29,14 +29,8 @@ from qfsdp.tensor_subclasses.kernels.host_memory import host_empty, moved
 
 @dataclass(frozen=True)
 class FileRows:
-    """Rows of one weight in a file.
-
-    Fields:
-        rows: their number.
-        row_bytes: bytes of one row.
-        read_into: fills a contiguous uint8 tensor of `rows * row_bytes` with them. The ring calls
-            it in its thread.
-    """
+    """The rows of one weight in a file, of `row_bytes` bytes each; `read_into` fills a contiguous
+    uint8 tensor of `rows * row_bytes` with them, in the ring's thread."""
 
     rows: int
     row_bytes: int

@@ -56,13 +56,8 @@ class OffloadStore:
 
 
 class HostStore(OffloadStore):
-    """The bytes lie in host memory.
-
-    Args:
-        unit, ahead: as above.
-        blocks: gives the memory; None: of its own.
-        rows: of a rank's shard with FSDP2's padding.
-    """
+    """The bytes lie in host memory: in `blocks`, or memory of their own, for the rows of a rank's
+    shard with FSDP2's padding."""
 
     def __init__(
         self, unit: str, ahead: DeviceAhead | None, blocks: HostBlocks | None = None, rows: int = 0

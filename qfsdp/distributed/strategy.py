@@ -90,15 +90,8 @@ class ShardingConfig:
 
 
 def mesh_shape(config: ShardingConfig, size: int, local_size: int) -> tuple[int, int]:
-    """The number of replicated groups, and of ranks per group.
-
-    Args:
-        size: number of ranks.
-        local_size: number of ranks on this machine.
-
-    Raises:
-        UserError: their product is not the number of ranks.
-    """
+    """The number of replicated groups, and of ranks per group, of `size` ranks, `local_size` of
+    them on this machine. Raises UserError: their product is not the number of ranks."""
     replicate, shard = config.replicate, config.shard
     if not config.strategy.startswith("hybrid"):
         return (size, 1) if config.strategy == "ddp" else (1, size)

@@ -87,16 +87,9 @@ class ExactMatch:
 
 
 def read_questions(key: str, config: ExactMatchConfig, tokenizer: Any) -> list[Question]:
-    """Reads questions and makes prompts with the chat template.
-
-    Args:
-        key: the entry's place in the config, for messages.
-        tokenizer: `hf_tokenizer(...)` or one of torchtune's.
-
-    Raises:
-        UserError: a file or column is wrong, an answer has no number, there are too few examples,
-            or the chat template rejects the conversation, which is named by its row.
-    """
+    """Reads the questions of the entry `key` and makes prompts with the tokenizer's chat template.
+    Raises UserError: a file or column is wrong, an answer has no number, there are too few
+    examples, or the chat template rejects the conversation, which is named by its row."""
     rows = _read(f"{key}.source", config.source, config)[: config.max_rows]
     names = ("system_column", "history_column", "tools_column")
     named = {name: getattr(config, name) for name in names}

@@ -51,13 +51,8 @@ def check_for_inference(
     head: HeadConfig | None = None,
 ) -> AnyDecoder:
     """Checks the arguments of `load_for_inference`. Reads configs and headers but no tensors.
-
-    Returns:
-        The decoder on the meta device, for further checks by a recipe.
-
-    Raises:
-        UserError: the model folder or the adapter is faulty, or the adapter is for another model.
-    """
+    Returns the decoder on the meta device, for further checks by a recipe. Raises UserError: the
+    model folder or the adapter is faulty, or the adapter is for another model."""
     if (parts := sharding.context_parallel) > 1:
         raise UserError(f"sharding.context_parallel: {parts}; expected 1, as nothing is trained")
     weights = model.weights()

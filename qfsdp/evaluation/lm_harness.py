@@ -301,16 +301,9 @@ def run_tasks(
     world: World,
     batch_size: int,
 ) -> tuple[list[TaskMetric], dict[str, list[dict[str, Any]]]]:
-    """Runs the tasks. The results are the same on every rank.
-
-    Args:
-        tasks: from `load_tasks`.
-        stops: tokens that end an answer.
-        batch_size: contexts (with all their choices) or prompts per forward pass.
-
-    Returns:
-        All metrics of all tasks, and lm-eval's record of each row by task.
-    """
+    """Runs the tasks of `load_tasks`; `stops` are tokens that end an answer, `batch_size` contexts
+    (with all their choices) or prompts per forward pass. Returns all metrics of all tasks, and
+    lm-eval's record of each row by task, the same on every rank."""
     from qfsdp.evaluation.lm_harness_model import HarnessModel
 
     return evaluate(

@@ -203,8 +203,7 @@ class Repository:
     """A repository of the hub, or what the cache holds of it if the hub cannot be reached.
 
     Fields:
-        key: the config key that names it, for messages.
-        name: as typed.
+        key, name: the config key that names it, for messages, and the name as typed.
         kind: what it is used as.
         sizes: file -> bytes; None if the hub cannot be reached.
         cached: the folder in the cache, if the hub cannot be reached.

@@ -205,16 +205,9 @@ class Predictor:
 
 
 def check_process_fits(hardware: Hardware, processes: int = 0) -> None:
-    """Checks that there is more memory than processes take without any tensor.
-
-    Without this check, a search ends after a minute of dry runs that cannot fit.
-
-    Args:
-        processes: on one machine, with `hardware.host_memory`; 0: only the GPU is checked.
-
-    Raises:
-        UserError: there is not.
-    """
+    """Checks that there is more memory than processes take without any tensor; `processes` on one
+    machine, with `hardware.host_memory`; 0: only the GPU is checked. Without this check, a search
+    ends after a minute of dry runs that cannot fit. Raises UserError: there is not."""
     if hardware.host_memory is not None and hardware.host_memory <= processes * PROCESS_BYTES:
         raise UserError(
             f"host_memory: {format_size(hardware.host_memory)}; expected more than the "

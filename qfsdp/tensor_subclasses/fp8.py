@@ -39,15 +39,8 @@ TILE = 16  # GPUs need sizes that it divides
 
 @compiled
 def to_fp8(rows: Tensor, factor: Tensor | None) -> tuple[Tensor, Tensor]:
-    """`rows * factor` as e4m3, each row with its scale.
-
-    Args:
-        rows: `[n, cols]`, floating point.
-        factor: fp32 `[cols]`, or None: ones.
-
-    Returns:
-        e4m3 `[n, cols]` and fp32 `[n, 1]`. A row with NaN or infinity becomes NaN.
-    """
+    """`rows * factor` (`[n, cols]` and fp32 `[cols]`, or ones) as e4m3 `[n, cols]`, each row with
+    its scale, fp32 `[n, 1]`. A row with NaN or infinity becomes NaN."""
     numbers = rows.float()
     if factor is not None:
         numbers = numbers * factor
@@ -102,16 +95,9 @@ def _transposed(numbers: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(a_scale * a) @ (b_scale * b).T`, added up in fp32 and rounded once, to `dtype`.
-
-    Args:
-        a: e4m3 `[n, k]`; a_scale: fp32 `[n, 1]`.
-        b: e4m3 `[m, k]`; b_scale: fp32 `[m]`.
-        dtype: a GPU multiplies for bf16 only.
-
-    Returns:
-        `[n, m]`.
-    """
+    """`(a_scale * a) @ (b_scale * b).T`, `[n, m]`, added up in fp32 and rounded once, to `dtype`: a
+    GPU multiplies for bf16 only. `a` is e4m3 `[n, k]` with fp32 `[n, 1]`, `b` e4m3 `[m, k]` with
+    fp32 `[m]`."""
     if on_cpu(a):
         return (a.float() @ b.float().t()).mul_(a_scale).mul_(b_scale).to(dtype)
     if missing := -a.size(0) % TILE:  # tokens of a batch, in generation or the last rows

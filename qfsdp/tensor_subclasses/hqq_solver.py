@@ -34,16 +34,9 @@ NEVER_SHRUNK = 0.17  # smaller errors become 0; `pow` takes 10 times as long as 
 
 
 def solve(groups: Tensor, mean_error: Callable[[Tensor], float]) -> tuple[Tensor, Tensor]:
-    """The solver of HQQ.
-
-    Args:
-        groups: `[n, 64]`, floating point.
-        mean_error: sums of absolute errors of these groups (fp64 `[n]`) -> mean error of the whole
-            weight; called in every step.
-
-    Returns:
-        1 / scale and zero, fp32 `[n]`.
-    """
+    """The solver of HQQ: 1 / scale and zero, fp32 `[n]`, of groups `[n, 64]`. `mean_error`, called
+    in every step, makes of the sums of absolute errors of these groups (fp64 `[n]`) the mean error
+    of the whole weight."""
     inverse, zero = (groups.new_empty(len(groups), dtype=torch.float32) for _ in range(2))
     mean, errors = (torch.empty_like(zero, dtype=torch.float64) for _ in range(2))
     # Uncompiled, temporaries are as large as the groups that are computed at a time.

@@ -68,12 +68,8 @@ class Device:
 
 
 class Captured:
-    """A function of tensors, captured at its first call.
-
-    Args:
-        fn: uses tensors that stay, besides its arguments, and returns one or None.
-        inputs: of the first call; copies of them become its arguments.
-    """
+    """A function of tensors, captured at its first call: copies of its inputs become its arguments.
+    Besides them it uses tensors that stay, and it returns one or None."""
 
     def __init__(self, fn: Callable[..., Any], inputs: Sequence[Tensor], device: Device) -> None:
         self.inputs = [value.clone() for value in inputs]
@@ -90,12 +86,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What keeps micro-batches from being captured.
-
-    Fields:
-        reason: in words.
-        norms: whether DoRA's norms are captured all the same.
-    """
+    """What keeps micro-batches from being captured; and whether DoRA's norms are all the same."""
 
     reason: str
     norms: bool = False
@@ -189,11 +180,8 @@ class StepGraphs:
         self, forward_backward: Callable[[Any], Tensor], batch: Batch, clock: StepClock
     ) -> Tensor | None:
         """Runs a micro-batch as a graph, or as it will be captured; None: left to the caller.
-
-        Args:
-            forward_backward: of a batch on the device; adds gradients and returns the loss.
-            clock: takes the time of the phase "graph".
-        """
+        `forward_backward` takes a batch on the device, adds gradients and returns the loss; `clock`
+        takes the time of the phase "graph"."""
         if not self._on:
             return None
         tensors = (batch.tokens, batch.labels, batch.positions, batch.cu_seqlens)

@@ -96,16 +96,9 @@ def check_sharding(sharding: ShardingConfig) -> None:
 
 
 def check_teacher(cfg: Any, student: AnyConfig, tokenizer: Any) -> None:
-    """Checks the teacher of a config, before anything is loaded.
-
-    Args:
-        student: the config of the model that is trained.
-        tokenizer: its tokenizer, as `check_data` returns it.
-
-    Raises:
-        UserError: the teacher's folder or adapter is faulty, or it has other tokens, or fewer
-            positions than a row has.
-    """
+    """Checks the teacher of a config, before anything is loaded, for a student and its tokenizer,
+    as `check_data` returns it. Raises UserError: the teacher's folder or adapter is faulty, or it
+    has other tokens, or fewer positions than a row has."""
     section: TeacherConfig = cfg.teacher
     found = section.model.any_config()
     if isinstance(found, HubConfig):
@@ -154,16 +147,9 @@ def _check_tokens(tokenizer: Any, folder: Path, rows: int, equal: bool) -> None:
 
 
 def load_teacher(cfg: Any, world: World, loader: Any, steps: int) -> Teacher:
-    """The teacher of a config, loaded, or read from files after it has written what they lack.
-    Every rank must call it.
-
-    Args:
-        loader: of the run, whose rows the teacher reads.
-        steps: of the run.
-
-    Raises:
-        UserError: as `TeacherCache`; or `load_for_inference` raises it.
-    """
+    """The teacher of a config, loaded, or read from files after it has written what they lack for
+    the rows and the steps of the run. Every rank must call it. Raises UserError: as `TeacherCache`;
+    or `load_for_inference` raises it."""
     given = (cfg.teacher.model, cfg.teacher.quantization, cfg.teacher.adapter, of_teacher(cfg))
 
     def load() -> Teacher:
@@ -251,12 +237,8 @@ class Teacher:
 
 
 class CachedTeacher(Teacher):
-    """A teacher whose most likely tokens were written before.
-
-    Args:
-        said: a micro-batch -> what `Taught` takes of it: ids and log-probabilities, `[n, top_k]`.
-        tokens: as of `Taught`.
-    """
+    """A teacher whose most likely tokens were written before; `said` makes of a micro-batch what
+    `Taught` takes of it: ids and log-probabilities, `[n, top_k]`."""
 
     def __init__(
         self,

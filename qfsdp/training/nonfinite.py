@@ -79,16 +79,9 @@ class NonFiniteWatch:
     def after(
         self, step: int, batches: Sequence[Batch], metrics: dict[str, float]
     ) -> dict[str, float]:
-        """Returns the metrics, with `skipped_steps`, their number so far, if there are any, and
-        with the loss scale of fp16, which it updates.
-
-        Args:
-            batches: this rank's micro-batches of the step.
-            metrics: of `optim_step`.
-
-        Raises:
-            UserError: they are not finite, and the run is to stop.
-        """
+        """Returns the metrics of `optim_step`, with `skipped_steps`, their number so far, if there
+        are any, and with the loss scale of fp16, which it updates; `batches` are this rank's of the
+        step. Raises UserError: they are not finite, and the run is to stop."""
         optimizer = self._state.optimizer
         scale = loss_scale(optimizer)
         overflow = math.isfinite(metrics["loss"]) and not math.isfinite(metrics["grad_norm"])

@@ -100,12 +100,9 @@ def in_words(cfg: Any, name: str, loader: StepLoader, steps: int) -> str:
 
 
 def check_several(cfg: Any) -> None:
-    """Checks what adapters that share a base cannot have, and sorts them by name.
-
-    Raises:
-        UserError: there is no adapter, a name cannot be that of a folder, an adapter has no
-            dataset, or a setting does not go with several adapters.
-    """
+    """Checks what adapters that share a base cannot have, and sorts them by name. Raises UserError:
+    there is no adapter, a name cannot be that of a folder, an adapter has no dataset, or a setting
+    does not go with several adapters."""
     if not cfg.adapters:
         raise UserError("adapters: {}; expected a section for each adapter, by its name")
     # Optimizer groups are restored by their place: a resumed run may name adapters in any order.

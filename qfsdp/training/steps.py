@@ -225,15 +225,9 @@ def _over_ranks(norm: Tensor, mesh: DeviceMesh, sums: Tensor | None) -> Tensor:
 
 
 def start_reading(loss: Tensor, grad_norm: Tensor, lr: float) -> Callable[[], dict[str, float]]:
-    """Starts to copy the loss and the gradient norm of an update to the host.
-
-    Args:
-        loss, grad_norm: of all ranks, `[]`.
-
-    Returns:
-        A function that waits for the copy, and for nothing that the device is given after it; it
-        returns `loss`, `grad_norm` and `lr`, the same on every rank.
-    """
+    """Starts to copy the loss and the gradient norm of an update, `[]` of all ranks, to the host.
+    Returns a function that waits for the copy, and for nothing that the device is given after it;
+    it returns `loss`, `grad_norm` and `lr`, the same on every rank."""
     copy = torch.stack([loss.double(), grad_norm.to(loss.device).double()])
     ended = None
     if copy.device.type != "cpu":

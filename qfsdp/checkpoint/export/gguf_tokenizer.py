@@ -54,11 +54,13 @@ PRE_TOKENIZERS: dict[tuple[str, ...], tuple[str, bool]] = {
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """Fields:
-    kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece).
-    pre_tokenizer: llama.cpp's name of the rule that cuts text into words.
-    tokens, scores, types: one for each row of the embeddings; `scores` of SentencePiece only.
-    space_prefix: a space is put before a text.
+    """A tokenizer as llama.cpp has it.
+
+    Fields:
+        kind: "gpt2" (byte-level BPE) or "llama" (SentencePiece).
+        pre_tokenizer: llama.cpp's name of the rule that cuts text into words.
+        tokens, scores, types: one for each row of the embeddings; `scores` of SentencePiece only.
+        space_prefix: a space is put before a text.
     """
 
     kind: str
@@ -108,14 +110,8 @@ class GgufTokenizer:
 
 
 def read_gguf_tokenizer(folder: Path, rows: int) -> GgufTokenizer:
-    """The tokenizer of a model folder.
-
-    Args:
-        rows: of the embeddings; those without a token get an unused one.
-
-    Raises:
-        UserError: there is no tokenizer, or one that llama.cpp does not have.
-    """
+    """The tokenizer of a model folder. Of the `rows` of the embeddings those without a token get an
+    unused one. Raises UserError: there is none, or one that llama.cpp does not have."""
     file = folder / "tokenizer.json"
     described = read_json(file) if file.is_file() else {}
     if (described.get("decoder") or {}).get("type") == _PLAIN:

@@ -260,15 +260,9 @@ def read_as_quantized(
     device: torch.device,
     pieces: Pieces,
 ) -> QuantizedTensor:
-    """A whole weight in a quantized format: its stored bytes, or quantized if it is plain.
-
-    Args:
-        dtype: the compute dtype that it stands for.
-        pieces: of `whole_reads`.
-
-    Raises:
-        ValueError: it holds NaN or infinity.
-    """
+    """A whole weight in a quantized format, for the compute dtype `dtype`: its stored bytes, or
+    quantized if it is plain, from the pieces of `whole_reads`. Raises ValueError: it holds NaN or
+    infinity."""
     stored = source.quantized.get(name)
     rows, cols = source.plain[name].shape if stored is None else stored.shape
     weight = FORMATS[format].empty(rows, cols, dtype, device)

@@ -46,16 +46,9 @@ PARAMETER = re.compile(r"(.+\.experts)\.(gate_up_proj|down_proj)\.(weight|bias)"
 def stacked_experts(
     plain: dict[str, StoredTensor], parts: DecoderParts, where: object
 ) -> dict[str, StoredTensor]:
-    """The same tensors, where those of experts are replaced by stacked ones.
-
-    Args:
-        plain: name -> tensor of a folder.
-        where: the folder, for errors.
-
-    Raises:
-        UserError: an expert is missing or one too many, or a tensor has another shape or dtype than
-            config.json and the other experts say.
-    """
+    """The tensors of a folder by name, where those of experts are replaced by stacked ones. Raises
+    UserError, which names `where`: an expert is missing or one too many, or a tensor has another
+    shape or dtype than config.json and the other experts say."""
     config = parts.experts
     if config is None:
         return plain

@@ -171,14 +171,8 @@ def _fill(param: nn.Parameter, name: str, source: ModelWeights, pieces: Pieces) 
 def fill_quantized(
     local: QuantizedTensor, source: ModelWeights, weight: StoredQuantizedWeight, pieces: Pieces
 ) -> None:
-    """Fills rows of a quantized tensor with the stored bytes.
-
-    Args:
-        pieces: for each column of the weight, the pieces of these rows.
-
-    Raises:
-        ValueError: its scales hold NaN or infinity.
-    """
+    """Fills rows of a quantized tensor with the stored bytes, the pieces of each column of the
+    weight. Raises ValueError: its scales hold NaN or infinity."""
     for into in local.qdata.split([column.row_bytes for column in weight.columns], dim=1):
         for _ in _copied_pieces(into, next(pieces)):
             pass

@@ -104,14 +104,11 @@ def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """A weight of the merged model.
+    """A weight of the merged model, by its name there.
 
     Fields:
-        name: its name in the merged model.
         source: its name in the base; differs only for an `lm_head` that was tied.
-        shape: its shape.
-        held: the quantized format in which training held it, or None.
-        written: the quantized format in which it is written, or None.
+        held, written: the quantized format in which training held it, or it is written; or None.
         adapted: whether it has an adapter.
         stored: how it is written if it is plain.
     """
@@ -147,16 +144,10 @@ class Merge:
     requantize: Requantize = "none"
 
     def plan(self, all_weights: bool = False) -> list[MergedWeight]:
-        """The weights of the merged model. Reads headers only.
-
-        Args:
-            all_weights: those too that a folder is written with as they were read, where a model
-                takes more than text.
-
-        Raises:
-            UserError: the base or the adapter is broken, they belong to different models, or a
-                weight cannot be written as `requantize` asks.
-        """
+        """The weights of the merged model; with `all_weights` those too that a folder is written
+        with as they were read, where a model takes more than text. Reads headers only. Raises
+        UserError: the base or the adapter is broken, they belong to different models, or a weight
+        cannot be written as `requantize` asks."""
         if self.adapter is not None:
             model = adapted_model(self.weights, self.quantization, self.adapter)
         else:
@@ -223,14 +214,9 @@ class Merge:
         max_file_bytes: int = MAX_FILE_BYTES,
         texts: Mapping[str, str] | None = None,
     ) -> None:
-        """Writes the merged model. Every rank must call it; each rank writes a part of the files.
-
-        Args:
-            texts: name -> text of further files, such as a model card.
-
-        Raises:
-            UserError: see `plan` and `convert_folder`.
-        """
+        """Writes the merged model, with further files (`texts`, by name) such as a model card.
+        Every rank must call it; each rank writes a part of the files. Raises UserError: see `plan`
+        and `convert_folder`."""
         plan = self.plan()
         conversions = {weight.name: self.conversion(weight, world.device) for weight in plan}
         conversions |= copies_beside(self.weights, {n for w in plan for n in w.stored.shapes})

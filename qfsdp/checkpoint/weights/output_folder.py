@@ -62,14 +62,9 @@ class OutputFolder:
         return False
 
     def begin(self) -> dict[str, str]:
-        """Prepares the folder; rank 0 calls it with the folder locked.
-
-        Returns:
-            File name -> SHA-256, where an earlier conversion recorded them.
-
-        Raises:
-            UserError: the folder holds something else.
-        """
+        """Prepares the folder; rank 0 calls it with the folder locked. Returns file name ->
+        SHA-256, where an earlier conversion recorded them. Raises UserError: it holds something
+        else."""
         check_output(self.path)
         write_json(self.path / BEGUN, {})
         self._remove_weights()

@@ -181,15 +181,9 @@ def plan_files(
 def write_file(
     folder: Path, planned: PlannedFile, write: Callable[[str, SafetensorsFile], None]
 ) -> None:
-    """Writes one file to an existing folder.
-
-    Args:
-        write: `write(weight, file)` writes every tensor of that weight's group; called in the
-            order of the plan.
-
-    Raises:
-        OSError: the file cannot be written. No part of it is left, as after any other error.
-    """
+    """Writes one file to an existing folder; `write(weight, file)` writes every tensor of a
+    weight's group, in the order of the plan. Raises OSError: the file cannot be written. No part of
+    it is left, as after any other error."""
     file = SafetensorsFile(folder / planned.name, planned.entries)
     try:
         for weight in planned.groups:

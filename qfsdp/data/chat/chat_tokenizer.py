@@ -34,17 +34,8 @@ def raised(found: Any) -> Any:
 
 @dataclass(frozen=True)
 class ChatTokenizer:
-    """Tokenizes conversations.
-
-    Fields:
-        backend: the tokenizer.
-        special: its special tokens.
-        template: writes conversations.
-        source: the model folder, for messages.
-        keep_special: special tokens that a message spells are special.
-        bos: the token that begins a text, or None.
-        eos_id: the token that ends a text.
-    """
+    """Tokenizes conversations; with `keep_special`, special tokens that a message spells are so.
+    `source` is the model folder, for messages, and `bos` the token that begins a text, if any."""
 
     backend: Tokenizer
     special: SpecialTokens

@@ -35,14 +35,8 @@ CHECKED: list[list[Turn]] = [
 
 @dataclass(frozen=True)
 class GoTemplate:
-    """What stands before and after the content of each role's messages, and at both ends.
-
-    Fields:
-        around: role -> the two texts.
-        start: of every conversation.
-        header: of the answer.
-        system: the message where a conversation has none, or None.
-    """
+    """What stands before and after the content of each role's messages (`around`), at the start of
+    every conversation, in the header of the answer, and as a system message where there is none."""
 
     around: dict[str, Turn]
     start: str

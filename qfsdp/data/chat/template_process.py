@@ -47,9 +47,7 @@ class Turns:
         from   the content of the message begins; to: it ends
         train  what is trained begins; done: it ends, as the template says itself
 
-    Args:
-        messages: of the conversation.
-        conversation: all that the template sees, as text.
+    `conversation` is all that the template sees, as text.
     """
 
     def __init__(self, messages: Sequence[Any], conversation: str) -> None:

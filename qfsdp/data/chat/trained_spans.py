@@ -32,13 +32,8 @@ BEFORE_THINK = "the text before </think>"
 
 @dataclass(frozen=True)
 class TrainedSpans:
-    """Finds what is trained in a rendered conversation.
-
-    Fields:
-        chats: what is known of the template, and of the tokens with which a turn may end.
-        conversation: the conversation.
-        rendered: its text.
-    """
+    """Finds what is trained in a rendered conversation; `chats` knows the template, and the tokens
+    with which a turn may end."""
 
     chats: ChatTokenizer
     conversation: Conversation
@@ -263,12 +258,7 @@ class AnswerForm:
 
     @classmethod
     def of(cls, template: ChatTemplate, tokens: Mapping[str, int], bos: str | None) -> AnswerForm:
-        """The form of a template.
-
-        Args:
-            tokens: the special tokens.
-            bos: the token that begins a text: an answer does not end with it.
-        """
+        """The form of a template, with special `tokens`; an answer does not end with `bos`."""
         asked = template.render(
             [
                 Conversation([_USER]),

@@ -56,18 +56,8 @@ class FileRow(dict[str, Any]):
 
 
 class FilePart:
-    """The rows of one file.
-
-    Args:
-        file: a data file.
-
-    Attributes:
-        count: number of rows.
-        columns: keys of its first rows.
-
-    Raises:
-        UserError: the file cannot be read.
-    """
+    """The rows of one data file: `count` of them, `columns` are the keys of its first ones. Raises
+    UserError: the file cannot be read."""
 
     def __init__(self, file: Path) -> None:
         self.file, self._state = file, file_state(file)
@@ -133,11 +123,8 @@ class FilePart:
 
 
 class FileRows:
-    """The rows of several files, one after the other; see `load_rows`.
-
-    Attributes:
-        column_names: keys of the first rows of every file.
-    """
+    """The rows of several files, one after the other; see `load_rows`. `column_names` are the keys
+    of the first rows of every file."""
 
     def __init__(self, parts: Sequence[FilePart]) -> None:
         self._parts = parts
@@ -176,12 +163,8 @@ class FileRows:
 
 
 class FileStream:
-    """The rows of several files without counting them first, for `RowStream`.
-
-    Args:
-        files: data files.
-        most: rows to read; None: all.
-    """
+    """The rows of several files, `most` of them or all, without counting them first, for
+    `RowStream`."""
 
     def __init__(self, files: Sequence[Path], most: int | None = None) -> None:
         self._files, self._most = list(files), most

@@ -139,16 +139,8 @@ def _fields(chat: bool, most: int) -> dict[str, tuple[Any, str]]:
 def parse(
     body: bytes, chat: bool, models: Sequence[str], usual: SamplingConfig, limits: LimitsConfig
 ) -> Asked:
-    """Reads the JSON of a request.
-
-    Args:
-        chat: it is for /v1/chat/completions, else for /v1/completions.
-        models: their names.
-        usual: for fields that the request leaves out.
-
-    Raises:
-        ApiError: with the field that is wrong.
-    """
+    """Reads the JSON of a request for /v1/chat/completions (`chat`) or /v1/completions, to one of
+    `models`; `usual` is for fields that it leaves out. Raises ApiError, with the wrong field."""
     given = _object(body)
     prompt = given.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], (str, list)):

@@ -31,12 +31,8 @@ BESIDE = "adapter_"
 
 @dataclass
 class AdapterRows:
-    """Whose the rows of the micro-batch are that the model computes; one object for all linears.
-
-    Fields:
-        names: of the adapters, in the order of their rows.
-        counts: rows of each.
-    """
+    """Whose the rows of the micro-batch are that the model computes, by adapter; one object for all
+    linears."""
 
     names: list[str]
     counts: Sequence[int] = field(default_factory=list)
@@ -64,12 +60,8 @@ class OneOfSeveral(LowRankLinear):
 
 
 class SeveralLinear(QuantizedLinear):
-    """A frozen linear, quantized or plain, with some of a model's adapters.
-
-    Fields:
-        rows: of the model.
-        adapter_NAME: an `OneOfSeveral` for each adapter that this linear has.
-    """
+    """A frozen linear, quantized or plain, with some of a model's adapters: `adapter_NAME` is an
+    `OneOfSeveral` for each that it has."""
 
     def __init__(
         self,

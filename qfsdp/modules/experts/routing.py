@@ -77,15 +77,9 @@ class Routing:
         labels: Tensor,
         cut: CutRows | None = None,
     ) -> Tensor:
-        """Adds the `routing_sums` of all mixtures in one micro-batch.
-
-        Args:
-            cut: `counted` and `labels` are parts of these rows.
-
-        Returns:
-            `loss`, the summed cross entropy, plus `factor` times the balancing loss of each row
-            times its number of targets.
-        """
+        """Adds the `routing_sums` of all mixtures in one micro-batch, of which `counted` and
+        `labels` may be parts (`cut`). Returns `loss`, the summed cross entropy, plus `factor` times
+        the balancing loss of each row times its number of targets."""
         sums = torch.stack(of_layers)
         totals = sums.detach().sum(1)
         self._totals = totals if self._totals is None else self._totals + totals

@@ -140,16 +140,9 @@ class ExpertLinear(nn.Module):
         self.bias = nn.Parameter(torch.empty(experts * out_features)) if bias else None
 
     def forward(self, x: Tensor, ends: Tensor, factors: Tensor | None = None) -> Tensor:
-        """Multiplies rows that are sorted by expert.
-
-        Args:
-            x: `[rows, in]`.
-            ends: int32 `[experts]`, where each expert's rows end.
-            factors: `[rows]`, of the bias; None: ones. The caller has multiplied x by them.
-
-        Returns:
-            `[rows, out]`.
-        """
+        """Multiplies rows `[rows, in]` that are sorted by expert, where those of each end at
+        `ends`, int32 `[experts]`: `[rows, out]`. The bias is times `factors`, `[rows]` or ones,
+        which the caller has multiplied x by."""
         y = expert_linear(x, self.weight, ends, self.chunk_bytes)
         return y if self.bias is None else y + bias_of_rows(self.bias, x, ends, factors)
 
