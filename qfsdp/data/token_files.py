@@ -10,10 +10,9 @@
 The key is a hash of everything that decides the tokens: the contents of data files (the fingerprint
 of `datasets` for hub names), the builder and its arguments, the tokenizer with its chat template,
 and the code. The folder gets its name when it is complete, so one that was cut off is never read.
-Digests are compared at every start, and a damaged dataset is tokenized again.
-Whoever has the lock tokenizes; the other ranks and runs wait and then map the files. Mapped pages
-are shared: N ranks hold the data once, and the system may drop them. To clear the cache, delete
-the folder.
+Digests are compared at every start, and a damaged dataset is tokenized again. Whoever has the lock
+tokenizes; the other ranks and runs wait and then map the files. Mapped pages are shared: N ranks
+hold the data once, and the system may drop them. To clear the cache, delete the folder.
 """
 
 from __future__ import annotations

@@ -24,8 +24,7 @@ class ShardingConfig:
             default a machine is a group. Their product must be the number of ranks.
         wrap: the unit that is gathered at once. "decoder_layer" overlaps communication with
             compute best; "linear" gathers one linear at a time, for the least memory.
-        prefetch: number of units that are gathered ahead while one computes; each takes its
-            memory.
+        prefetch: number of units that are gathered ahead while one computes; each takes its memory.
         cpu_offload: parameters, gradients and optimizer state are in host memory, and the
             optimizer runs there; a unit's parameters are on the device while it computes.
         offload_base: where the frozen weights of the linears are: "none": on the device; "cpu": in

@@ -292,8 +292,7 @@ def require_column(key: str, column: str, rows: Any, source: str) -> None:
     Args:
         key: the builder's argument that names the column.
         rows: of `load_rows`.
-        source: of the rows, for the message. The message lists the columns, the most similar
-            first.
+        source: of the rows, for the message. The message lists the columns, the most similar first.
     """
     names = rows.column_names
     if isinstance(rows, FileRows):
