@@ -216,6 +216,20 @@ def test_a_single_file_beside_an_index_is_read_as_transformers_does(
     assert "is read, as transformers does" in capsys.readouterr().err
 
 
+def test_a_tensor_is_read_from_the_file_that_the_index_names(
+    folders: dict[str, Path], tmp_path: Path
+) -> None:
+    """A file that was written again in part keeps older tensors."""
+    write_tiny_model(tmp_path, shards=2)
+    expected = {name: tensor.file for name, tensor in ModelWeights(tmp_path).plain.items()}
+    for file in set(expected.values()):
+        older = {name: torch.zeros(3) for name, of in expected.items() if of != file}
+        save_file(load_file(file) | older, file)
+    found = ModelWeights(tmp_path)
+    assert {name: tensor.file for name, tensor in found.plain.items()} == expected
+    found.check(build_meta_model(tmp_path))
+
+
 def test_a_tied_output_layer_cannot_be_quantized(folders: dict[str, Path]) -> None:
     model = Decoder(DecoderConfig.from_dir(folders["tied"]))
     with pytest.raises(UserError, match=r"^quantization.targets: 'lm_head' is tied "):

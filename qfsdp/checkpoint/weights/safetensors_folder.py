@@ -49,13 +49,13 @@ class SafetensorsFolder:
             with long_wait(f"reading the headers of {self.folder}"):
                 listed = self._read_index()
                 for file in sorted(set(listed.values())) or [SINGLE]:
-                    self._read_header(self.folder / file)
+                    self._read_header(self.folder / file, listed)
         except OSError as error:
             raise UserError(
                 f"{error.filename or self.folder}: cannot be read: {why(error)}"
             ) from None
         for name, file in listed.items():
-            if name not in self.tensors or self.tensors[name].file.name != file:
+            if name not in self.tensors:
                 raise UserError(f"{self.folder / INDEX}: tensor {name!r} is not in {file}")
 
     def _read_index(self) -> dict[str, str]:
@@ -75,7 +75,7 @@ class SafetensorsFolder:
             raise UserError(f"{index}: tensor {name!r} is in '{file}'; expected a file beside it")
         return found
 
-    def _read_header(self, file: Path) -> None:
+    def _read_header(self, file: Path, listed: dict[str, str]) -> None:
         if not file.is_file():
             told = f"{file} does not exist; the model's weights are read from it"
             if pickle := min(file.parent.glob("pytorch_model*.bin"), default=None):
@@ -94,6 +94,8 @@ class SafetensorsFolder:
             header = json.loads(handle.read(length))
         header.pop("__metadata__", None)
         for name, entry in header.items():
+            if listed.get(name, file.name) != file.name:
+                continue  # a file may hold an older one of a tensor that is in another
             begin, end = entry["data_offsets"]
             shape = tuple(entry["shape"])
             start = 8 + length + begin
