@@ -147,6 +147,7 @@ def _configs() -> dict[str, Callable[[], Any]]:
             **SIZES | {"n_embd": 128, "n_head": 4, "n_layer": 4, "n_positions": 256}
         ),
         "falcon": lambda: t.FalconConfig(**SIZES),
+        "olmo": lambda: t.OlmoConfig(**SIZES, clip_qkv=0.3),
         "bart": lambda: t.BartConfig(
             **{key: SIZES[key] for key in SIZES if key.startswith(("vocab", "max", "pad"))},
             **{"d_model": 128, "decoder_layers": 4, "decoder_attention_heads": 4},
@@ -200,7 +201,7 @@ MULTIMODAL = ["gemma3", "gemma4_whole", "qwen3_5_whole", "qwen3_vl", "mistral3"]
 NAMES = ["qwen3_5", "gemma4", "deepseek_v3", "lfm2", "llama"]
 # Recurrent layers, shared keys and values, and experts are in the short suite.
 MIXTURES = ["qwen3_5_moe", "glm4_7", "gemma4_moe"]
-OTHERS = ["gpt2", "falcon"]
+OTHERS = ["gpt2", "falcon", "olmo"]
 # Which we build too.
 HYBRID = ["qwen3_5", "qwen3_5_whole", "qwen3_5_moe", "qwen3_next", "qwen3_5_moe_whole"]
 PARAMETERS = [

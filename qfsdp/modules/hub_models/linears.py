@@ -12,6 +12,7 @@ import inspect
 import re
 from collections.abc import Iterator
 from functools import cache
+from types import MethodType
 from typing import Any, cast
 
 import torch
@@ -27,6 +28,7 @@ ALIKE, TRANSPOSED = "FalconLinear", "Conv1D"
 # Class -> its module whose output the class changes in place. Autograd refuses that for outputs of
 # custom functions, which our linears are. So these modules return a copy.
 CHANGED_IN_PLACE = {"Llama4TextMoe": "shared_expert", "FalconDecoderLayer": "mlp"}
+CLIPPED = ("q_proj", "k_proj", "v_proj")  # so are those of OLMo and OLMoE, with `clip_qkv`
 
 
 def transposed_weights(hf: nn.Module) -> Iterator[str]:
@@ -52,6 +54,19 @@ def take_linears(hf: nn.Module) -> None:
                 setattr(parent, child, linear)
         if (changed := CHANGED_IN_PLACE.get(type(parent).__name__)) is not None:
             parent.get_submodule(changed).register_forward_hook(_copy)
+        if type(parent).__name__ in ("OlmoAttention", "OlmoeAttention") and parent.config.clip_qkv:
+            parent.forward = MethodType(type(parent).forward, _Clipped(parent))
+
+
+class _Clipped:
+    """An attention whose `CLIPPED` return copies. What replaces them has no hooks of theirs."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        self.attention = attention
+
+    def __getattr__(self, name: str) -> Any:
+        value = getattr(self.attention, name)
+        return (lambda hidden: value(hidden).clone()) if name in CLIPPED else value
 
 
 def _copy(_: nn.Module, __: Any, output: torch.Tensor) -> torch.Tensor:
