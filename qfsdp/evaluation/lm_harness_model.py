@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from typing import Any
 
 from lm_eval.api.instance import Instance
@@ -138,8 +139,20 @@ class HarnessModel(TemplateLM):
                 f"fewer than the model's {self.max_length} positions"
             )
         prompts = [self.tok_encode(context)[-room:] for context in contexts]
+        # A task with `repeats` asks the same again, for another answer.
+        asked, draws = Counter[str](), []
+        for context in contexts:
+            draws.append(asked[context])
+            asked[context] += 1
         answers = generate_all(
-            self._model, prompts, sampling, self._stops, self._world, self._batch_size, "answering"
+            self._model,
+            prompts,
+            sampling,
+            self._stops,
+            self._world,
+            self._batch_size,
+            "answering",
+            draws,
         )
         texts = (self.tokenizer.decode(tokens) for tokens in answers)
         return [postprocess_generated_text(text, until, None) for text in texts]

@@ -103,6 +103,21 @@ def test_texts_longer_than_the_model(smollm2_dir: Path, tmp_path: Path) -> None:
     assert alone[2] == expected[2]
 
 
+@needs_lm_eval
+def test_repeats_have_answers_of_their_own(smollm2_dir: Path, tmp_path: Path) -> None:
+    """As of gsm8k_cot_self_consistency, which asks 64 times and takes the majority."""
+    from qfsdp.evaluation.lm_harness_model import HarnessModel
+
+    folder = write_tiny_model_with_tokenizer(tmp_path / "model", smollm2_dir, hidden_size=96)
+    tokenizer = hf_tokenizer(str(folder))
+    lm = HarnessModel(load_model(folder, format="none"), tokenizer, set(), cpu_world(), 4)
+    options = {"max_gen_toks": 5, "do_sample": True, "temperature": 1.0}
+    asked = requests("generate_until", [("Say.", options)] * 4 + [("Tell.", options)])
+    found = lm.generate_until(asked)
+    assert len(set(found)) == 5
+    assert lm.generate_until(asked[::-1])[::-1][4] == found[4]
+
+
 def write_data(folder: Path) -> Path:
     """Rows that are hard to tokenize: brackets, double spaces, quotes, semicolons."""
     arc = [
