@@ -26,6 +26,8 @@ from qfsdp.modules.hub_models.config import AnyConfig
 from qfsdp.modules.hub_models.decoder import AnyDecoder, HubDecoder
 from qfsdp.tensor_subclasses import few_rows
 
+LEAST = 1e-30  # logits divided by less would be infinite in fp32
+
 
 @dataclass
 class SamplingConfig:
@@ -237,7 +239,7 @@ def sample_tokens(logits: Tensor, draws: Tensor, sampling: SamplingConfig) -> Te
         draws: fp32 `[batch]` in [0, 1). A row's token is the first whose cumulative probability
             exceeds its draw.
     """
-    if sampling.temperature == 0:
+    if sampling.temperature < LEAST:
         return logits.argmax(-1)
     probabilities = (logits.float() / sampling.temperature).softmax(-1)
     order = None

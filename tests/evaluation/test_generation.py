@@ -266,8 +266,10 @@ def test_tokens_have_their_probabilities(
 def test_a_temperature_of_zero_is_greedy() -> None:
     logits = torch.randn(60, generator=torch.Generator().manual_seed(2))
     assert frequencies(logits, SamplingConfig(1))[logits.argmax()] == 1
-    almost = SamplingConfig(1, temperature=1e-4)
-    assert frequencies(logits, almost)[logits.argmax()] == 1
+    for almost in (1e-4, 1e-29, 1e-40, 1e-320):
+        for top_p in (1.0, 0.5):
+            found = frequencies(logits, SamplingConfig(1, almost, top_p))
+            assert found[logits.argmax()] == 1
 
 
 def test_smallest_and_largest_draw() -> None:

@@ -285,6 +285,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"seed": 1.5}, "seed: 1.5 is not valid"),
     ({"n": 2}, "n: 2 is not valid; expected 1"),
     ({"logprobs": 3}, "logprobs: 3 is not valid"),
+    ({"logprobs": 0}, "logprobs: 0 is not valid; expected false"),
     ({"stop": ["a"] * 5}, "stop: .* expected up to 4 texts"),
     ({"stop": ""}, 'stop: "" is not valid'),
     ({"stop": 3}, "stop: 3 is not valid"),

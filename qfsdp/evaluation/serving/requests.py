@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from qfsdp.evaluation.generation import SamplingConfig
@@ -95,6 +96,11 @@ def _is_number(value: Any) -> bool:
 
 def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_one_of(allowed: Sequence[Any], value: Any) -> bool:
+    """False is not 0: `logprobs: 0` asks for those of the answer's own tokens."""
+    return any(one == value and isinstance(one, bool) == isinstance(value, bool) for one in allowed)
 
 
 def _is_prompt(value: Any) -> bool:
@@ -193,7 +199,7 @@ def _check(given: dict[str, Any], fields: dict[str, tuple[Any, str]]) -> None:
             good, expected = fields[name]
         elif name in NEUTRAL:
             allowed = NEUTRAL[name]
-            good = allowed.__contains__
+            good = partial(_is_one_of, allowed)
             expected = " or ".join(map(json.dumps, allowed)) + "; this server has nothing else"
         elif name in IGNORED:
             continue
