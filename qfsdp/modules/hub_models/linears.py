@@ -28,7 +28,8 @@ ALIKE, TRANSPOSED = "FalconLinear", "Conv1D"
 # Class -> its module whose output the class changes in place. Autograd refuses that for outputs of
 # custom functions, which our linears are. So these modules return a copy.
 CHANGED_IN_PLACE = {"Llama4TextMoe": "shared_expert", "FalconDecoderLayer": "mlp"}
-CLIPPED = ("q_proj", "k_proj", "v_proj")  # so are those of OLMo and OLMoE, with `clip_qkv`
+# So does an attention with `clip_qkv`.
+CLIPS, CLIPPED = ("OlmoAttention", "OlmoeAttention"), ("q_proj", "k_proj", "v_proj")
 
 
 def transposed_weights(hf: nn.Module) -> Iterator[str]:
@@ -54,8 +55,9 @@ def take_linears(hf: nn.Module) -> None:
                 setattr(parent, child, linear)
         if (changed := CHANGED_IN_PLACE.get(type(parent).__name__)) is not None:
             parent.get_submodule(changed).register_forward_hook(_copy)
-        if type(parent).__name__ in ("OlmoAttention", "OlmoeAttention") and parent.config.clip_qkv:
-            parent.forward = MethodType(type(parent).forward, _Clipped(parent))
+        attention: Any = parent
+        if type(parent).__name__ in CLIPS and attention.config.clip_qkv is not None:
+            attention.forward = MethodType(type(parent).forward, _Clipped(parent))
 
 
 class _Clipped:
