@@ -48,6 +48,8 @@ SMALL_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
+# Of a model that takes pictures: merged folders have them too.
+PROCESSORS = ("processor_config.json", "preprocessor_config.json", "video_preprocessor_config.json")
 CARD = "README.md"  # has the license
 HEADERS_AT_ONCE = 8  # requests
 Kind = Literal["model", "tokenizer", "adapter"]
@@ -221,7 +223,7 @@ class Repository:
             assert self.cached is not None
             return self.cached
         of_adapter = (*ADAPTER_FILES[:1], *BESIDE_ADAPTER)
-        wanted = of_adapter if self.kind == "adapter" else (*SMALL_FILES, CARD)
+        wanted = of_adapter if self.kind == "adapter" else (*SMALL_FILES, *PROCESSORS, CARD)
         files = [file for file in wanted if file in self.sizes]
         if _MARKS[self.kind] not in files:
             what = f"{'an' if self.kind == 'adapter' else 'a'} {self.kind}"

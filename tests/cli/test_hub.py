@@ -36,6 +36,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model of two files, and what must not be downloaded beside it."""
     folder = write_tiny_model(tmp_path_factory.mktemp("served") / "tiny", shards=2)
     (folder / "tokenizer.json").write_text("{}")
+    (folder / "preprocessor_config.json").write_text("{}")  # of pictures: a merged folder has it
     (folder / "modeling_tiny.py").write_text("raise SystemExit")
     (folder / "pytorch_model.bin").write_bytes(b"pickle")
     (folder / "consolidated.safetensors").write_bytes(b"a second copy")
@@ -99,6 +100,7 @@ def test_the_check_runs_before_the_weights_are_downloaded(server: HubServer, mod
     assert ModelWeights(NAME).fingerprint == of_folder.fingerprint
     assert names_in(folder) == {
         *("config.json", "tokenizer.json", "model.safetensors.index.json"),
+        "preprocessor_config.json",
         *(f"model-0000{n}-of-00002.safetensors" for n in (1, 2)),
     }
 
