@@ -261,6 +261,21 @@ def test_bases_that_are_stored_quantized(
         assert (method is None) == (requantize == "none")
 
 
+def test_python_files_that_are_not_copied_are_not_named(
+    even: tuple[Path, Path], tmp_path: Path
+) -> None:
+    """With `trust_remote_code` transformers asks for what `auto_map` names, as of Phi-4-mini."""
+    from transformers import AutoConfig
+
+    source = tmp_path / "source"
+    shutil.copytree(even[0], source)
+    config = json.loads((source / "config.json").read_text())
+    named = {"auto_map": {"AutoConfig": "configuration_llama.LlamaConfig"}}
+    (source / "config.json").write_text(json.dumps(config | named))
+    folder = merged(source, even[1], tmp_path / "merged")
+    assert AutoConfig.from_pretrained(folder, trust_remote_code=True).model_type == "llama"
+
+
 def merge_files(model: Path, adapter: Path, output: Path) -> None:
     merged(model, adapter, output, "max_file_bytes=400000")
 

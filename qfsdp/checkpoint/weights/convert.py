@@ -143,7 +143,9 @@ def _write_all(
             for name, text in output.texts.items():
                 write_text(folder / name, text)
             write_index(folder, files)
-            write_json(folder / "config.json", config)
+            # The Python files that `auto_map` names are not copied.
+            known_config = {key: value for key, value in config.items() if key != "auto_map"}
+            write_json(folder / "config.json", known_config)
             output.finish({name: digest for part in parts for name, digest in part.items()})
 
 
