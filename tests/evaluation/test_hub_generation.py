@@ -76,6 +76,21 @@ def test_greedy_answers_equal_transformers(name: str, tmp_path: Path) -> None:
     assert found == theirs(peft) and any(map(len, found))
 
 
+def test_an_answer_does_not_cross_the_original_context_of_longrope(tmp_path: Path) -> None:
+    """Its cached keys would be turned as those of a short text."""
+    factors = {"short_factor": [1.0] * 16, "long_factor": [4.0] * 16}
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "original_max_position_embeddings": 16}
+    hub_models.save_hub_model("llama", tmp_path / "model", rope_parameters=rope | factors)
+    model = built(tmp_path / "model")
+    with pytest.raises(UserError, match="16 tokens together, the original context of LongRoPE"):
+        generate(model, [[5] * 10], SamplingConfig(7), set(), cpu_world())
+    for length, new in ((10, 6), (17, 7)):
+        tokens = generate(model, [[5] * length], SamplingConfig(new), set(), cpu_world())[0]
+        with torch.no_grad():
+            anew = model(torch.tensor([[5] * length + tokens])).argmax(-1)
+        assert anew[0, length - 1 : -1].tolist() == tokens
+
+
 def test_evaluate_measures_the_loss_of_transformers(tmp_path: Path) -> None:
     reference: Any = hub_models.save_hub_model("lfm2", tmp_path / "model")
     recipe = load_recipe("evaluate")

@@ -64,9 +64,18 @@ class HubConfig:
         found = (getattr(text, key, None) for key in EXPERTS_PER_TOKEN)
         return next((count for count in found if isinstance(count, int)), None)
 
-    def most_positions(self, _: int) -> int:
+    @property
+    def ropes(self) -> list[dict[str, Any]]:
+        """The objects that describe rotary embeddings: one, or one for each kind of layer."""
+        given = getattr(self.hf.get_text_config(), "rope_parameters", None) or {}
+        return [given, *(part for part in given.values() if isinstance(part, dict))]
+
+    def most_positions(self, prompt: int) -> int:
         """As of `DecoderConfig`: tokens of a prompt and its answer together."""
-        return self.max_position_embeddings
+        longropes = (rope for rope in self.ropes if rope.get("rope_type") == "longrope")
+        contexts = [rope.get("original_max_position_embeddings") for rope in longropes]
+        limits = [one for one in contexts if isinstance(one, int) and prompt <= one]
+        return min([self.max_position_embeddings, *limits])
 
     def build(self, dtype: torch.dtype) -> Any:
         """transformers' module on the meta device, with all its parts. Raises `UserError`."""

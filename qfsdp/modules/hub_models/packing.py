@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any
 
 from torch import nn
 
@@ -43,7 +42,8 @@ def _why_not(config: HubConfig) -> Iterator[str]:
     if more:
         yield f"{more[0]} was not compared"
     text = config.hf.get_text_config()
-    yield from (f"rope of the kind {kind}" for kind in OF_A_ROW if kind in _rope_kinds(text))
+    kinds = {str(rope.get("rope_type")) for rope in config.ropes}
+    yield from (f"rope of the kind {kind}" for kind in OF_A_ROW if kind in kinds)
     if "chunked_attention" in (getattr(text, "layer_types", None) or ()):
         yield "chunked attention"
 
@@ -57,10 +57,3 @@ def packed_modules() -> dict[str, frozenset[str]]:
 def module_names(model: nn.Module) -> set[str]:
     """The names of the classes of a model's modules."""
     return {type(module).__name__ for module in model.modules()}
-
-
-def _rope_kinds(text: Any) -> set[str]:
-    """The kinds of rotary embedding of a config: one, or one for each kind of layer."""
-    given = getattr(text, "rope_parameters", None) or {}
-    each = [given, *(part for part in given.values() if isinstance(part, dict))]
-    return {str(part["rope_type"]) for part in each if "rope_type" in part}
