@@ -55,13 +55,9 @@ UNCHANGED_BASE_INIT = (None, True, False, "gaussian", "eva", "orthogonal", "mica
 def peft_config(
     config: AdapterConfig, linears: list[str], base: str, tensors: Mapping[str, Tensor]
 ) -> dict[str, object]:
-    """The content of `adapter_config.json`.
-
-    Args:
-        linears: names of the adapted linears, without experts; whole names if `config.selects`.
-        base: a folder or a hub name.
-        tensors: the adapters, by our keys.
-    """
+    """The content of `adapter_config.json` for adapters, by our keys, of a base (a folder or a hub
+    name). `linears` are the names of the adapted ones, without experts; whole names if
+    `config.selects`."""
     repository, revision = hub_name(base) or (base, None)
     has_head = HEAD_KEY in tensors
     settings: dict[str, object] = {

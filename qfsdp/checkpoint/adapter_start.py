@@ -39,13 +39,10 @@ def check_start(config: AdapterConfig, model: AnyDecoder, weights: ModelWeights)
 def start_adapters(
     model: nn.Module, config: AdapterConfig, path: str, seed: int, resumed: bool = False
 ) -> None:
-    """Initializes every adapter of a loaded and sharded model; every rank must call it.
-
-    Args:
-        path: `model.path`, whose weights are read again unless `config.init` is "default".
-        resumed: a checkpoint will overwrite the adapters; skips what reads weights, unless the
-            model keeps its start (`qfsdp.modules.adapters.reference`).
-    """
+    """Initializes every adapter of a loaded and sharded model; every rank must call it. The weights
+    of `model.path` are read again unless `config.init` is "default". If a checkpoint will overwrite
+    the adapters (`resumed`), that is left out, unless the model keeps its start
+    (`qfsdp.modules.adapters.reference`)."""
     overwritten = resumed and not keeps_start(model)
     init_adapters(model, seed, magnitudes=not overwritten)
     if overwritten:

@@ -62,15 +62,11 @@ def check_base_start(model: nn.Module, config: AdapterConfig, weights: ModelWeig
 def init_from_base(
     model: nn.Module, config: AdapterConfig, weights: ModelWeights, seed: int
 ) -> None:
-    """Moves a part of every adapted linear's weight into A and B. Every rank must call it.
+    """Moves a part of the original weight of every adapted linear into A and B, of a loaded and
+    sharded model with initialized adapters (`init_adapters`). Every rank must call it.
 
-    The result depends on the seed and the names only, up to rounding on other numbers of ranks.
-
-    Args:
-        model: loaded and sharded, with initialized adapters (`init_adapters`).
-        weights: the original weights.
-        seed: of the thin matrices that PiSSA's iteration starts with.
-    """
+    The result depends on the names and on the seed, of the thin matrices that PiSSA's iteration
+    starts with, up to rounding on other numbers of ranks."""
     for name, module, weight in original_rows(list(low_rank_linears(model)), weights, "weight"):
         # All rows, where the base is replicated and adapters are sharded.
         first, own = local_rows(module.weight).start, local_rows(module.lora_B)

@@ -124,12 +124,9 @@ def scaling_of(config: AdapterConfig, key: str, rank: int) -> float:
 def target_settings(
     config: AdapterConfig, linears: list[str], tensors: Mapping[str, Tensor]
 ) -> dict[str, Any]:
-    """What `adapter_config.json` says of what is adapted, and with which ranks.
-
-    Args:
-        linears: names of the adapted linears, without experts; whole names if `config.selects`.
-        tensors: our key -> tensor, of the adapters.
-    """
+    """What `adapter_config.json` says of what is adapted, and with which ranks, of adapters by our
+    keys. `linears` are the names of the adapted ones, without experts; whole names if
+    `config.selects`."""
     patterned = bool(config.ends)
     ranks: dict[str, int] = {}
     for key, tensor in tensors.items():

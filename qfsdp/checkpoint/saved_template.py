@@ -41,14 +41,9 @@ def adapter_template(tokenizer: Component, dataset: Component) -> dict[str, str]
 
 
 def model_template(template: dict[str, str], folder: Path) -> dict[str, str]:
-    """The files for a model that was trained with a template: name -> text.
-
-    `generation_config.json` gets the token that ends an answer, so that generation ends there.
-
-    Args:
-        template: as `adapter_template` returns it; empty: the model's own.
-        folder: the base model, whose tokenizer the model has.
-    """
+    """The files, name -> text, for a model that was trained over the one in `folder` with a
+    template, as `adapter_template` returns it; empty: the model's own. `generation_config.json`
+    gets the token that ends an answer, so that generation ends there."""
     tokenizer = chat_tokenizer(template, folder)
     if tokenizer is None:
         return template
@@ -84,14 +79,9 @@ def read_template(adapter: Path | None, tokenizer: bool = False) -> dict[str, st
 
 
 def build_tokenizer(tokenizer: Component, adapter: str | None) -> Any:
-    """Builds the tokenizer for a model with an adapter: with the adapter's chat template.
-
-    A `tokenizer.chat_template` other than `auto` in the config wins; one line says so.
-
-    Args:
-        tokenizer: of the config.
-        adapter: a folder in PEFT's format, or None.
-    """
+    """Builds the config's tokenizer for a model with an adapter, a folder in PEFT's format: with
+    the adapter's chat template. A `tokenizer.chat_template` other than `auto` in the config wins;
+    one line says so."""
     takes_template = "chat_template" in inspect.signature(tokenizer.resolve()).parameters
     if adapter is None or not takes_template:
         return tokenizer.build()

@@ -39,14 +39,8 @@ def main() -> None:
 
 
 def run_command(program: str, words: Sequence[str]) -> None:
-    """Runs one subcommand.
-
-    Args:
-        program: "qfsdp" or "tune", for usage messages.
-        words: the command line after the program's name.
-
-    Ends the process with status 2 and one line on stderr after a UserError.
-    """
+    """Runs one subcommand, the words after the name of `program` ("qfsdp" or "tune", for usage
+    messages). Ends the process with status 2 and one line on stderr after a UserError."""
     quiet_torchao()
     outlive_output_errors()
     with user_errors():

@@ -209,13 +209,8 @@ def nearest_existing(path: Path) -> Path:
 
 
 def warn_of_space(key: str, path: Path, size: int) -> None:
-    """Prints a warning if fewer than `size` bytes are free for `path`, the value of config `key`.
-
-    Args:
-        size: that is written at least.
-
-    No error, as a file system may compress.
-    """
+    """Prints a warning if fewer than `size` bytes, the least that is written, are free for `path`,
+    the value of config `key`. No error, as a file system may compress."""
     free = free_bytes(path)
     if free is not None and free < size:
         warn(

@@ -73,16 +73,10 @@ def bar(*args: Any, **kwargs: Any) -> tqdm[Any]:
 
 
 class LinesAbove:
-    """A stream that writes whole lines above the bar.
-
-    Text with a carriage return or an escape sequence and no line end is the bar of another package,
-    and passes.
-
-    Args:
-        stream: the stream itself.
-        cleared: a context manager for the time of a write: the bar is not on the screen.
-        prefix: what each piece of text begins with.
-    """
+    """A stream that writes whole lines above the bar, each piece of text behind a prefix; `cleared`
+    is a context manager for the time of a write, when the bar is not on the screen. Text with a
+    carriage return or an escape sequence and no line end is the bar of another package, and
+    passes."""
 
     def __init__(
         self, stream: TextIO, cleared: Callable[[], AbstractContextManager[Any]], prefix: str = ""

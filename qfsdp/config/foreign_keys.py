@@ -44,12 +44,9 @@ def _by_word(words: dict[str, str]) -> dict[str, str]:
 
 
 def answer_to(key: str, value: Any = None) -> str:
-    """What qfsdp has for another project's key: a key, "key=value", or a sentence; "" if unknown.
-
-    Args:
-        key: with its sections, such as "model.lora_rank"; a last name alone is known too.
-        value: that it was given.
-    """
+    """What qfsdp has for another project's key with its sections ("model.lora_rank"), or its last
+    name alone, and the value that it was given: a key, "key=value", or a sentence; "" if
+    unknown."""
     answers, off = foreign_keys()
     if isinstance(value, dict) and len(value) == 1 and f"{key}.{next(iter(value))}" in answers:
         return answer_to(f"{key}.{next(iter(value))}", *value.values())

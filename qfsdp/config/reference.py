@@ -62,12 +62,8 @@ class Key:
 
 
 def keys_of(schema: type, prefix: str = "", given: Any = None) -> Iterator[Key]:
-    """All keys of a schema, each section followed by its keys.
-
-    Args:
-        prefix: the section's place in the config.
-        given: the section's defaults where the section above it has others than the schema.
-    """
+    """All keys of a schema at the place `prefix` of a config, each section followed by its keys;
+    `given` are its defaults where the section above has others than the schema."""
     values = defaults(schema) | (given or {})
     hints, sentences = get_type_hints(schema), field_sentences(schema)
     for entry in fields(schema):

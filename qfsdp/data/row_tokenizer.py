@@ -106,12 +106,8 @@ class TokenizedRow:
 def one_by_one(
     samples_of: Callable[[Row], Iterable[Sample]], tokenizer: Any = None
 ) -> Callable[[Sequence[Row]], list[TokenizedRow]]:
-    """The `tokenize` of `tokenize_rows` for a function of a single row.
-
-    Args:
-        samples_of: returns the samples of a row. Raises `Unusable` or UserError.
-        tokenizer: the one that `samples_of` uses. `HFTokenizer` notes special tokens in texts.
-    """
+    """The `tokenize` of `tokenize_rows` for a function of a single row, which raises `Unusable` or
+    UserError, and the tokenizer that it uses: `HFTokenizer` notes special tokens in texts."""
     notes: list[str] = getattr(tokenizer, "spelled", [])
 
     def tokenize(rows: Sequence[Row]) -> list[TokenizedRow]:

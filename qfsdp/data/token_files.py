@@ -91,12 +91,8 @@ def _code_digest(component: str) -> str:
 
 
 class ArrayWriter:
-    """Appends to flat arrays: in files, or in memory if the files cannot be written.
-
-    Args:
-        folder: a new folder for the files; None: in memory.
-        on_failure: is told where and why the files cannot be written. What they have is read back.
-    """
+    """Appends to flat arrays, in files of a new folder, or in memory without one or if they cannot
+    be written. `on_failure` is told where and why. What they have is read back."""
 
     def __init__(
         self, folder: Path | None, on_failure: Callable[[Path, BaseException], None]

@@ -151,14 +151,9 @@ class HFTokenizer:
         return [], []
 
     def encode(self, text: str, add_bos: bool = True, add_eos: bool = True) -> list[int]:
-        """Ids of a text that is not a message.
-
-        Special tokens that the text spells are special, unless `special_tokens_in_text` is "plain".
-
-        Args:
-            add_bos: begin with what the tokenizer puts before a text: bos, or nothing.
-            add_eos: end with eos.
-        """
+        """Ids of a text that is not a message, with what the tokenizer puts before a text (bos, or
+        nothing) and with eos. Special tokens that the text spells are special, unless
+        `special_tokens_in_text` is "plain"."""
         token = self._special.first_in(text)
         if token is not None:
             self._note(token)

@@ -166,13 +166,9 @@ def _text_of(entry: Any) -> Any:
 def add_new_tokens(
     backend: Tokenizer, tokens: Sequence[str], special: bool, key: str
 ) -> dict[str, int]:
-    """Adds tokens to a tokenizer: text -> id. Raises UserError: a token is empty, named twice or
-    there already.
-
-    Args:
-        special: whether decoding leaves them out and the text of a message does not spell them.
-        key: of the config, for messages.
-    """
+    """Adds tokens to a tokenizer: text -> id. Decoding leaves out those that are `special`, and the
+    text of a message does not spell them. Raises UserError, which names the config's `key`: a token
+    is empty, named twice or there already."""
     from tokenizers import AddedToken
 
     for at, token in enumerate(tokens):

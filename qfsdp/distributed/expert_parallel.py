@@ -66,12 +66,8 @@ def exchanged(
 
 
 class ExpertExchange:
-    """Computes the experts of tokens where the experts are; see `MixtureMLP.exchange`.
-
-    Args:
-        group: ranks that hold all experts between them, an equal number each.
-        experts: number of all experts.
-    """
+    """Computes the experts of tokens where the experts are; see `MixtureMLP.exchange`. The ranks of
+    `group` hold all of them, an equal number each."""
 
     def __init__(self, group: dist.ProcessGroup, experts: int) -> None:
         self.group, self.experts = group, experts

@@ -20,12 +20,9 @@ from qfsdp.tensor_subclasses.quantized_tensor import QuantizedTensor
 
 
 class OffloadStore:
-    """Where the bytes of one weight lie (the `Store` protocol of `quantized_tensor`).
-
-    Args:
-        unit: name of the FSDP2 unit that the weight is gathered with.
-        ahead: copies to the device ahead of use, where FSDP2 does not; else None.
-    """
+    """Where the bytes of one weight lie (the `Store` protocol of `quantized_tensor`), which is
+    gathered with an FSDP2 unit. `ahead` copies to the device ahead of use, where FSDP2 does not;
+    else None."""
 
     def __init__(self, unit: str, ahead: DeviceAhead | None) -> None:
         self.unit = unit

@@ -178,17 +178,12 @@ def exact_match(
     file: Path | None = None,
     title: str = "exact match",
 ) -> ExactMatch:
-    """Answers all questions greedily. The result is the same on every rank.
+    """Answers all questions of `read_questions` greedily; batches of prompts of similar length are
+    split over the ranks. The result is the same on every rank. `stops` are tokens that end an
+    answer; a rank answers `batch_size` questions at a time, if `config` has no other number.
 
-    Args:
-        questions: from `read_questions`, the same on every rank. Batches of prompts of similar
-            length are split over the ranks.
-        stops: tokens that end an answer.
-        batch_size: questions that a rank answers at a time, if `config` has no other number.
-        file: a .jsonl file. Rank 0 writes one line per answered question: its row, the question,
-            both answers, and whether they agree.
-        title: title of the progress bar.
-    """
+    Rank 0 writes one line per answered question to the .jsonl file: its row, the question, both
+    answers, and whether they agree."""
     sampling = SamplingConfig(max_new_tokens=config.max_new_tokens)
     lengths = [len(question.prompt) for question in questions]
     batches = batches_by_length(lengths, config.batch_size or batch_size)

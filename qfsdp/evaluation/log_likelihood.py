@@ -44,16 +44,11 @@ def log_likelihoods(
     world: World,
     batch_size: int,
 ) -> list[Likelihood]:
-    """The log-likelihood of each continuation after its context. The same on every rank.
+    """The log-likelihood of each continuation (0 of an empty one) after its context of at least one
+    token, `batch_size` contexts per forward pass. The same on every rank.
 
     All ranks must call it with the same pairs. A pair that is longer than the model's positions
-    loses the beginning of its context. Equal pairs are computed once.
-
-    Args:
-        model: sharded or not.
-        pairs: contexts (at least one token) and continuations. An empty continuation gets 0.
-        batch_size: contexts per forward pass.
-    """
+    loses the beginning of its context. Equal pairs are computed once."""
     wanted = [_shorten(*pair, model.config.max_position_embeddings) for pair in pairs]
     rows = _rows(wanted, _longest_row(model))
     batches = batches_by_length([row.inputs for row in rows], batch_size)

@@ -107,12 +107,8 @@ class Look:
 
 
 class Watchdog(threading.Thread):
-    """The thread of one rank. Between `start` and `stop` it may end the process.
-
-    Args:
-        folder: for the stacks, or None.
-        rank, size: of this process, and the number of ranks.
-    """
+    """The thread of one rank. Between `start` and `stop` it may end the process, after it has
+    written the stacks to `folder`, if there is one."""
 
     def __init__(
         self, config: DistributedConfig, folder: Path | None, rank: int = 0, size: int = 1

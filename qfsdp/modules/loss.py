@@ -95,12 +95,8 @@ def summed_by_sample(
     num_samples: int = 0,
     num_targets: int | None = None,
 ) -> Tensor:
-    """`head_loss` with the output layer given as a function.
-
-    Args:
-        in_chunks: as `_in_chunks` of an output layer.
-        trained: tensors of the output layer that get gradients.
-    """
+    """`head_loss` with the output layer given as a function like `_in_chunks`, and its tensors that
+    get gradients."""
     hidden, labels = hidden.flatten(0, -2), labels.flatten()
     chosen = _targets(labels, num_targets)
     if sample_ids is None:

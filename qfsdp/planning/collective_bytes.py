@@ -34,12 +34,8 @@ class Sent(NamedTuple):
 
 
 def sent_by(func: Any, args: Any, local_size: int) -> Sent | None:
-    """The traffic of an operation of c10d; None if it is not counted.
-
-    Args:
-        func, args: as the dispatcher gives them.
-        local_size: ranks per machine.
-    """
+    """The traffic of an operation of c10d, with its arguments as the dispatcher gives them; None if
+    it is not counted."""
     name, share = WIRE.get(func._opname, (None, None))
     if name is None or share is None:
         return None

@@ -262,15 +262,9 @@ def step_tokens(cfg: Any) -> int:
 
 
 def step_load(model: Decoder, cfg: Any, found: Estimate, world_size: int) -> Load:
-    """The work and traffic of one rank in a step.
-
-    Counts every row as full and every token as a target. Of ranks that share rows, each counts as
-    the mean: with causal attention the last one computes up to twice as much of it.
-
-    Args:
-        model: on the meta device.
-        found: the estimate for `cfg`.
-    """
+    """The work and traffic of one rank in a step of a model on the meta device, whose estimate is
+    `found`. Counts every row as full and every token as a target. Of ranks that share rows, each
+    counts as the mean: with causal attention the last one computes up to twice as much of it."""
     rows = rows_of(cfg) * cfg.gradient_accumulation_steps / cfg.sharding.context_parallel
     flops = step_flops(model, [cfg.max_seq_len], cfg.max_seq_len)
     objectives = step_options(cfg).values()

@@ -92,12 +92,9 @@ def candidates(
     world_size: int, machines: int = 1, tiles: bool = False, shared: Sequence[int] = ()
 ) -> list[Candidate]:
     """The ways to try, the fastest first; those that differ only in checkpointing are adjacent.
-
-    Args:
-        tiles: whether rows are long enough for tiles (`Predictor.takes_tiles`). They come before
-            any offload, and all that is offloaded has them.
-        shared: by how many ranks long rows may be shared, above 1.
-    """
+    Where rows are long enough for `tiles` (`Predictor.takes_tiles`), they come before any offload,
+    and all that is offloaded has them. `shared` says by how many ranks long rows may be shared,
+    above 1."""
     strategies = STRATEGIES if world_size > 1 else ("full_shard",)
     sharded = [s for s in strategies if s != "ddp" and (machines > 1 or s == "full_shard")]
     found = []

@@ -93,16 +93,12 @@ class Obstacle:
 
 
 class StepGraphs:
-    """The graphs of a run's steps; a context manager that frees them at its end.
+    """The graphs of a run's steps; a context manager that frees them at its end. The parameters of
+    the loaded model, or their shards, stay where they are. `wanted` is as in the config; `obstacle`
+    is what keeps all from being captured (`why_not`).
 
     The process group must outlive them: `ncclCommDestroy` waits for ever for a graph that has a
-    captured collective (pytorch#115388).
-
-    Args:
-        model: loaded; its parameters, or their shards, stay where they are.
-        wanted: as in the config.
-        obstacle: to capturing all (`why_not`).
-    """
+    captured collective (pytorch#115388)."""
 
     def __init__(
         self,

@@ -168,13 +168,9 @@ def load_teacher(cfg: Any, world: World, loader: Any, steps: int) -> Teacher:
 
 
 class Teacher:
-    """A frozen model, and what a student learns from it.
-
-    Args:
-        model: a `Decoder`, loaded or of a dry run, in evaluation. Its output is from now on the
-            last hidden state.
-        tokens: rows of the vocabulary that student and teacher both have.
-    """
+    """A frozen `Decoder`, loaded or of a dry run, in evaluation, and what a student learns from it.
+    Its output is from now on the last hidden state; `tokens` are the rows of the vocabulary that
+    both have."""
 
     def __init__(self, model: Any, config: DistillationConfig, world: World, tokens: int) -> None:
         self._model, self.config, self.world, self._tokens = model, config, world, tokens

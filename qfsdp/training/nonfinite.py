@@ -52,16 +52,12 @@ def step_metrics(
 
 
 class NonFiniteWatch:
-    """Looks at the metrics of every update, and acts on those that are not finite.
+    """Looks at the metrics of every update, and acts on those that are not finite, as `then` says:
+    saves the state with `checkpoints` when the run stops, and computes the losses of a step again
+    with `parts`, or the cross entropy.
 
-    Every rank makes one after a checkpoint is loaded, and calls `after` after every `train_step`.
-
-    Args:
-        then: what to do.
-        state: of the run.
-        checkpoints: save the state when the run stops.
-        parts: compute the losses of a step again; None: cross entropy.
-    """
+    Every rank makes one after a checkpoint is loaded, and calls `after` after every
+    `train_step`."""
 
     def __init__(
         self,

@@ -237,13 +237,9 @@ def step_options(cfg: Any) -> dict[str, Any]:
 
 
 class Update:
-    """The losses of one update's micro-batches, and what is logged of them.
-
-    Args:
-        units: pairs or labelled answers of all ranks.
-        good_tokens: tokens of good answers per unit.
-        kl: KTO's estimate of the KL divergence.
-    """
+    """The losses of one update's micro-batches, of `units` pairs or labelled answers of all ranks,
+    and what is logged of them; `good_tokens` are those of good answers per unit, `kl` is KTO's
+    estimate of the KL divergence."""
 
     NUMBERS = ("loss", "right", "good", "bad")
     SUMS = ("rewards", "logps", "ratios", "tokens")
@@ -259,14 +255,9 @@ class Update:
         self._has_reference = self._has_pairs = False
 
     def loss(self, batch: PairBatch, reference: Tensor | None, logprobs: Tensor) -> Tensor:
-        """The part of the update's loss that is a micro-batch's, fp64 `[]`, with gradients.
-
-        In fp64, so that n equal fp32 losses have exactly their mean: ln 2 before the first update.
-
-        Args:
-            reference: of `Objective.reference`.
-            logprobs: of `sequence_logprobs`.
-        """
+        """The part of the update's loss that is a micro-batch's, fp64 `[]`, with gradients, from
+        `Objective.reference` and `sequence_logprobs`. In fp64, so that n equal fp32 losses have
+        exactly their mean: ln 2 before the first update."""
         answers = self._answers(batch, reference, logprobs)
         results = [term(answers) for term in self._terms]
         weighted = zip(self._terms, results, strict=True)

@@ -80,12 +80,8 @@ class GgufTokenizer:
             )
 
     def add_to(self, writer: gguf.GGUFWriter, folder: Path, template: dict[str, str]) -> None:
-        """Adds the tokenizer, its special tokens and the chat template to a file's metadata.
-
-        Args:
-            folder: of the model.
-            template: of the adapter, as `saved_template.read_template` returns it.
-        """
+        """Adds the tokenizer, its special tokens and the chat template of the adapter (of
+        `saved_template.read_template`) to a file's metadata; `folder` is the model's."""
         import gguf
 
         writer.add_tokenizer_model(self.kind)

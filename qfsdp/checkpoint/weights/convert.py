@@ -278,12 +278,8 @@ def read_as_quantized(
 def compute_rows(
     name: str, weight: QuantizedTensor | Iterator[Tensor], dtype: torch.dtype
 ) -> Iterator[Tensor]:
-    """The numbers that training multiplies by, in chunks of rows.
-
-    Args:
-        weight: quantized (its rows come in fp32), or the pieces of a plain one.
-        dtype: that training holds plain weights in; they are rounded to it.
-    """
+    """The numbers that training multiplies by, in chunks of rows: fp32 of a quantized weight; of
+    the pieces of a plain one those of `dtype`, in which training holds it."""
     if isinstance(weight, QuantizedTensor):
         step = max(1, CHUNK_NUMBERS // weight.size(1))
         for start in range(0, weight.size(0), step):

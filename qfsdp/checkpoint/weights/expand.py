@@ -58,16 +58,12 @@ def blocks_of_rate(depth: int, rate: float) -> int:
 
 
 def expanded_positions(depth: int, new_blocks: int) -> list[int]:
-    """Indices of the new blocks in the expanded model, ascending.
+    """Indices, from 0 and ascending, of `new_blocks` (at least 1, maybe more than `depth`) in a
+    model that has `depth` old ones.
 
     The j-th of n new blocks (j = 1 .. n) comes after ceil(j * depth / n) old ones. So the last
     block is a new one, the numbers of old blocks between new ones differ by at most one, and at
-    most ceil(n / depth) new blocks follow an old one.
-
-    Args:
-        depth: number of old blocks, at least 1.
-        new_blocks: at least 1; may be more than `depth`.
-    """
+    most ceil(n / depth) new blocks follow an old one."""
     return [-(-j * depth // new_blocks) + j - 1 for j in range(1, new_blocks + 1)]
 
 

@@ -146,14 +146,9 @@ def _common_end(a: str, b: str) -> str:
 
 
 def modelfile(file: str, tokenizer: HFTokenizer | None, adds_bos: bool, stops: set[int]) -> str:
-    """The text of a Modelfile.
-
-    Args:
-        file: name of the GGUF file, in the same folder.
-        tokenizer: with the chat template that the model was trained with, or None.
-        adds_bos: as in `go_template`.
-        stops: tokens that end an answer.
-    """
+    """The text of a Modelfile for the GGUF file of this name in the same folder, by the tokenizer
+    with the chat template of training, if any, and the tokens that end an answer; `adds_bos` as in
+    `go_template`."""
     name = file.partition(".")[0].lower()
     lines = [f"# ollama create {name} -f {file.removesuffix('.gguf')}.Modelfile", f"FROM ./{file}"]
     found = None if tokenizer is None else go_template(tokenizer, adds_bos)

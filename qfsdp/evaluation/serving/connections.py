@@ -101,10 +101,7 @@ class Connection(H11Protocol):
 
 
 def limited(seconds: float, most: int) -> type[Connection]:
-    """Connections of a server.
-
-    Args:
-        seconds: for a client to send a request's headers, or to take what has been sent.
-        most: connections at a time; for one more, the one that has been idle longest is closed.
-    """
+    """Connections of a server, at most `most` at a time: for one more, the one that has been idle
+    longest is closed. A client has so many seconds to send a request's headers, or to take what has
+    been sent."""
     return type("LimitedConnection", (Connection,), {"seconds": seconds, "most": most})

@@ -186,13 +186,9 @@ class _Batch:
 
 
 class Engine:
-    """Answers requests in a thread of its own, from `start` to `stop`.
-
-    Args:
-        models: by the names that requests use.
-        most_running: requests that have a row at the same time. The others wait; whoever submits
-            them bounds their number.
-    """
+    """Answers requests in a thread of its own, from `start` to `stop`; `models` are by the names
+    that requests use. `most_running` have a row at the same time. The others wait; whoever submits
+    them bounds their number."""
 
     def __init__(
         self, models: Mapping[str, Model], device: torch.device, most_running: int

@@ -68,10 +68,6 @@ def summed_pieces(x: Tensor, rank: int) -> Tensor:
 
 
 def merged_blocks(rows: Tensor, block: Tensor) -> Tensor:
-    """Rows of a weight merged with MiSS, fp32 `[n, in]`.
-
-    Args:
-        rows: `[n, in]`, rows of the base.
-        block: fp32 `[rank, n]`, the columns of D of the same rows.
-    """
+    """Rows of a weight `[n, in]` merged with MiSS, fp32; `block`, fp32 `[rank, n]`, are the columns
+    of D of the same rows."""
     return rows.float() + block.t().repeat(1, -(-rows.size(1) // len(block)))[:, : rows.size(1)]

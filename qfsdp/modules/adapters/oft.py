@@ -80,10 +80,6 @@ def rotated(x: Tensor, r: Tensor) -> Tensor:
 
 
 def merged_rotations(rows: Tensor, numbers: Tensor, size: int) -> Tensor:
-    """Rows of a weight merged with OFT, W R^T, fp32 `[n, in]`.
-
-    Args:
-        rows: `[n, in]`, rows of the base.
-        numbers: fp32, `oft_R`; size: of a block.
-    """
+    """Rows of a weight `[n, in]` merged with OFT, W R^T, fp32; `numbers` are `oft_R`, fp32, and
+    `size` is that of a block."""
     return rotated(rows.float(), rotations(numbers, size).mT)

@@ -47,12 +47,8 @@ def routing_sums(scores: Tensor, chosen: Tensor, counted: Tensor) -> Tensor:
 
 
 def balance_loss(sums: Tensor, tokens: Tensor) -> Tensor:
-    """The load-balancing loss.
-
-    Args:
-        sums: `[..., 3, experts]`, `routing_sums` added up over layers.
-        tokens: `[...]`, how many tokens of all layers they count; 0 gives a loss of 0.
-    """
+    """The load-balancing loss of `routing_sums`, `[..., 3, experts]`, added up over layers;
+    `tokens`, `[...]`, are those of all layers that they count; 0 gives a loss of 0."""
     choices, probabilities, _ = (sums / tokens.clamp(min=1)[..., None, None]).unbind(-2)
     return sums.size(-1) * (choices * probabilities).sum(-1)
 

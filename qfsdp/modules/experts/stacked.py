@@ -68,12 +68,8 @@ class Dispatch(NamedTuple):
 
 
 def dispatch(chosen: Tensor, experts: int) -> Dispatch:
-    """Sorts the choices of tokens by expert. Choices of one expert keep their order.
-
-    Args:
-        chosen: int64 `[n, top_k]`, experts of each token.
-        experts: their number.
-    """
+    """Sorts the choices of tokens, int64 `[n, top_k]`, among so many experts. Choices of one expert
+    keep their order."""
     sorted_experts, order = chosen.flatten().sort(stable=True)
     places = torch.empty_like(order)
     places.scatter_(0, order, torch.arange(order.numel(), device=order.device))
