@@ -91,7 +91,7 @@ def to_peft(tensors: Mapping[str, Tensor], config: AdapterConfig) -> dict[str, T
         if field == B:
             rank = tensor.size(1)
             experts = len(tensors[f"{stem}.{linear}.lora_A.weight"]) // rank
-            factor = scaling_of(config, key, rank) / config.scaling
+            factor = replace(config.of(module_of(key)), rank=rank).scaling / config.scaling
             b = tensor.view(experts, -1, rank) * factor
             tensor = b.permute(1, 2, 0).reshape(b.size(1), -1).contiguous()
         found[f"{stem}{'.base_layer' if wrapped else ''}.{field}"] = tensor
@@ -114,11 +114,6 @@ def _with_all_rows(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 def module_of(key: str) -> str:
     """The name of the linear that one of our keys belongs to."""
     return key.removeprefix("base_model.model.").partition(".lora_")[0]
-
-
-def scaling_of(config: AdapterConfig, key: str, rank: int) -> float:
-    """The factor of the product of the experts that one of our keys belongs to."""
-    return replace(config.of(module_of(key)), rank=rank).scaling
 
 
 def target_settings(

@@ -78,8 +78,9 @@ def init_loftq(model: nn.Module, weights: ModelWeights, seed: int) -> None:
     with, up to rounding on other numbers of ranks. Directions beyond the rank of an error, and
     linears that are not quantized, keep their values."""
     linears = list(_quantized_linears(model))
-    for name, module, error in original_rows(linears, weights, "lora_B"):
-        _subtract_quantized(module, error)
+    for name, module, error in original_rows(linears, weights, "lora_B"):  # at first W
+        for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, error.device)):
+            error[part] = error[part].float() - quantized.float()
         generator = seeded(seed, f"{name} loftq")
         total = sum_over_ranks(module.lora_B)
         set_product(module, *best_product(error, module.lora_A.size(0), generator, total))
@@ -91,12 +92,6 @@ def _quantized_linears(model: nn.Module) -> Iterator[tuple[str, LowRankLinear]]:
         weight = local_part(module.weight)
         if isinstance(weight, QuantizedTensor) and not isinstance(weight, PlainRows):
             yield name, module
-
-
-def _subtract_quantized(module: LowRankLinear, weight: Tensor) -> None:
-    """Makes of this rank's rows of W those of W - dequantize(quantized), in place."""
-    for part, quantized in row_chunks(held_rows(module.weight, module.lora_B, weight.device)):
-        weight[part] = weight[part].float() - quantized.float()
 
 
 def original_rows(

@@ -16,13 +16,9 @@ Answer = str | dict[str, str]  # by the value that the key was given; "": for al
 
 
 class ForeignKeys(NamedTuple):
-    """What `foreign_keys.yaml` has, by key.
-
-    Fields:
-        answers: by other projects' keys.
-        off: what `false` of a key means for ours, by our key; and where it means something else,
-            "our_key=value" by the other project's key.
-    """
+    """What `foreign_keys.yaml` has: answers by other projects' keys, and what `false` of a key
+    means for ours, by our key; where it means something else, "our_key=value" by the other
+    project's key."""
 
     answers: dict[str, Answer]
     off: dict[str, str]

@@ -43,14 +43,9 @@ _ENTRY = re.compile(r"\*{0,2}(\w+(?:, \w+)*)(?: \([^)]*\))?: (.*)")
 
 @dataclass(frozen=True)
 class Key:
-    """One key of a config.
-
-    Fields:
-        name: with its section, such as "adapter.rank".
-        type: in words; "section" for a section.
-        default: as a plain value; `REQUIRED` without one.
-        sentence: what it means; "" if its author has not said.
-    """
+    """One key of a config, with its section ("adapter.rank"): its type in words ("section" for a
+    section), its default as a plain value (`REQUIRED` without one), and what it means, if its
+    author has said."""
 
     name: str
     type: str

@@ -88,14 +88,9 @@ class Unusable(Exception):
 
 @dataclass(frozen=True)
 class TokenizedRow:
-    """What became of a row.
-
-    Fields:
-        samples: tokens and labels.
-        problem: why it has no samples: `Unusable` skips the row, UserError ends the run.
-        spelled: the first special token that its text spells and what became of it, or None.
-        remark: what a user must know of how the row is trained, or None.
-    """
+    """What became of a row: tokens and labels of its samples, or the problem: `Unusable` skips the
+    row, UserError ends the run. `spelled` is the first special token that its text spells and what
+    became of it; `remark` is what a user must know of how the row is trained."""
 
     samples: Sequence[Sample] = ()
     problem: Unusable | UserError | None = None

@@ -36,15 +36,9 @@ NO_END = 2**62
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block begins.
-
-    Fields:
-        epoch: passes over the data before it.
-        row: rows of the epoch before it.
-        samples: samples before it, over all epochs.
-        in_epoch: samples of the epoch before it.
-        of_rows: what `RowStream` needs to go there; None: the beginning of the data.
-    """
+    """Where a block begins: after so many passes over the data, and so many rows and samples of the
+    epoch, or `samples` over all epochs. `of_rows` is what `RowStream` needs to go there; None: the
+    beginning of the data."""
 
     epoch: int = 0
     row: int = 0
@@ -55,15 +49,9 @@ class Place:
 
 @dataclass(frozen=True)
 class StreamedDataset:
-    """Samples of rows that are read while training.
-
-    Fields:
-        rows: the data.
-        tokenizer: turns them into samples.
-        shuffle_buffer: rows of a block.
-        check: of the ids of a block, or None.
-        pack: slots of a pack and seed, or None for samples.
-    """
+    """Samples of rows that are read while training, by a tokenizer, in blocks of `shuffle_buffer`
+    rows. `check` is that of the ids of a block; `pack` are slots of a pack and seed, or None for
+    samples."""
 
     rows: RowStream
     tokenizer: RowTokenizer

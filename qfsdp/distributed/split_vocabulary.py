@@ -149,7 +149,10 @@ class SplitVocabulary:
 
     def own_part(self, head: nn.Module) -> tuple[nn.Module, list[Tensor]]:
         """The output layer with this rank's rows, to compute with, and its trained tensors."""
-        given = {name: self._own(param) for name, param in head.named_parameters()}
+        given = {
+            name: own_rows(param) if param.size(0) == self._vocabulary else all_rows(param)
+            for name, param in head.named_parameters()
+        }
         trained = [t for t in given.values() if t.requires_grad and torch.is_grad_enabled()]
         if isinstance(head, AdaptedLinear):
             return _WithTensors(head, given), trained
@@ -160,12 +163,6 @@ class SplitVocabulary:
         own = nn.Linear(1, 1, bias=False, device="meta")
         own.weight = nn.Parameter(weight.to(self._dtype), requires_grad=False)
         return own, trained
-
-    def _own(self, param: Tensor) -> Tensor:
-        """This rank's rows of a parameter with a row for each token; all rows of another one."""
-        if param.size(0) == self._vocabulary:
-            return own_rows(param)
-        return all_rows(param)
 
     def _in_chunks(
         self,

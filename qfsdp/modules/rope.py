@@ -27,12 +27,9 @@ def powers(theta: float | Tensor, dim: int, device: torch.device) -> Tensor:
 
 @dataclass(frozen=True)
 class Scaling:
-    """The frequencies of the paper; those for long contexts are in `rope_scalings`.
-
-    Attributes:
-        magnitude: multiplies rotated queries and keys.
-        by_length: frequencies depend on the length of a document.
-    """
+    """The frequencies of the paper; those for long contexts are in `rope_scalings`. `magnitude`
+    multiplies rotated queries and keys; `by_length`: frequencies depend on the length of a
+    document."""
 
     magnitude = 1.0
     by_length: ClassVar[bool] = False

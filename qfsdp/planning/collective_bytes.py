@@ -19,14 +19,8 @@ WIRE = {
 
 
 class Sent(NamedTuple):
-    """Traffic of one collective of the first rank.
-
-    Fields:
-        name: of the collective.
-        bytes: that the rank sends.
-        between: that all ranks of its machine together send to other machines, each in its own
-            group.
-    """
+    """Traffic of one collective of the first rank: the bytes that it sends, and those that all
+    ranks of its machine together send to other machines, each in its own group."""
 
     name: str
     bytes: int

@@ -349,11 +349,8 @@ def micro_batch_tokens(cfg: Any) -> int | None:
 
 @dataclass(frozen=True)
 class StoredFormats:
-    """What `build_model` reads of a model folder's weights.
-
-    Fields:
-        formats: parameter name -> format, for the weights that are stored quantized.
-    """
+    """What `build_model` reads of a model folder's weights: parameter name -> format, of those that
+    are stored quantized."""
 
     formats: dict[str, str]
 

@@ -41,12 +41,8 @@ C = TypeVar("C")
 
 @dataclass
 class Run:
-    """What a recipe's `main` has made so far; `main` sets the fields as it goes.
-
-    Fields:
-        model, optimizer, clock: None until they exist.
-        step: the current training step; 0 before the first.
-    """
+    """What a recipe's `main` has made so far; `main` sets the fields as it goes. They are None
+    until they exist; `step` is 0 before the first."""
 
     model: nn.Module | None = None
     optimizer: Optimizer | None = None

@@ -32,16 +32,9 @@ STRATEGIES = ("ddp", "hybrid_full_shard", "full_shard")
 
 @dataclass(frozen=True)
 class Candidate:
-    """One way to run the config.
-
-    Fields:
-        strategy: one of STRATEGIES.
-        checkpointing: one of CHECKPOINTING.
-        offload: a key of OFFLOAD.
-        offload_activations: `activation.offload`.
-        tiles: the feed-forward is computed in tiles, `activation.tile_tokens: auto`.
-        context_parallel: `sharding.context_parallel`.
-    """
+    """One way to run the config: one of STRATEGIES and of CHECKPOINTING, a key of OFFLOAD,
+    `activation.offload`, whether the feed-forward is computed in tiles (`activation.tile_tokens:
+    auto`), and `sharding.context_parallel`."""
 
     strategy: str
     checkpointing: str
@@ -117,14 +110,8 @@ def candidates(
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate that was tried.
-
-    Fields:
-        batch: its largest micro-batch that fits; 1 if none fits.
-        prediction: for that micro-batch.
-        fits: whether it fits.
-        whole: whether the micro-batch holds all samples of a step.
-    """
+    """A candidate that was tried, with the prediction for its largest micro-batch that fits, or for
+    1 if none `fits`; `whole`: that micro-batch holds all samples of a step."""
 
     candidate: Candidate
     batch: int

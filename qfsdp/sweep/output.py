@@ -114,17 +114,13 @@ def _section(one: Table) -> Section:
 MOST_REASON = 90  # characters in a table; cells.jsonl has all
 
 
-def axes_of(cells: Sequence[Cell]) -> list[str]:
-    """The axes of all cells, in their order."""
-    return list(dict.fromkeys(axis for cell in cells for axis in cell.point))
-
-
 def rows_of_table(
     cells: Sequence[Cell], results: dict[str, dict[str, Any]]
 ) -> tuple[list[str], list[list[str]]]:
     """Head and rows: the point, the columns that any cell has a number for, scores, the outcome.
     The results have costs, by the cells' keys; cells without one are left out."""
-    axes, found = axes_of(cells), [results[cell.key] for cell in cells if cell.key in results]
+    axes = list(dict.fromkeys(axis for cell in cells for axis in cell.point))
+    found = [results[cell.key] for cell in cells if cell.key in results]
     columns = [name for name in COLUMNS if any(row.get(name) is not None for row in found)]
     scores = list(dict.fromkeys(name for row in found for name in row.get("scores", {})))
     head = [*axes, *(COLUMNS[name] for name in columns), *scores, "outcome"]
@@ -181,7 +177,10 @@ def charts_of(
         device_gib: memory of a GPU, for a line in the charts of memory; None: no line.
     """
     of_grid = [
-        ({axis: _drawn(value) for axis, value in cell.point.items()}, results[cell.key])
+        (
+            {a: v if isinstance(v, int | float | str) else str(v) for a, v in cell.point.items()},
+            results[cell.key],
+        )
         for cell in cells
         if cell.in_grid and cell.key in results
     ]
@@ -204,10 +203,6 @@ def charts_of(
                 name = name.replace("/", "_").replace(" ", "_").replace(".", "_")
                 charts[name] = _chart(lines, values[axis], axis, measure, limit, fixed)
     return charts
-
-
-def _drawn(value: Any) -> Any:
-    return value if isinstance(value, int | float | str) else str(value)
 
 
 def are_numbers(values: Sequence[Any]) -> bool:

@@ -31,14 +31,9 @@ LISTED_SAMPLES = 8
 
 @dataclass(frozen=True)
 class Part:
-    """One of the losses of a micro-batch that are added up.
-
-    Fields:
-        name: in words, e.g. "loss 'sigmoid'".
-        loss: `[]`, with gradients.
-        logprobs: what it is computed from, a tensor of its own: gradients of other losses do not
-            pass through it.
-    """
+    """One of the losses of a micro-batch that are added up, `[]`, with gradients, by its name in
+    words ("loss 'sigmoid'"), and the log-probabilities that it is computed from, a tensor of its
+    own: gradients of other losses do not pass through it."""
 
     name: str
     loss: Tensor
@@ -55,14 +50,10 @@ rank must call it."""
 
 @dataclass(order=True)
 class Finding:
-    """The first tensor of a micro-batch that is not finite, on one rank. Earlier ones are less.
-
-    Fields:
-        phase: FORWARD, BACKWARD (the gradient of an output) or GRADIENT (of a parameter).
-        place: number of tensors that were looked at before it in this phase.
-        tensor: its name.
-        rows: the rows of the micro-batch that are not finite; None: it has no rows.
-    """
+    """The first tensor of a micro-batch that is not finite, on one rank, in a phase: FORWARD,
+    BACKWARD (the gradient of an output) or GRADIENT (of a parameter). Earlier ones are less:
+    `place` counts those that were looked at before. `rows` of the micro-batch are not finite; None:
+    it has no rows."""
 
     phase: int
     place: int

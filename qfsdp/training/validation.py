@@ -261,7 +261,8 @@ class Validation:
                 f"{self._cfg.max_seq_len}; expected at least one"
             )
         loss = total / targets
-        return {"loss": loss, "perplexity": _perplexity(loss)}
+        exact = loss < 700 or math.isnan(loss)  # beyond, the exponential overflows
+        return {"loss": loss, "perplexity": math.exp(loss) if exact else math.inf}
 
     def _scores(self, model: nn.Module) -> dict[str, float]:
         """What the tasks of lm-eval give: `validation/<task>/<metric>`. Every rank must call it."""
@@ -338,10 +339,6 @@ class Validation:
 
 def _warn(text: str) -> None:
     warn(f"validation: {text}")
-
-
-def _perplexity(loss: float) -> float:
-    return math.exp(loss) if loss < 700 or math.isnan(loss) else math.inf
 
 
 def _copy(source: Path, folder: Path) -> None:

@@ -171,12 +171,8 @@ def _check_bytes(stored: StoredTensor, shape: tuple[int | str, ...]) -> None:
 
 @dataclass(frozen=True)
 class StoredAs:
-    """The tensors of files that hold the rows of a plain parameter.
-
-    Fields:
-        shapes: name -> shape, in the order of the rows.
-        transposed: the one tensor is `[experts, in, out]`, or `[in, out]`.
-    """
+    """The tensors of files that hold the rows of a plain parameter: name -> shape, in the order of
+    the rows. If `transposed` the one tensor is `[experts, in, out]`, or `[in, out]`."""
 
     shapes: dict[str, tuple[int, ...]]
     transposed: bool = False

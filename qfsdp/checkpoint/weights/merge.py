@@ -96,12 +96,6 @@ def merged_rows(
     return merged.mul_((magnitude / norm).unsqueeze(1))
 
 
-def scaled_rows(rows: Tensor, factors: Tensor) -> Tensor:
-    """Rows of a weight `[n, in]` or of a bias `[n]` merged with IA3's factors, all fp32: `[n, 1]`
-    for the same rows, or `[1, in]` for the inputs."""
-    return rows.float() * (factors if rows.dim() == 2 else factors.squeeze(1))
-
-
 @dataclass(frozen=True)
 class MergedWeight:
     """A weight of the merged model, by its name there.
@@ -290,8 +284,9 @@ class Merge:
                 merged = with_trained(chunk, at, ids, tensors["rows"])
             elif "ia3_l" in tensors:
                 factors = tensors["ia3_l"]
-                of_inputs = len(factors) == 1  # every row needs all of them
-                merged = scaled_rows(chunk, factors if of_inputs else factors[at : at + len(chunk)])
+                if len(factors) > 1:  # of outputs; those of inputs are for every row
+                    factors = factors[at : at + len(chunk)]
+                merged = chunk.float() * (factors if chunk.dim() == 2 else factors.squeeze(1))
             elif "miss_block" in tensors:
                 merged = merged_blocks(chunk, tensors["miss_block"][:, at : at + len(chunk)])
             elif "oft_R" in tensors:

@@ -97,16 +97,12 @@ def tensors_of_hub_model(
     for name, param in stacked_experts(config.meta):
         if name in found:
             stored = found.pop(name)
-            shape = stored.shape if stored.shape != tuple(param.shape) else _flat(stored.shape)
-            found[f"{name}.weight"] = replace(stored, shape=shape)
+            if stored.shape == tuple(param.shape):  # [experts, out, in]
+                stored = replace(stored, shape=(prod(stored.shape[:2]), *stored.shape[2:]))
+            found[f"{name}.weight"] = stored
     for name in found.keys() & set(transposed_weights(config.meta)):
         found[name] = StackedTensor.of(name, [found[name]], transposed=True)
     return found
-
-
-def _flat(shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Of the rows of all experts, `[experts, out, in]` -> `[experts * out, in]`."""
-    return (shape[0] * shape[1], *shape[2:])
 
 
 def _rows(

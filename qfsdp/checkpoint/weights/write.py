@@ -74,15 +74,9 @@ class PlannedFile:
 
 
 class SafetensorsFile:
-    """A file that is being written; `finish` completes it, and `discard` removes it.
-
-    Args:
-        path: its final name.
-        entries: all of its tensors, in the order of their bytes.
-
-    Raises:
-        OSError: the file cannot be written (a full disk); all methods do.
-    """
+    """A file that is being written, with all of its tensors in the order of their bytes; `finish`
+    completes it, with its final name, and `discard` removes it. All methods raise OSError: the file
+    cannot be written (a full disk)."""
 
     def __init__(self, path: Path, entries: Mapping[str, Entry]) -> None:
         self._path, self._partial = path, path.with_name(path.name + PARTIAL)

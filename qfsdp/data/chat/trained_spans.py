@@ -274,7 +274,8 @@ class AnswerForm:
         header = _new_part(question, header).lstrip()
         cuts = [at for found in _TOKEN.finditer(header) for at in found.span() if at]
         headers = tuple(dict.fromkeys([header, *(header[:cut] for cut in reversed(cuts))]))
-        ends = [_token_after(text, tokens) for text in (answered, continued)]
+        after = (text.rpartition(_ANSWER["content"])[2].lstrip() for text in (answered, continued))
+        ends = [_token_at(text, 0, tokens) for text in after]
         ends[1] = None if ends[1] == bos else ends[1]
         knows_developer = _DEVELOPER["content"] in developed
         results = asked[5].turns.get(2) if isinstance(asked[5], Rendered) else None
@@ -289,12 +290,6 @@ def _new_part(before: str, after: str) -> str:
     if len(shared) < len(before):  # <|endoftext|> and <|assistant|> share their <|
         shared = _OPEN_TOKEN.sub("", shared)
     return after[len(shared) :]
-
-
-def _token_after(text: str, tokens: Mapping[str, int]) -> str | None:
-    """The longest special token that follows the answer, or None."""
-    after = text.rpartition(_ANSWER["content"])[2].lstrip()
-    return _token_at(after, 0, tokens)
 
 
 def _token_at(text: str, at: int, tokens: Mapping[str, int]) -> str | None:

@@ -31,12 +31,8 @@ LOOKED_AT = 100  # first rows of a file, whose keys are its columns
 
 
 class FileRow(dict[str, Any]):
-    """A row. Keys that it lacks are None, as in a table.
-
-    Attributes:
-        file: where it stands.
-        at: its place in the file; see `qfsdp.data.files.file_records`.
-    """
+    """A row of a file, at a place as of `qfsdp.data.files.file_records`. Keys that it lacks are
+    None, as in a table."""
 
     __slots__ = ("at", "file")
 
@@ -109,17 +105,14 @@ class FilePart:
         if file_state(self.file) != self._state:
             raise UserError(f"{self.file}: changed while it was read; expected it to stay")
         left, self._left = self._left, None
-        if left is not None and 0 <= start - left[0] < (2**62 if self._is_packed else EVERY):
+        # To go to a place of a .gz reads all that stands before it.
+        most = 2**62 if self.file.suffix == ".gz" else EVERY
+        if left is not None and 0 <= start - left[0] < most:
             return left
         if isinstance(self._records, ParquetRecords):
             return start, self._records.read(start)
         mark = start // EVERY
         return mark * EVERY, self._records.read(self._places[mark])
-
-    @property
-    def _is_packed(self) -> bool:
-        """Whether going to a place reads all that stands before it."""
-        return self.file.suffix == ".gz"
 
 
 class FileRows:
@@ -214,18 +207,8 @@ def file_state(file: Path) -> tuple[int, int, int, int]:
 
 
 class RowStream:
-    """The rows of a streamed dataset, in the order of the data.
-
-    Args:
-        rows: not shuffled.
-        source: of the rows, for messages.
-
-    Attributes:
-        column_names: of the first row.
-
-    Raises:
-        UserError: there is no row, or the first one cannot be read.
-    """
+    """The rows of a streamed dataset, in the order of the data, not shuffled; `column_names` are
+    those of the first row. Raises UserError: there is no row, or the first one cannot be read."""
 
     def __init__(self, rows: IterableDataset | FileStream, source: str) -> None:
         self._rows, self._source = rows, source

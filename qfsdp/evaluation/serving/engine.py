@@ -53,13 +53,8 @@ class Model:
 
 @dataclass
 class Piece:
-    """A part of an answer.
-
-    Fields:
-        text: may be empty.
-        finish: why the answer ends with this piece; None if it goes on.
-        tokens: number of the answer's tokens so far.
-    """
+    """A part of an answer: text, which may be empty; why the answer ends with it, or None if it
+    goes on; and the number of the answer's tokens so far."""
 
     text: str
     finish: Finish | None

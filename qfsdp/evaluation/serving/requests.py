@@ -41,13 +41,8 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
 
 
 class ApiError(Exception):
-    """An error in OpenAI's form.
-
-    Fields:
-        status: of HTTP.
-        param: the request's field that is wrong, or None.
-        code: OpenAI's short name of the error, or None.
-    """
+    """An error in OpenAI's form: the status of HTTP, the request's field that is wrong, and
+    OpenAI's short name of the error, or None."""
 
     def __init__(
         self, status: int, message: str, param: str | None = None, code: str | None = None

@@ -148,11 +148,8 @@ class LowRankRouter(ChoosesExperts, LowRankLinear):  # type: ignore[misc]  # two
 
 
 class ScaledLinear(AdaptedLinear):
-    """A linear with an IA3 adapter.
-
-    Fields:
-        ia3_l: fp32 factors of the outputs, `[out, 1]`, or of the inputs, `[1, in]` (PEFT's shapes).
-    """
+    """A linear with an IA3 adapter `ia3_l`, fp32 factors of the outputs, `[out, 1]`, or of the
+    inputs, `[1, in]` (PEFT's shapes)."""
 
     def __init__(self, base: nn.Linear | QuantizedLinear, scales_input: bool) -> None:
         super().__init__(base)

@@ -28,12 +28,8 @@ from qfsdp.tensor_subclasses.dtensor import local_part
 
 
 class BlockSharedLinear(AdaptedLinear):
-    """A linear with a MiSS adapter.
-
-    Fields:
-        miss_block: fp32 `[rank, out]` (PEFT's name and shape), sharded by rows like any adapter.
-        dropout: probability, on the input of the product.
-    """
+    """A linear with a MiSS adapter `miss_block`, fp32 `[rank, out]` (PEFT's name and shape),
+    sharded by rows like any adapter; dropout is on the input of the product."""
 
     def __init__(self, name: str, base: nn.Linear | QuantizedLinear, config: AdapterConfig) -> None:
         super().__init__(base)

@@ -29,13 +29,8 @@ from qfsdp.tensor_subclasses.dtensor import local_part
 
 
 class RotatedLinear(AdaptedLinear):
-    """A linear with an OFT adapter.
-
-    Fields:
-        oft_R: fp32 `[in / block_size, block_size * (block_size - 1) / 2]` (PEFT's shape), the
-            numbers above the diagonal of each block's Q, row by row.
-        block_size: of the rotations.
-    """
+    """A linear with an OFT adapter `oft_R`, fp32 `[in / block_size, block_size * (block_size - 1) /
+    2]` (PEFT's shape): the numbers above the diagonal of each block's Q, row by row."""
 
     def __init__(self, name: str, base: nn.Linear | QuantizedLinear, config: AdapterConfig) -> None:
         super().__init__(base)

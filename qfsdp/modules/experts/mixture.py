@@ -18,11 +18,8 @@ from qfsdp.modules.mlp import MLP
 
 class MixtureMLP(nn.Module):
     """A router, the experts that it chooses among for every token, and what all tokens share.
-
-    Fields:
-        exchange: computes experts of other ranks too (`qfsdp.distributed.expert_parallel`); None:
-            this rank computes all.
-    """
+    `exchange` computes experts of other ranks too (`qfsdp.distributed.expert_parallel`); None: this
+    rank computes all."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()

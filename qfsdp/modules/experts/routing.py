@@ -54,12 +54,9 @@ def balance_loss(sums: Tensor, tokens: Tensor) -> Tensor:
 
 
 class Routing:
-    """Adds up what the routers of a model do in training, and gives the balancing loss its place.
-
-    Fields:
-        factor: of the balancing loss in the loss of training; 0: it is not trained.
-        group: name of the ranks that share rows, as of `Decoder`.
-    """
+    """Adds up what the routers of a model do in training, and gives the balancing loss its place,
+    times `factor` (0: it is not trained). `group` names the ranks that share rows, as of
+    `Decoder`."""
 
     def __init__(self, factor: float) -> None:
         self.factor, self.group = factor, ""

@@ -126,10 +126,6 @@ def _original(rope: Values, context: int) -> int:
     return rope.size(ORIGINAL, context)
 
 
-def _linear(rope: Values, context: int, rotated: int) -> Scaling:
-    return LinearScaling(rope.number("factor"))
-
-
 def _dynamic(rope: Values, context: int, rotated: int) -> Scaling:
     if rotated < 4:
         raise rope.error("rope_type", "dynamic", "another for heads that rotate two numbers")
@@ -181,7 +177,7 @@ def _longrope(rope: Values, context: int, rotated: int) -> Scaling:
 _Build = Callable[[Values, int, int], Scaling]
 _SCALINGS: dict[str, tuple[tuple[str, ...], _Build]] = {
     "default": ((), lambda rope, context, rotated: Scaling()),
-    "linear": (("factor",), _linear),
+    "linear": (("factor",), lambda rope, context, rotated: LinearScaling(rope.number("factor"))),
     "llama3": (("factor", "low_freq_factor", "high_freq_factor"), _llama3),
     "dynamic": (("factor",), _dynamic),
     "yarn": (("factor",), _yarn),

@@ -117,7 +117,7 @@ def model_config_of(
     if implementation == "native" or (implementation == "auto" and architecture in FAMILIES):
         return DecoderConfig.from_dict(config, source)
     found = hub_config(config, source)
-    if implementation == "auto" and architecture not in checked_architectures():
+    if implementation == "auto" and architecture not in checked()["equal"]:
         from transformers import __version__
 
         raise UserError(
@@ -143,14 +143,8 @@ def as_stored(config: AnyConfig, stored: Callable[[], Collection[str]]) -> AnyCo
 
 
 @cache
-def checked_architectures() -> frozenset[str]:
-    """What `auto` takes of transformers."""
-    return frozenset(checked()["equal"])
-
-
-@cache
 def checked() -> dict[str, Any]:
-    """The content of `CHECKED`."""
+    """The content of `CHECKED`; `auto` takes those of transformers that are "equal"."""
     found: dict[str, Any] = json.loads(CHECKED.read_text(encoding="utf-8"))
     return found
 

@@ -17,13 +17,9 @@ from qfsdp.common.errors import UserError
 
 
 class Source(NamedTuple):
-    """The tensors that hold a parameter's rows, one after another.
-
-    Fields:
-        names: in the order of the rows.
-        part, parts: the parameter is this one of so many equal parts of the one tensor.
-        transposed: matrices of another shape than the parameter's are transposed.
-    """
+    """The tensors that hold a parameter's rows, in their order; or the parameter is one (`part`) of
+    `parts` equal parts of the one tensor. If `transposed`, matrices of another shape than the
+    parameter's are."""
 
     names: tuple[str, ...]
     part: int = 0
@@ -69,7 +65,10 @@ def parameter_sources(
             continue
         converter = by_pattern[next(iter(of_pattern))]
         found |= _converted(name, converter, of_pattern, where)
-    return _with_canonical_names(hf, found)
+    for module, field, first in shared_names(hf):
+        if (name := f"{module}.{field}") in found and first not in found:  # only the other name
+            found[first] = found.pop(name)
+    return found
 
 
 def names_of_experts(hf: Any) -> set[str]:
@@ -148,14 +147,6 @@ def _converted(
         f"{where}: {name!r} is made of tensors by {words}, which is not done by rows; expected a "
         "folder that transformers saved"
     )
-
-
-def _with_canonical_names(hf: nn.Module, found: dict[str, Source]) -> dict[str, Source]:
-    """The same, where a shared weight that is stored under its other name only has its first."""
-    for module, field, first in shared_names(hf):
-        if (name := f"{module}.{field}") in found and first not in found:
-            found[first] = found.pop(name)
-    return found
 
 
 def shared_names(hf: nn.Module) -> Iterator[tuple[str, str, str]]:

@@ -181,18 +181,13 @@ def scores_table(runs: Sequence[RunFolder]) -> Markup:
     rows = []
     for label, evaluation, score in found:
         of_metric = [one for _, _, one in found if one.name == score.name]
+        all_ends = [end for one in of_metric for end in (one.value, *(one.interval or ()))]
         of = "base" if evaluation.adapter is None else "adapter"
         ends = " to ".join(map(number, score.interval or ()))
-        drawn = interval_bar(score, *ends_of(of_metric))
+        drawn = interval_bar(score, min(all_ends), max(all_ends))
         rows.append([score.name, label, of, number(score.value), ends, drawn, score.count])
     level = f"{found[0][2].level:.0%} interval" if found else ""
     return table(("metric", "evaluation", "of", "value", level, "", "over"), rows, left=3)
-
-
-def ends_of(scores: Sequence[Score]) -> tuple[float, float]:
-    """The least and the highest of all values and their intervals."""
-    ends = [end for one in scores for end in (one.value, *(one.interval or ()))]
-    return min(ends), max(ends)
 
 
 def interval_bar(score: Score, low: float, high: float) -> Markup:
