@@ -157,7 +157,7 @@ def run(program: str, words: Sequence[str]) -> None:
 
 
 def _check_config_file(recipe: str, argv: Sequence[str]) -> None:
-    """Finds what is wrong with the config file before the recipe imports torch, for seconds."""
+    """Finds what is wrong with the config file before the recipe has imported torch (seconds)."""
     from qfsdp.config.load import read_yaml, required_config
 
     path = next((word.removeprefix("--config=") for word in argv if "--config=" in word[:9]), None)

@@ -21,9 +21,15 @@ from qfsdp.common.messages import is_union
 
 @dataclass(frozen=True)
 class Kind:
-    """What a place of the config asks of its component, in words for messages: methods that a class
-    must have, the class that it must derive from ("module.Class", or None), the first argument,
-    which the recipe passes (or ""), and attributes that the built object must have besides."""
+    """What a place of the config asks of its component.
+
+    Fields:
+        words: what is expected, for messages.
+        methods: that a class must have.
+        base: the class that a class must derive from, as "module.Class"; None: any.
+        passed: the first argument, which the recipe passes; "" for none.
+        attributes: that the built object must have, besides the methods.
+    """
 
     words: str
     methods: tuple[str, ...]

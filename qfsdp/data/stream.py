@@ -36,9 +36,15 @@ NO_END = 2**62
 
 @dataclass(frozen=True)
 class Place:
-    """Where a block begins: after so many passes over the data, and so many rows and samples of the
-    epoch, or `samples` over all epochs. `of_rows` is what `RowStream` needs to go there; None: the
-    beginning of the data."""
+    """Where a block begins.
+
+    Fields:
+        epoch: passes over the data before it.
+        row: rows of the epoch before it.
+        samples: samples before it, over all epochs.
+        in_epoch: samples of the epoch before it.
+        of_rows: what `RowStream` needs to go there; None: the beginning of the data.
+    """
 
     epoch: int = 0
     row: int = 0

@@ -85,9 +85,15 @@ class DistributedConfig:
 
 @dataclass
 class Look:
-    """What one rank says about itself at one look, whose number makes no two equal: seconds that it
-    is quiet and may be, collectives called so far by process group, and the innermost Python frame,
-    once the rank takes the run for hung."""
+    """What one rank says about itself at one look.
+
+    Fields:
+        number: of the look, so that two are never equal.
+        quiet: seconds since the rank has moved on.
+        limit: the seconds it may be quiet.
+        calls: collectives called so far, by process group.
+        where: the innermost Python frame, once the rank takes the run for hung; else empty.
+    """
 
     number: int
     quiet: float

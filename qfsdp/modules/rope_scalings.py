@@ -61,9 +61,13 @@ class DynamicScaling(Scaling):
 
 @dataclass(frozen=True)
 class YarnScaling(Scaling):
-    """YaRN (arXiv:2309.00071): pairs that turn fast are kept, slow ones are divided by `factor`:
-    from `beta_fast` turns within the original context, and up to `beta_slow`. If `truncate`, the
-    ramp between begins and ends at whole pairs."""
+    """YaRN (arXiv:2309.00071): pairs that turn fast are kept, slow ones are divided by `factor`.
+
+    Fields:
+        beta_fast, beta_slow: turns within the original context from which a pair is kept, and up to
+            which it is divided.
+        truncate: the ramp between begins and ends at whole pairs.
+    """
 
     factor: float
     original_max_position_embeddings: int

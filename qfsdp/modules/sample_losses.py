@@ -24,9 +24,14 @@ def sums_of_samples(
     ids: Tensor,
     count: int,
 ) -> Tensor:
-    """`head_loss` of every sample, fp32 `[count]`: `hidden` `[tokens, hidden]`, `labels` and `ids`
-    (the sample of each position) int64 `[tokens]`, `chosen` int64 `[targets]`, the positions with a
-    target; `in_chunks` and `trained` are as of `loss.summed_by_sample`."""
+    """`head_loss` of every sample, fp32 `[count]`.
+
+    Args:
+        in_chunks, trained: as of `loss.summed_by_sample`.
+        hidden: `[tokens, hidden]`. labels: int64 `[tokens]`.
+        chosen: int64 `[targets]`, the positions with a target.
+        ids: int64 `[tokens]`, the sample of each position.
+    """
     return _SampleLosses.apply(hidden, labels, chosen, ids, count, in_chunks, *trained)
 
 

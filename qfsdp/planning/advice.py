@@ -35,10 +35,15 @@ TRANSIENT, PARAMETERS = "activations_and_temporaries", "parameters"
 
 @dataclass(frozen=True)
 class Option:
-    """A change of a config that takes less device memory of a kind of tensors (TRANSIENT, OPTIMIZER
-    or PARAMETERS). Options with the same aspect exclude each other. `needs_dry_run`: only a dry run
-    can show that it is enough, or that less is not; `same_numbers`: the training computes the same
-    as before."""
+    """A change of a config that takes less device memory.
+
+    Fields:
+        aspect: what it changes; options with the same aspect exclude each other.
+        saves: kind of tensors that take less: TRANSIENT, OPTIMIZER or PARAMETERS.
+        changes: the new values.
+        needs_dry_run: only a dry run can show that it is enough, or that less is not.
+        same_numbers: whether the training computes the same as before.
+    """
 
     aspect: str
     saves: str

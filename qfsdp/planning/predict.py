@@ -52,9 +52,16 @@ PROCESS_BYTES, CPU_PROCESS_BYTES = 3 << 30, 620 << 20
 
 @dataclass(frozen=True)
 class Prediction:
-    """Memory and time of a config with changes: bytes of one GPU, including the process's CUDA
-    context, also by kind of tensor at the peak; of one machine with all its ranks, offloaded
-    tensors and the processes; the time of a step; and tokens per second of all ranks together."""
+    """Memory and time of a config.
+
+    Fields:
+        changes: of the original config.
+        device_bytes: of one GPU, including the process's CUDA context.
+        host_bytes: of one machine with all its ranks: offloaded tensors and the processes.
+        kinds: bytes on the device at the peak, by kind of tensor.
+        time: of a step.
+        tokens_per_second: of all ranks together.
+    """
 
     changes: Changes
     device_bytes: int
@@ -94,9 +101,17 @@ Predict = Callable[[Changes], Prediction]
 
 @dataclass(eq=False)
 class Predictor:
-    """Predicts one config with any changes, by the recipe's functions, for so many ranks and ranks
-    per machine, of which each is `hardware`; makes each prediction once. `target` is "cuda", or
-    "cpu" for a run without accelerators; `estimate` has the arguments of `estimate_fast`."""
+    """Predicts one config with any changes; makes each prediction once.
+
+    Fields:
+        build_model, train_step: the recipe's functions.
+        cfg: the recipe's config.
+        world_size: number of ranks.
+        local_world_size: number of ranks per machine.
+        hardware: of every machine.
+        target: "cuda", or "cpu" for a run without accelerators.
+        estimate: has the arguments of `estimate_fast`.
+    """
 
     build_model: BuildModel
     train_step: TrainStep

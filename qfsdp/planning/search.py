@@ -110,8 +110,14 @@ def candidates(
 
 @dataclass(frozen=True)
 class Trial:
-    """A candidate that was tried, with the prediction for its largest micro-batch that fits, or for
-    1 if none `fits`; `whole`: that micro-batch holds all samples of a step."""
+    """A candidate that was tried.
+
+    Fields:
+        batch: its largest micro-batch that fits; 1 if none fits.
+        prediction: for that micro-batch.
+        fits: whether it fits.
+        whole: whether the micro-batch holds all samples of a step.
+    """
 
     candidate: Candidate
     batch: int

@@ -84,9 +84,14 @@ class _Block:
 
 @dataclass(frozen=True)
 class Point:
-    """The moment with the most memory within one module, the innermost that runs ("" outside of
-    all), of one phase ("forward", "backward", "optimizer" or another of `train_step`): after so
-    many operations of the step, with bytes on the device by kind of tensor."""
+    """The moment with the most memory within one module of one phase of a step.
+
+    Fields:
+        phase: "forward", "backward", "optimizer" or another phase of `train_step`.
+        module: name of the innermost module that runs, "" outside of all modules.
+        at: number of operations since the step began.
+        by_kind: bytes on the device, by kind of tensor.
+    """
 
     phase: str
     module: str

@@ -63,9 +63,14 @@ def _price(file: Path, name: str, entry: Any) -> Price:
 
 
 def costs(row: dict[str, Any], price: Price | None, samples: int | None) -> dict[str, float]:
-    """What a cell's whole run of so many samples, if known, takes by its result, which has "ranks":
-    "seconds_per_run", "usd_per_1000_samples", "usd_per_run". Returns {} without a speed; no dollars
-    without a price, no run without its number of samples."""
+    """What a cell's whole run takes: "seconds_per_run", "usd_per_1000_samples", "usd_per_run".
+
+    Returns {} without a speed; no dollars without a price, no run without its number of samples.
+
+    Args:
+        row: a result, with "ranks".
+        samples: of a whole run that was not measured; None: not known.
+    """
     speed = row.get("samples_per_second")
     if not speed:
         return {}

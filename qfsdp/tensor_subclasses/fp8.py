@@ -95,9 +95,16 @@ def _transposed(numbers: Tensor) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, a_scale: Tensor, b_scale: Tensor, dtype: torch.dtype) -> Tensor:
-    """`(a_scale * a) @ (b_scale * b).T`, `[n, m]`, added up in fp32 and rounded once, to `dtype`: a
-    GPU multiplies for bf16 only. `a` is e4m3 `[n, k]` with fp32 `[n, 1]`, `b` e4m3 `[m, k]` with
-    fp32 `[m]`."""
+    """`(a_scale * a) @ (b_scale * b).T`, added up in fp32 and rounded once, to `dtype`.
+
+    Args:
+        a: e4m3 `[n, k]`; a_scale: fp32 `[n, 1]`.
+        b: e4m3 `[m, k]`; b_scale: fp32 `[m]`.
+        dtype: a GPU multiplies for bf16 only.
+
+    Returns:
+        `[n, m]`.
+    """
     if on_cpu(a):
         return (a.float() @ b.float().t()).mul_(a_scale).mul_(b_scale).to(dtype)
     if missing := -a.size(0) % TILE:  # tokens of a batch, in generation or the last rows

@@ -58,10 +58,13 @@ def dequantize_nf4(
     dtype: torch.dtype,
     row_scale: Tensor | None,
 ) -> Tensor:
-    """Weights `[rows, cols]` of `dtype`, computed in fp32 and rounded once, at the end, with
-    `row_scale`, fp32 `[rows]` or None. Codes are uint8 `[rows, ceil(cols/2)]`, whose rows need not
-    be adjacent in memory; products, fp32 `[rows, blocks_per_row]`, plus the offset, a fp32 scalar,
-    are the absmax."""
+    """Weights `[rows, cols]` of `dtype`, computed in fp32 and rounded once, at the end.
+
+    Args:
+        codes: uint8 `[rows, ceil(cols/2)]`; rows need not be adjacent in memory.
+        products: fp32 `[rows, blocks_per_row]`; products + offset (fp32 scalar) is the absmax.
+        row_scale: fp32 `[rows]`, multiplied in before rounding, or None.
+    """
     levels = table(NF4_LEVELS, codes)
 
     def write(rows: slice, codes: Tensor, scale: Tensor | None, out: Tensor) -> None:

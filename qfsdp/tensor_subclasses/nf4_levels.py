@@ -42,9 +42,14 @@ DYNAMIC_LEVELS = tuple(_dynamic_levels())
 
 
 def write_compiled(codes: Tensor, absmax: Tensor, levels: Tensor, out: Tensor) -> None:
-    """Writes level (of `NF4_LEVELS`, fp32) * absmax (fp32 `[rows, blocks, 1]`) of every code (uint8
-    `[rows, cols/2]`), two weights in each integer of `out`, `[rows, cols/2]`; to bf16 on CPUs
-    `[rows, blocks, 32]`."""
+    """Writes level * absmax of every code, two weights in each integer of `out`.
+
+    Args:
+        codes: uint8 `[rows, cols/2]`.
+        absmax: fp32 `[rows, blocks, 1]`.
+        levels: `NF4_LEVELS`, fp32.
+        out: `[rows, cols/2]`; to bf16 on CPUs `[rows, blocks, 32]`.
+    """
     code = codes.unflatten(1, (absmax.size(1), BLOCK // 2)).int()
     if out.dim() == 3:
         out.copy_(_selected_products(code, twice_in_bf16(absmax * levels)))

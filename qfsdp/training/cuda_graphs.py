@@ -86,7 +86,7 @@ class Captured:
 
 @dataclass(frozen=True)
 class Obstacle:
-    """What keeps micro-batches from being captured; and whether DoRA's norms are all the same."""
+    """What keeps micro-batches from being captured, and whether DoRA's norms are captured still."""
 
     reason: str
     norms: bool = False

@@ -50,10 +50,14 @@ rank must call it."""
 
 @dataclass(order=True)
 class Finding:
-    """The first tensor of a micro-batch that is not finite, on one rank, in a phase: FORWARD,
-    BACKWARD (the gradient of an output) or GRADIENT (of a parameter). Earlier ones are less:
-    `place` counts those that were looked at before. `rows` of the micro-batch are not finite; None:
-    it has no rows."""
+    """The first tensor of a micro-batch that is not finite, on one rank. Earlier ones are less.
+
+    Fields:
+        phase: FORWARD, BACKWARD (the gradient of an output) or GRADIENT (of a parameter).
+        place: number of tensors that were looked at before it in this phase.
+        tensor: its name.
+        rows: the rows of the micro-batch that are not finite; None: it has no rows.
+    """
 
     phase: int
     place: int

@@ -95,13 +95,17 @@ def document_lengths(batch: Batch) -> list[int]:
 def step_flops(
     model: Decoder | HubDecoder, lengths: Iterable[int], targets: int, tokens: int | None = None
 ) -> StepFlops:
-    """The FLOPs of one rank's forward and backward passes over any number of batches, by the
-    model's trained parameters and checkpointing, the `document_lengths`, and the positions with a
-    target, which alone reach the output layer. `tokens` are those of the rows, if documents share
-    some.
+    """The FLOPs of one rank's forward and backward passes over any number of batches.
 
     Not counted: everything but matrix products, dequantization, and DoRA's norms. A refresh of the
-    norms takes 2 * rank operations per weight and update; every token takes 4."""
+    norms takes 2 * rank operations per weight and update; every token takes 4.
+
+    Args:
+        model: sharded or not; its trained parameters and checkpointing decide.
+        lengths: tokens of each document (`document_lengths`).
+        targets: number of positions with a target; only these reach the output layer.
+        tokens: of the rows, if documents share some; None: those of all documents.
+    """
     lengths = list(lengths)
     tokens = sum(lengths) if tokens is None else tokens
     if isinstance(model, HubDecoder):

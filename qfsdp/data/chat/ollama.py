@@ -35,8 +35,14 @@ CHECKED: list[list[Turn]] = [
 
 @dataclass(frozen=True)
 class GoTemplate:
-    """What stands before and after the content of each role's messages (`around`), at the start of
-    every conversation, in the header of the answer, and as a system message where there is none."""
+    """What stands before and after the content of each role's messages, and at both ends.
+
+    Fields:
+        around: role -> the two texts.
+        start: of every conversation.
+        header: of the answer.
+        system: the message where a conversation has none, or None.
+    """
 
     around: dict[str, Turn]
     start: str
@@ -146,9 +152,14 @@ def _common_end(a: str, b: str) -> str:
 
 
 def modelfile(file: str, tokenizer: HFTokenizer | None, adds_bos: bool, stops: set[int]) -> str:
-    """The text of a Modelfile for the GGUF file of this name in the same folder, by the tokenizer
-    with the chat template of training, if any, and the tokens that end an answer; `adds_bos` as in
-    `go_template`."""
+    """The text of a Modelfile.
+
+    Args:
+        file: name of the GGUF file, in the same folder.
+        tokenizer: with the chat template that the model was trained with, or None.
+        adds_bos: as in `go_template`.
+        stops: tokens that end an answer.
+    """
     name = file.partition(".")[0].lower()
     lines = [f"# ollama create {name} -f {file.removesuffix('.gguf')}.Modelfile", f"FROM ./{file}"]
     found = None if tokenizer is None else go_template(tokenizer, adds_bos)

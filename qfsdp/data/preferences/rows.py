@@ -37,9 +37,15 @@ _SPEAKERS = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True)
 class Columns:
-    """Where a row has its prompt: the columns with text or messages (None: the answers' columns
-    have whole dialogues), a system message, the turns before, and functions, see `chat_dataset`;
-    and a system message for rows that have none."""
+    """Where a row has its prompt.
+
+    Fields:
+        prompt: column with text or messages; None: the answers' columns have whole dialogues.
+        system: column with a system message, or None.
+        history: column with the turns before the prompt, or None.
+        tools: column with functions, or None; see `chat_dataset`.
+        system_prompt: a system message for rows that have none.
+    """
 
     prompt: str | None = None
     system: str | None = None

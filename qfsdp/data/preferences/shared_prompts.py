@@ -35,8 +35,12 @@ class SharedDocuments(NamedTuple):
 
 
 def share_documents(lengths: Sequence[int], shared: Sequence[int]) -> SharedDocuments:
-    """Writes out documents, by the tokens of each that stand in the rows, in their order and with
-    padding, and by the number `shared` that stand at the beginning of the document before."""
+    """Writes out documents.
+
+    Args:
+        lengths: tokens of each document that stand in the rows, in their order, padding included.
+        shared: tokens of each that stand at the beginning of the document before.
+    """
     own, before = torch.tensor(lengths), torch.tensor(shared)
     ends, starts = (own + before).cumsum(0), own.cumsum(0) - own
     total = int(ends[-1])

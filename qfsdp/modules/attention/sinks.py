@@ -109,10 +109,13 @@ class _AttendWithSinks(torch.autograd.Function):
 
 
 def gradients(ctx: Any, grad: Tensor, backward: Callable[..., Any]) -> list[Tensor | None]:
-    """Gradients of q, k, v and sinks, for a function whose forward has the results of `attention`:
-    `ctx` has saved q, k, v, sinks, cu_seqlens, the two results and more tensors; `how` holds the
-    arguments after them. `backward` is `attention_backward`, or an op with other arguments after
-    `total`."""
+    """Gradients of q, k, v and sinks, for a function whose forward has the results of `attention`.
+
+    Args:
+        ctx: has saved q, k, v, sinks, cu_seqlens, the two results and more tensors; `how` holds
+            the arguments after them.
+        backward: `attention_backward`, or an op with other arguments after `total`.
+    """
     q, k, v, sinks, cu_seqlens, out, total, *more = ctx.saved_tensors
     of_qkv = backward(grad, q, k, v, cu_seqlens, out, total, *more, *ctx.how)
     if not ctx.needs_input_grad[3]:
