@@ -126,7 +126,7 @@ HEAD_TOO = ["all-linear", "lm_head"]
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"adapter": config(targets=HEAD_TOO)},
     "dora, rslora": {"adapter": config("dora", rslora=True, targets=HEAD_TOO)},
-    "more rank than columns": {"adapter": config(rank=200)},
+    "more rank than columns": {"adapter": config(rank=200, targets=["gate_proj"])},
     "ddp": {"adapter": config(), "sharding": {"strategy": "ddp"}},
     "cpu_offload": {"adapter": config("dora"), "sharding": {"cpu_offload": True}},
     "offload_base": {"adapter": config(), "sharding": {"offload_base": "cpu"}},
