@@ -317,15 +317,15 @@ def _batches(cfg: Any) -> list[Batch]:
     rows, seq = rows_of(cfg) // adapters_of(cfg), -(-cfg.max_seq_len // parts) * parts
     tokens = torch.zeros(rows, seq, dtype=torch.int64)
     batch = Batch(tokens, tokens.clone(), rows * seq, targets=rows * seq)
+    if hasattr(cfg, "adapters"):
+        batch = joined([batch] * adapters_of(cfg))
     if cfg.packed:
-        ends = torch.zeros(-(-(rows + 1) // 64) * 64, dtype=torch.int32)
-        batch = replace(batch, positions=tokens.clone(), cu_seqlens=ends)
+        ends = torch.zeros(-(-(len(batch.tokens) + 1) // 64) * 64, dtype=torch.int32)
+        batch = replace(batch, positions=batch.tokens.clone(), cu_seqlens=ends)
     if (objective := step_options(cfg).get("objective")) is not None:
         batch = full_preferences(batch, objective.takes(labels=False), parts)
     elif parts > 1:
         batch = batch.cut(parts - 1, parts)  # the last part sees the most keys
-    if hasattr(cfg, "adapters"):
-        batch = joined([batch] * adapters_of(cfg))
     return [batch] * min(cfg.gradient_accumulation_steps, MICRO_BATCHES)
 
 

@@ -272,7 +272,8 @@ def test_two_updates_of_the_config(smollm2_dir: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.long
-def test_the_base_is_gathered_once_for_all(tmp_path: Path) -> None:
+@pytest.mark.parametrize("packed", ["packed=false", "packed=true"])
+def test_the_base_is_gathered_once_for_all(packed: str, tmp_path: Path) -> None:
     """Bytes that a rank sends in a step, by dry runs on two ranks: further adapters send their own
     numbers, in forward and in backward, and nothing of the base."""
     write_tiny_model(tmp_path / "model", hidden_size=96)
@@ -281,7 +282,7 @@ def test_the_base_is_gathered_once_for_all(tmp_path: Path) -> None:
     recipe, sent, own = load_recipe("several_adapters"), [], []
     for names in ("a", "abc"):
         words = [f"adapters.{name}={{method: lora, rank: 4}}" for name in names]
-        cfg = load_config(recipe.Config, ["--config", f"{tmp_path}/c.yaml", *words])
+        cfg = load_config(recipe.Config, ["--config", f"{tmp_path}/c.yaml", packed, *words])
         found = estimate(recipe.build_model, recipe.train_step, cfg, 2, target="cpu")
         sent.append(found.wire["all_gather"])
         params = recipe.build_model(cfg, cfg.model.weights()).parameters()
